@@ -1,0 +1,21 @@
+"""The wire contract: every tensor of the five models, spelled once.
+
+``tensors`` says what a row is, ``models`` holds the rows, ``pbtxt`` writes them as Triton model
+configurations. Models, client, validation and the checked-in ``config.pbtxt`` files follow these
+tables; nothing else in the package spells a tensor's type or shape.
+"""
+
+from trtllm_bls.contract.models import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
+from trtllm_bls.contract.tensors import Bounds, Model, Tensor
+
+__all__ = [
+    "BLS",
+    "ENGINE",
+    "ENSEMBLE",
+    "MODELS",
+    "POSTPROCESSING",
+    "PREPROCESSING",
+    "Bounds",
+    "Model",
+    "Tensor",
+]

@@ -1,0 +1,97 @@
+"""What one row of the contract says, and nothing about which rows there are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Mapping
+
+import numpy as np
+
+NUMPY_TYPES: Mapping[str, type] = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT64": np.uint64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "STRING": np.object_,
+}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers a tensor may hold; ``str`` of it is what an error message says."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False  # low itself is not allowed
+
+    def allow(self, value: float) -> bool:
+        """Whether ``value`` is a finite number within the bounds."""
+        if not math.isfinite(value) or value > self.high:
+            return False
+        return value > self.low if self.above else value >= self.low
+
+    def __str__(self) -> str:
+        low = f"{'greater than' if self.above else 'at least'} {self.low:g}"
+        if math.isinf(self.low):
+            return "finite" if math.isinf(self.high) else f"at most {self.high:g}"
+        return low if math.isinf(self.high) else f"{low} and at most {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input or output.
+
+    ``dims`` exclude the batch. ``scalar`` inputs arrive at a Python model as ``[B]`` although
+    clients send ``[B, 1]`` (``reshape`` in the configuration). ``field`` is the name of the value
+    inside the package; two rows with one field are two spellings of the same thing.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...] = (1,)
+    field: str = ""
+    required: bool = False
+    scalar: bool = False
+    ragged: bool = False
+    bounds: Bounds | None = None
+
+    @property
+    def key(self) -> str:
+        """The value's name inside the package."""
+        return self.field or self.name
+
+    @property
+    def numpy_type(self) -> type:
+        """The numpy scalar type of the tensor's elements (``object`` for STRING)."""
+        return NUMPY_TYPES[self.dtype]
+
+    @property
+    def single(self) -> bool:
+        """Whether the tensor holds exactly one element per batch row."""
+        return self.dims == (1,)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of the repository: its tensors, in the order of the configuration file."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    decoupled: bool = False
+    backend: str = "python"
+
+    @cached_property
+    def input_named(self) -> Mapping[str, Tensor]:
+        """Inputs by wire name."""
+        return {tensor.name: tensor for tensor in self.inputs}
+
+    @cached_property
+    def output_named(self) -> Mapping[str, Tensor]:
+        """Outputs by wire name."""
+        return {tensor.name: tensor for tensor in self.outputs}

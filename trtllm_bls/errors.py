@@ -1,0 +1,81 @@
+"""Every error this package raises on purpose, and the Triton status each one becomes.
+
+    TrtllmBlsError
+    ├── SetupError            the machine or a file is not as we need it; nothing was served yet
+    │   ├── SettingsError     a parameter or option (names it, its value and the mend)
+    │   ├── TokenizerError    the tokenizer directory
+    │   └── CheckpointError   the model directory
+    ├── InvalidRequest        the caller's mistake: one field, its value, what is allowed
+    ├── Unsupported           a known request that this deployment cannot honour
+    ├── Overloaded            refused before any work was done; try again later
+    └── EngineError           the engine answered with an error, or did not answer
+        ├── EngineUnavailable it cannot be reached
+        └── EngineStalled     it sent nothing for longer than the stall limit
+
+Broad to catch, narrow to act on. The message is always one line that a user may read: no
+paths, no traceback. Owns nothing but these classes; imports nothing.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TrtllmBlsError(Exception):
+    """Base of all errors raised on purpose; ``status`` names a ``pb_utils.TritonError`` code."""
+
+    status: ClassVar[str] = "INTERNAL"
+
+
+class SetupError(TrtllmBlsError):
+    """Something on this machine must be mended before anything can be served."""
+
+
+class SettingsError(SetupError):
+    """A parameter or command-line option has a value that cannot be used."""
+
+
+class TokenizerError(SetupError):
+    """The tokenizer directory is missing, corrupt or incomplete."""
+
+
+class CheckpointError(SetupError):
+    """The model directory is missing, corrupt, or of an architecture we cannot run exactly."""
+
+
+class InvalidRequest(TrtllmBlsError):
+    """The request breaks the contract. ``field`` is the tensor's wire name."""
+
+    status = "INVALID_ARG"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class Unsupported(InvalidRequest):
+    """The request is well formed, but this deployment cannot honour the field; never ignored."""
+
+    status = "UNSUPPORTED"
+
+
+class Overloaded(TrtllmBlsError):
+    """Admission was refused; no work was started."""
+
+    status = "UNAVAILABLE"
+
+
+class EngineError(TrtllmBlsError):
+    """The engine answered this request with an error; the message is the engine's own."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine could not be reached, or the connection broke while it was answering."""
+
+    status = "UNAVAILABLE"
+
+
+class EngineStalled(EngineError):
+    """The engine sent nothing for longer than the stall limit, in seconds."""
+
+    status = "UNAVAILABLE"

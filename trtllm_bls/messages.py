@@ -1,0 +1,156 @@
+"""The values that travel between rooms: plain, frozen, and free of Triton and numpy.
+
+Grouped by receiver: what an engine takes and gives (token ids), then what the orchestrator
+takes and gives (text). ``None`` in a field always means "the caller did not say", and is never
+sent on, so that the engine's own default applies. Arrays that are only carried through (logits,
+LoRA weights) are typed ``Array`` and never opened here; the wire gives and takes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Mapping, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array: TypeAlias = np.ndarray[Any, Any]
+else:
+    Array = Any
+
+TokenIds: TypeAlias = tuple[int, ...]
+NOTHING: Mapping[str, Array] = MappingProxyType({})
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended; the value is what callers read."""
+
+    STOP = "stop"  # a stop string or stop sequence
+    LENGTH = "length"  # max_tokens, or the model's longest sequence
+    END_ID = "end_id"  # the model ended by itself
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+# --- to the engine --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. Field names are ours; the contract table has the wire names."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    top_p_min: float | None = None
+    top_p_decay: float | None = None
+    top_p_reset_id: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    beam_search_diversity_rate: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wants:
+    """What the caller asked to get back beside the tokens."""
+
+    log_probs: bool = False
+    context_logits: bool = False
+    generation_logits: bool = False
+    perf_metrics: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """Tokens another model guesses will come next, to be verified in one forward pass."""
+
+    token_ids: TokenIds
+    logits: Array | None = None  # [len(token_ids), vocab]; absent = verify by id
+    acceptance_threshold: float | None = None  # (0, 1]; absent = true speculative sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """One prompt as token ids, for any engine.
+
+    ``request_id`` is unique among running requests. ``embedding_bias`` is sparse:
+    ``(token id, added logit)`` pairs. ``extras`` holds further engine tensors by wire name
+    (LoRA, prompt tables, guided decoding, ...) which are carried unopened.
+    """
+
+    request_id: str
+    input_ids: TokenIds
+    max_tokens: int
+    streaming: bool = True
+    sampling: Sampling = Sampling()
+    num_return_sequences: int = 1
+    end_id: int | None = None
+    pad_id: int | None = None
+    stop_sequences: tuple[TokenIds, ...] = ()
+    bad_sequences: tuple[TokenIds, ...] = ()
+    embedding_bias: tuple[tuple[int, float], ...] = ()
+    draft: Draft | None = None
+    wants: Wants = Wants()
+    extras: Mapping[str, Array] = field(default=NOTHING, compare=False)
+
+
+# --- from the engine ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMetrics:
+    """Figures of one finished engine request; ``None`` where the engine does not tell.
+
+    Times are steady-clock nanoseconds; blocks are KV-cache blocks.
+    """
+
+    kv_cache_alloc_new_blocks: int | None = None
+    kv_cache_reused_blocks: int | None = None
+    kv_cache_alloc_total_blocks: int | None = None
+    arrival_time_ns: int | None = None
+    first_scheduled_time_ns: int | None = None
+    first_token_time_ns: int | None = None
+    last_token_time_ns: int | None = None
+    total_accepted_draft_tokens: int | None = None
+    total_draft_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineChunk:
+    """Tokens new since the last chunk of the same sequence; may be none.
+
+    ``log_probs`` and ``generation_logits`` belong to exactly these ``token_ids``.
+    ``context_logits`` comes once, on a sequence's first chunk. ``final`` marks the last chunk of
+    a sequence; ``finish_reason`` is ``None`` even there when the engine's wire does not say.
+    """
+
+    token_ids: TokenIds
+    sequence_index: int = 0
+    final: bool = False
+    finish_reason: FinishReason | None = None
+    log_probs: tuple[float, ...] | None = None
+    cum_log_prob: float | None = None
+    context_logits: Array | None = None  # [prompt tokens, vocab]
+    generation_logits: Array | None = None  # [len(token_ids), vocab]
+    metrics: EngineMetrics | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """What an engine can take; ``None`` where it does not tell.
+
+    ``max_sequence_tokens`` counts prompt and completion together.
+    """
+
+    vocab_size: int | None = None
+    max_sequence_tokens: int | None = None
+    max_draft_tokens: int | None = None
