@@ -8,10 +8,11 @@ LoRA weights) are typed ``Array`` and never opened here; the wire gives and take
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Mapping, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,6 +68,8 @@ class Wants:
     context_logits: bool = False
     generation_logits: bool = False
     perf_metrics: bool = False
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,3 +157,74 @@ class EngineLimits:
     vocab_size: int | None = None
     max_sequence_tokens: int | None = None
     max_draft_tokens: int | None = None
+
+
+# --- to the orchestrator --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """One prompt as text, or one conversation (``messages``, JSON), with everything asked of it.
+
+    ``num_draft_tokens``: ``None`` leaves speculation to the deployment, 0 turns it off, k > 0 asks
+    for drafts of exactly k tokens. ``draft_source``: where drafts come from for this request.
+    """
+
+    request_id: str
+    text: str | None = None
+    messages: str | None = None
+    max_tokens: int
+    stream: bool = False
+    sampling: Sampling = Sampling()
+    num_return_sequences: int = 1
+    stop_words: tuple[str, ...] = ()
+    include_stop: bool = False
+    bad_words: tuple[str, ...] = ()
+    embedding_bias: tuple[tuple[str, float], ...] = ()
+    end_id: int | None = None
+    pad_id: int | None = None
+    exclude_input_in_output: bool = True
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    num_draft_tokens: int | None = None
+    use_draft_logits: bool = False
+    draft_source: str | None = None
+    wants: Wants = Wants()
+    extras: Mapping[str, Array] = field(default=NOTHING, compare=False)
+
+
+# --- from the orchestrator ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How one sequence ended; every sequence has exactly one, on its last chunk.
+
+    ``completion_tokens`` counts every generated token up to and including the one that completed
+    a stop; the end token itself is not counted. ``seed`` is what sampling really used.
+    """
+
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    stop_reason: str | None = None  # the stop string that fired
+    seed: int | None = None
+    metrics: EngineMetrics | None = None
+    draft_rounds: int | None = None  # None: no speculation took place
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextChunk:
+    """Text new since the last chunk of the same sequence, or all so far when accumulating.
+
+    Scores belong to tokens whose whole text has left: ``log_probs`` are all of them so far (the
+    wire's rule), ``generation_logits`` only those of this chunk.
+    """
+
+    text: str
+    sequence_index: int = 0
+    log_probs: tuple[float, ...] | None = None
+    cum_log_prob: float | None = None
+    context_logits: Array | None = None
+    generation_logits: Array | None = None
+    ending: Ending | None = None

@@ -197,6 +197,8 @@ POSTPROCESSING = Model(
         Tensor("EXCLUDE_INPUT_IN_OUTPUT", "BOOL", field="exclude_input_in_output"),
         Tensor("SKIP_SPECIAL_TOKENS", "BOOL", field="skip_special_tokens"),
         Tensor("INCLUDE_STOP", "BOOL", field="include_stop"),
+        Tensor("RETURN_NUM_INPUT_TOKENS", "BOOL", field="return_num_input_tokens"),
+        Tensor("RETURN_NUM_OUTPUT_TOKENS", "BOOL", field="return_num_output_tokens"),
     ),
     outputs=(
         Tensor("OUTPUT", "STRING", (-1,)),

@@ -6,7 +6,8 @@ Engines behind it: ``grpc`` and ``bls`` (a Triton model), ``embedded`` (this pro
 
 from __future__ import annotations
 
-from typing import AsyncGenerator, Protocol
+from collections.abc import AsyncGenerator
+from typing import Protocol
 
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 

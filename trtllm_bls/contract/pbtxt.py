@@ -1,0 +1,170 @@
+"""The contract as Triton model configurations (``config.pbtxt``).
+
+``python -m trtllm_bls.contract.pbtxt models`` rewrites the checked-in files; a test compares them
+with what this module would write, so neither can drift.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from trtllm_bls.contract.models import (
+    ENGINE,
+    ENSEMBLE,
+    MODELS,
+    POSTPROCESSING,
+    PREPROCESSING,
+)
+from trtllm_bls.contract.tensors import Model, Tensor
+
+MAX_BATCH_SIZE = 64
+
+# Defaults that work as they stand. Paths are relative to the directory that holds the repository.
+PARAMETERS: Mapping[str, Mapping[str, str]] = {
+    "preprocessing": {
+        "tokenizer_dir": "../assets/demo/target",
+        "add_special_tokens": "true",
+    },
+    "postprocessing": {
+        "tokenizer_dir": "../assets/demo/target",
+        "skip_special_tokens": "true",
+    },
+    "tensorrt_llm": {
+        "model_dir": "../assets/demo/target",
+        "exclude_input_in_output": "true",
+        "max_batch": "32",
+        "max_queue_size": "0",
+        "max_tokens_per_step": "512",
+        "max_sequence_tokens": "0",
+        "max_draft_len": "16",
+        "threads": "0",
+    },
+    "tensorrt_llm_bls": {
+        "tokenizer_dir": "../assets/demo/target",
+        "add_special_tokens": "true",
+        "skip_special_tokens": "true",
+        "accumulate_tokens": "false",
+        "engine_transport": "auto",
+        "engine_url": "localhost:8001",
+        "engine_stall_seconds": "120",
+        "tensorrt_llm_model_name": "tensorrt_llm",
+        "tensorrt_llm_draft_model_name": "",
+        "draft_source": "off",
+        "max_draft_len": "10",
+    },
+    "ensemble": {},
+}
+
+_NOTE = "# Written by `python -m trtllm_bls.contract.pbtxt`: edit parameters, not tensors.\n"
+
+
+def config_text(model: Model, parameters: Mapping[str, str]) -> str:
+    """The whole ``config.pbtxt`` of a model."""
+    return _NOTE + text_format.MessageToString(model_config(model, parameters))
+
+
+def model_config(model: Model, parameters: Mapping[str, str]) -> Any:
+    """The model's configuration as Triton's own protobuf message (``ModelConfig``)."""
+    config = model_config_pb2.ModelConfig(name=model.name, max_batch_size=MAX_BATCH_SIZE)
+    if model.backend == "ensemble":
+        config.platform = "ensemble"
+    else:
+        config.backend = model.backend
+    for tensor in model.inputs:
+        message = config.input.add(allow_ragged_batch=tensor.ragged, **_common(tensor))
+        message.optional = not tensor.required
+        if tensor.scalar:
+            message.reshape.SetInParent()
+    for tensor in model.outputs:
+        config.output.add(**_common(tensor))
+    if model.decoupled and model.backend != "ensemble":
+        config.model_transaction_policy.decoupled = True
+    if model.backend == "ensemble":
+        _add_steps(config)
+    else:
+        config.instance_group.add(count=1, kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
+    for key, value in parameters.items():
+        config.parameters[key].string_value = value
+    return config
+
+
+def _common(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "data_type": model_config_pb2.DataType.Value(f"TYPE_{tensor.dtype}"),
+        "dims": list(tensor.dims),
+    }
+
+
+# --- the ensemble's wiring ------------------------------------------------------------------
+
+# preprocessing output -> tensorrt_llm input; the wire between them is named after the former.
+_TO_ENGINE = {
+    "INPUT_ID": "input_ids",
+    "REQUEST_INPUT_LEN": "input_lengths",
+    "REQUEST_OUTPUT_LEN": "request_output_len",
+    "OUT_END_ID": "end_id",
+    "OUT_PAD_ID": "pad_id",
+    "STOP_WORDS_IDS": "stop_words_list",
+    "BAD_WORDS_IDS": "bad_words_list",
+    "EMBEDDING_BIAS": "embedding_bias",
+}
+_TO_POSTPROCESSING = {"output_ids": "TOKENS_BATCH", "sequence_length": "SEQUENCE_LENGTH"}
+# The ensemble takes these from postprocessing, which knows where the text was cut.
+_COUNTED_LATE = {"num_input_tokens", "num_output_tokens"}
+
+
+def _add_steps(config: Any) -> None:
+    """Three steps; whatever a step has in common with the ensemble by field is joined.
+
+    ``stream`` goes to preprocessing, which ignores it: text cannot be streamed correctly by a
+    step without memory, so the ensemble answers in one piece, whole and exact.
+    """
+    before = config.ensemble_scheduling.step.add(model_name=PREPROCESSING.name, model_version=-1)
+    _join(before.input_map, PREPROCESSING, skip=())
+    for output in _TO_ENGINE:
+        before.output_map[output] = f"_{output}"
+    engine = config.ensemble_scheduling.step.add(model_name=ENGINE.name, model_version=-1)
+    _join(engine.input_map, ENGINE, skip={*_TO_ENGINE.values(), "streaming"})
+    for output, name in _TO_ENGINE.items():
+        engine.input_map[name] = f"_{output}"
+    after = config.ensemble_scheduling.step.add(model_name=POSTPROCESSING.name, model_version=-1)
+    _join(after.input_map, POSTPROCESSING, skip={"REQUEST_INPUT_LEN"})
+    after.input_map["REQUEST_INPUT_LEN"] = "_REQUEST_INPUT_LEN"
+    for output, name in _TO_POSTPROCESSING.items():
+        engine.output_map[output] = f"_{output}"
+        after.input_map[name] = f"_{output}"
+    for tensor in ENGINE.outputs:
+        if tensor.name in ENSEMBLE.output_named and tensor.name not in _COUNTED_LATE:
+            engine.output_map[tensor.name] = tensor.name
+    after.output_map["OUTPUT"] = "text_output"
+    for tensor in POSTPROCESSING.outputs[1:]:
+        after.output_map[tensor.name] = tensor.key
+
+
+def _join(input_map: Any, step: Model, skip: Any) -> None:
+    for tensor in step.inputs:
+        if tensor.name in skip:
+            continue
+        same_name = [t for t in ENSEMBLE.inputs if t.name == tensor.name.lower()]
+        same_field = [t for t in ENSEMBLE.inputs if t.key == tensor.key]
+        for source in (same_name or same_field)[:1]:
+            input_map[tensor.name] = source.name
+
+
+def main(repository: str = "models") -> None:
+    """Rewrite every model's ``config.pbtxt`` below ``repository``."""
+    for model in MODELS:
+        path = Path(repository) / model.name / "config.pbtxt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(config_text(model, PARAMETERS[model.name]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

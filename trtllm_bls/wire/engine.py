@@ -1,0 +1,355 @@
+"""The ``tensorrt_llm`` tensors, from both sides.
+
+The door of an engine uses ``engine_requests`` and ``chunk_arrays``; whoever calls an engine over
+Triton uses ``request_arrays`` and ``ChunkReader``. Both sides meet in the same messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from trtllm_bls.contract import ENGINE, Tensor
+from trtllm_bls.errors import EngineError, InvalidRequest
+from trtllm_bls.messages import (
+    Array,
+    Draft,
+    EngineChunk,
+    EngineMetrics,
+    EngineRequest,
+    Sampling,
+    TokenIds,
+    Wants,
+)
+from trtllm_bls.wire.fields import Fields, read_rows
+from trtllm_bls.wire.words import pack_words, unpack_words
+
+_SAMPLING = tuple(field.name for field in fields(Sampling))
+_METRICS = tuple(field.name for field in fields(EngineMetrics))
+# Opened by this package's messages; every other engine input is carried as an extra.
+_OPENED = {
+    *(f"return_{field.name}" for field in fields(Wants)),
+    *_SAMPLING,
+    *("input_ids", "input_lengths", "max_tokens", "streaming", "num_return_sequences"),
+    *("end_id", "pad_id", "stop_sequences", "bad_sequences", "embedding_bias"),
+    *("draft_input_ids", "draft_logits", "draft_acceptance_threshold"),
+    *("exclude_input_in_output", "stop"),
+}
+EXTRAS = tuple(tensor for tensor in ENGINE.inputs if tensor.key not in _OPENED)
+
+
+@dataclass(frozen=True)
+class EngineCall:
+    """One row of a request to ``tensorrt_llm``, with what only the wire is concerned with."""
+
+    request: EngineRequest
+    exclude_input: bool | None  # None: the model's parameter decides
+
+
+# --- the engine's side ----------------------------------------------------------------------
+
+
+def is_stop(arrays: Mapping[str, Array]) -> bool:
+    """Whether this is a stop request for the request whose id it carries."""
+    stop = arrays.get("stop")
+    return stop is not None and bool(np.asarray(stop).reshape(-1)[:1].any())
+
+
+def engine_requests(arrays: Mapping[str, Array], request_id: str) -> list[EngineCall]:
+    """One call per batch row. Raises ``InvalidRequest`` naming the tensor."""
+    rows = read_rows(ENGINE, arrays)
+    # The wire's rule: with several rows, the first row's flag applies to all.
+    streaming = bool(rows[0].get("streaming", False))
+    return [_engine_call(row, request_id, streaming) for row in rows]
+
+
+def _engine_call(row: Fields, request_id: str, streaming: bool) -> EngineCall:
+    for required in ("input_ids", "max_tokens"):
+        if required not in row:
+            name = next(tensor.name for tensor in ENGINE.inputs if tensor.key == required)
+            raise InvalidRequest(name, "is missing")
+    ids = row["input_ids"]
+    length = row.get("input_lengths", len(ids))
+    if not 0 < length <= len(ids):
+        raise InvalidRequest(
+            "input_lengths", f"{length} is not allowed; input_ids holds {len(ids)} ids"
+        )
+    if row["max_tokens"] < 1:
+        raise InvalidRequest(
+            "request_output_len", f"{row['max_tokens']} is not allowed; it must be at least 1"
+        )
+    request = EngineRequest(
+        request_id=request_id,
+        input_ids=tuple(ids[:length].tolist()),
+        max_tokens=row["max_tokens"],
+        streaming=streaming,
+        sampling=sampling_of(row),
+        num_return_sequences=row.get("num_return_sequences", 1),
+        end_id=row.get("end_id"),
+        pad_id=row.get("pad_id"),
+        stop_sequences=_words(row, "stop_sequences", "stop_words_list"),
+        bad_sequences=_words(row, "bad_sequences", "bad_words_list"),
+        embedding_bias=_sparse(row.get("embedding_bias")),
+        draft=_draft(row),
+        wants=wants_of(row),
+        extras={tensor.name: row[tensor.key] for tensor in EXTRAS if tensor.key in row},
+    )
+    return EngineCall(request, row.get("exclude_input_in_output"))
+
+
+def sampling_of(row: Fields) -> Sampling:
+    """The sampling options of one row; ``top_p <= 0`` counts as not set."""
+    values = {name: row[name] for name in _SAMPLING if name in row}
+    if values.get("top_p", 1) <= 0:
+        del values["top_p"]
+    return Sampling(**values)
+
+
+def wants_of(row: Fields) -> Wants:
+    """Which outputs beside the tokens one row asks for."""
+    return Wants(**{field.name: row.get(f"return_{field.name}", False) for field in fields(Wants)})
+
+
+def _words(row: Fields, key: str, name: str) -> tuple[TokenIds, ...]:
+    return unpack_words(name, row[key]) if key in row else ()
+
+
+def _sparse(bias: Array | None) -> tuple[tuple[int, float], ...]:
+    if bias is None:
+        return ()
+    if not np.isfinite(bias).all():
+        raise InvalidRequest("embedding_bias", "holds a value that is not finite")
+    (where,) = np.nonzero(bias)
+    return tuple((int(token), float(bias[token])) for token in where)
+
+
+def _draft(row: Fields) -> Draft | None:
+    ids = row.get("draft_input_ids")
+    if ids is None or len(ids) == 0:
+        if "draft_logits" in row and row["draft_logits"].size:
+            raise InvalidRequest("draft_logits", "is only allowed together with draft_input_ids")
+        return None
+    return Draft(
+        token_ids=tuple(ids.tolist()),
+        logits=row.get("draft_logits"),
+        acceptance_threshold=row.get("draft_acceptance_threshold"),
+    )
+
+
+def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
+    """All chunks of one sequence as the single chunk of a non-streaming response."""
+    log_probs = [chunk.log_probs for chunk in chunks if chunk.log_probs is not None]
+    rows = [c.generation_logits for c in chunks if c.generation_logits is not None]
+    return replace(
+        chunks[-1],
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        log_probs=tuple(p for some in log_probs for p in some) if log_probs else None,
+        context_logits=chunks[0].context_logits,
+        generation_logits=np.concatenate(rows) if rows else None,
+    )
+
+
+class ChunkWriter:
+    """Chunks of one request to arrays; remembers what "so far" means for the log-probs."""
+
+    def __init__(self, call: EngineCall, exclude_input: bool, row: int | None) -> None:
+        self._request = call.request
+        self._echo = not exclude_input and not call.request.streaming
+        self._row = row  # None: the request had one row, so no batch_index is sent
+        self._log_probs: dict[int, list[float]] = {}
+
+    def arrays(self, chunk: EngineChunk) -> dict[str, Array]:
+        """Every output this chunk can fill, batch dimension 1 included."""
+        prompt = self._request.input_ids if self._echo else ()
+        ids = [*prompt, *chunk.token_ids]
+        arrays: dict[str, Array] = {
+            "output_ids": np.array([[ids]], dtype=np.int32),
+            "sequence_length": np.array([[len(ids)]], dtype=np.int32),
+        }
+        if self._row is not None:
+            arrays["batch_index"] = _one(self._row)
+        if self._request.num_return_sequences > 1:
+            arrays["sequence_index"] = _one(chunk.sequence_index)
+        self._scores(chunk, arrays)
+        if self._request.wants.num_input_tokens:
+            arrays["num_input_tokens"] = _one(len(self._request.input_ids))
+        if self._request.wants.num_output_tokens:
+            arrays["num_output_tokens"] = _one(len(ids))
+        if chunk.metrics is not None:
+            arrays |= metrics_arrays(chunk.metrics)
+        return arrays
+
+    def _scores(self, chunk: EngineChunk, arrays: dict[str, Array]) -> None:
+        if chunk.log_probs is not None:
+            so_far = self._log_probs.setdefault(chunk.sequence_index, [])
+            so_far.extend(chunk.log_probs)
+            arrays["output_log_probs"] = np.array([[so_far]], dtype=np.float32)
+        if chunk.cum_log_prob is not None:
+            arrays["cum_log_probs"] = np.array([[chunk.cum_log_prob]], dtype=np.float32)
+        if chunk.context_logits is not None:
+            arrays["context_logits"] = np.asarray(chunk.context_logits, dtype=np.float32)[None]
+        if chunk.generation_logits is not None:
+            arrays["generation_logits"] = generation_logits(
+                chunk.generation_logits, self._request.streaming, self._request.max_tokens
+            )
+
+
+def generation_logits(rows: Array, streaming: bool, max_tokens: int) -> Array:
+    """``[steps, vocab]`` in the wire's shape, which differs by mode (axes swapped upstream)."""
+    rows = np.asarray(rows, dtype=np.float32)
+    if streaming:
+        return rows[None, :, None]
+    padded = np.zeros((1, 1, max(max_tokens, len(rows)), rows.shape[-1]), dtype=np.float32)
+    padded[0, 0, : len(rows)] = rows
+    return padded
+
+
+def metrics_arrays(metrics: EngineMetrics) -> dict[str, Array]:
+    """The performance outputs that are known, each ``[1, 1]``."""
+    arrays: dict[str, Array] = {
+        name: np.array([[value]], dtype=ENGINE.output_named[name].numpy_type)
+        for name in _METRICS
+        if (value := getattr(metrics, name)) is not None
+    }
+    drafted, accepted = metrics.total_draft_tokens, metrics.total_accepted_draft_tokens
+    if drafted is not None and accepted is not None:
+        rate = accepted / drafted if drafted else 0.0
+        arrays["acceptance_rate"] = np.array([[rate]], dtype=np.float32)
+    return arrays
+
+
+def _one(value: int) -> Array:
+    return np.array([[value]], dtype=np.int32)
+
+
+# --- the caller's side ----------------------------------------------------------------------
+
+
+def request_arrays(
+    request: EngineRequest, declared: Iterable[str], vocab_size: int
+) -> dict[str, Array]:
+    """The request as inputs of a ``tensorrt_llm`` model that declares the names ``declared``.
+
+    ``vocab_size`` is the length of a dense embedding bias. Raises ``InvalidRequest`` for an
+    option that this engine has no input for: never dropped in silence.
+    """
+    declared = frozenset(declared)
+    arrays: dict[str, Array] = {}
+    for key, value in _plain_values(request):
+        tensor = _spelling(key, declared)
+        arrays[tensor.name] = np.array([[value]], dtype=tensor.numpy_type)
+    arrays["input_ids"] = np.array([request.input_ids], dtype=np.int32)
+    arrays |= {name: array[None] for name, array in request.extras.items()}
+    if request.stop_sequences:
+        arrays["stop_words_list"] = pack_words(request.stop_sequences)[None]
+    if request.bad_sequences:
+        arrays["bad_words_list"] = pack_words(request.bad_sequences)[None]
+    if request.embedding_bias:
+        dense = np.zeros((1, vocab_size), dtype=np.float32)
+        for token, weight in request.embedding_bias:
+            dense[0, token] += weight
+        arrays["embedding_bias"] = dense
+    if request.draft is not None:
+        arrays |= _draft_arrays(request.draft)
+    for name in arrays:
+        if name not in declared:
+            raise InvalidRequest(name, "this engine version has no such input")
+    if "exclude_input_in_output" in declared:
+        arrays["exclude_input_in_output"] = np.array([[True]])
+    return arrays
+
+
+def _plain_values(request: EngineRequest) -> Iterable[tuple[str, Any]]:
+    yield "input_lengths", len(request.input_ids)
+    yield "max_tokens", request.max_tokens
+    yield "streaming", request.streaming
+    if request.num_return_sequences > 1:
+        yield "num_return_sequences", request.num_return_sequences
+    for name in ("end_id", "pad_id"):
+        if (value := getattr(request, name)) is not None:
+            yield name, value
+    for name in _SAMPLING:
+        if (value := getattr(request.sampling, name)) is not None:
+            yield name, value
+    for field in fields(Wants):
+        # Counts are the caller's own business; the engine need not send them.
+        if getattr(request.wants, field.name) and not field.name.startswith("num_"):
+            yield f"return_{field.name}", True
+
+
+def _spelling(key: str, declared: frozenset[str]) -> Tensor:
+    spellings = [tensor for tensor in ENGINE.inputs if tensor.key == key]
+    for tensor in spellings:
+        if tensor.name in declared:
+            return tensor
+    raise InvalidRequest(spellings[0].name, "this engine version has no such input")
+
+
+def _draft_arrays(draft: Draft) -> dict[str, Array]:
+    arrays: dict[str, Array] = {"draft_input_ids": np.array([draft.token_ids], dtype=np.int32)}
+    if draft.logits is not None:
+        arrays["draft_logits"] = np.asarray(draft.logits, dtype=np.float32)[None]
+    if draft.acceptance_threshold is not None:
+        threshold = np.array([[draft.acceptance_threshold]], dtype=np.float32)
+        arrays["draft_acceptance_threshold"] = threshold
+    return arrays
+
+
+class ChunkReader:
+    """Responses of one request to chunks.
+
+    ``prompt_included`` says whether this engine puts the prompt into non-streaming output, which
+    the arrays alone cannot tell. The wire marks only the end of the whole request as final.
+    """
+
+    def __init__(self, request: EngineRequest, prompt_included: bool) -> None:
+        self._request = request
+        self._skip = len(request.input_ids) if prompt_included and not request.streaming else 0
+        self._log_probs_read: dict[int, int] = {}
+
+    def chunk(self, arrays: Mapping[str, Array], final: bool) -> EngineChunk:
+        """One response as a chunk; raises ``EngineError`` if it breaks the contract."""
+        if "output_ids" not in arrays or "sequence_length" not in arrays:
+            raise EngineError("the engine's response lacks output_ids or sequence_length")
+        length = int(np.asarray(arrays["sequence_length"]).reshape(-1)[0])
+        ids = np.asarray(arrays["output_ids"])
+        row = ids.reshape(-1, ids.shape[-1])[0, self._skip : length]
+        index = _number(arrays, "sequence_index") or 0
+        final = final or (not self._request.streaming)
+        return EngineChunk(
+            token_ids=tuple(row.tolist()),
+            sequence_index=index,
+            final=final,
+            metrics=self._metrics(arrays) if final else None,
+            **self._scores(arrays, index, len(row)),
+        )
+
+    def _scores(self, arrays: Mapping[str, Array], index: int, new: int) -> dict[str, Any]:
+        scores: dict[str, Any] = {}
+        wants = self._request.wants
+        if wants.log_probs and "output_log_probs" in arrays:
+            so_far = np.asarray(arrays["output_log_probs"])
+            read = self._log_probs_read.get(index, 0)
+            scores["log_probs"] = tuple(so_far.reshape(-1, so_far.shape[-1])[0, read:].tolist())
+            self._log_probs_read[index] = so_far.shape[-1]
+        if wants.log_probs and "cum_log_probs" in arrays:
+            scores["cum_log_prob"] = float(np.asarray(arrays["cum_log_probs"]).reshape(-1)[0])
+        if wants.context_logits and "context_logits" in arrays:
+            scores["context_logits"] = np.array(arrays["context_logits"])[0]
+        if wants.generation_logits and "generation_logits" in arrays:
+            rows = np.array(arrays["generation_logits"])
+            rows = rows[0, :, 0] if self._request.streaming else rows[0, 0]
+            scores["generation_logits"] = rows[:new]
+        return scores
+
+    def _metrics(self, arrays: Mapping[str, Array]) -> EngineMetrics | None:
+        if not self._request.wants.perf_metrics:
+            return None
+        return EngineMetrics(**{name: _number(arrays, name) for name in _METRICS})
+
+
+def _number(arrays: Mapping[str, Array], name: str) -> int | None:
+    return int(np.asarray(arrays[name]).reshape(-1)[0]) if name in arrays else None

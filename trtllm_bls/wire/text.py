@@ -1,0 +1,115 @@
+"""The tensors of the text models (``tensorrt_llm_bls``, and the words of ``preprocessing``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from trtllm_bls.contract import BLS
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.messages import Array, TextChunk, TextRequest
+from trtllm_bls.wire.engine import EXTRAS, generation_logits, metrics_arrays, sampling_of, wants_of
+from trtllm_bls.wire.fields import Fields, read_rows
+
+_EXTRA_KEYS = tuple(tensor.key for tensor in EXTRAS)
+
+
+def text_requests(arrays: Mapping[str, Array], request_id: str) -> list[TextRequest]:
+    """One request per batch row. Raises ``InvalidRequest`` naming the tensor."""
+    return [_text_request(row, request_id) for row in read_rows(BLS, arrays)]
+
+
+def _text_request(row: Fields, request_id: str) -> TextRequest:
+    if "max_tokens" not in row:
+        raise InvalidRequest("max_tokens", "is missing")
+    return TextRequest(
+        request_id=request_id,
+        text=row.get("text_input"),
+        messages=row.get("messages"),
+        max_tokens=row["max_tokens"],
+        stream=row.get("stream", False),
+        sampling=sampling_of(row),
+        num_return_sequences=row.get("num_return_sequences", 1),
+        stop_words=words_of(row, "stop_words"),
+        include_stop=row.get("include_stop", False),
+        bad_words=words_of(row, "bad_words"),
+        embedding_bias=bias_of(row),
+        end_id=row.get("end_id"),
+        pad_id=row.get("pad_id"),
+        exclude_input_in_output=row.get("exclude_input_in_output", True),
+        add_special_tokens=row.get("add_special_tokens"),
+        skip_special_tokens=row.get("skip_special_tokens"),
+        num_draft_tokens=row.get("num_draft_tokens"),
+        use_draft_logits=row.get("use_draft_logits", False),
+        draft_source=row.get("draft_source"),
+        wants=wants_of(row),
+        extras={key: row[key] for key in _EXTRA_KEYS if key in row},
+    )
+
+
+def words_of(row: Fields, key: str) -> tuple[str, ...]:
+    """A list of words; empty strings are the wire's way to say "none"."""
+    return tuple(word for word in row.get(key, ()) if word)
+
+
+def bias_of(row: Fields) -> tuple[tuple[str, float], ...]:
+    """Words and the weight of each, paired."""
+    words = row.get("embedding_bias_words", ())
+    weights = row.get("embedding_bias_weights", np.zeros(0))
+    if len(words) != len(weights):
+        raise InvalidRequest(
+            "embedding_bias_weights",
+            f"{len(weights)} weights for {len(words)} embedding_bias_words; one each is needed",
+        )
+    if not np.isfinite(weights).all():
+        raise InvalidRequest("embedding_bias_weights", "holds a value that is not finite")
+    return tuple((word, float(weight)) for word, weight in zip(words, weights, strict=True) if word)
+
+
+def text_arrays(chunk: TextChunk, request: TextRequest, row: int | None) -> dict[str, Array]:
+    """Every output this chunk can fill, batch dimension 1 included.
+
+    ``row`` is the batch row, ``None`` when the request had only one.
+    """
+    arrays: dict[str, Array] = {"text_output": _text(chunk.text)}
+    if row is not None:
+        arrays["batch_index"] = np.array([[row]], dtype=np.int32)
+    if request.num_return_sequences > 1:
+        arrays["sequence_index"] = np.array([[chunk.sequence_index]], dtype=np.int32)
+    if chunk.log_probs is not None:
+        arrays["output_log_probs"] = np.array([[chunk.log_probs]], dtype=np.float32)
+    if chunk.cum_log_prob is not None:
+        arrays["cum_log_probs"] = np.array([[chunk.cum_log_prob]], dtype=np.float32)
+    if chunk.context_logits is not None:
+        arrays["context_logits"] = np.asarray(chunk.context_logits, dtype=np.float32)[None]
+    if chunk.generation_logits is not None:
+        arrays["generation_logits"] = generation_logits(
+            chunk.generation_logits, request.stream, request.max_tokens
+        )
+    if chunk.ending is not None:
+        arrays |= _ending_arrays(chunk, request)
+    return arrays
+
+
+def _ending_arrays(chunk: TextChunk, request: TextRequest) -> dict[str, Array]:
+    ending = chunk.ending
+    assert ending is not None
+    arrays = {"finish_reason": _text(ending.finish_reason.value)}
+    if ending.stop_reason is not None:
+        arrays["stop_reason"] = _text(ending.stop_reason)
+    if ending.seed is not None:
+        arrays["seed"] = np.array([[ending.seed]], dtype=np.uint64)
+    if request.wants.num_input_tokens:
+        arrays["num_input_tokens"] = np.array([[ending.prompt_tokens]], dtype=np.int32)
+    if request.wants.num_output_tokens:
+        arrays["num_output_tokens"] = np.array([[ending.completion_tokens]], dtype=np.int32)
+    if ending.draft_rounds is not None:
+        arrays["num_draft_rounds"] = np.array([[ending.draft_rounds]], dtype=np.int32)
+    if ending.metrics is not None:
+        arrays |= metrics_arrays(ending.metrics)
+    return arrays
+
+
+def _text(text: str) -> Array:
+    return np.array([[text.encode("utf-8")]], dtype=np.object_)

@@ -1,0 +1,47 @@
+"""Word lists as token ids: the ``[2, N]`` layout of stop and bad words.
+
+Row 0 holds all words' ids end to end, row 1 the running end offset of each word, then -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.messages import Array, TokenIds
+
+
+def pack_words(words: Sequence[TokenIds], columns: int = 0) -> Array:
+    """``[2, N]`` INT32; N is the number of ids, at least ``columns`` (for batches)."""
+    words = [word for word in words if word]
+    ids = [token for word in words for token in word]
+    width = max(len(ids), columns)
+    packed = np.zeros((2, width), dtype=np.int32)
+    packed[1] = -1
+    packed[0, : len(ids)] = ids
+    packed[1, : len(words)] = np.cumsum([len(word) for word in words])
+    return packed
+
+
+def unpack_words(name: str, packed: Array) -> tuple[TokenIds, ...]:
+    """The words of one row; raises ``InvalidRequest`` for a layout the engine would refuse."""
+    if packed.ndim != 2 or packed.shape[0] != 2:
+        raise InvalidRequest(name, f"shape {list(packed.shape)} is not [2, N]")
+    ids, offsets = packed.tolist()
+    words: list[TokenIds] = []
+    start = 0
+    ended = False
+    for offset in offsets:
+        if offset == -1:
+            ended = True
+        elif ended or offset > len(ids) or offset <= start:
+            raise InvalidRequest(
+                name,
+                f"end offsets {offsets} must rise strictly, stay within {len(ids)} and then be -1",
+            )
+        else:
+            words.append(tuple(ids[start:offset]))
+            start = offset
+    return tuple(words)
