@@ -8,7 +8,7 @@ LoRA weights) are typed ``Array`` and never opened here; the wire gives and take
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -103,7 +103,7 @@ class EngineRequest:
     embedding_bias: tuple[tuple[int, float], ...] = ()
     draft: Draft | None = None
     wants: Wants = Wants()
-    extras: Mapping[str, Array] = field(default=NOTHING, compare=False)
+    extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
 
 # --- from the engine ------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class TextRequest:
     use_draft_logits: bool = False
     draft_source: str | None = None
     wants: Wants = Wants()
-    extras: Mapping[str, Array] = field(default=NOTHING, compare=False)
+    extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
 
 # --- from the orchestrator ------------------------------------------------------------------
@@ -226,5 +226,5 @@ class TextChunk:
     log_probs: tuple[float, ...] | None = None
     cum_log_prob: float | None = None
     context_logits: Array | None = None
-    generation_logits: Array | None = None
+    generation_logits: Sequence[Array] | None = None  # one row [vocab] per token
     ending: Ending | None = None
