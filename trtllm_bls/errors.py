@@ -8,9 +8,12 @@
     ├── InvalidRequest        the caller's mistake: one field, its value, what is allowed
     ├── Unsupported           a known request that this deployment cannot honour
     ├── Overloaded            refused before any work was done; try again later
-    └── EngineError           the engine answered with an error, or did not answer
-        ├── EngineUnavailable it cannot be reached
-        └── EngineStalled     it sent nothing for longer than the stall limit
+    ├── EngineError           the engine answered with an error, or did not answer
+    │   ├── EngineUnavailable it cannot be reached
+    │   └── EngineStalled     it sent nothing for longer than the stall limit
+    └── ClientError           raised in a client: its request got no complete answer
+        ├── ConnectionFailed  the server cannot be reached, or the connection broke
+        └── DeadlineExceeded  the caller's own deadline passed first
 
 Broad to catch, narrow to act on. The message is always one line that a user may read: no
 paths, no traceback. Owns nothing but these classes; imports nothing.
@@ -79,3 +82,33 @@ class EngineStalled(EngineError):
     """The engine sent nothing for longer than the stall limit, in seconds."""
 
     status = "UNAVAILABLE"
+
+
+class ClientError(TrtllmBlsError):
+    """A client's request got no complete answer, and not by the server's word."""
+
+
+class ConnectionFailed(ClientError):
+    """The server cannot be reached, or the connection broke before the answer was complete."""
+
+
+class DeadlineExceeded(ClientError):
+    """The deadline that the caller gave, in seconds, passed before the answer was complete."""
+
+
+def to_wire(error: TrtllmBlsError) -> str:
+    """The error as one line for a caller: its status first, since streams lose Triton's code."""
+    return f"{error.status}: {' '.join(str(error).split())}"
+
+
+def from_wire(text: str) -> TrtllmBlsError:
+    """An engine's error text as an error; one of our own engines' is revived as what it was."""
+    status, _, rest = text.partition(": ")
+    field, _, problem = rest.partition(": ")
+    for known in (InvalidRequest, Unsupported):
+        if status == known.status and problem:
+            return known(field, problem)
+    for plain in (Overloaded, EngineUnavailable):
+        if status == plain.status and rest:
+            return plain(rest)
+    return EngineError(text.removeprefix(f"{EngineError.status}: "))

@@ -1,0 +1,15 @@
+"""The async client: text or tokens in, events out, over one gRPC channel.
+
+    async with Client("127.0.0.1:8001") as client:
+        async with client.stream(text_input="Once upon", max_tokens=32) as stream:
+            async for event in stream:
+                print(event.text, end="")
+
+Light to import: numpy, grpc and tritonclient. ``terminal`` (click) is for the scripts only.
+"""
+
+from trtllm_bls.client.connection import Client, Tls
+from trtllm_bls.client.events import Event, Result
+from trtllm_bls.client.stream import Stream
+
+__all__ = ["Client", "Event", "Result", "Stream", "Tls"]

@@ -1,0 +1,171 @@
+"""The client: one channel, any number of requests on it.
+
+Owns the channel (address, TLS, keepalive) and what its failures are called. What is sent comes
+from ``requests``, what happens to one request is in ``stream``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2_grpc
+
+from trtllm_bls.client.events import Result
+from trtllm_bls.client.requests import Wanted, infer_request
+from trtllm_bls.client.stream import Reader, Stream
+from trtllm_bls.contract import BLS, ENGINE, MODELS, Model
+from trtllm_bls.errors import (
+    ConnectionFailed,
+    DeadlineExceeded,
+    EngineError,
+    SettingsError,
+    TrtllmBlsError,
+)
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # Notices a peer that vanished without a word. Servers treat pings more often than every
+    # 300 s as abuse unless they are configured otherwise, and then close the connection.
+    ("grpc.keepalive_time_ms", 310_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """Files (PEM) of a TLS connection; without root certificates those of the system are used."""
+
+    root_certificates: Path | None = None
+    private_key: Path | None = None
+    certificate_chain: Path | None = None
+
+
+class Client:
+    """Talks to one Triton server over gRPC: ``async with Client("127.0.0.1:8001") as client:``.
+
+    Belongs to the event loop that entered it. ``url`` is ``host:port``. Leaving cancels what
+    still runs. Raises ``SettingsError`` for an address or TLS file that cannot be used.
+    """
+
+    def __init__(self, url: str, *, tls: Tls | None = None) -> None:
+        if url.startswith(("http://", "https://", "grpc://")):
+            raise SettingsError(f"url: {url!r} has a scheme; write host:port, gRPC is understood")
+        self.url = url
+        self._credentials = None if tls is None else _credentials(tls)
+        self._channel: Any = None
+        self._stub: Any = None
+        self._readers: set[Reader] = set()
+
+    async def __aenter__(self) -> Client:
+        if self._credentials is None:
+            self._channel = grpc.aio.insecure_channel(self.url, options=_CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(
+                self.url, self._credentials, options=_CHANNEL_OPTIONS
+            )
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel unfinished requests, let finished ones end, close the channel."""
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*(reader.settle() for reader in tuple(self._readers)))
+        await self._channel.close()
+
+    def stream(
+        self,
+        model: str | Model = BLS,
+        *,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        outputs: Sequence[str] = (),
+        **fields: Any,
+    ) -> Stream:
+        """The answer to one request as it comes; ``fields`` are inputs by wire name.
+
+        Values may be Python scalars, strings, lists or numpy arrays, with or without a batch
+        dimension; ``None`` means "not given". A model name outside the contract is taken for a
+        text model; for a renamed one pass ``dataclasses.replace(ENGINE, name=...)``. Streaming
+        is asked for unless ``fields`` say otherwise. ``deadline_s`` bounds the whole request.
+        Raises ``InvalidRequest`` at once for a field that cannot be sent.
+        """
+        row = model if isinstance(model, Model) else _model_named(model)
+        for flag in ("stream", "streaming"):
+            if flag in row.input_named:
+                fields.setdefault(flag, True)
+        wanted = Wanted(request_id or uuid.uuid4().hex, outputs)
+        message = infer_request(row, fields, wanted)
+        return Stream(wanted.request_id, partial(self._send, message, deadline_s))
+
+    async def generate(self, model: str | Model = BLS, **arguments: Any) -> Result:
+        """The whole answer; ``arguments`` and errors as for ``stream`` and its iteration."""
+        async with self.stream(model, **arguments) as stream:
+            events = tuple([event async for event in stream])
+            assert stream.started_at is not None
+            return Result(request_id=stream.request_id, started_at=stream.started_at, events=events)
+
+    async def stop(self, request_id: str, model: str | Model = ENGINE) -> None:
+        """Ask an engine model to end its running request of that id.
+
+        The running request still gets its final answer, with what was generated so far.
+        """
+        required = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0}
+        await self.generate(model, request_id=request_id, stop=True, **required)
+
+    def _send(self, message: Any, deadline_s: float | None) -> Reader:
+        if self._stub is None:
+            raise RuntimeError("the client is not open: use it as 'async with Client(...)'")
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=deadline_s)
+        reader = Reader(call, partial(_translated, self.url, deadline_s))
+        self._readers.add(reader)
+        reader.task.add_done_callback(lambda _: self._readers.discard(reader))
+        return reader
+
+
+def _model_named(name: str) -> Model:
+    return next((model for model in MODELS if model.name == name), replace(BLS, name=name))
+
+
+def _credentials(tls: Tls) -> Any:
+    return grpc.ssl_channel_credentials(
+        root_certificates=_contents("root certificates", tls.root_certificates),
+        private_key=_contents("private key", tls.private_key),
+        certificate_chain=_contents("certificate chain", tls.certificate_chain),
+    )
+
+
+def _contents(what: str, path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"{what}: cannot read {path}: {error.strerror}") from error
+
+
+def _translated(url: str, deadline_s: float | None, error: grpc.RpcError) -> TrtllmBlsError:
+    details = " ".join((error.details() or "").split())
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return ConnectionFailed(f"{url}: {details}")
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"no complete answer within {deadline_s:g} s")
+    return EngineError(f"{error.code().name}: {details}")

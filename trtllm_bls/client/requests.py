@@ -1,0 +1,135 @@
+"""Values named by the caller to one inference message, by the contract table.
+
+Knows names, types and shapes; knows neither what a value means nor which range is sensible: the
+server decides that, because servers differ.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import serialize_byte_tensor
+
+from trtllm_bls.contract import Model, Tensor
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.messages import Array
+
+# What numpy calls the kinds of values that may become each type without losing anything.
+_KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu", "STRING": "OSU"}
+_WHOLE_NUMBERS = "iu"
+_SHOWN_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which outputs to send, and under which id; no names means every output."""
+
+    request_id: str
+    outputs: Sequence[str] = ()
+
+
+def infer_request(model: Model, fields: Mapping[str, Any], wanted: Wanted) -> Any:
+    """A ``ModelInferRequest`` of ``fields`` by wire name; ``None`` values are not sent.
+
+    A value without a batch dimension holds for every row of the batch. Raises ``InvalidRequest``
+    for a name the model does not have and a value that does not fit its type or shape.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    for tensor in model.inputs:
+        if tensor.required and tensor.name not in given:
+            raise InvalidRequest(tensor.name, f"{model.name} needs it and it was not given")
+    arrays = {name: _array(_input(model, name), value) for name, value in given.items()}
+    rows = max((len(array) for array in arrays.values()), default=1)
+    request = service_pb2.ModelInferRequest(model_name=model.name, id=wanted.request_id)
+    # The Python clients' own argument for this exists only in their thread-based variant, and
+    # they refuse the parameter by name. Without it an empty last response never arrives, and the
+    # end of the request could only be guessed.
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, array in arrays.items():
+        _add_input(request, model.input_named[name], _for_rows(name, array, rows))
+    for name in wanted.outputs:
+        request.outputs.add(name=name)
+    return request
+
+
+def _input(model: Model, name: str) -> Tensor:
+    tensor = model.input_named.get(name)
+    if tensor is not None:
+        return tensor
+    close = difflib.get_close_matches(name, model.input_named, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise InvalidRequest(name, f"{model.name} has no such input{hint}")
+
+
+def _array(tensor: Tensor, value: Any) -> Array:
+    """``[rows, *dims]``; one row where the value has no batch dimension."""
+    try:
+        array = np.asarray(value, dtype=object if tensor.dtype == "STRING" else None)
+    except ValueError:  # nested lists of unequal lengths
+        raise _misfit(tensor, value) from None
+    array = _typed(tensor, value, array)
+    rank = len(tensor.dims)
+    if array.ndim == 0:
+        array = array.reshape(1)
+    if tensor.single and array.ndim == 1:
+        array = array.reshape(-1, 1)  # one per row
+    elif array.ndim == rank:
+        array = array[np.newaxis]
+    fits = array.ndim == rank + 1 and all(
+        wanted in (-1, size) for wanted, size in zip(tensor.dims, array.shape[1:], strict=True)
+    )
+    if not fits or len(array) == 0:
+        raise _misfit(tensor, value)
+    return array
+
+
+def _typed(tensor: Tensor, value: Any, array: Array) -> Array:
+    if tensor.dtype == "STRING":
+        if not all(isinstance(item, (str, bytes)) for item in array.flat):
+            raise _misfit(tensor, value)
+        return array
+    if array.size and array.dtype.kind not in _KINDS.get(tensor.dtype, _WHOLE_NUMBERS):
+        raise _misfit(tensor, value)
+    if array.size and tensor.dtype not in _KINDS:
+        limits: Any = np.iinfo(tensor.numpy_type)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise _misfit(tensor, value)
+    return array.astype(tensor.numpy_type)
+
+
+def _misfit(tensor: Tensor, value: Any) -> InvalidRequest:
+    shown = str(value) if isinstance(value, np.ndarray) else repr(value)
+    shown = " ".join(shown.split())
+    if len(shown) > _SHOWN_CHARACTERS:
+        shown = shown[:_SHOWN_CHARACTERS] + "..."
+    if tensor.single:
+        expected = f"one {tensor.dtype} value"
+    else:
+        dims = ", ".join("any" if size == -1 else str(size) for size in tensor.dims)
+        expected = f"{tensor.dtype} values of shape [{dims}]"
+    return InvalidRequest(tensor.name, f"{shown} cannot be sent; expected {expected}")
+
+
+def _for_rows(name: str, array: Array, rows: int) -> Array:
+    if len(array) == rows:
+        return array
+    if len(array) == 1:
+        return np.repeat(array, rows, axis=0)
+    raise InvalidRequest(name, f"given for {len(array)} prompts, but the batch has {rows}")
+
+
+def _add_input(request: Any, tensor: Tensor, array: Array) -> None:
+    is_text = tensor.dtype == "STRING"
+    request.inputs.add(
+        name=tensor.name, datatype="BYTES" if is_text else tensor.dtype, shape=array.shape
+    )
+    if not is_text:
+        request.raw_input_contents.append(array.tobytes())
+        return
+    packed = serialize_byte_tensor(array)
+    request.raw_input_contents.append(packed.item() if packed.size else b"")
