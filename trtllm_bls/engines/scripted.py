@@ -1,0 +1,305 @@
+"""An engine whose next token is a pure function: for tests, benchmarks, servers without a model.
+
+Keeps the whole contract of the seam: drafts by id and by logits, end id, stop sequences, sampling
+by seed, several sequences, limits. Time is only slept: each request's steps follow a schedule of
+their own, and a batch limit makes steps wait for one another. With no times set it never waits,
+but still gives way once per step, so that a reader can be cancelled anywhere.
+
+Owns the running of scripted requests and the record of what it was asked. Which token comes next
+is in ``scripted_tokens``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import numpy as np
+
+from trtllm_bls.engines.scripted_tokens import Choice, Chooser, Rule
+from trtllm_bls.errors import EngineUnavailable, InvalidRequest, Unsupported
+from trtllm_bls.messages import (
+    EngineChunk,
+    EngineLimits,
+    EngineMetrics,
+    EngineRequest,
+    FinishReason,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What kind of engine it plays. Times are seconds.
+
+    ``batch_limit`` counts token rows: a step of more rows than that makes later steps wait.
+    ``one_step`` plays an engine built for external drafts, which ends every request after one
+    step; ``tells_reason`` false plays Triton's wire, which never says why a request ended.
+    """
+
+    name: str = "scripted"
+    vocab_size: int = 1000
+    max_sequence_tokens: int | None = None
+    max_draft_tokens: int | None = None
+    step_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # per prompt token
+    batch_limit: int | None = None
+    one_step: bool = False
+    tells_reason: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What goes wrong, from the request numbered ``after_requests`` (0 = the first) on.
+
+    ``error`` is raised once the request has ``after_tokens`` tokens; ``None`` means that it never
+    answers again. ``limits`` tells whether asking for the limits goes wrong in the same way.
+    """
+
+    error: Exception | None = None
+    after_requests: int = 0
+    after_tokens: int = 0
+    limits: bool = False
+
+
+class ScriptedEngine:
+    """An ``Engine`` that plays ``rule``; ``fault`` may be set and cleared while it runs.
+
+    For tests: ``requests`` are all it was given, ``cancelled`` the ids of those left before their
+    end, ``live`` the number running now.
+    """
+
+    def __init__(self, rule: Rule, script: Script | None = None) -> None:
+        self.script = script or Script()
+        self.name = self.script.name
+        self.fault: Fault | None = None
+        self.requests: list[EngineRequest] = []
+        self.cancelled: list[str] = []
+        self.live = 0
+        self._rule = rule
+        self._closed = False
+        self._free_at = 0.0  # loop time at which the batch has room again
+
+    async def limits(self) -> EngineLimits:
+        if self.fault is not None and self.fault.limits:
+            await _go_wrong(self.fault)
+        return EngineLimits(
+            vocab_size=self.script.vocab_size,
+            max_sequence_tokens=self.script.max_sequence_tokens,
+            max_draft_tokens=self.script.max_draft_tokens,
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        number = len(self.requests)
+        self.requests.append(request)
+        self._check(request)
+        self.live += 1
+        answered = False
+        try:
+            run = _Run(self._rule, request, self.script)
+            due = asyncio.get_running_loop().time()
+            due += self.script.prefill_seconds * len(request.input_ids)
+            while run.open:
+                await self._raise_fault(number, run.num_tokens)
+                due = await self._step(due, run.num_rows)
+                chunks = run.step()
+                answered = not run.open
+                for chunk in chunks:
+                    yield chunk
+        except (GeneratorExit, asyncio.CancelledError):
+            if not answered:
+                self.cancelled.append(request.request_id)
+            raise
+        finally:
+            self.live -= 1
+
+    async def close(self) -> None:
+        self._closed = True
+
+    async def _step(self, due: float, num_rows: int) -> float:
+        """Sleep until the step that may begin at loop time ``due`` is done; say when that was."""
+        limit = self.script.batch_limit
+        begin = max(due, self._free_at) if limit else due
+        if limit:
+            self._free_at = begin + self.script.step_seconds * num_rows / limit
+        done = begin + self.script.step_seconds
+        await asyncio.sleep(max(0.0, done - asyncio.get_running_loop().time()))
+        return done
+
+    async def _raise_fault(self, number: int, num_tokens: int) -> None:
+        if self._closed:
+            raise EngineUnavailable(f"{self.name}: the engine is closed")
+        fault = self.fault
+        if fault is None or number < fault.after_requests or num_tokens < fault.after_tokens:
+            return
+        await _go_wrong(fault)
+
+    def _check(self, request: EngineRequest) -> None:
+        if request.max_tokens < 1:
+            raise InvalidRequest("request_output_len", f"{request.max_tokens} is not above 0")
+        if not request.input_ids:
+            raise InvalidRequest("input_ids", "the prompt has no tokens")
+        longest = self.script.max_sequence_tokens
+        if longest is not None and len(request.input_ids) >= longest:
+            raise InvalidRequest("input_ids", f"the prompt fills all {longest} tokens")
+        self._check_ids("input_ids", request.input_ids)
+        _check_sampling(request)
+        if request.draft is None:
+            return
+        ids, logits = request.draft.token_ids, request.draft.logits
+        most = self.script.max_draft_tokens
+        if not ids or (most is not None and len(ids) > most):
+            raise InvalidRequest("draft_input_ids", f"{len(ids)} tokens; 1 to {most} are allowed")
+        self._check_ids("draft_input_ids", ids)
+        if logits is not None and logits.shape != (len(ids), self.script.vocab_size):
+            raise InvalidRequest("draft_logits", f"shape {logits.shape} does not fit the draft")
+
+    def _check_ids(self, field: str, ids: tuple[int, ...]) -> None:
+        if min(ids) < 0 or max(ids) >= self.script.vocab_size:
+            raise InvalidRequest(field, f"an id is outside the {self.script.vocab_size} known ones")
+
+
+def _check_sampling(request: EngineRequest) -> None:
+    sampling = request.sampling
+    if (sampling.beam_width or 1) > 1:
+        raise Unsupported("beam_width", "the scripted engine has no beam search")
+    decays = (sampling.top_p_min, sampling.top_p_decay, sampling.top_p_reset_id)
+    if decays != (None, None, None):
+        raise Unsupported("runtime_top_p_decay", "the scripted engine keeps top-p as it is")
+
+
+async def _go_wrong(fault: Fault) -> None:
+    if fault.error is not None:
+        raise fault.error
+    await asyncio.get_running_loop().create_future()
+
+
+class _Run:
+    """One running request: its sequences, and the chunks of each step."""
+
+    def __init__(self, rule: Rule, request: EngineRequest, script: Script) -> None:
+        self._sequences = [
+            _Sequence(request, index, Chooser(rule, request, script.vocab_size, index), script)
+            for index in range(request.num_return_sequences)
+        ]
+        self._streaming = request.streaming
+
+    @property
+    def open(self) -> bool:
+        return any(not sequence.done for sequence in self._sequences)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(sequence.num_rows for sequence in self._sequences if not sequence.done)
+
+    @property
+    def num_tokens(self) -> int:
+        return max(sequence.generated for sequence in self._sequences)
+
+    def step(self) -> list[EngineChunk]:
+        stepped = [sequence for sequence in self._sequences if not sequence.done]
+        for sequence in stepped:
+            sequence.step()
+        return [each.take_chunk() for each in stepped if each.done or self._streaming]
+
+
+class _Sequence:
+    """One answer of a request: its context, and what was chosen since the last chunk."""
+
+    def __init__(
+        self, request: EngineRequest, index: int, chooser: Chooser, script: Script
+    ) -> None:
+        self.done = False
+        self.generated = 0
+        self._request = request
+        self._index = index
+        self._chooser = chooser
+        self._script = script
+        self._context = list(request.input_ids)
+        self._chosen: list[Choice] = []
+        self._reason: FinishReason | None = None
+        self._cum_log_prob = 0.0
+        self._accepted = 0
+        self._chunks = 0
+
+    @property
+    def num_rows(self) -> int:
+        return 1 + (len(self._request.draft.token_ids) if self._request.draft else 0)
+
+    def step(self) -> None:
+        """One pass: one token, or the accepted part of the draft and one more."""
+        drafted = self._request.draft.token_ids if self._request.draft else ()
+        for place, guess in enumerate(drafted):
+            self._add(self._judged(place))
+            if self.done or self._context[-1] != guess:
+                break
+            self._accepted += 1
+        else:
+            self._add(self._chooser.choose(self._context, self.generated))
+        self.done = self.done or bool(drafted) or self._script.one_step
+
+    def take_chunk(self) -> EngineChunk:
+        chosen, self._chosen = self._chosen, []
+        wants, first = self._request.wants, self._chunks == 0
+        self._chunks += 1
+        self._cum_log_prob += sum(choice.log_prob for choice in chosen)
+        logits = [choice.logits for choice in chosen if choice.logits is not None]
+        empty = np.zeros((0, self._script.vocab_size))
+        prompt = self._request.input_ids
+        return EngineChunk(
+            token_ids=tuple(choice.token for choice in chosen),
+            sequence_index=self._index,
+            final=self.done,
+            finish_reason=self._reason if self._script.tells_reason else None,
+            log_probs=tuple(c.log_prob for c in chosen) if wants.log_probs else None,
+            cum_log_prob=self._cum_log_prob if wants.log_probs else None,
+            context_logits=(
+                self._chooser.context_logits(prompt) if wants.context_logits and first else None
+            ),
+            generation_logits=(
+                (np.stack(logits) if logits else empty) if wants.generation_logits else None
+            ),
+            metrics=self._metrics() if wants.perf_metrics and self.done else None,
+        )
+
+    def _judged(self, place: int) -> Choice:
+        draft = self._request.draft
+        if draft is None or draft.logits is None:
+            return self._chooser.choose(self._context, self.generated)
+        return self._chooser.judge(self._context, self.generated, place)
+
+    def _add(self, choice: Choice) -> None:
+        request = self._request
+        if choice.token == request.end_id:
+            self.done, self._reason = True, FinishReason.END_ID
+            return
+        self._context.append(choice.token)
+        self._chosen.append(choice)
+        self.generated += 1
+        if self._stops():
+            self.done, self._reason = True, FinishReason.STOP
+        elif self._is_full():
+            self.done, self._reason = True, FinishReason.LENGTH
+
+    def _stops(self) -> bool:
+        """A stop sequence counts generated tokens only, and completes after ``min_tokens``."""
+        if self.generated < (self._request.sampling.min_tokens or 0):
+            return False
+        return any(
+            len(stop) <= self.generated and tuple(self._context[-len(stop) :]) == stop
+            for stop in self._request.stop_sequences
+        )
+
+    def _is_full(self) -> bool:
+        longest = self._script.max_sequence_tokens
+        full = longest is not None and len(self._context) >= longest
+        return full or self.generated >= self._request.max_tokens
+
+    def _metrics(self) -> EngineMetrics:
+        return EngineMetrics(
+            kv_cache_alloc_new_blocks=1,
+            kv_cache_reused_blocks=0,
+            kv_cache_alloc_total_blocks=1,
+            total_accepted_draft_tokens=self._accepted,
+            total_draft_tokens=self.num_rows - 1,
+        )
