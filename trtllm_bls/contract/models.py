@@ -167,6 +167,8 @@ PREPROCESSING = Model(
         Tensor("PAD_ID", "INT32", field="pad_id"),
         Tensor("MESSAGES", "STRING", field="messages"),  # ours
         Tensor("ADD_SPECIAL_TOKENS", "BOOL", field="add_special_tokens"),  # ours
+        Tensor("MIN_TOKENS", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE),  # ours
+        Tensor("MIN_LENGTH", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE),  # ours
         Tensor("STREAM", "BOOL", field="stream"),  # ours: see the ensemble
     ),
     outputs=(

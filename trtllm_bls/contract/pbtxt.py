@@ -34,6 +34,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "postprocessing": {
         "tokenizer_dir": "../assets/demo/target",
         "skip_special_tokens": "true",
+        "exclude_input_in_output": "true",
     },
     "tensorrt_llm": {
         "model_dir": "../assets/demo/target",
@@ -66,7 +67,8 @@ _NOTE = "# Written by `python -m trtllm_bls.contract.pbtxt`: edit parameters, no
 
 def config_text(model: Model, parameters: Mapping[str, str]) -> str:
     """The whole ``config.pbtxt`` of a model."""
-    return _NOTE + text_format.MessageToString(model_config(model, parameters))
+    text: str = text_format.MessageToString(model_config(model, parameters))
+    return _NOTE + text
 
 
 def model_config(model: Model, parameters: Mapping[str, str]) -> Any:

@@ -17,10 +17,11 @@ _EXTRA_KEYS = tuple(tensor.key for tensor in EXTRAS)
 
 def text_requests(arrays: Mapping[str, Array], request_id: str) -> list[TextRequest]:
     """One request per batch row. Raises ``InvalidRequest`` naming the tensor."""
-    return [_text_request(row, request_id) for row in read_rows(BLS, arrays)]
+    return [text_request(row, request_id) for row in read_rows(BLS, arrays)]
 
 
-def _text_request(row: Fields, request_id: str) -> TextRequest:
+def text_request(row: Fields, request_id: str) -> TextRequest:
+    """A text request from the fields of any text model's row."""
     if "max_tokens" not in row:
         raise InvalidRequest("max_tokens", "is missing")
     return TextRequest(
@@ -85,7 +86,7 @@ def text_arrays(chunk: TextChunk, request: TextRequest, row: int | None) -> dict
         arrays["context_logits"] = np.asarray(chunk.context_logits, dtype=np.float32)[None]
     if chunk.generation_logits is not None:
         arrays["generation_logits"] = generation_logits(
-            chunk.generation_logits, request.stream, request.max_tokens
+            np.asarray(chunk.generation_logits), request.stream, request.max_tokens
         )
     if chunk.ending is not None:
         arrays |= _ending_arrays(chunk, request)

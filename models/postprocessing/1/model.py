@@ -1,0 +1,28 @@
+"""Door of ``postprocessing``: tensors in, ``services.tokens.Postprocessor``, tensors out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from trtllm_bls.door import answer_each, log_to_triton
+from trtllm_bls.parameters import MODEL_DIR, Parameters
+from trtllm_bls.services.tokens import Postprocessor
+from trtllm_bls.tokenizer import load_tokenizer
+
+
+class TritonPythonModel:
+    """Detokenises ids; one answer per request."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        log_to_triton(pb_utils, args["model_name"])
+        parameters = Parameters(args)
+        self._service = Postprocessor(
+            load_tokenizer(parameters.directory("tokenizer_dir", MODEL_DIR)),
+            skip_special=parameters.flag("skip_special_tokens", True),
+            exclude_input=parameters.flag("exclude_input_in_output", True),
+        )
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return answer_each(pb_utils, requests, self._service.arrays)

@@ -1,0 +1,32 @@
+"""Door of ``tensorrt_llm`` where there is no GPU: the embedded engine with the same tensors.
+
+``trtllm-bls configure`` puts TensorRT-LLM's C++ backend in this slot for production.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from trtllm_bls.door import Door, log_to_triton
+from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.parameters import EngineParameters, Parameters
+from trtllm_bls.services.engine import EngineService
+
+
+class TritonPythonModel:
+    """Serves one checkpoint; all requests run in flight together."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        log_to_triton(pb_utils, args["model_name"])
+        parameters = EngineParameters.read(Parameters(args))
+        self._engine = EmbeddedEngine(parameters.model_dir, EmbeddedSettings.of(parameters))
+        service = EngineService(self._engine, exclude_input=parameters.exclude_input)
+        self._door = Door(pb_utils, service.handle)
+
+    def execute(self, requests: list[Any]) -> None:
+        self._door.accept(requests)
+
+    def finalize(self) -> None:
+        self._door.close(self._engine.close)

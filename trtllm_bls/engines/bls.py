@@ -1,0 +1,176 @@
+"""An engine reached through Triton's BLS API (``pb_utils.InferenceRequest``), without a socket.
+
+The decoupled BLS API of Triton 24.10 has defects that this module works around as far as can be
+(docs/architecture.md lists them): iterators are kept for a while after their end, always drained,
+and never trusted to deliver a mid-stream error, which is what the stall timer is for. A child is
+cancelled by a ``stop`` request with its id. What remains cannot be mended from here, so ``auto``
+prefers gRPC.
+
+Iterators block, so each request has a thread that reads it into the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+
+from trtllm_bls.engines.dialect import Dialect, Responses
+from trtllm_bls.engines.stall import StallTimer
+from trtllm_bls.errors import EngineError, EngineStalled, from_wire
+from trtllm_bls.messages import Array, EngineChunk, EngineLimits, EngineRequest
+from trtllm_bls.wire.engine import request_arrays
+
+_STOP_TRIES = 5
+_STOP_WAIT_SECONDS = 0.5
+_KEEP_SECONDS = 2.0  # how long a finished iterator must stay referenced (triton 24.10: segfault)
+
+log = logging.getLogger(__name__)
+
+
+class BlsEngine:
+    """The ``tensorrt_llm`` model named ``name`` in this very server."""
+
+    def __init__(
+        self, pb_utils: Any, name: str, dialect: Dialect, vocab_size: int, threads: int
+    ) -> None:
+        self.name = name
+        self.stall_seconds = 0.0
+        self._pb = pb_utils
+        self._dialect = dialect
+        self._vocab_size = vocab_size
+        # Twice: every stream may need a second thread to stop its child.
+        self._pool = ThreadPoolExecutor(2 * threads, thread_name_prefix=f"bls-{name}")
+        self._ended: collections.deque[tuple[float, Any]] = collections.deque()
+
+    async def limits(self) -> EngineLimits:
+        """What the model's parameters tell, where they are known."""
+        return self._dialect.limits
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        """See ``Engine.generate``."""
+        inputs = request_arrays(request, self._dialect.inputs, self._vocab_size)
+        outputs = self._dialect.outputs_for(request)
+        responses = Responses(request, self._dialect)
+        inbox = _Inbox()
+        reading = self._pool.submit(
+            self._read, request.request_id, inputs, outputs, inbox.put_from_thread
+        )
+        timer = StallTimer(self.stall_seconds, inbox.wake)
+        try:
+            while (item := await inbox.take()) is not _END:
+                if timer.stalled:
+                    raise EngineStalled(f"{self.name} sent nothing for {self.stall_seconds:g} s")
+                timer.feed()
+                if isinstance(item, Exception):
+                    raise item
+                for chunk in responses.chunks(item, last=self._is_last(request, item)):
+                    yield chunk
+            for chunk in responses.rest():
+                yield chunk
+        finally:
+            timer.close()
+            if not reading.done() and not reading.cancel():
+                self._pool.submit(self._stop, request.request_id, reading)
+
+    async def close(self) -> None:
+        """Let the threads end; the server is going down and ends every child itself."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @staticmethod
+    def _is_last(request: EngineRequest, arrays: Mapping[str, Array]) -> bool:
+        # The API does not pass Triton's final flag on; a whole non-streaming answer is the last.
+        return not request.streaming and request.num_return_sequences == 1
+
+    # --- in threads of the pool -------------------------------------------------------------
+
+    def _read(
+        self,
+        request_id: str,
+        inputs: Mapping[str, Array],
+        outputs: list[str],
+        put: Callable[[Any], None],
+    ) -> None:
+        count = 0
+        try:
+            iterator = self._call(request_id, inputs, outputs)
+            for response in iterator:
+                count += 1
+                put(self._arrays(response))
+            self._keep(iterator)
+            put(_END if count else EngineError(f"{self.name} ended without any response"))
+        except Exception as error:  # Triton raises its own types here; the reader must hear of it
+            put(EngineError(f"{self.name}: {error}"))
+
+    def _stop(self, request_id: str, reading: Future[None]) -> None:
+        """Ask the engine to end the child, again if it had not heard of it yet, until it ends."""
+        inputs: dict[str, Array] = {
+            "input_ids": np.zeros((1, 1), dtype=np.int32),
+            "input_lengths": np.zeros((1, 1), dtype=np.int32),
+            "request_output_len": np.zeros((1, 1), dtype=np.int32),
+            "stop": np.ones((1, 1), dtype=np.bool_),
+        }
+        for _ in range(_STOP_TRIES):
+            try:
+                iterator = self._call(request_id, inputs, [])
+                for response in iterator:
+                    self._arrays(response)
+                self._keep(iterator)
+            except Exception:  # as in _read
+                log.exception("stop of %s failed", request_id)
+            if wait([reading], timeout=_STOP_WAIT_SECONDS).done:
+                return
+        log.warning("%s: %s did not end after %d stops", request_id, self.name, _STOP_TRIES)
+
+    def _call(self, request_id: str, inputs: Mapping[str, Array], outputs: list[str]) -> Any:
+        tensors = [self._pb.Tensor(name, array) for name, array in inputs.items()]
+        return self._pb.InferenceRequest(
+            model_name=self.name,
+            request_id=request_id,
+            requested_output_names=outputs,
+            inputs=tensors,
+        ).exec(decoupled=True)
+
+    def _arrays(self, response: Any) -> Any:
+        if response.has_error():
+            return from_wire(response.error().message())
+        return {t.name(): np.array(t.as_numpy()) for t in response.output_tensors()}
+
+    def _keep(self, iterator: Any) -> None:
+        now = time.monotonic()
+        self._ended.append((now, iterator))
+        while self._ended[0][0] < now - _KEEP_SECONDS:
+            self._ended.popleft()
+
+
+_END = object()
+
+
+class _Inbox:
+    """Items from a thread, taken on the event loop, one at a time and in order."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: collections.deque[Any] = collections.deque()
+        self._some = asyncio.Event()
+
+    def put_from_thread(self, item: Any) -> None:
+        self._items.append(item)
+        self._loop.call_soon_threadsafe(self._some.set)
+
+    def wake(self) -> None:
+        """Make ``take`` return ``None`` although nothing came."""
+        self._items.append(None)
+        self._some.set()
+
+    async def take(self) -> Any:
+        while not self._items:
+            self._some.clear()
+            await self._some.wait()
+        return self._items.popleft()

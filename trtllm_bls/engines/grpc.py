@@ -1,0 +1,147 @@
+"""An engine behind any Triton server's gRPC port, this server's own included.
+
+Preferred where the decoupled BLS API of the running Triton cannot cancel or loses errors: a gRPC
+call cancels for real, delivers every error, and couples no two streams. One channel, one stream
+per request; the request side is closed at once and the reply read to its end, because a cancel
+around the final response leaks the request inside Triton.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import serialize_byte_tensor
+
+from trtllm_bls.contract import ENGINE
+from trtllm_bls.contract.tensors import NUMPY_TYPES
+from trtllm_bls.engines.dialect import Dialect, Responses
+from trtllm_bls.engines.stall import StallTimer
+from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, from_wire
+from trtllm_bls.messages import Array, EngineChunk, EngineLimits, EngineRequest
+from trtllm_bls.wire.engine import request_arrays
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # Our own pool of connections: two engines on one address must not share flow control.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class GrpcEngine:
+    """The ``tensorrt_llm`` model named ``name`` at ``url`` (host:port)."""
+
+    def __init__(self, url: str, name: str, vocab_size: int, stall_seconds: float = 0) -> None:
+        self.name = name
+        self._url = url
+        self._vocab_size = vocab_size
+        self._stall_seconds = stall_seconds
+        self._channel: grpc.aio.Channel | None = None
+        self._known: Dialect | None = None
+
+    async def limits(self) -> EngineLimits:
+        """What the model's parameters tell."""
+        return (await self.dialect()).limits
+
+    async def dialect(self, timeout: float | None = 10) -> Dialect:
+        """The model's declared tensors, asked for once. Raises ``EngineUnavailable``."""
+        if self._known is None:
+            request = service_pb2.ModelConfigRequest(name=self.name)
+            try:
+                answer = await self._stub().ModelConfig(request, timeout=timeout)
+            except grpc.aio.AioRpcError as error:
+                raise self._failure(error) from error
+            self._known = Dialect.of(answer.config)
+        return self._known
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        """See ``Engine.generate``."""
+        dialect = await self.dialect()
+        message = _infer_request(self.name, request, dialect, self._vocab_size)
+        call = self._stub().ModelStreamInfer(_only(message))
+        timer = StallTimer(self._stall_seconds, call.cancel)
+        responses = Responses(request, dialect)
+        try:
+            async for chunk in self._chunks(call, responses, timer):
+                yield chunk
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error) from error
+        except asyncio.CancelledError:
+            if not timer.stalled:
+                raise
+            raise EngineStalled(f"{self.name} sent nothing for {self._stall_seconds:g} s") from None
+        finally:
+            timer.close()
+            if not call.done():
+                call.cancel()
+
+    async def _chunks(
+        self, call: Any, responses: Responses, timer: StallTimer
+    ) -> AsyncGenerator[EngineChunk, None]:
+        """Read the stream to its very end; an error is raised only then."""
+        ended = False
+        failure: Exception | None = None
+        async for reply in call:
+            timer.feed()
+            if reply.error_message:
+                failure = from_wire(reply.error_message)
+            elif failure is None:
+                response = reply.infer_response
+                ended = response.parameters["triton_final_response"].bool_param
+                for chunk in responses.chunks(_outputs(response), ended):
+                    yield chunk
+        if failure is not None:
+            raise failure
+        if not ended:
+            raise EngineError(f"{self.name} ended its stream without a final response")
+
+    async def close(self) -> None:
+        """Close the channel; running calls end with it."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _stub(self) -> Any:
+        if self._channel is None:  # made on first use: it belongs to the running event loop
+            self._channel = grpc.aio.insecure_channel(self._url, options=_OPTIONS)
+        return service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def _failure(self, error: grpc.aio.AioRpcError) -> EngineError:
+        unreachable = error.code() in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        )
+        kind = EngineUnavailable if unreachable else EngineError
+        return kind(f"{self.name} at {self._url}: {error.details()}")
+
+
+async def _only(message: Any) -> AsyncIterator[Any]:
+    yield message
+
+
+def _infer_request(name: str, request: EngineRequest, dialect: Dialect, vocab_size: int) -> Any:
+    message = service_pb2.ModelInferRequest(model_name=name, id=request.request_id)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    for tensor, array in request_arrays(request, dialect.inputs, vocab_size).items():
+        dtype = ENGINE.input_named[tensor].dtype
+        text = dtype == "STRING"
+        message.inputs.add(
+            name=tensor, datatype="BYTES" if text else dtype, shape=list(array.shape)
+        )
+        packed = serialize_byte_tensor(array).item() if text else np.ascontiguousarray(array)
+        message.raw_input_contents.append(packed if text else packed.tobytes())
+    for output in dialect.outputs_for(request):
+        message.outputs.add(name=output)
+    return message
+
+
+def _outputs(response: Any) -> Mapping[str, Array]:
+    return {
+        output.name: np.frombuffer(raw, dtype=NUMPY_TYPES[output.datatype]).reshape(output.shape)
+        for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
+    }

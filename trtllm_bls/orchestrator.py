@@ -1,0 +1,199 @@
+"""One text request from words to words: tokenise, run the engine, assemble text, end once.
+
+Knows engines only through the seam and nothing of Triton. Whether tokens come from one model or
+from speculation is decided by ``source_for``; everything after that is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from trtllm_bls.assembly import SequenceText, TextRules
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.messages import (
+    EngineChunk,
+    EngineLimits,
+    EngineRequest,
+    FinishReason,
+    Sampling,
+    TextChunk,
+    TextRequest,
+)
+from trtllm_bls.prompts import Prompt, PromptMaker
+from trtllm_bls.tokenizer import Tokenizer
+
+# Tokenising holds the event loop; longer prompts go to a thread so that streams do not notice.
+_LONG_TEXT = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a deployment decides where a request is silent."""
+
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    accumulate: bool = False
+
+
+class Orchestrator:
+    """Serves any number of requests at once on one event loop.
+
+    ``source_for(request)`` gives the engine to run a request on. Raises what the engine raises.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        source_for: Callable[[TextRequest], Awaitable[Engine]],
+        defaults: Defaults,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
+        self._source_for = source_for
+        self._defaults = defaults
+
+    async def run(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        """Chunks of every sequence; each sequence's last carries its ``ending``.
+
+        A streaming request gets text as soon as it is certain, any other one chunk per sequence.
+        Closing the generator ends the engine's work.
+        """
+        source = await self._source_for(request)
+        limits = await source.limits()
+        _refuse(request)
+        prompt = await self._prompt(request, limits)
+        sampling = _seeded(request.sampling)
+        rules = self._rules(request, prompt, sampling, limits)
+        skip = self._defaults.skip_special_tokens
+        if request.skip_special_tokens is not None:
+            skip = request.skip_special_tokens
+        sequences = [
+            SequenceText(rules, self._tokenizer.detokenizer(skip_special_tokens=skip))
+            for _ in range(request.num_return_sequences)
+        ]
+        engine_request = _engine_request(request, prompt, sampling)
+        parts: list[list[TextChunk]] = [[] for _ in sequences]
+        cut_short = False
+        async with aclosing(source.generate(engine_request)) as chunks:
+            async for chunk in chunks:
+                sequence = sequences[chunk.sequence_index]
+                if sequence.ended:
+                    continue  # it ended by count; the engine is about to say so itself
+                piece = _with_rounds(sequence.feed(chunk), source)
+                if request.stream:
+                    if _worth_sending(piece):
+                        yield piece
+                else:
+                    parts[chunk.sequence_index].append(piece)
+                    if piece.ending is not None:
+                        yield _joined(parts[chunk.sequence_index], self._defaults.accumulate)
+                cut_short = cut_short or _cut_short(piece, chunk)
+                if cut_short and all(other.ended for other in sequences):
+                    return  # closing the generator cancels the engine's work
+
+    # --- the engine's request -----------------------------------------------------------------
+
+    async def _prompt(self, request: TextRequest, limits: EngineLimits) -> Prompt:
+        length = len(request.text or request.messages or "")
+        if length < _LONG_TEXT:
+            prompt = self._prompts.make(request)
+        else:
+            prompt = await asyncio.to_thread(self._prompts.make, request)
+        longest = limits.max_sequence_tokens
+        if longest is not None and len(prompt.ids) >= longest:
+            raise InvalidRequest(
+                "text_input" if request.messages is None else "messages",
+                f"{len(prompt.ids)} tokens; the model takes at most {longest - 1} "
+                "so that one new token fits",
+            )
+        return prompt
+
+    def _rules(
+        self, request: TextRequest, prompt: Prompt, sampling: Sampling, limits: EngineLimits
+    ) -> TextRules:
+        return TextRules(
+            prompt_tokens=len(prompt.ids),
+            max_tokens=request.max_tokens,
+            min_tokens=sampling.min_tokens or 0,
+            end_ids=frozenset(prompt.end_ids),
+            stop_words=request.stop_words,
+            stop_sequences=prompt.stop_sequences,
+            include_stop=request.include_stop,
+            echo_ids=() if request.exclude_input_in_output else prompt.ids,
+            accumulate=self._defaults.accumulate,
+            seed=sampling.seed,
+            max_sequence_tokens=limits.max_sequence_tokens,
+        )
+
+
+def _engine_request(request: TextRequest, prompt: Prompt, sampling: Sampling) -> EngineRequest:
+    return EngineRequest(
+        request_id=f"{request.request_id}/{uuid.uuid4().hex[:12]}",
+        input_ids=prompt.ids,
+        max_tokens=request.max_tokens,
+        # Streamed whenever the text may have to end the engine's work.
+        streaming=request.stream or bool(request.stop_words),
+        sampling=sampling,
+        num_return_sequences=request.num_return_sequences,
+        end_id=prompt.end_id,
+        pad_id=prompt.pad_id,
+        stop_sequences=prompt.engine_stops,
+        bad_sequences=prompt.bad_sequences,
+        embedding_bias=prompt.embedding_bias,
+        wants=request.wants,
+        extras=request.extras,
+    )
+
+
+def _refuse(request: TextRequest) -> None:
+    """What a text stream cannot honour is refused by name, never ignored."""
+    beams = request.sampling.beam_width or 1
+    if beams > 1:
+        raise Unsupported(
+            "beam_width", f"{beams}: beams rewrite text that has left; send num_return_sequences"
+        )
+
+
+def _seeded(sampling: Sampling) -> Sampling:
+    """A fresh seed where sampling is asked for without one; greedy decoding needs none."""
+    greedy = sampling.top_k == 1 or sampling.temperature == 0
+    asked = (sampling.temperature, sampling.top_k, sampling.top_p) != (None, None, None)
+    if sampling.seed is None and asked and not greedy:
+        return replace(sampling, seed=secrets.randbits(63))
+    return sampling
+
+
+def _with_rounds(piece: TextChunk, source: Engine) -> TextChunk:
+    rounds = getattr(source, "draft_rounds", None)
+    if piece.ending is None or rounds is None:
+        return piece
+    return replace(piece, ending=replace(piece.ending, draft_rounds=rounds))
+
+
+def _worth_sending(piece: TextChunk) -> bool:
+    return bool(piece.text) or piece.ending is not None or piece.context_logits is not None
+
+
+def _cut_short(piece: TextChunk, chunk: EngineChunk) -> bool:
+    """Whether the sequence ended at a stop string, of which the engine knows nothing.
+
+    At its token limit the engine ends by itself, and a cancel then would only race with that.
+    """
+    ending = piece.ending
+    return ending is not None and ending.finish_reason is FinishReason.STOP and not chunk.final
+
+
+def _joined(parts: list[TextChunk], accumulated: bool) -> TextChunk:
+    rows = [row for part in parts for row in part.generation_logits or ()]
+    return replace(
+        parts[-1],
+        text=parts[-1].text if accumulated else "".join(part.text for part in parts),
+        context_logits=parts[0].context_logits,
+        generation_logits=rows or None,
+    )

@@ -1,0 +1,147 @@
+"""Parameters of the models (``parameters`` in ``config.pbtxt``), parsed once, at load.
+
+All values are strings. A value that still holds a ``${...}`` placeholder is an error, since a
+half-filled template would otherwise fail at the first request. ``serve`` overrides paths, addresses
+and sizes through environment variables, so that the checked-in files load as they stand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_bls.errors import SettingsError
+
+_TRUE = {"true", "1", "t", "y", "yes"}
+_FALSE = {"false", "0", "f", "n", "no"}
+MODEL_DIR = "TRTLLM_BLS_MODEL_DIR"
+DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
+GRPC_URL = "TRTLLM_BLS_GRPC_URL"
+MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
+THREADS = "TRTLLM_BLS_ENGINE_THREADS"
+
+
+class Parameters:
+    """Typed reading of one model's parameters; every error names the model and the key."""
+
+    def __init__(self, args: Mapping[str, str]) -> None:
+        config: Mapping[str, Any] = json.loads(args["model_config"])
+        self._model = args.get("model_name") or config["name"]
+        self._repository = Path(args["model_repository"])
+        self._values = {
+            key: value["string_value"] for key, value in config.get("parameters", {}).items()
+        }
+
+    def text(self, key: str, default: str = "", env: str | None = None) -> str:
+        """A string; empty counts as not set."""
+        value = (os.environ.get(env) if env else None) or self._values.get(key, "")
+        if "${" in value:
+            raise self._error(key, value, "fill in the template or remove the parameter")
+        return value or default
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A truth value."""
+        value = self.text(key).strip().lower()
+        if value and value not in _TRUE | _FALSE:
+            raise self._error(key, value, "use true or false")
+        return value in _TRUE if value else default
+
+    def number(self, key: str, default: float, env: str | None = None) -> float:
+        """A number that is not negative."""
+        value = self.text(key, env=env)
+        try:
+            number = float(value) if value else default
+        except ValueError:
+            number = -1
+        if not 0 <= number < float("inf"):
+            raise self._error(key, value, "use a number that is not negative")
+        return number
+
+    def choice(self, key: str, choices: tuple[str, ...]) -> str:
+        """One of ``choices``; the first is the default."""
+        value = self.text(key, choices[0])
+        if value not in choices:
+            raise self._error(key, value, f"use one of: {', '.join(choices)}")
+        return value
+
+    def directory(self, key: str, env: str | None = None) -> Path:
+        """An existing directory; a relative one starts at the model repository."""
+        value = self.text(key, env=env)
+        if not value:
+            raise self._error(key, value, "name a directory")
+        path = (self._repository.parent / value).resolve()
+        if not path.is_dir():
+            raise self._error(key, str(path), "no such directory")
+        return path
+
+    def _error(self, key: str, value: str, mend: str) -> SettingsError:
+        return SettingsError(f"model {self._model}: parameter {key} = '{value}': {mend}")
+
+
+@dataclass(frozen=True)
+class BlsParameters:
+    """What ``tensorrt_llm_bls`` can be told."""
+
+    tokenizer_dir: Path
+    add_special_tokens: bool
+    skip_special_tokens: bool
+    accumulate_tokens: bool
+    transport: str
+    engine_url: str
+    stall_seconds: float
+    target: str
+    draft: str
+    draft_source: str
+    max_draft_tokens: int
+    max_streams: int
+
+    @classmethod
+    def read(cls, parameters: Parameters) -> BlsParameters:
+        """Parse; raises ``SettingsError`` naming the key."""
+        return cls(
+            tokenizer_dir=parameters.directory("tokenizer_dir", MODEL_DIR),
+            add_special_tokens=parameters.flag("add_special_tokens", True),
+            skip_special_tokens=parameters.flag("skip_special_tokens", True),
+            accumulate_tokens=parameters.flag("accumulate_tokens", False),
+            transport=parameters.choice("engine_transport", ("auto", "bls", "grpc")),
+            engine_url=parameters.text("engine_url", "localhost:8001", GRPC_URL),
+            stall_seconds=parameters.number("engine_stall_seconds", 120),
+            target=parameters.text("tensorrt_llm_model_name", "tensorrt_llm"),
+            draft=parameters.text("tensorrt_llm_draft_model_name"),
+            draft_source=parameters.choice("draft_source", ("off", "model", "ngram", "mixed")),
+            max_draft_tokens=int(parameters.number("max_draft_len", 10)),
+            max_streams=int(parameters.number("max_streams", 256, MAX_STREAMS)),
+        )
+
+
+@dataclass(frozen=True)
+class EngineParameters:
+    """What the embedded engine's ``tensorrt_llm`` can be told; 0 means "choose for me"."""
+
+    model_dir: Path
+    exclude_input: bool
+    max_batch: int
+    max_queue_size: int
+    max_tokens_per_step: int
+    max_sequence_tokens: int
+    max_draft_tokens: int
+    threads: int
+
+    @classmethod
+    def read(cls, parameters: Parameters) -> EngineParameters:
+        """Parse; raises ``SettingsError`` naming the key."""
+        is_draft = parameters.flag("is_draft", False)
+        return cls(
+            model_dir=parameters.directory("model_dir", DRAFT_MODEL_DIR if is_draft else MODEL_DIR),
+            exclude_input=parameters.flag("exclude_input_in_output", False),
+            max_batch=int(parameters.number("max_batch", 32)),
+            max_queue_size=int(parameters.number("max_queue_size", 0)),
+            max_tokens_per_step=int(parameters.number("max_tokens_per_step", 512)),
+            max_sequence_tokens=int(parameters.number("max_sequence_tokens", 0)),
+            max_draft_tokens=int(parameters.number("max_draft_len", 16)),
+            threads=int(parameters.number("threads", 0, THREADS)),
+        )

@@ -1,0 +1,126 @@
+"""Behind the ``tensorrt_llm`` door: any ``Engine`` served with TensorRT-LLM's own tensors.
+
+Owns what belongs to the wire rather than to running tokens: batch rows, the prompt in front of
+non-streaming output, stop requests by request id, and which response is the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import replace
+
+from trtllm_bls.door import Call
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.messages import Array, EngineChunk
+from trtllm_bls.wire.engine import ChunkWriter, EngineCall, engine_requests, is_stop, join_chunks
+
+
+class EngineService:
+    """Answers calls with ``engine``; ``exclude_input`` is the model's default for that option."""
+
+    def __init__(self, engine: Engine, exclude_input: bool) -> None:
+        self._engine = engine
+        self._exclude_input = exclude_input
+        # By the client's request id; of several with one id only the newest can be stopped.
+        self._running: dict[str, _Run] = {}
+
+    async def handle(self, call: Call) -> None:
+        """Answer one call: a request, or a stop request for another."""
+        if is_stop(call.arrays):
+            self._stop(call)
+            return
+        calls = engine_requests(call.arrays, call.id)
+        run = _Run(call, len(calls) * calls[0].request.num_return_sequences)
+        rows = [
+            self._row(run, one, row if len(calls) > 1 else None) for row, one in enumerate(calls)
+        ]
+        run.work = asyncio.gather(*rows)
+        if call.client_id:
+            self._running[call.client_id] = run
+        try:
+            await run.work
+        except asyncio.CancelledError:
+            if not run.stopped:
+                raise
+            run.send_rest()
+        finally:
+            run.work.cancel()  # one failing row ends the others
+            if self._running.get(call.client_id) is run:
+                del self._running[call.client_id]
+
+    def _stop(self, call: Call) -> None:
+        if not call.client_id:
+            raise InvalidRequest("stop", "needs the request id of the request that is to stop")
+        run = self._running.get(call.client_id)
+        if run is not None:
+            run.stop()
+        call.finish()
+
+    async def _row(self, run: _Run, one: EngineCall, row: int | None) -> None:
+        exclude = self._exclude_input if one.exclude_input is None else one.exclude_input
+        sequences = run.add_row(ChunkWriter(one, exclude, row), one)
+        # Always streamed inside, so that a stopped request can answer with what there is.
+        request = replace(one.request, streaming=True)
+        async with aclosing(self._engine.generate(request)) as chunks:
+            async for chunk in chunks:
+                sequences[chunk.sequence_index].add(chunk)
+
+
+class _Run:
+    """One call being answered: its sequences, and how many of them have not ended."""
+
+    def __init__(self, call: Call, sequences: int) -> None:
+        self.stopped = False
+        self.work: asyncio.Future[list[None]]
+        self._call = call
+        self._left = sequences
+        self._sequences: list[_Sequence] = []
+
+    def add_row(self, writer: ChunkWriter, one: EngineCall) -> list[_Sequence]:
+        new = [
+            _Sequence(self, writer, index, one.request.streaming)
+            for index in range(one.request.num_return_sequences)
+        ]
+        self._sequences += new
+        return new
+
+    def stop(self) -> None:
+        """End the work; every sequence still ends with its normal last response."""
+        self.stopped = True
+        self.work.cancel()
+
+    def send(self, arrays: Mapping[str, Array], ended: bool) -> None:
+        self._left -= ended
+        self._call.send(arrays, final=self._left == 0)
+
+    def send_rest(self) -> None:
+        for sequence in self._sequences:
+            sequence.end()
+
+
+class _Sequence:
+    """One sequence on its way out: chunk by chunk, or collected into a single response."""
+
+    def __init__(self, run: _Run, writer: ChunkWriter, index: int, streaming: bool) -> None:
+        self._run = run
+        self._writer = writer
+        self._index = index
+        self._streaming = streaming
+        self._collected: list[EngineChunk] = []
+        self._ended = False
+
+    def add(self, chunk: EngineChunk) -> None:
+        self._ended = chunk.final
+        if not self._streaming:
+            self._collected.append(chunk)
+            if not chunk.final:
+                return
+            chunk = join_chunks(self._collected)
+        self._run.send(self._writer.arrays(chunk), ended=chunk.final)
+
+    def end(self) -> None:
+        if not self._ended:
+            self.add(EngineChunk(token_ids=(), sequence_index=self._index, final=True))
