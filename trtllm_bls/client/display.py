@@ -1,0 +1,87 @@
+"""An answer on standard output: as text for people and pipes, or as JSON lines for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+import numpy as np
+
+from trtllm_bls.client.events import Event
+from trtllm_bls.client.summary import Summary
+from trtllm_bls.errors import TrtllmBlsError
+from trtllm_bls.messages import Array
+
+
+class TextDisplay:
+    """The text and nothing else, as it arrives.
+
+    ``several`` sequences would run into each other, so they are shown one after another at the
+    end. ``whole``: each event has all text so far instead of what is new.
+    """
+
+    def __init__(self, *, several: bool, whole: bool) -> None:
+        self._several = several
+        self._whole = whole
+        self._texts: dict[tuple[int, int, int], str] = {}  # by batch row, sequence and beam
+
+    def event(self, event: Event, at_ms: float) -> None:
+        """Show what the event adds."""
+        for beam, text in enumerate(event.texts):
+            key = (event.batch_index, event.sequence_index, beam)
+            before = self._texts.get(key, "")
+            now = self._texts[key] = text if self._whole else before + text
+            if not self._several:
+                # A whole text that takes back what was shown begins a new line.
+                new = now[len(before) :] if now.startswith(before) else f"\n{now}"
+                click.echo(new, nl=False)
+
+    def end(self, summary: Summary, failure: TrtllmBlsError | None) -> None:
+        """Finish the line, or show the sequences held back."""
+        if self._several:
+            for number, (_, text) in enumerate(sorted(self._texts.items())):
+                click.echo(f"--- {number} ---\n{text}")
+        elif any(text and not text.endswith("\n") for text in self._texts.values()):
+            click.echo()
+
+
+class JsonDisplay:
+    """One object per event and a last one of type ``summary``."""
+
+    def event(self, event: Event, at_ms: float) -> None:
+        """Show the event; ``at_ms`` is its arrival after sending."""
+        beams = {"texts": event.texts} if len(event.texts) > 1 else {}
+        outputs = {name: _plain(array) for name, array in event.outputs.items()}
+        self._line(
+            type="event",
+            at_ms=round(at_ms, 3),
+            text=event.text,
+            **beams,
+            sequence_index=event.sequence_index,
+            batch_index=event.batch_index,
+            final=event.final,
+            finish_reason=event.finish_reason,
+            stop_reason=event.stop_reason,
+            num_input_tokens=event.num_input_tokens,
+            num_output_tokens=event.num_output_tokens,
+            outputs=outputs,
+        )
+
+    def end(self, summary: Summary, failure: TrtllmBlsError | None) -> None:
+        """Show the summary."""
+        self._line(type="summary", **asdict(summary), error=failure and str(failure))
+
+    def _line(self, **values: Any) -> None:
+        click.echo(json.dumps(values, ensure_ascii=False, allow_nan=False))
+
+
+def _plain(array: Array) -> Any:
+    if array.dtype.kind == "O":
+        array = np.char.decode(array.astype(bytes), "utf-8", "replace")
+    elif array.dtype.kind == "f":  # JSON has no infinity
+        finite = np.isfinite(array)
+        array = array.astype(object)
+        array[~finite] = None
+    return array.tolist()

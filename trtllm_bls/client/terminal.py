@@ -1,0 +1,171 @@
+"""What both command-line clients share: options, exit codes, Ctrl-C, and how errors are told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from trtllm_bls.client.connection import Client, Tls
+from trtllm_bls.client.stream import Stream
+from trtllm_bls.contract import Model
+from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SettingsError, TrtllmBlsError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+EXIT_CODES = """\b
+Exit codes:
+  0    finished, or stopped as asked
+  1    the request failed or was refused
+  2    wrong usage
+  3    the server cannot be reached, or the connection broke
+  4    the deadline passed
+  130  interrupted"""
+
+
+class Exit(IntEnum):
+    """What the process tells its caller."""
+
+    FINISHED = 0
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    DEADLINE = 4
+    INTERRUPTED = 130
+
+    @classmethod
+    def of(cls, error: TrtllmBlsError) -> Exit:
+        """The code for an expected failure."""
+        kinds: Mapping[type[TrtllmBlsError], Exit] = {
+            ConnectionFailed: cls.UNREACHABLE,
+            DeadlineExceeded: cls.DEADLINE,
+            SettingsError: cls.USAGE,
+        }
+        return kinds.get(type(error), cls.FAILED)
+
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_CONNECTION = (
+    click.option("-u", "--url", default="localhost:8001", show_default=True, help="host:port"),
+    click.option("-s", "--ssl", is_flag=True, help="Connect with TLS."),
+    click.option("-r", "--root-certificates", type=_FILE, help="PEM file (TLS)."),
+    click.option("-x", "--certificate-chain", type=_FILE, help="PEM file (TLS)."),
+)
+
+
+def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several option decorators as one, kept in the order written."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def connection_options(*key_flags: str) -> Callable[[Command], Command]:
+    """``--url`` and TLS files; ``key_flags`` are short flags of ``--private-key``."""
+    key = click.option(*key_flags, "--private-key", type=_FILE, help="PEM file (TLS).")
+    return options(*_CONNECTION, key)
+
+
+def open_client(given: Mapping[str, Any]) -> Client:
+    """The client that ``connection_options`` describe."""
+    if not given["ssl"]:
+        return Client(given["url"])
+    files = ("root_certificates", "private_key", "certificate_chain")
+    return Client(given["url"], tls=Tls(**{name: given[name] for name in files}))
+
+
+def tensor_options(model: Model, rows: Sequence[tuple[str, str]]) -> Callable[[Command], Command]:
+    """One option per input: ``rows`` are wire names and help texts; type and flag follow."""
+    return options(*(_tensor_option(model, name, text) for name, text in rows))
+
+
+def _tensor_option(model: Model, name: str, text: str) -> Callable[[Command], Command]:
+    tensor = model.input_named[name]
+    flag = "--" + tensor.key.replace("_", "-")
+    if tensor.dtype == "BOOL":
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
+    kind = {"FP32": click.FLOAT, "STRING": click.STRING}.get(tensor.dtype, click.INT)
+    several = tensor.dtype == "STRING" and not tensor.single
+    return click.option(flag, name, type=kind, multiple=several, help=text)
+
+
+def other_inputs_option(command: Command) -> Command:
+    """``--set NAME=VALUE`` for every input that has no flag; ``other_inputs`` reads it."""
+    return click.option(
+        "--set",
+        "other_inputs",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Any other input of the model; VALUE is JSON, or else taken as a string.",
+    )(command)
+
+
+def other_inputs(assignments: Sequence[str]) -> dict[str, Any]:
+    """The values of ``--set`` by input name."""
+    found: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{assignment!r} is not NAME=VALUE", param_hint="--set")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+class Interruption:
+    """Whether the user has asked to stop; the second Ctrl-C ends the process at once."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    @contextlib.contextmanager
+    def cancels(self, stream: Stream) -> Iterator[None]:
+        """Ctrl-C and SIGTERM cancel the request on the server instead of raising here."""
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            self.happened = True
+            stream.cancel()
+            release()
+
+        def release() -> None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        try:
+            yield
+        finally:
+            release()
+
+
+def complain(error: TrtllmBlsError) -> Exit:
+    """Say what went wrong on stderr; the exit code for it."""
+    click.echo(f"error: {error}", err=True)
+    return Exit.of(error)
+
+
+def run(work: Coroutine[Any, Any, Exit]) -> None:
+    """Run ``work`` and leave the process with its exit code."""
+    try:
+        code = asyncio.run(work)
+    except TrtllmBlsError as error:
+        code = complain(error)
+    except KeyboardInterrupt:
+        code = Exit.INTERRUPTED
+    sys.exit(code)
