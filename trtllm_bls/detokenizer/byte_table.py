@@ -1,0 +1,176 @@
+"""Detokenizers that look each token's bytes up in a table: exact, and linear with a small constant.
+
+Two spellings of bytes are known. Byte-level BPE (GPT-2, Llama 3, Qwen) writes each byte as one
+printable character. SentencePiece vocabularies write a space as U+2581 and, with byte fallback,
+a lone byte as ``<0xNN>``. Either way the bytes of a sequence are UTF-8 cut anywhere, which an
+incremental decoder puts together: at most three bytes are ever held back.
+
+The one place where the text differs from the tokenizer's own ``decode``: a run of ``<0xNN>``
+tokens that holds whole characters *and* stray bytes (also one that ends inside a character).
+``decode`` then spoils the whole run, one U+FFFD per byte, characters shown long ago included; we
+keep the characters and spoil the stray bytes only, one U+FFFD each.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trtllm_bls.detokenizer.vocabulary import Vocabulary
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _one_mark_per_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return _REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error("trtllm_bls.one_mark_per_byte", _one_mark_per_byte)
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+# --- how a table spells its bytes -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How tokens spell bytes, and what happens at the beginning of the text.
+
+    ``first_bytes`` is for the first token that has text, where its spaces are dropped;
+    ``strip`` leading spaces of the text are dropped. ``errors`` tells how stray bytes look.
+    """
+
+    name: str
+    to_bytes: Callable[[str], bytes]
+    first_bytes: Callable[[str], bytes] | None = None
+    strip: int = 0
+    errors: str = "replace"
+    runs_differ: bool = False  # see the module's docstring
+
+
+def _byte_characters() -> dict[str, str]:
+    """The GPT-2 alphabet: printable Latin-1 stands for itself, the other bytes from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    spelled = {chr(byte): chr(byte) for byte in plain}
+    return spelled | {chr(256 + index): chr(byte) for index, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_characters()
+_TO_LATIN1 = str.maketrans(_ALPHABET)
+
+
+def _byte_level(token: str) -> bytes:
+    if all(character in _ALPHABET for character in token):
+        return token.translate(_TO_LATIN1).encode("latin-1")
+    return token.encode()  # an added token outside the alphabet is its own text
+
+
+def _pieces(space: str, byte_fallback: bool) -> Callable[[str], bytes]:
+    def to_bytes(token: str) -> bytes:
+        found = _BYTE_TOKEN.fullmatch(token) if byte_fallback else None
+        if found is not None:
+            return bytes([int(found[1], 16)])
+        return token.replace(space, " ").encode()
+
+    return to_bytes
+
+
+BYTE_LEVEL = Spelling("byte-level", _byte_level)
+
+
+def metaspace(replacement: str, drop_first: bool) -> Spelling:
+    """Pieces without byte fallback; ``drop_first``: the first token's spaces are not text."""
+
+    def first_bytes(token: str) -> bytes:
+        return token.replace(replacement, "").encode()
+
+    to_bytes = _pieces(replacement, byte_fallback=False)
+    return Spelling("metaspace", to_bytes, first_bytes if drop_first else None)
+
+
+def sentencepiece(space: str, byte_fallback: bool, strip: int) -> Spelling:
+    """Pieces as SentencePiece writes them; ``strip`` leading spaces are not text."""
+    errors = "trtllm_bls.one_mark_per_byte" if byte_fallback else "replace"
+    to_bytes = _pieces(space, byte_fallback)
+    return Spelling("sentencepiece", to_bytes, None, strip, errors, byte_fallback)
+
+
+# --- the tables and the detokenizer ---------------------------------------------------------
+
+
+class _Table(dict[int, bytes]):
+    """Token id to bytes, filled as ids are met; shared by all sequences. No text: ``b""``."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        to_bytes: Callable[[str], bytes],
+        skipped: frozenset[int],
+    ) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+        self._to_bytes = to_bytes
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped else self._vocabulary.token(token_id)
+        if token is None:  # not kept: ids outside the vocabulary have no bound
+            return b""
+        found = self[token_id] = self._to_bytes(token)
+        return found
+
+
+class ByteTable:
+    """One tokenizer's tables; calling it makes the detokenizer of one sequence."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, spelling: Spelling, skip_special_tokens: bool
+    ) -> None:
+        skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self.spelling = spelling
+        self.bytes_of: Mapping[int, bytes] = _Table(vocabulary, spelling.to_bytes, skipped)
+        self.first_bytes_of = self.bytes_of
+        if spelling.first_bytes is not None:
+            self.first_bytes_of = _Table(vocabulary, spelling.first_bytes, skipped)
+
+    def __call__(self) -> ByteTableDetokenizer:
+        return ByteTableDetokenizer(self)
+
+
+class ByteTableDetokenizer:
+    """The text of one sequence, by table. See ``Detokenizer``."""
+
+    def __init__(self, table: ByteTable) -> None:
+        self._table = table
+        self._bytes_of = table.bytes_of
+        self._decode = _UTF8(table.spelling.errors).decode
+        self._strip = table.spelling.strip
+        self._begun = table.spelling.first_bytes is None and not self._strip
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these ids make certain; a character comes with the id that ends it."""
+        if self._begun:
+            bytes_of = self._bytes_of
+            return self._decode(b"".join([bytes_of[token_id] for token_id in token_ids]))
+        return "".join([self._feed_beginning(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """The text held back: U+FFFD for a character that was never finished."""
+        return self._decode(b"", True)
+
+    def _feed_beginning(self, token_id: int) -> str:
+        if self._begun:
+            return self._decode(self._bytes_of[token_id])
+        if not self._strip:  # the first token that has text is spelled otherwise
+            self._begun = self._bytes_of[token_id] != b""
+            return self._decode(self._table.first_bytes_of[token_id])
+        text = self._decode(self._bytes_of[token_id])
+        while self._strip and text.startswith(" "):
+            text, self._strip = text[1:], self._strip - 1
+        self._begun = not self._strip or bool(text)
+        return text

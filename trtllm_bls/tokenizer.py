@@ -1,0 +1,245 @@
+"""One tokenizer directory: text to ids, messages to a prompt, and the ids that end a sequence.
+
+Owns everything that is asked of ``transformers``, which is imported when a directory is loaded,
+and without torch: these rooms run where torch is absent or would cost seconds and memory. Text
+comes out of ids by ``detokenizer``; this module must not know how.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
+from trtllm_bls.errors import InvalidRequest, TokenizerError
+
+logger = logging.getLogger(__name__)
+
+_MAX_ID = 2**31 - 1  # ids are int32 on the wire
+
+
+class Tokenizer:
+    """A loaded tokenizer; made by ``load_tokenizer``. Safe to share between threads.
+
+    ``vocab_size`` counts every token of the table, added ones included. ``eos_id`` and
+    ``pad_id`` are ``None`` where the directory names none (``pad_id`` falls back to ``eos_id``);
+    ``end_ids`` are all ids that end a sequence, ``eos_id`` first.
+    """
+
+    def __init__(self, hf: Any, generation_eos: tuple[int, ...] = ()) -> None:
+        self._hf = hf
+        self._backend = getattr(hf, "backend_tokenizer", None)  # tokenizers in Python have none
+        self._warned_of_bos = False
+        self.vocab_size = len(hf)
+        self.added_ids: frozenset[int] = frozenset(hf.added_tokens_decoder)
+        self.special_ids: frozenset[int] = frozenset(
+            token_id for token_id, token in hf.added_tokens_decoder.items() if token.special
+        )
+        own_eos = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
+        self.end_ids: tuple[int, ...] = tuple(dict.fromkeys(own_eos + generation_eos))
+        self.eos_id = self.end_ids[0] if self.end_ids else None
+        self.pad_id: int | None = self.eos_id if hf.pad_token_id is None else int(hf.pad_token_id)
+        self._make: dict[bool, Callable[[], Detokenizer]] = {
+            skip: choose_detokenizer(self, skip) for skip in (True, False)
+        }
+
+    # --- text to ids ---
+
+    def encode(
+        self, text: str, add_special_tokens: bool, field: str = "text_input"
+    ) -> tuple[int, ...]:
+        """The ids of a prompt; never two begin-of-sequence ids, also if the text spells one.
+
+        Raises ``InvalidRequest`` on ``field`` for text that is not valid Unicode.
+        """
+        token_ids = self._encode(text, add_special_tokens, field)
+        bos = self._hf.bos_token_id
+        while bos is not None and token_ids[:2] == (bos, bos):
+            token_ids = token_ids[1:]
+            if not self._warned_of_bos:
+                self._warned_of_bos = True
+                logger.warning("a prompt begins with the begin-of-sequence token itself; kept one")
+        return token_ids
+
+    def encode_word(self, text: str, field: str = "stop_words") -> tuple[int, ...]:
+        """The ids of ``text`` alone, without special tokens; none for an empty word."""
+        return self._encode(text, False, field)
+
+    def word_variants(self, text: str, field: str = "bad_words") -> tuple[tuple[int, ...], ...]:
+        """Every way a word can begin: the text, after a space, and in the middle of a line.
+
+        Variants that end with another variant are left out, as the shorter one covers them; so
+        are those with the unknown token, which would forbid everything that is unknown.
+        """
+        anchor = self.encode_word("\n", field)
+        found = []
+        for word in (text, " " + text) if text else ():
+            found.append(self.encode_word(word, field))
+            anchored = self.encode_word("\n" + word, field)
+            if anchored[: len(anchor)] == anchor:  # else the border fell inside a token
+                found.append(anchored[len(anchor) :])
+        unknown = self._hf.unk_token_id
+        variants = [word for word in dict.fromkeys(found) if word and unknown not in word]
+        return tuple(
+            variant
+            for variant in variants
+            if not any(variant[begin:] in variants for begin in range(1, len(variant)))
+        )
+
+    def _encode(self, text: str, add_special_tokens: bool, field: str) -> tuple[int, ...]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            problem = f"not valid Unicode at character {error.start} (a lone surrogate)"
+            raise InvalidRequest(field, problem) from None
+        return tuple(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt for ``messages`` by the model's own chat template.
+
+        The template spells all special tokens: encode the prompt without adding any. Raises
+        ``InvalidRequest`` on ``messages`` if there is no template, or it refuses them.
+        """
+        if not self._hf.chat_template:
+            raise InvalidRequest("messages", "this model has no chat template; send text_input")
+        _check_messages(messages)
+        try:
+            prompt = self._hf.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            problem = f"the chat template refuses them: {_one_line(error)}"
+            raise InvalidRequest("messages", problem) from error
+        return str(prompt)
+
+    # --- ids to text ---
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``token_ids`` as they stand; ids outside the table have none."""
+        known = [token_id for token_id in token_ids if self.token(token_id) is not None]
+        text = self._hf.decode(
+            known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A new detokenizer, for one sequence."""
+        return self._make[skip_special_tokens]()
+
+    # --- the table ---
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the table spells it; ``None`` for an id that is not in the table."""
+        if not 0 <= token_id <= _MAX_ID:
+            return None
+        if self._backend is not None:
+            found = self._backend.id_to_token(token_id)
+        else:
+            found = self._tokens.get(token_id)
+        return None if found is None else str(found)
+
+    @cached_property
+    def _tokens(self) -> dict[int, str]:
+        return {token_id: token for token, token_id in self._hf.get_vocab().items()}
+
+    @property
+    def decoder(self) -> Mapping[str, Any] | None:
+        """The decoder as tokenizer.json describes it, if the tokenizer has one."""
+        found = getattr(self._backend, "decoder", None)
+        return None if found is None else json.loads(found.__getstate__())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers exactly if every id means the same token in both."""
+        digest = hashlib.sha256()
+        for token_id, token in sorted(self._tokens.items()):
+            digest.update(b"%d %d " % (token_id, len(token)) + token.encode("utf-8", "replace"))
+        return digest.hexdigest()
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise InvalidRequest("messages", "must be a list of at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            problem = f"message {index} must be an object with a 'role' and a 'content'"
+            raise InvalidRequest("messages", problem)
+        if not isinstance(message.get("content"), (str, list, type(None))):
+            problem = f"the content of message {index} must be text or a list of parts"
+            raise InvalidRequest("messages", problem)
+
+
+# --- loading --------------------------------------------------------------------------------
+
+
+def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> Tokenizer:
+    """Load a Hugging Face tokenizer directory, from this disk alone.
+
+    ``trust_remote_code`` allows the directory to bring Python code of its own, which is run.
+    Raises ``TokenizerError``. Not to be called while another thread imports transformers.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise TokenizerError(f"{path}: no such directory; give the model's tokenizer directory")
+    generation_eos = _generation_eos(path)
+    try:
+        with _torch_unseen():
+            from transformers import AutoTokenizer
+        hf = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        return Tokenizer(hf, generation_eos)
+    except Exception as error:  # the libraries raise anything, also for a missing file
+        problem = f"cannot be loaded as a tokenizer ({_one_line(error)})"
+        mend = "copy tokenizer.json and tokenizer_config.json of the model into it"
+        raise TokenizerError(f"{path}: {problem}; {mend}") from error
+
+
+@contextmanager
+def _torch_unseen() -> Iterator[None]:
+    """Import the tokenizer part of transformers as if there were no torch, unless it is loaded.
+
+    transformers 5 has no setting for this. What it does have is one function that every module
+    asks before it imports torch; ``import transformers`` itself is free of torch. Should that
+    change, torch is imported after all: slower, but no error.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    import transformers.utils as utils
+
+    answer = utils.is_torch_available
+    hidden = "torch" not in sys.modules
+    utils.is_torch_available = lambda: not hidden and answer()
+    try:
+        yield
+    finally:
+        hidden = False
+        utils.is_torch_available = answer
+
+
+def _generation_eos(path: Path) -> tuple[int, ...]:
+    """The end ids that generation_config.json names: none, one or several."""
+    source = path / "generation_config.json"
+    if not source.is_file():
+        return ()
+    try:
+        named = json.loads(source.read_text(encoding="utf-8")).get("eos_token_id")
+        listed = [] if named is None else named if isinstance(named, list) else [named]
+        return tuple(int(token_id) for token_id in listed)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        problem = f"generation_config.json cannot be read ({_one_line(error)})"
+        raise TokenizerError(f"{path}: {problem}; mend or remove it") from error
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
