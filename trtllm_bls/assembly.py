@@ -1,8 +1,8 @@
 """From tokens to the text a caller sees: one object per sequence, fed with engine chunks.
 
 It joins the detokeniser and the stop matcher, decides why and where a sequence ends, and keeps
-scores aligned with the text that has left. Orchestrator and postprocessing both use it, so they
-cannot disagree. Knows nothing of engines, Triton or arrays (logits are carried row by row).
+scores aligned with the text that has left. Knows nothing of engines, Triton or arrays (logits are
+carried row by row).
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ Used by the orchestrator and by preprocessing, so both make the same prompt of t
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import TextRequest, TokenIds
@@ -76,7 +78,7 @@ class PromptMaker:
         if add_special is None:
             add_special = self._add_special_tokens
         if request.messages is not None:
-            text = self._tokenizer.render_chat(request.messages)
+            text = self._tokenizer.render_chat(_conversation(request.messages))
             add_special = False  # the template writes them
         else:
             text = request.text or ""
@@ -86,3 +88,13 @@ class PromptMaker:
         if not ids:
             raise InvalidRequest("text_input", "the tokenizer makes no token of it")
         return ids
+
+
+def _conversation(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(
+            "messages",
+            f'not JSON ({error}); send [{{"role": "user", "content": "..."}}]',
+        ) from None

@@ -99,8 +99,6 @@ _PERF_METRICS = (
 )
 _COUNTS = (Tensor("num_input_tokens", "INT32"), Tensor("num_output_tokens", "INT32"))
 _INDICES = (Tensor("batch_index", "INT32"), Tensor("sequence_index", "INT32"))
-# Ours: why a sequence ended, on its last response.
-_ENDING = (Tensor("finish_reason", "STRING"), Tensor("stop_reason", "STRING"))
 
 ENGINE = Model(
     "tensorrt_llm",
@@ -153,9 +151,8 @@ _WORD_LISTS = (
 _TEXT_WORDS = tuple(Tensor(name, dtype, (-1,)) for name, _, dtype in _WORD_LISTS)
 _END = Tensor("end_id", "INT32", bounds=Bounds(low=-1))
 _PAD = Tensor("pad_id", "INT32")
-# Ours: a conversation instead of text_input, and how special tokens are treated.
-_CHAT = Tensor("messages", "STRING")
-_TEXT_OPTIONS = _flags("add_special_tokens", "skip_special_tokens", "include_stop", scalar=False)
+# Ours: a conversation instead of text_input, and whether BOS and the like are put before it.
+_PROMPT_OPTIONS = (Tensor("messages", "STRING"), Tensor("add_special_tokens", "BOOL"))
 
 PREPROCESSING = Model(
     "preprocessing",
@@ -188,27 +185,8 @@ POSTPROCESSING = Model(
     inputs=(
         Tensor("TOKENS_BATCH", "INT32", (-1, -1), required=True),
         Tensor("SEQUENCE_LENGTH", "INT32", (-1,), required=True),
-        # All ours: with them the text is cut at a stop string and the ending is told, by the very
-        # objects the orchestrator uses; without them every id is decoded, as upstream does.
-        Tensor("STOP_WORDS_DICT", "STRING", (-1,), field="stop_words"),
-        Tensor("REQUEST_OUTPUT_LEN", "INT32", field="max_tokens"),
-        Tensor("REQUEST_INPUT_LEN", "INT32", field="num_input_tokens"),
-        Tensor("END_ID", "INT32", field="end_id"),
-        Tensor("MIN_TOKENS", "INT32", field="min_tokens"),
-        Tensor("MIN_LENGTH", "INT32", field="min_tokens"),
-        Tensor("EXCLUDE_INPUT_IN_OUTPUT", "BOOL", field="exclude_input_in_output"),
-        Tensor("SKIP_SPECIAL_TOKENS", "BOOL", field="skip_special_tokens"),
-        Tensor("INCLUDE_STOP", "BOOL", field="include_stop"),
-        Tensor("RETURN_NUM_INPUT_TOKENS", "BOOL", field="return_num_input_tokens"),
-        Tensor("RETURN_NUM_OUTPUT_TOKENS", "BOOL", field="return_num_output_tokens"),
     ),
-    outputs=(
-        Tensor("OUTPUT", "STRING", (-1,)),
-        Tensor("OUT_FINISH_REASON", "STRING", (-1,), field="finish_reason"),
-        Tensor("OUT_STOP_REASON", "STRING", (-1,), field="stop_reason"),
-        Tensor("OUT_NUM_INPUT_TOKENS", "INT32", field="num_input_tokens"),
-        Tensor("OUT_NUM_OUTPUT_TOKENS", "INT32", field="num_output_tokens"),
-    ),
+    outputs=(Tensor("OUTPUT", "STRING", (-1,)),),
 )
 
 _TEXT_INPUTS = (
@@ -219,8 +197,7 @@ _TEXT_INPUTS = (
     _PAD,
     *_TEXT_SAMPLING,
     *_flags("stream", "exclude_input_in_output", scalar=False),
-    _CHAT,
-    *_TEXT_OPTIONS,
+    *_PROMPT_OPTIONS,
 )
 _TEXT_OUTPUTS = (
     Tensor("text_output", "STRING", (-1,)),
@@ -228,7 +205,6 @@ _TEXT_OUTPUTS = (
     *_INDICES,
     *_PERF_METRICS,
     *_COUNTS,
-    *_ENDING,
 )
 
 ENSEMBLE = Model(
@@ -261,6 +237,7 @@ BLS = Model(
         Tensor("num_return_sequences", "INT32", scalar=True, bounds=_COUNT),
         Tensor("num_draft_tokens", "INT32", bounds=_NOT_NEGATIVE),
         *_flags("use_draft_logits", scalar=True),
+        *_flags("include_stop", "skip_special_tokens", scalar=False),  # ours
         Tensor("draft_source", "STRING"),  # ours: model, ngram or mixed
         *_PROMPT_TABLE,
         *_LORA,
@@ -268,8 +245,11 @@ BLS = Model(
     ),
     outputs=(
         *_TEXT_OUTPUTS,
-        Tensor("seed", "UINT64"),  # ours
-        Tensor("num_draft_rounds", "INT32"),  # ours
+        # Ours, on each sequence's last response.
+        Tensor("finish_reason", "STRING"),
+        Tensor("stop_reason", "STRING"),
+        Tensor("seed", "UINT64"),
+        Tensor("num_draft_rounds", "INT32"),
     ),
 )
 

@@ -7,7 +7,7 @@ with what this module would write, so neither can drift.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "postprocessing": {
         "tokenizer_dir": "../assets/demo/target",
         "skip_special_tokens": "true",
-        "exclude_input_in_output": "true",
     },
     "tensorrt_llm": {
         "model_dir": "../assets/demo/target",
@@ -118,39 +117,31 @@ _TO_ENGINE = {
     "EMBEDDING_BIAS": "embedding_bias",
 }
 _TO_POSTPROCESSING = {"output_ids": "TOKENS_BATCH", "sequence_length": "SEQUENCE_LENGTH"}
-# The ensemble takes these from postprocessing, which knows where the text was cut.
-_COUNTED_LATE = {"num_input_tokens", "num_output_tokens"}
 
 
 def _add_steps(config: Any) -> None:
     """Three steps; whatever a step has in common with the ensemble by field is joined.
 
-    ``stream`` goes to preprocessing, which ignores it: text cannot be streamed correctly by a
-    step without memory, so the ensemble answers in one piece, whole and exact.
+    Triton lets a step after a decoupled model read that model's outputs alone. So postprocessing
+    cannot know the caller's stop words, and has no memory between responses: ``stream`` goes to
+    preprocessing, which ignores it, and the ensemble answers in one piece, whole and exact.
     """
     before = config.ensemble_scheduling.step.add(model_name=PREPROCESSING.name, model_version=-1)
-    _join(before.input_map, PREPROCESSING, skip=())
-    for output in _TO_ENGINE:
-        before.output_map[output] = f"_{output}"
+    _join(before.input_map, PREPROCESSING, skip=frozenset())
     engine = config.ensemble_scheduling.step.add(model_name=ENGINE.name, model_version=-1)
     _join(engine.input_map, ENGINE, skip={*_TO_ENGINE.values(), "streaming"})
-    for output, name in _TO_ENGINE.items():
-        engine.input_map[name] = f"_{output}"
     after = config.ensemble_scheduling.step.add(model_name=POSTPROCESSING.name, model_version=-1)
-    _join(after.input_map, POSTPROCESSING, skip={"REQUEST_INPUT_LEN"})
-    after.input_map["REQUEST_INPUT_LEN"] = "_REQUEST_INPUT_LEN"
+    for output, name in _TO_ENGINE.items():
+        before.output_map[output] = engine.input_map[name] = f"_{output}"
     for output, name in _TO_POSTPROCESSING.items():
-        engine.output_map[output] = f"_{output}"
-        after.input_map[name] = f"_{output}"
+        engine.output_map[output] = after.input_map[name] = f"_{output}"
     for tensor in ENGINE.outputs:
-        if tensor.name in ENSEMBLE.output_named and tensor.name not in _COUNTED_LATE:
+        if tensor.name in ENSEMBLE.output_named:
             engine.output_map[tensor.name] = tensor.name
     after.output_map["OUTPUT"] = "text_output"
-    for tensor in POSTPROCESSING.outputs[1:]:
-        after.output_map[tensor.name] = tensor.key
 
 
-def _join(input_map: Any, step: Model, skip: Any) -> None:
+def _join(input_map: Any, step: Model, skip: Set[str]) -> None:
     for tensor in step.inputs:
         if tensor.name in skip:
             continue

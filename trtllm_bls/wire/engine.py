@@ -316,7 +316,7 @@ class ChunkReader:
             raise EngineError("the engine's response lacks output_ids or sequence_length")
         length = int(np.asarray(arrays["sequence_length"]).reshape(-1)[0])
         ids = np.asarray(arrays["output_ids"])
-        row = ids.reshape(-1, ids.shape[-1])[0, self._skip : length]
+        row = ids[0, 0, self._skip : length]
         index = _number(arrays, "sequence_index") or 0
         final = final or (not self._request.streaming)
         return EngineChunk(
@@ -333,7 +333,7 @@ class ChunkReader:
         if wants.log_probs and "output_log_probs" in arrays:
             so_far = np.asarray(arrays["output_log_probs"])
             read = self._log_probs_read.get(index, 0)
-            scores["log_probs"] = tuple(so_far.reshape(-1, so_far.shape[-1])[0, read:].tolist())
+            scores["log_probs"] = tuple(so_far[0, 0, read:].tolist())
             self._log_probs_read[index] = so_far.shape[-1]
         if wants.log_probs and "cum_log_probs" in arrays:
             scores["cum_log_prob"] = float(np.asarray(arrays["cum_log_probs"]).reshape(-1)[0])

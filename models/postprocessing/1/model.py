@@ -20,8 +20,7 @@ class TritonPythonModel:
         parameters = Parameters(args)
         self._service = Postprocessor(
             load_tokenizer(parameters.directory("tokenizer_dir", MODEL_DIR)),
-            skip_special=parameters.flag("skip_special_tokens", True),
-            exclude_input=parameters.flag("exclude_input_in_output", True),
+            parameters.flag("skip_special_tokens", True),
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:

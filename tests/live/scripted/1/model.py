@@ -1,0 +1,72 @@
+"""Test door: ``tensorrt_llm`` played by scripted engines that say the prompt back.
+
+So the right answer to any text is the text itself, whatever the tokenizer. The request's seed
+chooses what goes wrong (see ``FAULTS``); parameter ``step_ms`` is the time of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from trtllm_bls.door import Door, log_to_triton
+from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import reciting
+from trtllm_bls.errors import EngineError
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
+from trtllm_bls.parameters import Parameters
+from trtllm_bls.services.engine import EngineService
+
+FAULTS = {
+    666001: Fault(error=EngineError("the script says so"), after_tokens=3),
+    666002: Fault(error=None, after_tokens=3),
+    666003: Fault(error=EngineError("the script says so")),
+}
+
+
+class EchoEngine:
+    """Says the prompt back, then ends; records how much work it really did in the log."""
+
+    name = "echo"
+
+    def __init__(self, step_seconds: float, vocab_size: int) -> None:
+        self._script = Script(step_seconds=step_seconds, vocab_size=vocab_size)
+
+    async def limits(self) -> EngineLimits:
+        return EngineLimits()
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        end = request.end_id if request.end_id is not None else -1
+        rule = reciting(request.input_ids, len(request.input_ids), then=max(end, 0))
+        engine = ScriptedEngine(rule, self._script)
+        engine.fault = FAULTS.get(request.sampling.seed or 0)
+        tokens = 0
+        try:
+            async for chunk in engine.generate(request):
+                tokens += len(chunk.token_ids)
+                yield chunk
+        finally:
+            pb_utils.Logger.log_info(f"[echo] {request.request_id} did {tokens} tokens")
+
+    async def close(self) -> None:
+        pass
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        log_to_triton(pb_utils, args["model_name"])
+        parameters = Parameters(args)
+        engine = EchoEngine(
+            parameters.number("step_ms", 0) / 1000, int(parameters.number("vocab_size", 100_000))
+        )
+        service = EngineService(engine, parameters.flag("exclude_input_in_output", False))
+        self._engine = engine
+        self._door = Door(pb_utils, service.handle)
+
+    def execute(self, requests: list[Any]) -> None:
+        self._door.accept(requests)
+
+    def finalize(self) -> None:
+        self._door.close(self._engine.close)
