@@ -40,6 +40,12 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )
 
+_COMPRESSION = {
+    None: grpc.Compression.NoCompression,
+    "gzip": grpc.Compression.Gzip,
+    "deflate": grpc.Compression.Deflate,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
@@ -54,24 +60,31 @@ class Client:
     """Talks to one Triton server over gRPC: ``async with Client("127.0.0.1:8001") as client:``.
 
     Belongs to the event loop that entered it. ``url`` is ``host:port``. Leaving cancels what
-    still runs. Raises ``SettingsError`` for an address or TLS file that cannot be used.
+    still runs. ``compression`` is ``gzip``, ``deflate`` or none. Raises ``SettingsError`` for an
+    address or TLS file that cannot be used.
     """
 
-    def __init__(self, url: str, *, tls: Tls | None = None) -> None:
+    def __init__(self, url: str, *, tls: Tls | None = None, compression: str | None = None) -> None:
         if url.startswith(("http://", "https://", "grpc://")):
             raise SettingsError(f"url: {url!r} has a scheme; write host:port, gRPC is understood")
         self.url = url
         self._credentials = None if tls is None else _credentials(tls)
+        self._compression = _COMPRESSION[compression]
         self._channel: Any = None
         self._stub: Any = None
         self._readers: set[Reader] = set()
 
     async def __aenter__(self) -> Client:
         if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(self.url, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(
+                self.url, options=_CHANNEL_OPTIONS, compression=self._compression
+            )
         else:
             self._channel = grpc.aio.secure_channel(
-                self.url, self._credentials, options=_CHANNEL_OPTIONS
+                self.url,
+                self._credentials,
+                options=_CHANNEL_OPTIONS,
+                compression=self._compression,
             )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         return self

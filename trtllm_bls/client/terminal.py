@@ -17,7 +17,7 @@ import click
 from trtllm_bls.client.connection import Client, Tls
 from trtllm_bls.client.stream import Stream
 from trtllm_bls.contract import Model
-from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SettingsError, TrtllmBlsError
+from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SetupError, TrtllmBlsError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -47,9 +47,9 @@ class Exit(IntEnum):
         kinds: Mapping[type[TrtllmBlsError], Exit] = {
             ConnectionFailed: cls.UNREACHABLE,
             DeadlineExceeded: cls.DEADLINE,
-            SettingsError: cls.USAGE,
+            SetupError: cls.USAGE,
         }
-        return kinds.get(type(error), cls.FAILED)
+        return next((code for kind, code in kinds.items() if isinstance(error, kind)), cls.FAILED)
 
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -78,12 +78,11 @@ def connection_options(*key_flags: str) -> Callable[[Command], Command]:
     return options(*_CONNECTION, key)
 
 
-def open_client(given: Mapping[str, Any]) -> Client:
+def open_client(given: Mapping[str, Any], compression: str | None = None) -> Client:
     """The client that ``connection_options`` describe."""
-    if not given["ssl"]:
-        return Client(given["url"])
     files = ("root_certificates", "private_key", "certificate_chain")
-    return Client(given["url"], tls=Tls(**{name: given[name] for name in files}))
+    tls = Tls(**{name: given[name] for name in files}) if given["ssl"] else None
+    return Client(given["url"], tls=tls, compression=compression)
 
 
 def tensor_options(model: Model, rows: Sequence[tuple[str, str]]) -> Callable[[Command], Command]:

@@ -1,0 +1,363 @@
+"""Dialogues between the client and a server that keeps Triton's rules on a real gRPC wire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+from fake_triton import (
+    Abort,
+    Fail,
+    FakeTriton,
+    Hold,
+    Say,
+    Unflagged,
+    Until,
+    dialogue,
+    inputs_of,
+    text,
+    tokens,
+)
+
+from trtllm_bls.client import Client, Event
+from trtllm_bls.contract import ENGINE
+from trtllm_bls.errors import (
+    ConnectionFailed,
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    SettingsError,
+    TrtllmBlsError,
+)
+
+ASK = {"text_input": "Hi", "max_tokens": 4}
+
+
+def texts(events: list[Event]) -> list[str]:
+    return [event.text for event in events]
+
+
+@dialogue
+async def test_the_final_flag_may_come_with_the_last_text() -> None:
+    """Text in order, the ending on its last event, and the stream then ends on both sides."""
+    ending = text("lo", final=True, finish_reason="stop", stop_reason="\n", num_output_tokens=2)
+    async with FakeTriton([text("Hel"), ending]) as server, Client(server.url) as client:
+        events = [event async for event in client.stream(**ASK)]
+        await server.ended.wait()
+    assert texts(events) == ["Hel", "lo"]
+    assert [event.final for event in events] == [False, True]
+    assert (events[1].finish_reason, events[1].stop_reason) == ("stop", "\n")
+    assert (events[0].finish_reason, events[1].num_output_tokens) == (None, 2)
+    assert server.cancels == 0
+
+
+@dialogue
+async def test_the_final_flag_may_come_alone() -> None:
+    """A server may end with an empty response; it is asked for and becomes an event."""
+    async with FakeTriton([text("Hi"), Say(final=True)]) as server, Client(server.url) as client:
+        events = [event async for event in client.stream(**ASK)]
+    assert texts(events) == ["Hi", ""]
+    assert events[1].final and events[1].texts == ()
+
+
+@dialogue
+async def test_a_server_without_final_flags_ends_by_ending() -> None:
+    """Where no response says whether it is final, the end of the stream is the end."""
+    script = [Unflagged({"text_output": "Hi"})]
+    async with FakeTriton(script) as server, Client(server.url) as client:
+        assert (await client.generate(**ASK)).text == "Hi"
+
+
+@dialogue
+async def test_a_stream_that_ends_before_its_final_response_is_an_error() -> None:
+    """A truncated answer is never taken for a whole one."""
+    async with FakeTriton([text("Hi")]) as server, Client(server.url) as client:
+        with pytest.raises(ConnectionFailed, match="before the answer was complete"):
+            await client.generate(**ASK)
+
+
+@dialogue
+async def test_an_error_in_mid_stream_comes_after_the_text_before_it() -> None:
+    """What was received is delivered; then the server's own words are raised; then nothing."""
+    script = [text("Hel"), Fail("INTERNAL: the engine fell over"), Say(final=True)]
+    async with FakeTriton(script) as server, Client(server.url) as client:
+        stream = client.stream(**ASK)
+        received = []
+        with pytest.raises(EngineError, match=r"^the engine fell over$"):
+            async for event in stream:
+                received.append(event.text)
+        assert [event async for event in stream] == []
+        await server.ended.wait()
+    assert received == ["Hel"]
+    assert server.cancels == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("INVALID_ARG: max_tokens: -1 is not allowed", InvalidRequest),
+        ("UNAVAILABLE: too many requests", Overloaded),
+        ("Request for unknown model: 'x' is not found", EngineError),
+    ],
+)
+def test_an_error_instead_of_an_answer_keeps_its_kind(
+    message: str, kind: type[TrtllmBlsError]
+) -> None:
+    """The status a server writes into its message decides the class that is raised."""
+
+    @dialogue
+    async def ask() -> None:
+        async with FakeTriton([Fail(message)]) as server, Client(server.url) as client:
+            with pytest.raises(kind) as caught:
+                await client.generate(**ASK)
+            assert str(caught.value) in message
+
+    ask()
+
+
+@dialogue
+async def test_a_status_of_the_call_itself_is_told() -> None:
+    """gRPC's own failures name the status, on one line."""
+    script = [Abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too\nlarge")]
+    async with FakeTriton(script) as server, Client(server.url) as client:
+        with pytest.raises(EngineError, match=r"^RESOURCE_EXHAUSTED: too large$"):
+            await client.generate(**ASK)
+
+
+@dialogue
+async def test_nobody_there_is_a_failed_connection() -> None:
+    """A refused connection names the address."""
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(ConnectionFailed, match=r"^127\.0\.0\.1:1: "):
+            await client.generate(**ASK)
+
+
+@dialogue
+async def test_a_server_that_vanishes_is_a_failed_connection() -> None:
+    """Also when it goes in the middle of an answer."""
+    async with FakeTriton([text("Hi"), Hold()]) as server, Client(server.url) as client:
+        stream = client.stream(**ASK)
+        assert (await anext(stream)).text == "Hi"
+        await server.vanish()
+        with pytest.raises(ConnectionFailed):
+            await anext(stream)
+
+
+@dialogue
+async def test_a_server_that_never_answers_meets_the_deadline() -> None:
+    """The deadline ends the wait, and the work on the server."""
+    async with FakeTriton([Hold()]) as server, Client(server.url) as client:
+        with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
+            await client.generate(**ASK, deadline_s=0.05)
+        await server.cancelled.wait()
+
+
+@dialogue
+async def test_text_before_the_deadline_is_delivered() -> None:
+    """A deadline in mid-stream costs only what had not come."""
+    async with FakeTriton([text("Hi"), Hold()]) as server, Client(server.url) as client:
+        stream = client.stream(**ASK, deadline_s=0.2)
+        assert (await anext(stream)).text == "Hi"
+        with pytest.raises(DeadlineExceeded):
+            await anext(stream)
+
+
+@dialogue
+async def test_cancelling_before_the_first_token_ends_the_work() -> None:
+    """``cancel`` from another task ends a wait for the first event, without an error."""
+    async with FakeTriton([Hold()]) as server, Client(server.url) as client:
+        stream = client.stream(**ASK)
+        reading = asyncio.create_task(anext(stream, None))
+        await server.asked.wait()
+        stream.cancel()
+        assert await reading is None
+        await server.cancelled.wait()
+        assert stream.cancelled
+
+
+@dialogue
+async def test_cancelling_before_sending_sends_nothing() -> None:
+    """A stream cancelled before its first event was asked for never reaches the server."""
+    async with FakeTriton([Hold()]) as server, Client(server.url) as client:
+        stream = client.stream(**ASK)
+        stream.cancel()
+        assert [event async for event in stream] == []
+    assert server.requests == []
+
+
+@dialogue
+async def test_leaving_the_context_in_mid_stream_ends_the_work() -> None:
+    """``break`` inside ``async with`` cancels on the server before the block is left."""
+    async with FakeTriton([text("Hi"), Hold()]) as server, Client(server.url) as client:
+        async with client.stream(**ASK) as stream:
+            async for _ in stream:
+                break
+        await server.cancelled.wait()
+        assert [event async for event in stream] == []
+
+
+@dialogue
+async def test_dropping_the_iterator_ends_the_work() -> None:
+    """A plain ``break`` is enough; no context is needed."""
+    async with FakeTriton([text("Hi"), Hold()]) as server, Client(server.url) as client:
+        async for _ in client.stream(**ASK):
+            break
+        gc.collect()
+        await server.cancelled.wait()
+
+
+@dialogue
+async def test_cancelling_the_reading_task_ends_the_work() -> None:
+    """A cancelled caller stays cancelled, and so does his request."""
+    async with FakeTriton([Hold()]) as server, Client(server.url) as client:
+        asking = asyncio.create_task(client.generate(**ASK))
+        await server.asked.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await server.cancelled.wait()
+
+
+@pytest.mark.parametrize("ending", [[text("Hi", final=True)], [Fail("no"), Say(final=True)]])
+def test_nobody_cancels_after_the_end_has_arrived(ending: list[Say | Fail]) -> None:
+    """Leaving right after the final response or an error reads on until the server is done."""
+
+    @dialogue
+    async def leave() -> None:
+        may_end = asyncio.Event()
+        script = [*ending, Until(may_end)]
+        async with FakeTriton(script) as server, Client(server.url) as client:
+            stream = client.stream(**ASK)
+            with contextlib.suppress(EngineError):
+                await anext(stream)
+            stream.cancel()
+            assert not stream.cancelled
+            closing = asyncio.create_task(stream.aclose())
+            may_end.set()
+            await closing
+            await server.ended.wait()
+        assert server.cancels == 0
+
+    leave()
+
+
+@dialogue
+async def test_closing_the_client_ends_what_runs() -> None:
+    """A reader left waiting is told that the client is gone."""
+    async with FakeTriton([Hold()]) as server:
+        client = await Client(server.url).__aenter__()
+        reading = asyncio.create_task(client.generate(**ASK))
+        await server.asked.wait()
+        await client.close()
+        with pytest.raises(ConnectionFailed, match="closed"):
+            await reading
+        await server.cancelled.wait()
+
+
+@dialogue
+async def test_many_streams_leave_no_task_behind() -> None:
+    """Whole, abandoned and failed streams, one after another, on one channel."""
+    scripts = [[text("Hi", final=True)], [text("Hi"), Hold()], [Fail("no")]]
+    server = FakeTriton(lambda request: scripts[int(request.id) % 3])
+    async with server, Client(server.url) as client:
+        counts = []
+        for number in range(150):
+            with contextlib.suppress(EngineError):
+                async with client.stream(**ASK, request_id=str(number)) as stream:
+                    await anext(stream)
+            counts.append(sum(map(is_ours, asyncio.all_tasks())))
+        assert max(counts) == counts[0]
+    assert len(server.requests) == 150
+
+
+@dialogue
+async def test_streams_share_the_channel_and_not_their_fate() -> None:
+    """A cancelled stream leaves its neighbours alone."""
+    go_on = asyncio.Event()
+    script = [text("a"), Until(go_on), text("b", final=True)]
+    async with FakeTriton(script) as server, Client(server.url) as client:
+        first, second = client.stream(**ASK), client.stream(**ASK)
+        assert [(await anext(one)).text for one in (first, second)] == ["a", "a"]
+        await first.aclose()
+        go_on.set()
+        assert [event.text async for event in second] == ["b"]
+        assert server.cancels == 1
+
+
+@dialogue
+async def test_a_result_collects_every_sequence() -> None:
+    """Interleaved sequences are joined by their indices; the first one is the plain answer."""
+    script = [
+        text("a", sequence_index=np.int32(0)),
+        text("x", sequence_index=np.int32(1)),
+        text("b", sequence_index=np.int32(0), finish_reason="length"),
+        text("y", sequence_index=np.int32(1), finish_reason="stop", final=True),
+    ]
+    async with FakeTriton(script) as server, Client(server.url) as client:
+        result = await client.generate(**ASK, num_return_sequences=2)
+    assert result.texts == {(0, 0): "ab", (0, 1): "xy"}
+    assert (result.text, result.finish_reason) == ("ab", "length")
+    assert result.started_at <= result.events[0].received_at
+
+
+@dialogue
+async def test_a_request_says_what_was_given_and_nothing_else() -> None:
+    """Streaming is asked for by default, a chosen model, id and outputs reach the wire."""
+    async with FakeTriton([text("Hi", final=True)]) as server, Client(server.url) as client:
+        await client.generate("ensemble", **ASK, request_id="7", outputs=["text_output"])
+        await client.generate(**ASK, stream=False, temperature=None)
+    first, second = server.requests
+    assert (first.model_name, first.id) == ("ensemble", "7")
+    assert [output.name for output in first.outputs] == ["text_output"]
+    assert inputs_of(first) == {"text_input": [["Hi"]], "max_tokens": [[4]], "stream": [[True]]}
+    assert (second.model_name, inputs_of(second)["stream"]) == ("tensorrt_llm_bls", [[False]])
+    assert "temperature" not in inputs_of(second)
+    assert second.id not in ("", first.id)
+
+
+@dialogue
+async def test_a_stop_request_ends_the_running_request_by_its_id() -> None:
+    """The engine answers the stop with an empty final, the request with what it has."""
+    stopped = asyncio.Event()
+
+    def script(request: object) -> list[Say | Until]:
+        if "stop" in inputs_of(request):
+            stopped.set()
+            return [Say(final=True)]
+        return [tokens(5), Until(stopped), tokens(6, final=True)]
+
+    model = replace(ENGINE, name="target")
+    ask = {"input_ids": [1, 2], "input_lengths": 2, "request_output_len": 9}
+    async with FakeTriton(script) as server, Client(server.url) as client:
+        stream = client.stream(model, **ask)
+        first = await anext(stream)
+        await client.stop(stream.request_id, model)
+        rest = [event async for event in stream]
+    assert [event.outputs["output_ids"].tolist() for event in (first, *rest)] == [[[[5]]], [[[6]]]]
+    assert [request.model_name for request in server.requests] == ["target", "target"]
+    assert server.requests[0].id == server.requests[1].id
+
+
+@dialogue
+async def test_a_field_that_cannot_be_sent_is_refused_before_sending() -> None:
+    """The call itself raises, so that nothing was sent and nothing is to be closed."""
+    async with FakeTriton([]) as server, Client(server.url) as client:
+        with pytest.raises(InvalidRequest, match="max_tokens: 'many'"):
+            client.stream(text_input="Hi", max_tokens="many")
+    assert server.requests == []
+
+
+def test_an_address_with_a_scheme_is_refused() -> None:
+    """``http://`` in front of a gRPC address would be looked up as a host name."""
+    with pytest.raises(SettingsError, match="host:port"):
+        Client("http://localhost:8001")
+
+
+def is_ours(task: asyncio.Task[object]) -> bool:
+    return "_cython" not in repr(task.get_coro())
