@@ -1,0 +1,159 @@
+"""The requests of each round, so that a caller's fields mean over all rounds what they say.
+
+A round is a new engine request whose prompt holds what was generated so far. What counts from the
+start of the answer is handed on as what is left of it; what an engine counts over prompt and
+answer alike is handed on as it is; what starts afresh in each request is refused.
+
+Owns those three groups. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+
+from trtllm_bls.errors import Unsupported
+from trtllm_bls.messages import (
+    Draft,
+    EngineRequest,
+    Sampling,
+    Wants,
+)
+from trtllm_bls.speculative.progress import Progress
+
+_RESTARTS = "starts afresh in every round of speculation; send it without num_draft_tokens"
+_PER_PROMPT = "is laid out for one prompt, which grows in every round of speculation"
+
+REFUSED_EXTRAS = {
+    "guided_decoding_guide_type": _RESTARTS,
+    "guided_decoding_guide": _RESTARTS,
+    "context_phase_params": _RESTARTS,
+    "lookahead_window_size": "is another way to speculate",
+    "lookahead_ngram_size": "is another way to speculate",
+    "lookahead_verification_set_size": "is another way to speculate",
+    "decoder_input_ids": _PER_PROMPT,
+    "encoder_input_features": _PER_PROMPT,
+    "cross_attention_mask": _PER_PROMPT,
+    "prompt_table_extra_ids": _PER_PROMPT,
+    "mrope_rotary_cos_sin": _PER_PROMPT,
+    "mrope_position_deltas": _PER_PROMPT,
+}
+
+
+def check_speculative(request: EngineRequest) -> None:
+    """Raise ``Unsupported``, with the wire name, for a field that speculation cannot keep."""
+    sampling = request.sampling
+    refused = {
+        "beam_width": (sampling.beam_width or 1) > 1,
+        "num_return_sequences": request.num_return_sequences > 1,
+        "runtime_top_p_min": sampling.top_p_min is not None,
+        "runtime_top_p_decay": sampling.top_p_decay not in (None, 1.0),
+        "runtime_top_p_reset_ids": sampling.top_p_reset_id is not None,
+        "draft_input_ids": request.draft is not None,
+    }
+    for field, present in refused.items():
+        if present:
+            raise Unsupported(field, "cannot be combined with speculation")
+    for field, why in REFUSED_EXTRAS.items():
+        if field in request.extras:
+            raise Unsupported(field, why)
+
+
+def draft_can_follow(request: EngineRequest) -> bool:
+    """Whether a draft model can read the prompt: it has no table for ids beyond its vocabulary."""
+    return "prompt_embedding_table" not in request.extras
+
+
+def round_seed(seed: int, generated: int, who: str = "target") -> int:
+    """63 bits that no two rounds, nor draft and target, share.
+
+    An engine draws from the start of its random stream in every request: one seed for all rounds
+    would draw the same numbers again and bend the distribution.
+    """
+    digest = blake2b(f"{who} {seed} {generated}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class Carrier:
+    """Makes the engine requests of one caller's request."""
+
+    def __init__(self, request: EngineRequest, use_draft_logits: bool) -> None:
+        self._request = request
+        self._made = 0
+        sampling = request.sampling
+        self._greedy = sampling.top_k == 1 or sampling.temperature == 0
+        self._by_logits = use_draft_logits and not self._greedy
+        self._seed = sampling.seed
+        if self._seed is None and not self._greedy:  # the engine's default would repeat each round
+            self._seed = secrets.randbits(63)
+
+    def plain(self, progress: Progress, num_tokens: int, streaming: bool) -> EngineRequest:
+        """Ask the target for tokens as any request does."""
+        return self._target(progress, num_tokens, streaming, None)
+
+    def verify(self, progress: Progress, draft: Draft) -> EngineRequest:
+        """Ask the target to verify ``draft`` in one pass."""
+        return self._target(progress, len(draft.token_ids) + 1, False, draft)
+
+    def draft(self, progress: Progress, ahead: Sequence[int], num_tokens: int) -> EngineRequest:
+        """Ask the draft model to go on after the answer so far and the guesses ``ahead``.
+
+        It decodes greedily, since its likeliest token is accepted most often whatever the target
+        draws; only where its logits are used must it draw as it says.
+        """
+        request, generated = self._request, progress.generated + len(ahead)
+        sampling = self._sampling(generated, "draft")
+        if not self._by_logits:
+            sampling = Sampling(
+                top_k=1,
+                repetition_penalty=sampling.repetition_penalty,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                min_tokens=sampling.min_tokens,
+            )
+        return replace(
+            request,
+            request_id=self._request_id("draft"),
+            input_ids=(*progress.ids, *ahead),
+            max_tokens=num_tokens,
+            streaming=False,
+            sampling=sampling,
+            wants=Wants(generation_logits=self._by_logits),
+            extras={},
+        )
+
+    def _target(
+        self, progress: Progress, num_tokens: int, streaming: bool, draft: Draft | None
+    ) -> EngineRequest:
+        first = progress.generated == 0
+        wants = self._request.wants
+        return replace(
+            self._request,
+            request_id=self._request_id("target"),
+            input_ids=tuple(progress.ids),
+            max_tokens=num_tokens,
+            streaming=streaming,
+            sampling=self._sampling(progress.generated, "target"),
+            draft=draft,
+            wants=replace(wants, context_logits=wants.context_logits and first),
+        )
+
+    def _sampling(self, generated: int, who: str) -> Sampling:
+        """The caller's sampling for a request that begins after ``generated`` tokens.
+
+        Later rounds say a minimum of 0 tokens aloud: an engine may take its absence for 1, and
+        would then forbid the end id at the beginning of every round.
+        """
+        sampling = self._request.sampling
+        seed = None if self._seed is None else round_seed(self._seed, generated, who)
+        if generated == 0:
+            return replace(sampling, seed=seed)
+        return replace(
+            sampling, seed=seed, min_tokens=max(0, (sampling.min_tokens or 0) - generated)
+        )
+
+    def _request_id(self, who: str) -> str:
+        self._made += 1
+        return f"{self._request.request_id}-{who}-{self._made}"

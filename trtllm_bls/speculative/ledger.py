@@ -1,0 +1,70 @@
+"""Figures of one answer over all its rounds: log-probabilities, logits, the engine's metrics.
+
+Every round is a request of its own and reports only itself. The ledger turns each round's chunk
+into the answer's: cut where the answer ended, sums running on, the prompt's logits only once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trtllm_bls.messages import EngineChunk, EngineMetrics, FinishReason
+
+
+class Ledger:
+    """Rewrites the chunks of many requests as the chunks of one."""
+
+    def __init__(self) -> None:
+        self._cum_log_prob = 0.0
+        self._cum_before = 0.0  # when the running request began
+        self._metrics: EngineMetrics | None = None
+
+    def begin_request(self) -> None:
+        self._cum_before = self._cum_log_prob
+
+    def enter(self, chunk: EngineChunk, kept: int, finish: FinishReason | None) -> EngineChunk:
+        """The chunk as the caller sees it: its first ``kept`` tokens, final if ``finish``."""
+        if chunk.log_probs is not None:
+            self._cum_log_prob += sum(chunk.log_probs[:kept])
+        elif chunk.cum_log_prob is not None:
+            self._cum_log_prob = self._cum_before + chunk.cum_log_prob
+        if chunk.metrics is not None:
+            self._metrics = _joined(self._metrics, chunk.metrics)
+        counted = chunk.log_probs is not None or chunk.cum_log_prob is not None
+        logits = chunk.generation_logits
+        return replace(
+            chunk,
+            token_ids=chunk.token_ids[:kept],
+            final=finish is not None,
+            finish_reason=finish,
+            log_probs=None if chunk.log_probs is None else chunk.log_probs[:kept],
+            cum_log_prob=self._cum_log_prob if counted else None,
+            generation_logits=None if logits is None else logits[:kept],
+            metrics=None if finish is None else self._metrics,
+        )
+
+
+def _joined(so_far: EngineMetrics | None, latest: EngineMetrics) -> EngineMetrics:
+    if so_far is None:
+        return latest
+    return EngineMetrics(
+        kv_cache_alloc_new_blocks=_sum(
+            so_far.kv_cache_alloc_new_blocks, latest.kv_cache_alloc_new_blocks
+        ),
+        kv_cache_reused_blocks=_sum(so_far.kv_cache_reused_blocks, latest.kv_cache_reused_blocks),
+        kv_cache_alloc_total_blocks=_sum(
+            so_far.kv_cache_alloc_total_blocks, latest.kv_cache_alloc_total_blocks
+        ),
+        arrival_time_ns=so_far.arrival_time_ns,
+        first_scheduled_time_ns=so_far.first_scheduled_time_ns,
+        first_token_time_ns=so_far.first_token_time_ns,
+        last_token_time_ns=latest.last_token_time_ns,
+        total_accepted_draft_tokens=_sum(
+            so_far.total_accepted_draft_tokens, latest.total_accepted_draft_tokens
+        ),
+        total_draft_tokens=_sum(so_far.total_draft_tokens, latest.total_draft_tokens),
+    )
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one if other is None else one + other

@@ -1,0 +1,107 @@
+"""How many tokens to draft: measured times, observed acceptance, and the choice between lengths.
+
+With acceptance a for each token, a draft of k tokens yields E = 1 + a + ... + a^k tokens on
+average, in the time of k drafted tokens, one verification and the round's overhead. The length with
+the most tokens per second wins; none at all wins where plain decoding is faster.
+
+Owns numbers only: fed with seconds and counts, asked for a length.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+_WINDOW = 15  # samples per length; a median of these forgets a load within seconds
+_MEMORY = 0.97  # weight kept per guessed token: about the last 33 count
+FIRST_LENGTH = 4  # before anything is measured: little is lost at any acceptance above a half
+
+
+class Acceptance:
+    """The chance that one more drafted token is accepted, remembered for a while."""
+
+    def __init__(self, prior: float = 0.7, weight: float = 4.0) -> None:
+        self._hits = prior * weight
+        self._trials = weight
+
+    @property
+    def rate(self) -> float:
+        return self._hits / self._trials
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A round accepted so many; only the first refused token was a trial, the rest unseen."""
+        trials = min(drafted, accepted + 1)
+        kept = _MEMORY**trials
+        self._hits = self._hits * kept + accepted
+        self._trials = self._trials * kept + trials
+
+
+class RunningTimes:
+    """Seconds as a straight line over a length, through the medians of recent samples.
+
+    With one length seen, the line is flat, or ``proportional``: through zero.
+    """
+
+    def __init__(self, *, proportional: bool = False) -> None:
+        self._proportional = proportional
+        self._samples: dict[int, deque[float]] = {}
+        self._line: tuple[float, float] | None = None  # at zero, per unit of length
+
+    def add(self, length: int, seconds: float) -> None:
+        self._samples.setdefault(length, deque(maxlen=_WINDOW)).append(seconds)
+        self._line = self._fit()
+
+    def at(self, length: int) -> float | None:
+        """Expected seconds; ``None`` before the first sample."""
+        if self._line is None:
+            return None
+        return max(0.0, self._line[0] + self._line[1] * length)
+
+    def _fit(self) -> tuple[float, float]:
+        """Least squares, each median weighing as much as it has samples; never falling."""
+        points = [(n, median(seen), len(seen)) for n, seen in self._samples.items()]
+        weight = sum(count for _, _, count in points)
+        mean_n = sum(n * count for n, _, count in points) / weight
+        mean_s = sum(seconds * count for _, seconds, count in points) / weight
+        spread = sum(count * (n - mean_n) ** 2 for n, _, count in points)
+        if spread == 0:
+            slope = mean_s / mean_n if self._proportional and mean_n else 0.0
+        else:
+            slope = sum(c * (n - mean_n) * (s - mean_s) for n, s, c in points) / spread
+        slope = max(0.0, slope)
+        return mean_s - slope * mean_n, slope
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a round's parts; ``draft`` is ``None`` where drafting costs nothing."""
+
+    draft: RunningTimes | None
+    verify: RunningTimes
+    overhead: RunningTimes
+    plain: RunningTimes  # one token of plain decoding
+
+
+def best_length(rate: float, costs: Costs, most: int) -> int:
+    """The draft length in ``0 .. most`` with the most expected tokens per second."""
+    verify = costs.verify.at(0)
+    drafting = 0.0 if costs.draft is None else costs.draft.at(1)
+    if verify is None or drafting is None:
+        return min(most, FIRST_LENGTH)
+    plain = costs.plain.at(0)
+    best, fastest = 0, 1.0 / max(plain if plain is not None else verify, 1e-9)
+    overhead, expected = costs.overhead.at(0) or 0.0, 1.0
+    for length in range(1, most + 1):
+        expected += rate**length
+        seconds = (costs.draft.at(length) or 0.0) if costs.draft else 0.0
+        seconds += (costs.verify.at(length) or 0.0) + overhead
+        if expected > fastest * seconds:
+            best, fastest = length, expected / max(seconds, 1e-9)
+    return best
+
+
+def most_at_load(schedule: Sequence[tuple[int, int]], in_flight: int) -> int:
+    """The longest draft allowed beside so many requests; 0 above the schedule's last row."""
+    return next((length for requests, length in schedule if in_flight <= requests), 0)

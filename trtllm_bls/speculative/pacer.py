@@ -1,0 +1,87 @@
+"""The draft length of each round of one request: fixed, or what pays off at this load.
+
+Owns the request's own acceptance rates and its rests from drafting. Knows no engine and no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
+from trtllm_bls.speculative.pace import Acceptance, best_length, most_at_load
+from trtllm_bls.speculative.shared import SpeculationShared
+
+FIRST_REST = 32  # plain tokens before drafting is tried again; doubles while it does not pay
+LONGEST_REST = 256
+PROBE = 2  # tokens drafted to see whether acceptance has changed
+
+
+@dataclass
+class _Source:
+    rate: Acceptance
+    rest: int = 0  # length of the current or last rest; 0 = never rested since it paid off
+    rest_until: int = 0  # generated tokens
+
+
+class Pacer:
+    """Answers "how many now?" for each source; ``ceiling`` is what options and engine allow."""
+
+    def __init__(self, options: SpeculationOptions, shared: SpeculationShared) -> None:
+        self._options = options
+        self._shared = shared
+        self._sources = {
+            source: _Source(Acceptance(shared.rates[source].rate)) for source in DraftSource
+        }
+        limits = shared.target_limits
+        engine_most = limits.max_draft_tokens if limits else None
+        most = options.max_draft_tokens
+        self._ceiling = most if engine_most is None else min(most, engine_most)
+
+    @property
+    def never(self) -> bool:
+        """Whether no draft is ever allowed."""
+        return self._ceiling < 1 or self._options.num_draft_tokens == 0
+
+    def most(self) -> int:
+        """The longest draft allowed at this load, whatever it is worth."""
+        fixed = self._options.num_draft_tokens
+        if fixed is not None:
+            return min(fixed, self._ceiling)
+        return min(self._ceiling, most_at_load(self._options.load_schedule, self._shared.in_flight))
+
+    def length(self, source: DraftSource, generated: int, room: int) -> int:
+        """Tokens to draft after ``generated`` ones, at most ``room``; 0 = decode plainly."""
+        most = min(room, self.most())
+        own = self._sources[source]
+        if most < 1 or generated < own.rest_until:
+            return 0
+        if self._options.num_draft_tokens is not None:
+            return most
+        best = best_length(own.rate.rate, self._shared.costs(source), most)
+        if best == 0 and own.rest == 0:
+            self._rest(own, generated, FIRST_REST)
+        elif best == 0:
+            return min(PROBE, most)
+        return best
+
+    def rest_until(self, source: DraftSource) -> int:
+        """The number of generated tokens before which ``length`` stays 0."""
+        return self._sources[source].rest_until
+
+    def add_round(self, source: DraftSource, drafted: int, accepted: int, generated: int) -> None:
+        """Learn from a round that ended at ``generated`` tokens."""
+        own = self._sources[source]
+        own.rate.add(drafted, accepted)
+        self._shared.rates[source].add(drafted, accepted)
+        if own.rest == 0:
+            return
+        pays = best_length(own.rate.rate, self._shared.costs(source), max(1, self.most()))
+        if pays:
+            own.rest = 0
+        else:
+            self._rest(own, generated, min(2 * own.rest, LONGEST_REST))
+
+    @staticmethod
+    def _rest(own: _Source, generated: int, rest: int) -> None:
+        own.rest = rest
+        own.rest_until = generated + rest

@@ -1,0 +1,93 @@
+"""What one answer has so far, and what a round of verification adds to it.
+
+An engine sees the tokens of earlier rounds as prompt, and its wire does not say why it ended. So
+the truth is told by the ids. With k drafted tokens, m ids in the answer and a of them equal to the
+draft's beginning, the target ends each round with one token of its own: m = a + 1. Only where the
+sequence ended is that token missing: m = a. Stop sequences and the limit are counted here, over all
+rounds.
+
+Owns one sequence's ids and its end. Knows no engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+
+from trtllm_bls.messages import EngineRequest, FinishReason, TokenIds
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one round: how many drafted tokens the target accepted, how many ids the answer keeps."""
+
+    accepted: int
+    kept: int
+
+
+class Progress:
+    """The prompt and the answer so far; ``finish`` is set once the answer is complete."""
+
+    def __init__(self, request: EngineRequest, max_sequence_tokens: int | None = None) -> None:
+        self.ids = list(request.input_ids)
+        self.generated = 0
+        self.finish: FinishReason | None = None
+        self._room = max_sequence_tokens
+        self._limit = request.max_tokens
+        if max_sequence_tokens is not None:  # a prompt too long is for the target to refuse
+            self._limit = min(self._limit, max(1, max_sequence_tokens - len(self.ids)))
+        self._stops = request.stop_sequences
+        self._min_tokens = request.sampling.min_tokens or 0
+
+    @property
+    def remaining(self) -> int:
+        """Tokens the answer may still have."""
+        return self._limit - self.generated
+
+    @property
+    def max_draft(self) -> int:
+        """The longest draft whose whole round the answer and the engine have room for.
+
+        The engine counts prompt, draft and new tokens against its longest sequence.
+        """
+        if self._room is None:
+            return self.remaining - 1
+        return max(0, min(self.remaining - 1, (self._room - len(self.ids) - 1) // 2))
+
+    def take(self, ids: TokenIds) -> int:
+        """Append ids until the answer ends; how many were kept."""
+        for kept, token in enumerate(ids):
+            if self.finish is not None:
+                return kept
+            self.ids.append(token)
+            self.generated += 1
+            if self._stopped():
+                self.finish = FinishReason.STOP
+            elif self.generated >= self._limit:
+                self.finish = FinishReason.LENGTH
+        return len(ids)
+
+    def take_round(self, drafted: TokenIds, ids: TokenIds, reason: FinishReason | None) -> Verdict:
+        """Append what the target answered to ``drafted``; ``reason`` as the engine gave it."""
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(drafted, ids, strict=False))
+        accepted = sum(1 for _ in equal)
+        kept = self.take(ids)
+        if self.finish is None and _ended(len(drafted), len(ids), accepted, reason):
+            self.finish = reason or FinishReason.END_ID
+        return Verdict(accepted=accepted, kept=kept)
+
+    def _stopped(self) -> bool:
+        if self.generated < self._min_tokens:
+            return False
+        return any(
+            len(stop) <= self.generated and tuple(self.ids[-len(stop) :]) == stop
+            for stop in self._stops
+        )
+
+
+def _ended(drafted: int, answered: int, accepted: int, reason: FinishReason | None) -> bool:
+    if reason in (FinishReason.END_ID, FinishReason.STOP):
+        return True
+    if answered > accepted + 1:  # an engine that ignored the draft, and decoded drafted + 1 tokens
+        return answered <= drafted
+    return answered == accepted

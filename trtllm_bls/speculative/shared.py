@@ -1,0 +1,55 @@
+"""What requests learn from one another: times, acceptance, the health of the draft engine.
+
+One object per pair of engines, long-lived, on one event loop. Owns no engine and no clock: times
+are handed in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from trtllm_bls.messages import EngineLimits
+from trtllm_bls.speculative.options import DraftSource, SpeculationStats
+from trtllm_bls.speculative.pace import Acceptance, Costs, RunningTimes
+
+DRAFT_COOL_DOWN_S = 5.0
+
+
+@dataclass
+class SpeculationShared:
+    """Measured seconds, acceptance per source, totals, and whether the draft may be asked.
+
+    ``one_step`` tells whether the target ends every request after one step, as engines built for
+    external drafts do; ``None`` until it is known.
+    """
+
+    in_flight: int = 0
+    one_step: bool | None = None
+    target_limits: EngineLimits | None = None
+    draft_limits: EngineLimits | None = None
+    totals: SpeculationStats = field(default_factory=SpeculationStats)
+    failures: Counter[str] = field(default_factory=Counter)
+    draft_times: RunningTimes = field(default_factory=lambda: RunningTimes(proportional=True))
+    verify_times: RunningTimes = field(default_factory=RunningTimes)
+    overhead_times: RunningTimes = field(default_factory=RunningTimes)
+    plain_times: RunningTimes = field(default_factory=RunningTimes)
+    rates: dict[DraftSource, Acceptance] = field(
+        default_factory=lambda: {source: Acceptance() for source in DraftSource}
+    )
+    _draft_off_until: float = 0.0
+
+    def costs(self, source: DraftSource) -> Costs:
+        drafting = self.draft_times if source is DraftSource.MODEL else None
+        return Costs(drafting, self.verify_times, self.overhead_times, self.plain_times)
+
+    def draft_usable(self, now: float) -> bool:
+        return now >= self._draft_off_until
+
+    def add_failure(self, why: str) -> None:
+        self.failures[why] += 1
+        self.totals.add_failure(why)
+
+    def rest_draft(self, now: float, *, for_ever: bool = False) -> None:
+        """Ask the draft nothing for a while, so that not every request waits for its deadline."""
+        self._draft_off_until = float("inf") if for_ever else now + DRAFT_COOL_DOWN_S
