@@ -186,7 +186,7 @@ def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> To
     """Load a Hugging Face tokenizer directory, from this disk alone.
 
     ``trust_remote_code`` allows the directory to bring Python code of its own, which is run.
-    Raises ``TokenizerError``. Not to be called while another thread imports transformers.
+    Raises ``TokenizerError``. Not to be called while another thread imports torch.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -195,9 +195,10 @@ def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> To
     try:
         with _torch_unseen():
             from transformers import AutoTokenizer
-        hf = AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=trust_remote_code
-        )
+
+            hf = AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=trust_remote_code
+            )
         return Tokenizer(hf, generation_eos)
     except Exception as error:  # the libraries raise anything, also for a missing file
         problem = f"cannot be loaded as a tokenizer ({_one_line(error)})"
@@ -207,23 +208,22 @@ def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> To
 
 @contextmanager
 def _torch_unseen() -> Iterator[None]:
-    """Import the tokenizer part of transformers as if there were no torch, unless it is loaded.
+    """Use transformers as if there were no torch, unless either is imported already.
 
-    transformers 5 has no setting for this. What it does have is one function that every module
-    asks before it imports torch; ``import transformers`` itself is free of torch. Should that
-    change, torch is imported after all: slower, but no error.
+    transformers 5 has no setting for this, and asks "is there torch?" once, at its own import;
+    ``None`` in ``sys.modules`` is Python's way to say that a module is not to be found. The
+    answer stays for the process: models would need torch imported before the first tokenizer,
+    while ``transformers.generation.logits_process`` works either way.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-    import transformers.utils as utils
-
-    answer = utils.is_torch_available
-    hidden = "torch" not in sys.modules
-    utils.is_torch_available = lambda: not hidden and answer()
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
-        hidden = False
-        utils.is_torch_available = answer
+        del sys.modules["torch"]
 
 
 def _generation_eos(path: Path) -> tuple[int, ...]:

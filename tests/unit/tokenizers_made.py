@@ -21,7 +21,6 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast
 
 CORPUS = (
     "The quick brown fox, it's said, jumped over 13 lazy dogs. It wasn't fun!  Twice?",
@@ -164,15 +163,16 @@ def directory(family: str, chat: bool = True) -> Path:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", bos)]
     )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<|pad|>",
-        clean_up_tokenization_spaces=False,
-    )
-    if chat:
-        fast.chat_template = CHAT
     path = Path(mkdtemp(prefix=f"tokenizer-{family}-"))
-    fast.save_pretrained(str(path))
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<|pad|>",
+    }
+    unknown = [token for token in ("<unk>", "[UNK]") if tokenizer.token_to_id(token) is not None]
+    config |= {"unk_token": unknown[0]} if unknown else {}
+    config |= {"chat_template": CHAT} if chat else {}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path
