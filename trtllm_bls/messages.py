@@ -197,6 +197,15 @@ class TextRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """What drafting did for one request, over all its rounds; counts of tokens."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ending:
     """How one sequence ended; every sequence has exactly one, on its last chunk.
 
@@ -210,7 +219,7 @@ class Ending:
     stop_reason: str | None = None  # the stop string that fired
     seed: int | None = None
     metrics: EngineMetrics | None = None
-    draft_rounds: int | None = None  # None: no speculation took place
+    speculation: Speculation | None = None  # None: the request ran without it
 
 
 @dataclass(frozen=True, kw_only=True)

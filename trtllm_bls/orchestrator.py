@@ -22,6 +22,7 @@ from trtllm_bls.messages import (
     EngineRequest,
     FinishReason,
     Sampling,
+    Speculation,
     TextChunk,
     TextRequest,
 )
@@ -41,6 +42,19 @@ class Defaults:
     accumulate: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The engine one request runs on, and what to do with it afterwards.
+
+    ``speculation`` tells what drafting has done so far, ``None`` if it plays no part; ``done`` is
+    called once, however the request ended.
+    """
+
+    engine: Engine
+    speculation: Callable[[], Speculation | None] = lambda: None
+    done: Callable[[], None] = lambda: None
+
+
 class Orchestrator:
     """Serves any number of requests at once on one event loop.
 
@@ -50,7 +64,7 @@ class Orchestrator:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        source_for: Callable[[TextRequest], Awaitable[Engine]],
+        source_for: Callable[[TextRequest], Awaitable[Source]],
         defaults: Defaults,
     ) -> None:
         self._tokenizer = tokenizer
@@ -64,9 +78,17 @@ class Orchestrator:
         A streaming request gets text as soon as it is certain, any other one chunk per sequence.
         Closing the generator ends the engine's work.
         """
-        source = await self._source_for(request)
-        limits = await source.limits()
         _refuse(request)
+        source = await self._source_for(request)
+        try:
+            async with aclosing(self._run(request, source)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            source.done()
+
+    async def _run(self, request: TextRequest, source: Source) -> AsyncGenerator[TextChunk, None]:
+        limits = await source.engine.limits()
         prompt = await self._prompt(request, limits)
         sampling = _seeded(request.sampling)
         rules = self._rules(request, prompt, sampling, limits)
@@ -80,12 +102,12 @@ class Orchestrator:
         engine_request = _engine_request(request, prompt, sampling)
         parts: list[list[TextChunk]] = [[] for _ in sequences]
         cut_short = False
-        async with aclosing(source.generate(engine_request)) as chunks:
+        async with aclosing(source.engine.generate(engine_request)) as chunks:
             async for chunk in chunks:
                 sequence = sequences[chunk.sequence_index]
                 if sequence.ended:
                     continue  # it ended by count; the engine is about to say so itself
-                piece = _with_rounds(sequence.feed(chunk), source)
+                piece = _with_speculation(sequence.feed(chunk), source)
                 if request.stream:
                     if _worth_sending(piece):
                         yield piece
@@ -169,11 +191,10 @@ def _seeded(sampling: Sampling) -> Sampling:
     return sampling
 
 
-def _with_rounds(piece: TextChunk, source: Engine) -> TextChunk:
-    rounds = getattr(source, "draft_rounds", None)
-    if piece.ending is None or rounds is None:
+def _with_speculation(piece: TextChunk, source: Source) -> TextChunk:
+    if piece.ending is None:
         return piece
-    return replace(piece, ending=replace(piece.ending, draft_rounds=rounds))
+    return replace(piece, ending=replace(piece.ending, speculation=source.speculation()))
 
 
 def _worth_sending(piece: TextChunk) -> bool:

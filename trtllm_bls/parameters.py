@@ -78,6 +78,10 @@ class Parameters:
             raise self._error(key, str(path), "no such directory")
         return path
 
+    def optional_directory(self, key: str, env: str | None = None) -> Path | None:
+        """Like ``directory``, or ``None`` where nothing is set."""
+        return self.directory(key, env) if self.text(key, env=env) else None
+
     def _error(self, key: str, value: str, mend: str) -> SettingsError:
         return SettingsError(f"model {self._model}: parameter {key} = '{value}': {mend}")
 
@@ -95,8 +99,12 @@ class BlsParameters:
     stall_seconds: float
     target: str
     draft: str
+    draft_tokenizer_dir: Path | None
     draft_source: str
+    num_draft_tokens: int | None
     max_draft_tokens: int
+    draft_deadline_seconds: float
+    overlap_drafts: bool
     max_streams: int
 
     @classmethod
@@ -112,8 +120,14 @@ class BlsParameters:
             stall_seconds=parameters.number("engine_stall_seconds", 120),
             target=parameters.text("tensorrt_llm_model_name", "tensorrt_llm"),
             draft=parameters.text("tensorrt_llm_draft_model_name"),
+            draft_tokenizer_dir=parameters.optional_directory(
+                "draft_tokenizer_dir", DRAFT_MODEL_DIR
+            ),
             draft_source=parameters.choice("draft_source", ("off", "model", "ngram", "mixed")),
+            num_draft_tokens=int(parameters.number("num_draft_tokens", 0)) or None,
             max_draft_tokens=int(parameters.number("max_draft_len", 10)),
+            draft_deadline_seconds=parameters.number("draft_deadline_seconds", 0.5),
+            overlap_drafts=parameters.flag("overlap_drafts", False),
             max_streams=int(parameters.number("max_streams", 256, MAX_STREAMS)),
         )
 

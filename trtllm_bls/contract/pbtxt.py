@@ -55,8 +55,12 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
         "engine_stall_seconds": "120",
         "tensorrt_llm_model_name": "tensorrt_llm",
         "tensorrt_llm_draft_model_name": "",
+        "draft_tokenizer_dir": "",
         "draft_source": "off",
+        "num_draft_tokens": "0",
         "max_draft_len": "10",
+        "draft_deadline_seconds": "0.5",
+        "overlap_drafts": "false",
     },
     "ensemble": {},
 }

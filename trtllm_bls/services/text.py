@@ -30,7 +30,7 @@ class TextService:
     def assemble(cls, parameters: BlsParameters, pb_utils: Any) -> TextService:
         """The service one model instance runs. Raises ``SetupError``."""
         tokenizer = load_tokenizer(parameters.tokenizer_dir)
-        sources = Sources(parameters, pb_utils, tokenizer.vocab_size)
+        sources = Sources(parameters, pb_utils, tokenizer)
         defaults = Defaults(
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,

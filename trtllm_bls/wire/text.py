@@ -8,7 +8,7 @@ import numpy as np
 
 from trtllm_bls.contract import BLS
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array, TextChunk, TextRequest
+from trtllm_bls.messages import Array, EngineMetrics, TextChunk, TextRequest
 from trtllm_bls.wire.engine import EXTRAS, generation_logits, metrics_arrays, sampling_of, wants_of
 from trtllm_bls.wire.fields import Fields, read_rows
 
@@ -105,10 +105,16 @@ def _ending_arrays(chunk: TextChunk, request: TextRequest) -> dict[str, Array]:
         arrays["num_input_tokens"] = np.array([[ending.prompt_tokens]], dtype=np.int32)
     if request.wants.num_output_tokens:
         arrays["num_output_tokens"] = np.array([[ending.completion_tokens]], dtype=np.int32)
-    if ending.draft_rounds is not None:
-        arrays["num_draft_rounds"] = np.array([[ending.draft_rounds]], dtype=np.int32)
     if ending.metrics is not None:
         arrays |= metrics_arrays(ending.metrics)
+    if ending.speculation is not None:  # over all rounds, not the last one's as the engine sees it
+        done = ending.speculation
+        arrays["num_draft_rounds"] = np.array([[done.rounds]], dtype=np.int32)
+        arrays |= metrics_arrays(
+            EngineMetrics(
+                total_draft_tokens=done.drafted, total_accepted_draft_tokens=done.accepted
+            )
+        )
     return arrays
 
 
