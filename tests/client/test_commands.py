@@ -1,0 +1,302 @@
+"""Both command-line clients as processes: what they print, and what they tell their caller.
+
+All of them run at once, each against a server of its own; the tests then read what came of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_triton import Fail, FakeTriton, Hold, Say, Script, Until, inputs_of, text, tokens
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A command line against a script; ``{url}`` is the server's address."""
+
+    program: str
+    arguments: tuple[str, ...]
+    script: Script = ()
+    stdin: str = ""
+    interrupted: bool = False  # Ctrl-C once the first line of output is there
+    cancelled: bool = False  # the server must see it, or the scene never ends
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a scene left behind."""
+
+    code: int
+    out: str
+    err: str
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    cancels: int = 0
+
+
+def text_scene(*arguments: str, script: Script = (), **more: Any) -> Scene:
+    return Scene("streaming_client.py", ("-u", "{url}", *arguments), script, **more)
+
+
+def token_scene(*arguments: str, script: Script = (), **more: Any) -> Scene:
+    return Scene("inflight_batcher_llm_client.py", ("-u", "{url}", *arguments), script, **more)
+
+
+HELLO = [
+    text("Hel"),
+    text("lo", finish_reason="length", num_input_tokens=np.int32(1), num_output_tokens=np.int32(2)),
+    Say(final=True),
+]
+
+
+def stopped_by_request() -> Script:
+    stopped = asyncio.Event()
+
+    def script(request: Any) -> list[Say | Until]:
+        if "stop" in inputs_of(request):
+            stopped.set()
+            return [Say(final=True)]
+        return [tokens(5), Until(stopped), tokens(6, final=True)]
+
+    return script
+
+
+def scenes(files: Path) -> dict[str, Scene]:
+    prompt = files / "prompt.csv"
+    prompt.write_text("1,2,3\n")
+    expected = files / "expected.csv"
+    expected.write_text("1,2,3,5,6\n")
+    ids = ("--input-tokens-csv", str(prompt))
+    check = (*ids, "-S", "-c", "--output-tokens-csv", str(expected))
+    return {
+        "text": text_scene("Hi", "-o", "2", script=HELLO),
+        "json from stdin": text_scene("--json", "-q", "--top-k", "3", script=HELLO, stdin="Hi\n"),
+        "chat": text_scene(
+            *("Hi", "--system", "Be brief.", "--stop-words", "a,b", "--stop-words", "\n"),
+            script=HELLO,
+        ),
+        "error in mid-stream": text_scene("Hi", script=[text("Hel"), Fail("INTERNAL: broken")]),
+        "nobody there": Scene("streaming_client.py", ("Hi", "-u", "127.0.0.1:1")),
+        "deadline": text_scene("Hi", "-t", "0.5", script=[text("Hel"), Hold()], cancelled=True),
+        "stopped at once": text_scene("Hi", "--stop-after-ms", "0", script=[Hold()]),
+        "interrupted": text_scene(
+            *("Hi", "--json"), script=[text("Hel"), Hold()], interrupted=True, cancelled=True
+        ),
+        "no such input": text_scene("Hi", "--set", "tempratur=1"),
+        "no number": text_scene("Hi", "--top-k", "many"),
+        "tokens": token_scene(*check, script=[tokens(5), tokens(6), tokens(final=True)]),
+        "other tokens": token_scene(*check, script=[tokens(5, 7, final=True)]),
+        "whole": token_scene(*ids, script=[tokens(1, 2, 3, 5, final=True)]),
+        "stop request": token_scene(
+            *ids, "-S", "--stop-after-ms", "50", script=stopped_by_request()
+        ),
+        "cancellation": token_scene(
+            *ids,
+            "-S",
+            "--stop-after-ms",
+            "50",
+            "--request-cancellation",
+            script=[Hold()],
+            cancelled=True,
+        ),
+        "unknown model": token_scene(
+            *ids, "--model-name", "x", script=[Fail("Request for unknown model: 'x' is not found")]
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]:
+    """What came of every scene."""
+
+    async def play_all() -> Mapping[str, Outcome]:
+        played = scenes(tmp_path_factory.mktemp("ids"))
+        found = await asyncio.gather(*map(play, played.values()))
+        return dict(zip(played, found, strict=True))
+
+    return asyncio.run(play_all())
+
+
+async def play(scene: Scene) -> Outcome:
+    async with FakeTriton(scene.script) as server:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(ROOT / "client" / scene.program),
+            *(argument.replace("{url}", server.url) for argument in scene.arguments),
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        first = b""
+        if scene.interrupted:
+            first = await process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+        out, err = await process.communicate(scene.stdin.encode())
+        if scene.cancelled:
+            await server.cancelled.wait()
+        inputs = [inputs_of(request) for request in server.requests]
+    code = process.returncode
+    assert code is not None
+    return Outcome(code, (first + out).decode(), err.decode(), inputs, server.cancels)
+
+
+def test_no_scene_ends_in_a_traceback(outcomes: Mapping[str, Outcome]) -> None:
+    """Expected failures are told in words."""
+    assert [name for name, outcome in outcomes.items() if "Traceback" in outcome.err] == []
+
+
+def test_text_goes_to_stdout_alone_and_figures_to_stderr(outcomes: Mapping[str, Outcome]) -> None:
+    """What is piped on is the text; the counts and the reason are for the reader."""
+    outcome = outcomes["text"]
+    assert (outcome.code, outcome.out) == (0, "Hello\n")
+    assert "ended: length\ntokens: 2 of 2 asked for, 1 in the prompt\n" in outcome.err
+
+
+def test_only_what_was_said_is_sent(outcomes: Mapping[str, Outcome]) -> None:
+    """No sampling value is made up; counts are asked for, for the summary."""
+    assert outcomes["text"].inputs == [
+        {
+            "text_input": [["Hi"]],
+            "max_tokens": [[2]],
+            "stream": [[True]],
+            "return_num_input_tokens": [[True]],
+            "return_num_output_tokens": [[True]],
+        }
+    ]
+
+
+def test_json_is_one_object_per_event_and_a_summary(outcomes: Mapping[str, Outcome]) -> None:
+    """The prompt may come from a pipe, its line end included."""
+    outcome = outcomes["json from stdin"]
+    lines = [json.loads(line) for line in outcome.out.splitlines()]
+    assert [line["type"] for line in lines] == ["event", "event", "event", "summary"]
+    assert [line.get("text") for line in lines] == ["Hel", "lo", "", None]
+    assert (lines[-1]["ended"], lines[-1]["num_output_tokens"]) == ("length", 2)
+    assert 0 < lines[0]["at_ms"] == pytest.approx(lines[-1]["ttft_ms"], abs=100)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.inputs[0]["text_input"] == [["Hi\n"]]
+    assert outcome.inputs[0]["top_k"] == [[3]]
+
+
+def test_chat_sends_messages_and_stop_words_stay_whole(outcomes: Mapping[str, Outcome]) -> None:
+    """Commas and newlines inside a stop word are part of it."""
+    (inputs,) = outcomes["chat"].inputs
+    assert "text_input" not in inputs
+    assert json.loads(inputs["messages"][0][0]) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    ]
+    assert inputs["stop_words"] == [["a,b", "\n"]]
+
+
+def test_an_error_in_mid_stream_follows_the_partial_text(outcomes: Mapping[str, Outcome]) -> None:
+    """The text that came is shown, the error goes to stderr, the exit code says it failed."""
+    outcome = outcomes["error in mid-stream"]
+    assert (outcome.code, outcome.out) == (1, "Hel\n")
+    assert outcome.err.endswith("error: broken\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("nobody there", 3, "error: 127.0.0.1:1: "),
+        ("deadline", 4, "error: no complete answer within 0.5 s"),
+        ("no such input", 1, "did you mean temperature?"),
+        ("no number", 2, "'many' is not a valid int"),
+        ("unknown model", 1, "error: Request for unknown model: 'x' is not found"),
+    ],
+)
+def test_every_kind_of_failure_has_its_exit_code(
+    outcomes: Mapping[str, Outcome], name: str, code: int, words: str
+) -> None:
+    """A script can tell what went wrong without reading the words."""
+    assert (outcomes[name].code, words in outcomes[name].err) == (code, True)
+
+
+def test_the_deadline_keeps_the_text_before_it(outcomes: Mapping[str, Outcome]) -> None:
+    """Text that came in time is shown, and the server was told to stop."""
+    assert (outcomes["deadline"].out, outcomes["deadline"].cancels) == ("Hel\n", 1)
+
+
+def test_stopping_is_no_failure(outcomes: Mapping[str, Outcome]) -> None:
+    """Even at once: the summary says so, and the exit code is 0."""
+    outcome = outcomes["stopped at once"]
+    assert (outcome.code, outcome.out) == (0, "")
+    assert "ended: stopped after 0 ms\ntokens: unknown of 128 asked for\n" in outcome.err
+
+
+def test_ctrl_c_cancels_on_the_server(outcomes: Mapping[str, Outcome]) -> None:
+    """The summary still comes, and the exit code is the shell's for an interrupt."""
+    outcome = outcomes["interrupted"]
+    assert (outcome.code, outcome.cancels) == (130, 1)
+    assert json.loads(outcome.out.splitlines()[-1])["ended"] == "interrupted"
+
+
+def test_streamed_ids_are_joined_after_the_prompt(outcomes: Mapping[str, Outcome]) -> None:
+    """One list per response that brings ids; an empty one shows nothing."""
+    outcome = outcomes["tokens"]
+    assert outcome.code == 0
+    assert outcome.out.splitlines() == [
+        "Input sequence: [1, 2, 3]",
+        "[5]",
+        "[6]",
+        "Output sequence: [1, 2, 3, 5, 6]",
+        "PASS!",
+    ]
+
+
+def test_unexpected_ids_fail_the_check(outcomes: Mapping[str, Outcome]) -> None:
+    """``--check-output`` compares whole sequences."""
+    outcome = outcomes["other tokens"]
+    assert (outcome.code, outcome.out.splitlines()[-1]) == (1, "FAIL!")
+
+
+def test_the_token_client_always_sends_these(outcomes: Mapping[str, Outcome]) -> None:
+    """The ten inputs users of the engine model expect, and none that was not asked for."""
+    outcome = outcomes["whole"]
+    assert outcome.inputs == [
+        {
+            "input_ids": [[1, 2, 3]],
+            "input_lengths": [[3]],
+            "request_output_len": [[16]],
+            "beam_width": [[1]],
+            "temperature": [[1.0]],
+            "streaming": [[False]],
+            "end_id": [[-1]],
+            "pad_id": [[50256]],
+            "runtime_top_k": [[1]],
+            "runtime_top_p": [[0.0]],
+        }
+    ]
+    assert outcome.out.splitlines()[1:] == [
+        "Got completed request",
+        "Output sequence: [1, 2, 3, 5]",
+    ]
+
+
+def test_a_stop_request_ends_the_request_with_what_it_has(outcomes: Mapping[str, Outcome]) -> None:
+    """The engine is asked by request id; nothing is cancelled."""
+    outcome = outcomes["stop request"]
+    assert (outcome.code, outcome.cancels) == (0, 0)
+    assert "Got cancellation response from server" in outcome.out.splitlines()
+    assert outcome.out.splitlines()[-1] == "Output sequence: [1, 2, 3, 5, 6]"
+
+
+def test_a_request_can_be_cancelled_instead(outcomes: Mapping[str, Outcome]) -> None:
+    """With the flag no stop request is sent."""
+    outcome = outcomes["cancellation"]
+    assert (outcome.code, outcome.cancels, len(outcome.inputs)) == (0, 1, 1)
+    assert "Request is cancelled" in outcome.out.splitlines()

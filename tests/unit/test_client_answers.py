@@ -1,0 +1,183 @@
+"""What is made of the events of one answer: figures, text on a terminal, joined ids."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trtllm_bls.client import Event
+from trtllm_bls.client.display import JsonDisplay, TextDisplay
+from trtllm_bls.client.summary import endings, summarise
+from trtllm_bls.client.tokens import TokenAnswer, agrees
+
+
+def said(*texts: str, at: float = 0.0, **more: Any) -> Event:
+    return Event(texts=texts, outputs={}, received_at=at, **more)
+
+
+def brought(beams: list[list[int]], lengths: list[int], **more: Any) -> Event:
+    outputs = {"output_ids": np.array([beams]), "sequence_length": np.array([lengths])}
+    return Event(outputs=outputs, received_at=0.0, **more)
+
+
+def summary_of(*events: Event, ended: str | None = None) -> Any:
+    return summarise(events, 10.0, 8, ended)
+
+
+def shown(capsys: pytest.CaptureFixture[str], display: Any, *events: Event) -> str:
+    for event in events:
+        display.event(event, at_ms=1.0)
+    display.end(summary_of(*events), None)
+    return capsys.readouterr().out
+
+
+# --- figures --------------------------------------------------------------------------------
+
+
+def test_times_run_from_sending_to_text() -> None:
+    """Responses without text (held back, or the bare final flag) do not count as arrivals."""
+    summary = summary_of(
+        said("", at=10.5),
+        said("a", at=11.0),
+        said("b", at=11.1),
+        said("c", at=11.3, num_input_tokens=3, num_output_tokens=4),
+        said(at=20.0, final=True),
+    )
+    assert (summary.responses, summary.ttft_ms) == (3, 1000.0)
+    assert summary.gap_p50_ms == pytest.approx(150)
+    assert summary.gap_p99_ms == pytest.approx(199)
+    assert summary.duration_ms == pytest.approx(1300)
+    assert summary.tokens_per_s == pytest.approx(4 / 1.3)
+    assert (summary.num_input_tokens, summary.num_output_tokens) == (3, 4)
+
+
+def test_counts_of_responses_and_of_sequences_both_add_up() -> None:
+    """Some servers count each response, some the sequence at its end."""
+    assert summary_of(*[said("a", num_output_tokens=n) for n in (1, 2)]).num_output_tokens == 3
+
+
+def test_nothing_received_is_nothing_measured() -> None:
+    """And what the server did not count is unknown, not zero."""
+    summary = summary_of()
+    assert (summary.ttft_ms, summary.gap_p50_ms, summary.tokens_per_s) == (None, None, None)
+    assert summary.lines() == (
+        "ended: complete",
+        "tokens: unknown of 8 asked for",
+        "responses with text: 0 in 0.00 s",
+    )
+
+
+def test_the_ending_is_the_server_s_word_unless_this_side_ended_it() -> None:
+    """Each sequence's reason, in order; a stop names the string."""
+    events = [
+        said("b", sequence_index=1, finish_reason="length"),
+        said("a", sequence_index=0, finish_reason="stop", stop_reason="\n"),
+    ]
+    assert endings(events) == "stop at '\\n', length"
+    assert summary_of(*events, ended="interrupted").ended == "interrupted"
+
+
+# --- text -----------------------------------------------------------------------------------
+
+
+def test_one_answer_is_shown_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text alone, the last line ended."""
+    display = TextDisplay(several=False, whole=False)
+    display.event(said("Hel"), at_ms=1.0)
+    assert capsys.readouterr().out == "Hel"
+    assert shown(capsys, display, said("lo"), said(final=True)) == "lo\n"
+
+
+def test_an_ended_line_is_not_ended_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither is a line that never began."""
+    assert shown(capsys, TextDisplay(several=False, whole=False), said("a\n")) == "a\n"
+    assert shown(capsys, TextDisplay(several=False, whole=False)) == ""
+
+
+def test_several_answers_do_not_run_into_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are shown whole, in the order of their indices."""
+    events = [said("b", sequence_index=1), said("a"), said("c", sequence_index=1)]
+    out = shown(capsys, TextDisplay(several=True, whole=False), *events)
+    assert out == "--- 0 ---\na\n--- 1 ---\nbc\n"
+
+
+def test_of_whole_texts_only_the_new_part_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that takes back what it said is believed, on a new line."""
+    display = TextDisplay(several=False, whole=True)
+    assert shown(capsys, display, said("a"), said("ab"), said("aé")) == "ab\naé\n"
+
+
+def test_json_lines_hold_arrays_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Strings are decoded, and what JSON cannot say (infinity) is null."""
+    outputs = {
+        "output_log_probs": np.array([[[-0.5, -np.inf]]], np.float32),
+        "names": np.array([["ä".encode()]], object),
+    }
+    event = Event(texts=("a", "b"), outputs=outputs, received_at=0.0)
+    line = json.loads(shown(capsys, JsonDisplay(), event).splitlines()[0])
+    assert (line["text"], line["texts"]) == ("a", ["a", "b"])
+    assert line["outputs"] == {"output_log_probs": [[[-0.5, None]]], "names": [["ä"]]}
+
+
+# --- ids ------------------------------------------------------------------------------------
+
+
+def answer(**how: Any) -> TokenAnswer:
+    defaults = {"streaming": True, "beam_width": 1, "excluded": False}
+    return TokenAnswer([1, 2], **(defaults | how))
+
+
+def test_streamed_ids_follow_each_other() -> None:
+    """Padding beyond the length is no id, and a response without ids brings none."""
+    ids = answer()
+    assert ids.add(brought([[5, 6, -1]], [2])) == {(0, 0): [5, 6]}
+    assert ids.add(brought([[7]], [1])) == {(0, 0): [7]}
+    assert ids.add(brought([[]], [0])) == {(0, 0): []}
+    assert ids.add(said()) == {}
+    assert (ids.generated, ids.sequences) == ({(0, 0): [5, 6, 7]}, {(0, 0): [1, 2, 5, 6, 7]})
+
+
+def test_sequences_are_kept_apart() -> None:
+    """By their index, whatever the order of arrival."""
+    ids = answer(excluded=True)
+    ids.add(brought([[8]], [1], sequence_index=1))
+    ids.add(brought([[5]], [1], sequence_index=0))
+    assert list(ids.sequences.items()) == [((0, 0), [5]), ((1, 0), [8])]
+
+
+def test_streamed_beams_come_anew_each_time() -> None:
+    """The engine may rewrite a beam, so the last word counts."""
+    ids = answer(beam_width=2)
+    ids.add(brought([[5, -1], [6, 7]], [1, 2]))
+    ids.add(brought([[5, 9], [6, 8]], [2, 2]))
+    assert ids.generated == {(0, 0): [5, 9], (0, 1): [6, 8]}
+
+
+def test_a_whole_answer_repeats_the_prompt_unless_excluded() -> None:
+    """Either way the prompt is told from what was generated."""
+    with_prompt, without = answer(streaming=False), answer(streaming=False, excluded=True)
+    with_prompt.add(brought([[1, 2, 5]], [3]))
+    without.add(brought([[1, 2, 5]], [3]))
+    assert (with_prompt.generated, with_prompt.sequences) == ({(0, 0): [5]}, {(0, 0): [1, 2, 5]})
+    assert (without.generated, without.sequences) == ({(0, 0): [1, 2, 5]},) * 2
+
+
+@pytest.mark.parametrize(
+    ("actual", "threshold", "verdict"),
+    [
+        ([1, 2, 3, 4], 1.0, True),
+        ([1, 2, 3], 1.0, False),
+        ([1, 2, 3, 9], 0.7, True),
+        ([1, 2, 3, 9], 0.75, False),  # strictly above
+        ([1, 2, 3], 0.8, False),
+        ([1, 2, 3, 4, 5], 0.79, True),
+    ],
+)
+def test_ids_agree_by_share_of_positions(
+    actual: list[int], threshold: float, verdict: bool
+) -> None:
+    """Missing and surplus ids count against it."""
+    assert agrees(actual, [1, 2, 3, 4], threshold) is verdict
