@@ -64,6 +64,10 @@ _GUIDED = (
     Tensor("guided_decoding_guide_type", "STRING", ragged=True),
     Tensor("guided_decoding_guide", "STRING", ragged=True),
 )
+_TEXT_PROMPT_TABLE = (
+    Tensor("prompt_embedding_table", "FP16", (-1, -1)),
+    Tensor("prompt_vocab_size", "INT32"),
+)
 
 
 def _flags(*names: str, scalar: bool) -> tuple[Tensor, ...]:
@@ -174,7 +178,7 @@ PREPROCESSING = Model(
         Tensor("BAD_WORDS_IDS", "INT32", (2, -1)),
         Tensor("STOP_WORDS_IDS", "INT32", (2, -1)),
         Tensor("EMBEDDING_BIAS", "FP32", (-1,)),
-        Tensor("REQUEST_OUTPUT_LEN", "INT32"),
+        Tensor("REQUEST_OUTPUT_LEN", "INT32", (-1,)),
         Tensor("OUT_END_ID", "INT32"),
         Tensor("OUT_PAD_ID", "INT32"),
     ),
@@ -215,8 +219,7 @@ ENSEMBLE = Model(
         *_TEXT_INPUTS,
         *_flags(*_RETURN_FLAGS, scalar=False),
         Tensor("num_return_sequences", "INT32", bounds=_COUNT),
-        *_PROMPT_TABLE[:1],
-        Tensor("prompt_vocab_size", "INT32"),
+        *_TEXT_PROMPT_TABLE,
         Tensor("lora_task_id", "UINT64"),
         *_LORA[1:],
         *_GUIDED,
@@ -238,10 +241,11 @@ BLS = Model(
         Tensor("num_draft_tokens", "INT32", bounds=_NOT_NEGATIVE),
         *_flags("use_draft_logits", scalar=True),
         *_flags("include_stop", "skip_special_tokens", scalar=False),  # ours
-        Tensor("draft_source", "STRING"),  # ours: model, ngram or mixed
-        *_PROMPT_TABLE,
+        Tensor("draft_source", "STRING"),  # ours: off, model, ngram or mixed
+        *_TEXT_PROMPT_TABLE,
         *_LORA,
-        *_GUIDED,
+        Tensor("guided_decoding_guide_type", "STRING"),
+        Tensor("guided_decoding_guide", "STRING"),
     ),
     outputs=(
         *_TEXT_OUTPUTS,

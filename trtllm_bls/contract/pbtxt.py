@@ -16,7 +16,6 @@ from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.contract.models import (
     ENGINE,
-    ENSEMBLE,
     MODELS,
     POSTPROCESSING,
     PREPROCESSING,
@@ -24,6 +23,7 @@ from trtllm_bls.contract.models import (
 from trtllm_bls.contract.tensors import Model, Tensor
 
 MAX_BATCH_SIZE = 64
+STEPS = (PREPROCESSING, ENGINE, POSTPROCESSING)  # of the ensemble
 
 # Defaults that work as they stand. Paths are relative to the directory that holds the repository.
 PARAMETERS: Mapping[str, Mapping[str, str]] = {
@@ -44,6 +44,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
         "max_sequence_tokens": "0",
         "max_draft_len": "16",
         "threads": "0",
+        "is_draft": "false",
     },
     "tensorrt_llm_bls": {
         "tokenizer_dir": "../assets/demo/target",
@@ -61,6 +62,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
         "max_draft_len": "10",
         "draft_deadline_seconds": "0.5",
         "overlap_drafts": "false",
+        "max_streams": "256",
     },
     "ensemble": {},
 }
@@ -74,8 +76,13 @@ def config_text(model: Model, parameters: Mapping[str, str]) -> str:
     return _NOTE + text
 
 
-def model_config(model: Model, parameters: Mapping[str, str]) -> Any:
-    """The model's configuration as Triton's own protobuf message (``ModelConfig``)."""
+def model_config(
+    model: Model, parameters: Mapping[str, str], steps: tuple[Model, Model, Model] = STEPS
+) -> Any:
+    """The model's configuration as Triton's own protobuf message (``ModelConfig``).
+
+    ``steps`` are the ensemble's models, where they are not the contract's own.
+    """
     config = model_config_pb2.ModelConfig(name=model.name, max_batch_size=MAX_BATCH_SIZE)
     if model.backend == "ensemble":
         config.platform = "ensemble"
@@ -91,7 +98,7 @@ def model_config(model: Model, parameters: Mapping[str, str]) -> Any:
     if model.decoupled and model.backend != "ensemble":
         config.model_transaction_policy.decoupled = True
     if model.backend == "ensemble":
-        _add_steps(config)
+        _add_steps(config, model, steps)
     else:
         config.instance_group.add(count=1, kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
     for key, value in parameters.items():
@@ -123,34 +130,36 @@ _TO_ENGINE = {
 _TO_POSTPROCESSING = {"output_ids": "TOKENS_BATCH", "sequence_length": "SEQUENCE_LENGTH"}
 
 
-def _add_steps(config: Any) -> None:
+def _add_steps(config: Any, ensemble: Model, steps: tuple[Model, Model, Model]) -> None:
     """Three steps; whatever a step has in common with the ensemble by field is joined.
 
     Triton lets a step after a decoupled model read that model's outputs alone. So postprocessing
     cannot know the caller's stop words, and has no memory between responses: ``stream`` goes to
     preprocessing, which ignores it, and the ensemble answers in one piece, whole and exact.
     """
-    before = config.ensemble_scheduling.step.add(model_name=PREPROCESSING.name, model_version=-1)
-    _join(before.input_map, PREPROCESSING, skip=frozenset())
-    engine = config.ensemble_scheduling.step.add(model_name=ENGINE.name, model_version=-1)
-    _join(engine.input_map, ENGINE, skip={*_TO_ENGINE.values(), "streaming"})
-    after = config.ensemble_scheduling.step.add(model_name=POSTPROCESSING.name, model_version=-1)
+    first, second, _ = steps
+    before, engine, after = (
+        config.ensemble_scheduling.step.add(model_name=step.name, model_version=-1)
+        for step in steps
+    )
+    _join(before.input_map, ensemble, first, skip=frozenset())
+    _join(engine.input_map, ensemble, second, skip={*_TO_ENGINE.values(), "streaming"})
     for output, name in _TO_ENGINE.items():
         before.output_map[output] = engine.input_map[name] = f"_{output}"
     for output, name in _TO_POSTPROCESSING.items():
         engine.output_map[output] = after.input_map[name] = f"_{output}"
-    for tensor in ENGINE.outputs:
-        if tensor.name in ENSEMBLE.output_named:
+    for tensor in second.outputs:
+        if tensor.name in ensemble.output_named:
             engine.output_map[tensor.name] = tensor.name
     after.output_map["OUTPUT"] = "text_output"
 
 
-def _join(input_map: Any, step: Model, skip: Set[str]) -> None:
+def _join(input_map: Any, ensemble: Model, step: Model, skip: Set[str]) -> None:
     for tensor in step.inputs:
         if tensor.name in skip:
             continue
-        same_name = [t for t in ENSEMBLE.inputs if t.name == tensor.name.lower()]
-        same_field = [t for t in ENSEMBLE.inputs if t.key == tensor.key]
+        same_name = [t for t in ensemble.inputs if t.name == tensor.name.lower()]
+        same_field = [t for t in ensemble.inputs if t.key == tensor.key]
         for source in (same_name or same_field)[:1]:
             input_map[tensor.name] = source.name
 
