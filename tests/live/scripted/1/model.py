@@ -7,6 +7,7 @@ chooses what goes wrong (see ``FAULTS``); parameter ``step_ms`` is the time of o
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -26,13 +27,28 @@ FAULTS = {
 }
 
 
+class Gauge:
+    """A number on ``/metrics``, by which a test sees what the engine is doing."""
+
+    def __init__(self, name: str) -> None:
+        self._family = pb_utils.MetricFamily(
+            name=name, description=name, kind=pb_utils.MetricFamily.GAUGE
+        )
+        self._metric = self._family.Metric(labels={"model": "tensorrt_llm"})
+
+    def add(self, value: int) -> None:
+        self._metric.increment(value)
+
+
 class EchoEngine:
-    """Says the prompt back, then ends; records how much work it really did in the log."""
+    """Says the prompt back, then ends; tells how many requests are live and the tokens made."""
 
     name = "echo"
 
     def __init__(self, step_seconds: float, vocab_size: int) -> None:
         self._script = Script(step_seconds=step_seconds, vocab_size=vocab_size)
+        self._live = Gauge("echo_live_requests")
+        self._made = Gauge("echo_tokens")
 
     async def limits(self) -> EngineLimits:
         return EngineLimits()
@@ -43,12 +59,15 @@ class EchoEngine:
         engine = ScriptedEngine(rule, self._script)
         engine.fault = FAULTS.get(request.sampling.seed or 0)
         tokens = 0
+        self._live.add(1)
         try:
-            async for chunk in engine.generate(request):
-                tokens += len(chunk.token_ids)
-                yield chunk
+            async with aclosing(engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    tokens += len(chunk.token_ids)
+                    yield chunk
         finally:
-            pb_utils.Logger.log_info(f"[echo] {request.request_id} did {tokens} tokens")
+            self._made.add(tokens)
+            self._live.add(-1)
 
     async def close(self) -> None:
         pass

@@ -1,0 +1,223 @@
+"""Text through the real server, over every path a user takes; the engine says the prompt back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.live.talk import ask, ask_all, generate, generate_stream, metric, post, until
+from trtllm_bls.client import Client
+from trtllm_bls.errors import EngineError, InvalidRequest
+
+if TYPE_CHECKING:
+    from trtllm_bls.launcher import TritonServer
+
+WORLD = "Héllo 世界, नमस्ते दुनिया! 👩‍👩‍👧‍👦🇩🇪 العربية\n\tdef f(x):\n        return x  # ok"
+ERROR_AFTER_3 = 666001
+SILENT_AFTER_3 = 666002
+ERROR_AT_ONCE = 666003
+
+
+def prompts(count: int) -> list[str]:
+    chance = random.Random(7)
+    words = WORLD.split(" ")
+    return [" ".join(chance.choices(words, k=chance.randint(3, 12))) for _ in range(count)]
+
+
+def test_every_path_gives_the_same_text(echo: TritonServer) -> None:
+    """gRPC and HTTP, streaming or not, BLS or ensemble: one text, one reason."""
+    streamed = ask(echo.grpc_url, text_input=WORLD, max_tokens=500)
+    whole = ask(echo.grpc_url, text_input=WORLD, max_tokens=500, stream=False)
+    body = {"text_input": WORLD, "max_tokens": 500}
+    once = generate(echo.http_url, **body)
+    parts = generate_stream(echo.http_url, **body)
+    assert streamed.text == whole.text == once["text_output"] == WORLD
+    assert "".join(part["text_output"] for part in parts) == WORLD
+    assert generate(echo.http_url, "ensemble", **body)["text_output"] == WORLD
+    assert ask(echo.grpc_url, "ensemble", stream=None, **body).text == WORLD
+    reasons = {streamed.finish_reason, whole.finish_reason, once["finish_reason"]}
+    assert reasons | {parts[-1]["finish_reason"]} == {"end_id"}
+    assert len(streamed.events) > 10
+    assert len(whole.events) == 1
+
+
+def test_the_last_content_response_is_the_final_one(echo: TritonServer) -> None:
+    """Exactly one response is final, it is the last, and it carries the ending."""
+    for stream in (True, False):
+        events = ask(echo.grpc_url, text_input="a b c d", max_tokens=3, stream=stream).events
+        assert [event.final for event in events] == [False] * (len(events) - 1) + [True]
+        assert events[-1].finish_reason == "length"
+        assert events[-1].texts
+
+
+def test_128_streams_are_each_exactly_their_own_text(echo: TritonServer) -> None:
+    """One BLS process serves 128 streams at once, and mixes nothing up."""
+    texts = prompts(128)
+    requests = [{"text_input": text, "max_tokens": 400} for text in texts]
+    assert [result.text for result in ask_all(echo.grpc_url, requests)] == texts
+
+
+def test_no_stream_waits_for_another(echo: TritonServer) -> None:
+    """While one stream hangs in its engine, others begin and end."""
+
+    async def run() -> list[str]:
+        async with Client(echo.grpc_url) as client:
+            hanging = client.stream(text_input=WORLD, max_tokens=90, seed=SILENT_AFTER_3)
+            async with hanging:
+                await anext(aiter(hanging))
+                results = await asyncio.gather(
+                    *(client.generate(text_input=text, max_tokens=400) for text in prompts(40))
+                )
+                return [result.text for result in results]
+
+    assert asyncio.run(run()) == prompts(40)
+
+
+def test_64_streams_take_far_less_than_64_times_one(echo: TritonServer) -> None:
+    """Streams run side by side: 64 of them take less than half of what they would in turn."""
+    request = {"text_input": "x " * 60, "max_tokens": 60, "end_id": -1}
+    begin = time.perf_counter()
+    ask(echo.grpc_url, **request)
+    one = time.perf_counter() - begin
+    begin = time.perf_counter()
+    ask_all(echo.grpc_url, [request] * 64)
+    assert time.perf_counter() - begin < 32 * one
+
+
+def test_a_caller_that_leaves_ends_the_engines_work(echo: TritonServer) -> None:
+    """Leaving a stream, or breaking an HTTP connection, frees the engine."""
+
+    async def leave() -> None:
+        async with Client(echo.grpc_url) as client:
+            streams = [
+                client.stream(text_input=WORLD * 20, max_tokens=4000, end_id=-1) for _ in range(8)
+            ]
+            for stream in streams:
+                await anext(aiter(stream))
+            await asyncio.gather(*(stream.aclose() for stream in streams))
+
+    assert until(lambda: metric(echo.metrics_url, "echo_live_requests") == 0)
+    before = metric(echo.metrics_url, "echo_tokens")
+    asyncio.run(leave())
+    assert until(lambda: metric(echo.metrics_url, "echo_live_requests") == 0)
+    assert metric(echo.metrics_url, "echo_tokens") - before < 8 * 4000
+
+
+def test_a_stop_string_ends_text_and_work(echo: TritonServer) -> None:
+    """Nothing of the stop leaves, although it lies across token borders; the engine is cancelled."""
+    before = metric(echo.metrics_url, "echo_tokens")
+    text = "one two three, stop here" + " and on" * 300
+    for stream in (True, False):
+        result = ask(
+            echo.grpc_url, text_input=text, max_tokens=900, stop_words=["ee, sto"], stream=stream
+        )
+        assert result.text == "one two thr"
+        assert (result.finish_reason, result.events[-1].stop_reason) == ("stop", "ee, sto")
+    kept = ask(
+        echo.grpc_url, text_input=text, max_tokens=900, stop_words=["ee, sto"], include_stop=True
+    )
+    assert kept.text == "one two three, sto"
+    assert until(lambda: metric(echo.metrics_url, "echo_live_requests") == 0)
+    assert metric(echo.metrics_url, "echo_tokens") - before < 3 * 300
+
+
+def test_an_error_after_partial_text_is_an_error(echo: TritonServer, transport: str) -> None:
+    """The text that came is shown, then an explicit error: never a clean end.
+
+    Triton 24.10 loses a BLS child's error in mid-stream; there the stall timer ends the stream.
+    """
+    events = generate_stream(echo.http_url, text_input=WORLD, max_tokens=90, seed=ERROR_AFTER_3)
+    assert all("text_output" in event for event in events[:-1])
+    lost = "UNAVAILABLE: tensorrt_llm sent nothing for 3 s"
+    assert events[-1] == {"error": lost if transport == "bls" else "INTERNAL: the script says so"}
+    with pytest.raises(EngineError, match="the script says so"):
+        ask(echo.grpc_url, text_input=WORLD, max_tokens=90, seed=ERROR_AT_ONCE)
+    assert ask(echo.grpc_url, text_input=WORLD, max_tokens=500).text == WORLD
+
+
+def test_rows_of_a_batch_are_each_answered(echo: TritonServer) -> None:
+    """Rows end independently and are told by batch_index; only the last response is final."""
+    texts = ["short", WORLD, "of middling length, this one"]
+    result = ask(
+        echo.grpc_url,
+        text_input=[[text] for text in texts],
+        max_tokens=[[400]] * 3,
+        stream=[[True]] * 3,
+    )
+    assert [result.texts[row, 0] for row in range(3)] == texts
+    assert [event.final for event in result.events].count(True) == 1
+    assert sum(event.finish_reason is not None for event in result.events) == 3
+
+
+def test_several_sequences_are_told_apart(echo: TritonServer) -> None:
+    """num_return_sequences = 3 gives three endings under three indices."""
+    result = ask(echo.grpc_url, text_input=WORLD, max_tokens=400, num_return_sequences=3)
+    assert dict(result.texts) == {(0, index): WORLD for index in range(3)}
+
+
+def test_the_prompt_is_echoed_when_asked_for(echo: TritonServer) -> None:
+    """exclude_input_in_output=false puts the prompt in front, streaming or not."""
+    for stream in (True, False):
+        result = ask(
+            echo.grpc_url,
+            text_input=WORLD,
+            max_tokens=500,
+            stream=stream,
+            exclude_input_in_output=False,
+        )
+        assert result.text == WORLD + WORLD
+
+
+def test_counts_are_told_when_asked_for(echo: TritonServer) -> None:
+    """Token counts come with the last response, and only on request."""
+    asked = ask(
+        echo.grpc_url,
+        text_input="abc def",
+        max_tokens=2,
+        return_num_input_tokens=True,
+        return_num_output_tokens=True,
+    ).events[-1]
+    assert asked.num_output_tokens == 2
+    assert (asked.num_input_tokens or 0) > 2
+    assert ask(echo.grpc_url, text_input="abc", max_tokens=2).events[-1].num_output_tokens is None
+
+
+BAD = [
+    ({"text_input": "", "max_tokens": 5}, "text_input: is empty"),
+    ({"text_input": "a", "max_tokens": 0}, "max_tokens: 0"),
+    ({"text_input": "a", "max_tokens": -3}, "max_tokens: -3"),
+    ({"text_input": "a", "max_tokens": 5, "top_p": 1.5}, "top_p: 1.5"),
+    ({"text_input": "a", "max_tokens": 5, "temperature": -1.0}, "temperature: -1"),
+    ({"text_input": "a", "max_tokens": 5, "repetition_penalty": 0.0}, "repetition_penalty: 0"),
+    ({"text_input": "a", "max_tokens": 5, "beam_width": 4}, "beam_width: 4"),
+    ({"text_input": "a", "max_tokens": 5, "seed": 1, "random_seed": 2}, "contradicts"),
+    ({"text_input": "a", "max_tokens": 5, "messages": "[]"}, "text_input: send either"),
+    ({"messages": "no json", "max_tokens": 5}, "messages: not JSON"),
+    ({"text_input": "a", "max_tokens": 5, "draft_source": "oracle"}, "draft_source: 'oracle'"),
+    ({"text_input": "a", "max_tokens": 5, "embedding_bias_words": ["x"]}, "embedding_bias_weights"),
+]
+
+
+@pytest.mark.parametrize(("body", "problem"), BAD, ids=[problem for _, problem in BAD])
+def test_bad_input_is_one_clear_line(echo: TritonServer, body: dict[str, Any], problem: str) -> None:
+    """The field, the value and what is allowed; no traceback; the next request works."""
+    status, text = post(echo.http_url, "tensorrt_llm_bls", "generate", **body)
+    assert status == 400
+    assert problem in text
+    assert "Traceback" not in text and ".py" not in text and "\\n" not in text
+    with pytest.raises((InvalidRequest, EngineError), match=problem[:11]):
+        ask(echo.grpc_url, **body)
+    assert generate(echo.http_url, text_input="ok", max_tokens=9)["text_output"] == "ok"
+
+
+def test_wrong_type_and_shape_are_refused_by_triton(echo: TritonServer) -> None:
+    """A wrong JSON type or an unknown shape never reaches the model; the server goes on."""
+    for body in ({"text_input": 5, "max_tokens": 5}, {"text_input": "a", "max_tokens": "five"}):
+        assert post(echo.http_url, "tensorrt_llm_bls", "generate", **body)[0] >= 400
+    body = {"text_input": ["a", "b"], "max_tokens": 5}
+    assert "error" in post(echo.http_url, "tensorrt_llm_bls", "generate", **body)[1]
+    assert generate(echo.http_url, text_input="ok", max_tokens=9)["text_output"] == "ok"
