@@ -51,7 +51,6 @@ _FIELDS = (
     ("lora_task_id", "Adapter to use; with --lora-path it is sent along."),
 )
 _FLAGS = (
-    "exclude_input_in_output",
     "return_log_probs",
     "return_context_logits",
     "return_generation_logits",
@@ -108,7 +107,11 @@ Examples:
     help="Stop by cancelling the request instead.",
 )
 @click.option("--request-id", help="Made up when absent.")
-@click.option("--exclude-input-in-output", is_flag=True)
+@click.option(
+    "--exclude-input-in-output/--no-exclude-input-in-output",
+    default=None,
+    help="Whole answers without the prompt; the server decides when not said.",
+)
 @click.option("--return-log-probs", is_flag=True)
 @click.option("--return-context-logits", is_flag=True)
 @click.option("--return-generation-logits", is_flag=True)
@@ -161,7 +164,7 @@ async def _ask(given: dict[str, Any]) -> Exit:
         prompt,
         streaming=given["streaming"],
         beam_width=given["beam_width"],
-        excluded=given["exclude_input_in_output"],
+        excluded=bool(given["exclude_input_in_output"]),
     )
     async with open_client(given, given["grpc_compression_algorithm"]) as client:
         stream = client.stream(
@@ -234,19 +237,21 @@ async def _send_stop(client: Client, request_id: str, model: Model) -> None:
 def _fields(
     given: dict[str, Any], prompt: list[int], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """The request by wire name; ``None`` is not sent."""
+    """The request by wire name."""
     end_id, pad_id = given["end_id"], given["pad_id"]
     if tokenizer is not None:
         end_id = -1 if tokenizer.eos_id is None else tokenizer.eos_id
         pad_id = end_id if tokenizer.pad_id is None else tokenizer.pad_id
     always = ("request_output_len", "beam_width", "temperature", "streaming")
-    named = (*always, "runtime_top_k", "runtime_top_p", "num_return_sequences")
+    named = (*always, "runtime_top_k", "runtime_top_p")
+    optional = ("num_return_sequences", "exclude_input_in_output", *(name for name, _ in _FIELDS))
     fields: dict[str, Any] = {
         "input_ids": prompt,
         "input_lengths": len(prompt),
         "end_id": end_id,
         "pad_id": pad_id,
-        **{name: given[name] for name in (*named, *(name for name, _ in _FIELDS))},
+        **{name: given[name] for name in named},
+        **{name: given[name] for name in optional if given[name] is not None},
         **{name: True for name in _FLAGS if given[name]},
     }
     if given["draft_tokens_csv"]:

@@ -31,7 +31,7 @@ from trtllm_bls.client.terminal import (
     tensor_options,
 )
 from trtllm_bls.contract import BLS
-from trtllm_bls.errors import TrtllmBlsError
+from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, TrtllmBlsError
 
 # Wire name and help; flag, type and whether it repeats follow from the contract.
 _FIELDS = (
@@ -65,6 +65,11 @@ _FIELDS = (
     ("return_generation_logits", "Logits of the answer; seen with --json."),
     ("return_perf_metrics", "The engine's own figures; seen with --json."),
 )
+
+_FAILED: dict[type[TrtllmBlsError], str] = {
+    DeadlineExceeded: "deadline",
+    ConnectionFailed: "connection lost",
+}
 
 _HELP = f"""Send a prompt and show the answer as it arrives.
 
@@ -224,7 +229,7 @@ def _ended_here(
 ) -> str | None:
     """Why the answer ended when it was not the server's decision."""
     if failure is not None:
-        return "error"
+        return _FAILED.get(type(failure), "error")
     if not stream.cancelled:
         return None
     return "interrupted" if interruption.happened else f"stopped after {stop_after_ms} ms"

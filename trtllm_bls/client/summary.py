@@ -32,7 +32,9 @@ class Summary:
 
     def lines(self) -> tuple[str, ...]:
         """For people."""
-        came = "unknown" if self.num_output_tokens is None else str(self.num_output_tokens)
+        # Every text takes a token at least; an answer cut short comes without a count.
+        counted = self.num_output_tokens
+        came = f"at least {self.responses}" if counted is None else str(counted)
         asked = "" if self.num_input_tokens is None else f", {self.num_input_tokens} in the prompt"
         lines = [
             f"ended: {self.ended}",
