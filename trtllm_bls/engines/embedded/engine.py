@@ -1,0 +1,171 @@
+"""The embedded engine: one thread that runs steps, and the streams of those who asked.
+
+``submit`` serves plain Python, ``generate`` the asyncio seam; both read the same submissions.
+Owns the thread, the queue limit and delivery (one wake-up per step and event loop, however many
+tokens the step made); what a step computes is the batcher's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from trtllm_bls.engines.embedded.batcher import Batcher
+from trtllm_bls.engines.embedded.checkpoint import default_threads, load
+from trtllm_bls.engines.embedded.sequence import Sequence
+from trtllm_bls.engines.embedded.settings import EmbeddedSettings
+from trtllm_bls.engines.embedded.submission import Event, Submission
+from trtllm_bls.engines.embedded.validation import validate
+from trtllm_bls.errors import EngineUnavailable, Overloaded
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
+
+_log = logging.getLogger(__name__)
+
+
+class EmbeddedEngine:
+    """Runs a Hugging Face decoder-only checkpoint, many requests at once.
+
+    Loading takes seconds and raises ``CheckpointError`` or ``SettingsError``. Implements
+    ``trtllm_bls.engines.base.Engine``; as a context manager it closes itself.
+    """
+
+    def __init__(self, model_dir: str | Path, settings: EmbeddedSettings | None = None) -> None:
+        self.settings = settings or EmbeddedSettings()
+        self.name = self.settings.name
+        runner, length = load(model_dir, self.settings)
+        self._runner, self._length = runner, length
+        self._limits = EngineLimits(
+            vocab_size=runner.vocab_size,
+            max_sequence_tokens=length,
+            max_draft_tokens=self.settings.max_draft_len,
+        )
+        self._batcher = Batcher(runner, self.settings, length)
+        self._inbox: list[Sequence] = []
+        self._closing = False
+        self._changed = threading.Condition()  # guards inbox and closing
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self._thread.start()
+
+    def submit(self, request: EngineRequest) -> Submission:
+        """Start a request; may be called from any thread.
+
+        Raises ``InvalidRequest``, ``Unsupported``, ``Overloaded``, or ``EngineUnavailable`` once
+        the engine is closed.
+        """
+        return self._submit(request, None)
+
+    async def limits(self) -> EngineLimits:
+        """Known since the load."""
+        return self._limits
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        """The seam's stream; leaving it early cancels the request."""
+        submission = self._submit(request, asyncio.get_running_loop())
+        try:
+            async for chunk in submission:
+                yield chunk
+        finally:
+            submission.cancel()
+
+    async def close(self) -> None:
+        """``shutdown`` without blocking the loop."""
+        await asyncio.to_thread(self.shutdown)
+
+    def shutdown(self) -> None:
+        """End what runs with an ``EngineError`` and free the model. May be called twice."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def __enter__(self) -> EmbeddedEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _submit(self, request: EngineRequest, loop: asyncio.AbstractEventLoop | None) -> Submission:
+        validate(request, self._limits)
+        wanted = len(request.input_ids) + request.max_tokens
+        if wanted > self._length:
+            _log.warning(
+                "%s: prompt and completion of %d tokens are cut to %d",
+                request.request_id,
+                wanted,
+                self._length,
+            )
+        count = request.num_return_sequences
+        submission = Submission(count, loop)
+        sequences = [
+            Sequence(request, index, self._runner.vocab_size, self._length, submission)
+            for index in range(count)
+        ]
+        for follower in sequences[1:]:
+            follower.leader = sequences[0]
+        with self._changed:
+            if self._closing:
+                raise EngineUnavailable("the engine is closed")
+            present = len(self._inbox) + self._batcher.num_present
+            limit = self.settings.max_queue_size
+            if present + count > self.settings.max_batch + limit:
+                raise Overloaded(f"Maximum queue size of {limit} is reached; try again later")
+            self._inbox += sequences
+            self._changed.notify()
+        return submission
+
+    def _run(self) -> None:
+        """The engine's thread: a step after the other while there is work."""
+        torch.set_num_threads(
+            self.settings.threads or default_threads()
+        )  # torch keeps it per thread
+        while self._take_inbox():
+            try:
+                self._batcher.step()
+            except Exception:  # a mistake of ours; the engine lives on
+                _log.exception("a step failed outside the model")
+                self._batcher.fail_all("the engine's scheduler failed")
+            self._deliver()
+        self._batcher.fail_all("the engine was closed")
+        self._deliver()
+        self._runner.close()
+
+    def _take_inbox(self) -> bool:
+        """Wait until there is something to do; false when that is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._inbox or self._batcher.has_work)
+            for sequence in self._inbox:
+                self._batcher.add(sequence)
+            self._inbox.clear()
+            return not self._closing
+
+    def _deliver(self) -> None:
+        """Hand the step's events over, one wake-up per event loop."""
+        events, self._batcher.events = self._batcher.events, []
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Submission, Event]]] = {}
+        for owner, event in events:
+            if owner.loop is None:
+                owner.deliver(event)
+            else:
+                loops.setdefault(owner.loop, []).append((owner, event))
+        for loop, batch in loops.items():
+            try:
+                loop.call_soon_threadsafe(_deliver_all, batch)
+            except RuntimeError:  # the loop is closed: nobody will read
+                for owner, _ in batch:
+                    owner.cancel()
+
+
+def _deliver_all(batch: list[tuple[Submission, Event]]) -> None:
+    for owner, event in batch:
+        owner.deliver(event)
