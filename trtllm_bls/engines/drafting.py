@@ -93,8 +93,8 @@ class DraftModel:
         task, self._task = self._task, None
         if task is None:
             return
-        task.cancel()
-        await asyncio.wait({task})
+        if task.cancel():
+            await asyncio.wait({task})
         if not task.cancelled():
             task.exception()  # seen, so that asyncio does not report it as lost
 

@@ -88,6 +88,13 @@ class Carrier:
         self._seed = sampling.seed
         if self._seed is None and not self._greedy:  # the engine's default would repeat each round
             self._seed = secrets.randbits(63)
+        self._likeliest = Sampling(
+            top_k=1,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            min_tokens=sampling.min_tokens,
+        )
 
     def plain(self, progress: Progress, num_tokens: int, streaming: bool) -> EngineRequest:
         """Ask the target for tokens as any request does."""
@@ -104,15 +111,10 @@ class Carrier:
         draws; only where its logits are used must it draw as it says.
         """
         request, generated = self._request, progress.generated + len(ahead)
-        sampling = self._sampling(generated, "draft")
-        if not self._by_logits:
-            sampling = Sampling(
-                top_k=1,
-                repetition_penalty=sampling.repetition_penalty,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                min_tokens=sampling.min_tokens,
-            )
+        if self._by_logits:
+            sampling = self._sampling(generated, "draft")
+        else:
+            sampling = _with_minimum(self._likeliest, generated)
         return replace(
             request,
             request_id=self._request_id("draft"),
@@ -141,19 +143,23 @@ class Carrier:
         )
 
     def _sampling(self, generated: int, who: str) -> Sampling:
-        """The caller's sampling for a request that begins after ``generated`` tokens.
-
-        Later rounds say a minimum of 0 tokens aloud: an engine may take its absence for 1, and
-        would then forbid the end id at the beginning of every round.
-        """
-        sampling = self._request.sampling
-        seed = None if self._seed is None else round_seed(self._seed, generated, who)
-        if generated == 0:
-            return replace(sampling, seed=seed)
-        return replace(
-            sampling, seed=seed, min_tokens=max(0, (sampling.min_tokens or 0) - generated)
-        )
+        """The caller's sampling for a request that begins after ``generated`` tokens."""
+        sampling = _with_minimum(self._request.sampling, generated)
+        if self._seed is None:
+            return sampling
+        return replace(sampling, seed=round_seed(self._seed, generated, who))
 
     def _request_id(self, who: str) -> str:
         self._made += 1
         return f"{self._request.request_id}-{who}-{self._made}"
+
+
+def _with_minimum(sampling: Sampling, generated: int) -> Sampling:
+    """``sampling`` with what is left of its minimum after ``generated`` tokens.
+
+    Later rounds say a minimum of 0 tokens aloud: an engine may take its absence for 1, and would
+    then forbid the end id at the beginning of every round.
+    """
+    if generated == 0:
+        return sampling
+    return replace(sampling, min_tokens=max(0, (sampling.min_tokens or 0) - generated))

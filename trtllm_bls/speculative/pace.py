@@ -47,16 +47,18 @@ class RunningTimes:
     def __init__(self, *, proportional: bool = False) -> None:
         self._proportional = proportional
         self._samples: dict[int, deque[float]] = {}
-        self._line: tuple[float, float] | None = None  # at zero, per unit of length
+        self._line: tuple[float, float] | None = None  # at zero, per unit; None = not fitted
 
     def add(self, length: int, seconds: float) -> None:
         self._samples.setdefault(length, deque(maxlen=_WINDOW)).append(seconds)
-        self._line = self._fit()
+        self._line = None
 
     def at(self, length: int) -> float | None:
         """Expected seconds; ``None`` before the first sample."""
-        if self._line is None:
+        if not self._samples:
             return None
+        if self._line is None:
+            self._line = self._fit()
         return max(0.0, self._line[0] + self._line[1] * length)
 
     def _fit(self) -> tuple[float, float]:

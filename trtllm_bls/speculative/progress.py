@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from trtllm_bls.messages import EngineRequest, FinishReason, TokenIds
+from trtllm_bls.stopping import StopSequences
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Progress:
         self._limit = request.max_tokens
         if max_sequence_tokens is not None:  # a prompt too long is for the target to refuse
             self._limit = min(self._limit, max(1, max_sequence_tokens - len(self.ids)))
-        self._stops = request.stop_sequences
+        self._stops = StopSequences(request.stop_sequences)
         self._min_tokens = request.sampling.min_tokens or 0
 
     @property
@@ -61,7 +62,7 @@ class Progress:
                 return kept
             self.ids.append(token)
             self.generated += 1
-            if self._stopped():
+            if self._stops.feed(token) and self.generated >= self._min_tokens:
                 self.finish = FinishReason.STOP
             elif self.generated >= self._limit:
                 self.finish = FinishReason.LENGTH
@@ -75,14 +76,6 @@ class Progress:
         if self.finish is None and _ended(len(drafted), len(ids), accepted, reason):
             self.finish = reason or FinishReason.END_ID
         return Verdict(accepted=accepted, kept=kept)
-
-    def _stopped(self) -> bool:
-        if self.generated < self._min_tokens:
-            return False
-        return any(
-            len(stop) <= self.generated and tuple(self.ids[-len(stop) :]) == stop
-            for stop in self._stops
-        )
 
 
 def _ended(drafted: int, answered: int, accepted: int, reason: FinishReason | None) -> bool:

@@ -1,0 +1,189 @@
+"""What speculation gains and costs, on scripted engines: no model, no GPU, no server.
+
+    python benchmarks/speculation.py [--tokens 400] [--only formula,adaptive,load,overlap,overhead]
+
+The target takes 20 ms for a step, the draft 2 ms, and the draft guesses right in a set share of
+contexts. Time is real (asyncio), so orchestration is paid for; every ratio is of two runs in this
+process. Prints one line per measurement, with what is asked of it and whether it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.scripted import Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import agreeing, hashed
+from trtllm_bls.engines.speculative import SpeculativeEngine
+from trtllm_bls.messages import EngineRequest, Sampling
+from trtllm_bls.speculative import SpeculationOptions, SpeculationShared
+
+VOCAB = 1000
+TARGET_S, DRAFT_S = 0.020, 0.002
+RATES = (0.6, 0.8, 0.9)
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+RULE = hashed(VOCAB)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a draft that agree in a share of contexts."""
+
+    target: ScriptedEngine
+    draft: ScriptedEngine
+
+    @classmethod
+    def of(cls, rate: float, batch_limit: int | None = None, step: float = 1.0) -> Pair:
+        target = Script(vocab_size=VOCAB, step_seconds=TARGET_S * step, batch_limit=batch_limit)
+        draft = Script(vocab_size=VOCAB, step_seconds=DRAFT_S * step)
+        return cls(ScriptedEngine(RULE, target), ScriptedEngine(agreeing(RULE, rate, VOCAB), draft))
+
+
+def request(number: int, tokens: int) -> EngineRequest:
+    prompt = tuple((number * 31 + place * 7) % VOCAB for place in range(32))
+    return EngineRequest(
+        request_id=f"r{number}", input_ids=prompt, max_tokens=tokens, sampling=Sampling(top_k=1)
+    )
+
+
+async def seconds(engine: Engine, asked: EngineRequest) -> float:
+    begun = time.perf_counter()
+    async with aclosing(engine.generate(asked)) as stream:
+        async for _ in stream:
+            pass
+    return time.perf_counter() - begun
+
+
+async def speculate(
+    pair: Pair, options: SpeculationOptions, tokens: int, shared: SpeculationShared
+) -> tuple[float, SpeculativeEngine]:
+    engine = SpeculativeEngine(pair.target, pair.draft, options, shared)
+    return await seconds(engine, request(1, tokens)), engine
+
+
+def expected(rate: float, length: int) -> float:
+    """Speed-up by the formula, without overhead: v = 1, h = 0."""
+    return (1 - rate ** (length + 1)) / (1 - rate) / (length * DRAFT_S / TARGET_S + 1)
+
+
+def report(what: str, value: str, asked: str, holds: bool) -> None:
+    print(f"{'ok  ' if holds else 'MISS'}  {what:<58} {value:<34} asked: {asked}", flush=True)
+
+
+async def formula(tokens: int) -> None:
+    """Fixed lengths against the formula, and adaptive against the best fixed length."""
+    for rate in RATES:
+        pair = Pair.of(rate)
+        plain = await seconds(pair.target, request(1, tokens))
+        gains, shared = {}, SpeculationShared()
+        for length in LENGTHS:
+            options = SpeculationOptions(num_draft_tokens=length)
+            took, engine = await speculate(pair, options, tokens, shared)
+            gains[length] = plain / took
+            if length == max(LENGTHS, key=lambda k: expected(rate, k)):
+                observed = engine.stats.acceptance_rate or 0.0
+        best = max(LENGTHS, key=lambda k: expected(rate, k))
+        share = gains[best] / expected(rate, best)
+        value = f"{gains[best]:.2f}x of {expected(rate, best):.2f}x = {share:.0%}"
+        print(f"      a={rate}: " + " ".join(f"k{k}:{gain:.2f}" for k, gain in gains.items()))
+        report(
+            f"formula, a={rate}, k={best} (accepted {observed:.2f})", value, ">= 90 %", share >= 0.9
+        )
+        took, engine = await speculate(pair, SpeculationOptions(), tokens, SpeculationShared())
+        versus = plain / took / max(gains.values())
+        value = f"{plain / took:.2f}x, best fixed {max(gains.values()):.2f}x = {versus:.0%}"
+        report(f"adaptive from cold, a={rate}", value, ">= 95 % of best fixed", versus >= 0.95)
+
+
+async def mixed(tokens: int) -> None:
+    """Requests of several acceptance rates one after another: one setting for all of them."""
+    pairs = [Pair.of(rate) for rate in (0.1, 0.9, 0.6, 0.95, 0.3, 0.8)]
+    plain = sum([await seconds(pair.target, request(1, tokens)) for pair in pairs])
+    gains: dict[str, float] = {}
+    for length in (*LENGTHS, None):
+        options, shared = SpeculationOptions(num_draft_tokens=length), SpeculationShared()
+        took = sum([(await speculate(pair, options, tokens, shared))[0] for pair in pairs])
+        gains["adaptive" if length is None else f"k{length}"] = plain / took
+    adaptive = gains.pop("adaptive")
+    name, best = max(gains.items(), key=lambda item: item[1])
+    value = f"{adaptive:.2f}x, best fixed {name} {best:.2f}x"
+    report("mixed workload, adaptive", value, "above any fixed", adaptive > best)
+
+
+async def load(tokens: int) -> None:
+    """64 at once on a target whose steps hold 32 rows: speculation must step aside."""
+    pair = Pair.of(0.8, batch_limit=32)
+
+    async def all_of(make: Callable[[], Engine]) -> float:
+        begun = time.perf_counter()
+        await asyncio.gather(*(seconds(make(), request(n, tokens)) for n in range(64)))
+        return time.perf_counter() - begun
+
+    ratios = []
+    shared = SpeculationShared()
+    for _ in range(3):
+        plain = await all_of(lambda: pair.target)
+        took = await all_of(lambda: SpeculativeEngine(pair.target, pair.draft, shared=shared))
+        ratios.append(took / plain)
+    slower = statistics.median(ratios) - 1
+    report("64 at once, 32 rows a step", f"{slower:+.1%} time", "<= +3 %", slower <= 0.03)
+
+
+async def overlap(tokens: int) -> None:
+    """Drafting on while the target verifies: two engines that do not share a device."""
+    for rate in RATES:
+        pair = Pair.of(rate)
+        took = {}
+        for on in (False, True):
+            took[on], engine = await speculate(
+                pair, SpeculationOptions(overlap=on), tokens, SpeculationShared()
+            )
+        stats, steps = engine.stats, len(pair.draft.requests)
+        value = f"{took[False] / took[True]:.2f}x; used {stats.overlap_used}"
+        value += f", wasted {stats.overlap_wasted}"
+        report(f"overlap, a={rate}", value, "told, not asked", steps > 0)
+
+
+async def overhead(tokens: int) -> None:
+    """Orchestrator time per round: engines that take no time at all."""
+    pair = Pair.of(0.8, step=0.0)
+    rounds, plain = [], []
+    for _ in range(20):
+        for bucket, length in ((plain, 0), (rounds, 4)):
+            options = SpeculationOptions(num_draft_tokens=length)
+            took, engine = await speculate(pair, options, tokens, SpeculationShared())
+            bucket.append(took / (engine.stats.rounds or tokens))
+    spent = statistics.median(rounds) * 1e3
+    value = f"{spent:.3f} ms a round, plain {statistics.median(plain) * 1e3:.3f} ms a token"
+    report("orchestrator and scripted engines, k=4", value, "<= 1.5 ms with Triton", spent <= 1.5)
+
+
+PARTS: dict[str, Callable[[int], Awaitable[None]]] = {
+    part.__name__: part for part in (formula, mixed, load, overlap, overhead)
+}
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=400, help="per request")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, joined by commas")
+    chosen = parser.parse_args()
+    print(
+        f"target {TARGET_S * 1e3:g} ms a step, draft {DRAFT_S * 1e3:g} ms, {chosen.tokens} tokens a "
+        f"request, greedy, vocabulary {VOCAB}; Python {platform.python_version()}, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    )
+    for name in chosen.only.split(","):
+        await PARTS[name](chosen.tokens)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

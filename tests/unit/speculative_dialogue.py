@@ -1,0 +1,115 @@
+"""What the tests of speculation share: pairs of scripted engines, a reader, and virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.scripted import Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import Rule, agreeing, hashed
+from trtllm_bls.engines.speculative import SpeculativeEngine
+from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, Sampling
+from trtllm_bls.speculative import SpeculationOptions, SpeculationShared
+
+T = TypeVar("T")
+VOCAB = 12
+GREEDY = Sampling(top_k=1)
+
+
+@dataclass
+class Pair:
+    """A target and a draft model, with what their requests learn from one another."""
+
+    target: ScriptedEngine
+    draft: ScriptedEngine
+    shared: SpeculationShared
+
+    def speculative(self, **options: Any) -> SpeculativeEngine:
+        chosen = SpeculationOptions(**options)
+        return SpeculativeEngine(self.target, self.draft, chosen, self.shared)
+
+    @property
+    def live(self) -> tuple[int, int]:
+        return self.target.live, self.draft.live
+
+
+def pair(rule: Rule, guess: Rule, draft: Script | None = None, **target: Any) -> Pair:
+    """Engines that play ``rule`` and ``guess``, over ``VOCAB`` ids if not told otherwise."""
+    script = Script(**{"vocab_size": VOCAB, **target})
+    other = draft or Script(name="draft", vocab_size=script.vocab_size)
+    return Pair(ScriptedEngine(rule, script), ScriptedEngine(guess, other), SpeculationShared())
+
+
+def hashed_pair(rate: float = 0.7, words: int = 6, **target: Any) -> Pair:
+    """A target that writes without pattern, and a draft that agrees at ``rate``."""
+    rule = hashed(words)
+    return pair(rule, agreeing(rule, rate, words), **target)
+
+
+def ask(
+    input_ids: Sequence[int] = (1, 2, 3, 1, 2), max_tokens: int = 12, **fields: Any
+) -> EngineRequest:
+    fields.setdefault("sampling", GREEDY)
+    return EngineRequest(
+        request_id="r", input_ids=tuple(input_ids), max_tokens=max_tokens, **fields
+    )
+
+
+async def read(engine: Engine, request: EngineRequest) -> list[EngineChunk]:
+    async with aclosing(engine.generate(request)) as stream:
+        return [chunk async for chunk in stream]
+
+
+def ids(chunks: Sequence[EngineChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def told(chunks: Sequence[EngineChunk]) -> tuple[list[int], FinishReason | None]:
+    """All ids and the reason of the end; checks that exactly the last chunk is final."""
+    assert [chunk.final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    return ids(chunks), chunks[-1].finish_reason
+
+
+# --- virtual time -----------------------------------------------------------------------------
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """A loop on which sleeping takes no time; waiting for nothing at all is an error."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        super().__init__(_Jumping(self))
+
+    def time(self) -> float:
+        return self._now
+
+    def jump(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class _Jumping(selectors.DefaultSelector):
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError("everything waits and nothing is due: a hang")
+        if timeout > 0:
+            self._loop.jump(timeout)
+        return super().select(0)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end in virtual time."""
+    loop = VirtualTimeLoop()
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
