@@ -36,7 +36,6 @@ class _Automaton(Generic[Symbol]):
         self.edges: list[dict[Symbol, int]] = [{}]
         self.depth = [0]
         self.matched = [0]
-        self.alphabet: set[Symbol] = set()
         for pattern in patterns:
             self._insert(pattern)
         self.fail = [0] * len(self.edges)
@@ -53,7 +52,6 @@ class _Automaton(Generic[Symbol]):
                 self.matched.append(0)
             node = following
         self.matched[node] = len(pattern)
-        self.alphabet.update(pattern)
 
     def _link(self) -> None:
         queue = deque([0])
@@ -124,12 +122,9 @@ class StopMatcher:
         """
         if self._stop is not None:
             return Cut("", self._stop)
+        if not self._node and self._automaton.edges[0].keys().isdisjoint(text):
+            return Cut(text)  # nearly always: no stop begins here
         known = self._held + text
-        if self._automaton.alphabet.isdisjoint(text):
-            if text:
-                self._node, self._held = 0, ""
-                return Cut(known)
-            return Cut("")
         for position, symbol in enumerate(text, start=len(self._held) + 1):
             self._node = self._automaton.step(self._node, symbol)
             length = self._automaton.matched[self._node]

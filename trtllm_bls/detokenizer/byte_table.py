@@ -30,7 +30,6 @@ def _one_mark_per_byte(error: UnicodeError) -> tuple[str, int]:
 
 
 codecs.register_error("trtllm_bls.one_mark_per_byte", _one_mark_per_byte)
-_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 # --- how a table spells its bytes -----------------------------------------------------------
@@ -148,20 +147,30 @@ class ByteTableDetokenizer:
     def __init__(self, table: ByteTable) -> None:
         self._table = table
         self._bytes_of = table.bytes_of
-        self._decode = _UTF8(table.spelling.errors).decode
+        self._errors = table.spelling.errors
+        self._held = b""  # the beginning of a character, at most three bytes
         self._strip = table.spelling.strip
         self._begun = table.spelling.first_bytes is None and not self._strip
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids make certain; a character comes with the id that ends it."""
-        if self._begun:
-            bytes_of = self._bytes_of
-            return self._decode(b"".join([bytes_of[token_id] for token_id in token_ids]))
-        return "".join([self._feed_beginning(token_id) for token_id in token_ids])
+        if not self._begun:
+            return "".join([self._feed_beginning(token_id) for token_id in token_ids])
+        if len(token_ids) == 1:
+            return self._decode(self._bytes_of[token_ids[0]])
+        bytes_of = self._bytes_of
+        return self._decode(b"".join([bytes_of[token_id] for token_id in token_ids]))
 
     def flush(self) -> str:
         """The text held back: U+FFFD for a character that was never finished."""
-        return self._decode(b"", True)
+        return self._decode(b"", final=True)
+
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        # What codecs' incremental decoder does, in half its time: this runs once per token.
+        known = self._held + data
+        text, used = codecs.utf_8_decode(known, self._errors, final)
+        self._held = known[used:]
+        return text
 
     def _feed_beginning(self, token_id: int) -> str:
         if self._begun:

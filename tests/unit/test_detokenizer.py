@@ -1,0 +1,335 @@
+"""Streamed text is the tokenizer's own text, for every family, wherever the ids are cut."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases_counted import CASES, cut_anywhere, run_cases
+from tokenizers_made import CORPUS, MAKERS, directory
+
+from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
+from trtllm_bls.detokenizer.byte_table import ByteTableDetokenizer
+from trtllm_bls.detokenizer.window import MAX_HELD_IDS, Window, WindowDetokenizer
+from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"
+FAMILIES = (*MAKERS, "demo")
+BYTE_FALLBACK = ("sentencepiece", "gemma")
+BROKEN = "\ufffd"
+
+
+@cache
+def loaded(family: str) -> Tokenizer:
+    return load_tokenizer(DEMO if family == "demo" else directory(family))
+
+
+@cache
+def spelled(family: str) -> dict[str, int]:
+    tokenizer = loaded(family)
+    return {str(tokenizer.token(i)): i for i in range(tokenizer.vocab_size)}
+
+
+def stream(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
+    """What each id brings, then the flush."""
+    return [*(detokenizer.feed((token_id,)) for token_id in token_ids), detokenizer.flush()]
+
+
+# --- dialogues ------------------------------------------------------------------------------
+
+
+def test_a_character_comes_with_the_token_that_ends_it() -> None:
+    """Nothing, not even a replacement mark, leaves before its last byte is there."""
+    detokenizer = loaded("sentencepiece").detokenizer()
+    smile = [spelled("sentencepiece")[f"<0x{byte:02X}>"] for byte in "🦊".encode()]
+    assert stream(detokenizer, smile) == ["", "", "", "🦊", ""]
+
+
+def test_a_byte_level_character_comes_with_its_last_byte() -> None:
+    """The same where tokens spell bytes as letters."""
+    ids = loaded("byte-level").encode_word("🦊")
+    assert len(ids) > 1
+    *begin, last, rest = stream(loaded("byte-level").detokenizer(), ids)
+    assert "".join(begin) == rest == ""
+    assert last == "🦊"
+
+
+@pytest.mark.parametrize("family", ["byte-level", "sentencepiece"])
+def test_an_unfinished_character_is_flushed_as_replacement(family: str) -> None:
+    """Nothing is dropped silently: the end of the text shows that bytes were left."""
+    ids = loaded(family).encode_word("fun 🦊")[:-1]
+    text = "".join(stream(loaded(family).detokenizer(), ids))
+    assert text == loaded(family).decode(ids)
+    assert text.startswith("fun ")
+    assert set(text[4:]) == {BROKEN}
+
+
+@pytest.mark.parametrize("family", ["sentencepiece", "unigram"])
+def test_the_leading_space_of_the_first_word_is_no_text(family: str) -> None:
+    """The completion is the decode of the generated ids alone; only its first space goes."""
+    ids = loaded(family).encode_word("the dog the dog")
+    assert "".join(stream(loaded(family).detokenizer(), ids)) == "the dog the dog"
+
+
+def test_only_the_first_space_is_stripped() -> None:
+    """A completion that begins with more spaces keeps the others."""
+    space = spelled("sentencepiece")["▁"]
+    assert stream(loaded("sentencepiece").detokenizer(), [space] * 3) == ["", " ", " ", ""]
+
+
+def test_special_tokens_leave_no_trace_when_skipped() -> None:
+    """Not even inside a character, as in the tokenizer's own decode."""
+    tokenizer = loaded("sentencepiece")
+    first, *others = tokenizer.encode_word("🦊")[1:]
+    ids = [first, tokenizer.eos_id, *others]
+    assert "".join(stream(tokenizer.detokenizer(), ids)) == "🦊" == tokenizer.decode(ids)
+
+
+def test_special_tokens_are_text_when_asked_for() -> None:
+    """``skip_special_tokens=False`` shows them, as decode does."""
+    tokenizer = loaded("byte-level")
+    ids = tokenizer.encode("a fox", add_special_tokens=True)
+    assert stream(tokenizer.detokenizer(skip_special_tokens=False), ids)[0] == "<s>"
+    assert stream(tokenizer.detokenizer(skip_special_tokens=True), ids)[0] == ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_outside_the_table_have_no_text(family: str) -> None:
+    """An engine's table may be padded beyond the tokenizer's; that never ends a stream."""
+    tokenizer = loaded(family)
+    word = tokenizer.encode_word("dog")
+    ids = [-1, *word[:1], tokenizer.vocab_size + 7, 2**31, 2**70, *word[1:], -(2**40)]
+    assert "".join(stream(tokenizer.detokenizer(), ids)) == tokenizer.decode(word)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_replacement_mark_for_sound_text(family: str) -> None:
+    """Whatever the stream has shown at any moment, it is the beginning of the sound text."""
+    tokenizer = loaded(family)
+    for sample in CORPUS:
+        ids = tokenizer.encode_word(sample)
+        whole, shown = tokenizer.decode(ids), ""
+        assert BROKEN not in whole
+        for text in stream(tokenizer.detokenizer(), ids):
+            shown += text
+            assert whole.startswith(shown)
+        assert shown == whole
+
+
+# --- the rule, many times -------------------------------------------------------------------
+
+
+def some_ids(tokenizer: Tokenizer, family: str, chance: random.Random) -> list[int]:
+    """Real text, random text, random ids or random single bytes; specials anywhere."""
+    kind = chance.randrange(4)
+    if kind == 0:
+        ids = list(tokenizer.encode_word(chance.choice(CORPUS)))
+        begin = chance.randrange(len(ids))
+        ids = ids[begin : begin + chance.randrange(30)]
+    elif kind == 1:
+        letters = chance.choices("".join(CORPUS), k=chance.randrange(12))
+        ids = list(tokenizer.encode_word("".join(letters)))
+    elif kind == 2:
+        ids = chance.choices(range(-1, tokenizer.vocab_size + 2), k=chance.randrange(12))
+    else:
+        single = [i for token, i in spelled(family).items() if is_byte(token) or len(token) == 1]
+        ids = chance.choices(single, k=chance.randrange(12))
+    if chance.random() < 0.2:
+        ids.insert(chance.randrange(len(ids) + 1), chance.choice(sorted(tokenizer.added_ids)))
+    return ids
+
+
+def is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x")
+
+
+def byte_runs(tokenizer: Tokenizer, ids: list[int], skip: bool) -> list[tuple[bool, list[str]]]:
+    """The tokens that have text, in runs of byte tokens and of others."""
+    tokens = (tokenizer.token(i) for i in ids if not (skip and i in tokenizer.special_ids))
+    known = (token for token in tokens if token is not None)
+    return [(single, list(run)) for single, run in groupby(known, is_byte)]
+
+
+def with_fallback(
+    tokenizer: Tokenizer, ids: list[int], skip: bool, strip: bool
+) -> tuple[str, bool]:
+    """What byte-fallback text should be; and whether a run mixes characters with stray bytes."""
+    text, mixed = "", False
+    for single, tokens in byte_runs(tokenizer, ids, skip):
+        if not single:
+            text += "".join(tokens).replace("▁", " ")
+            continue
+        escaped = bytes(int(t[3:5], 16) for t in tokens).decode("utf-8", "surrogateescape")
+        stray = [c for c in escaped if "\udc80" <= c <= "\udcff"]
+        mixed = mixed or 0 < len(stray) < len(escaped)
+        text += "".join(BROKEN if c in stray else c for c in escaped)
+    return text[strip and text.startswith(" ") :], mixed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stream_is_the_decode(family: str) -> None:
+    """Counted: two thirds of all cases. The one exception is spelled out in ``with_fallback``."""
+    tokenizer = loaded(family)
+    exceptions = 0
+
+    def case(chance: random.Random) -> None:
+        nonlocal exceptions
+        ids = some_ids(tokenizer, family, chance)
+        skip = chance.random() < 0.7
+        detokenizer = tokenizer.detokenizer(skip)
+        pieces = [detokenizer.feed(ids[piece]) for piece in cut_anywhere(chance, len(ids), 4)]
+        text = "".join(pieces) + detokenizer.flush()
+        if family in BYTE_FALLBACK:
+            expected, mixed = with_fallback(tokenizer, ids, skip, family == "sentencepiece")
+            assert text == expected, ids
+            exceptions += mixed
+            if mixed:
+                return
+        assert text == tokenizer.decode(ids, skip), ids
+
+    wanted = -(-2 * CASES // (3 * len(FAMILIES)))
+    run = run_cases(case, wanted)
+    assert run >= wanted
+    assert exceptions < run / 2, "most byte runs are compared with decode itself"
+
+
+# --- bounds ---------------------------------------------------------------------------------
+
+
+def test_families_get_the_detokenizer_that_fits() -> None:
+    """Tables wherever tokens spell bytes; the window for the others."""
+    kinds = {family: type(loaded(family).detokenizer()) for family in FAMILIES}
+    others = ("wordpiece", "wordlevel", "suffix")
+    assert {f for f, kind in kinds.items() if kind is WindowDetokenizer} == set(others)
+    assert {f for f, kind in kinds.items() if kind is ByteTableDetokenizer} == {*FAMILIES} - set(
+        others
+    )
+
+
+@pytest.mark.parametrize("family", ["byte-level", "sentencepiece"])
+def test_broken_bytes_are_shown_at_once(family: str) -> None:
+    """Bytes that can become no character hold nothing back: one mark each."""
+    token = {"byte-level": "ÿ", "sentencepiece": "<0xFF>"}[family]
+    ids = [spelled(family)[token]] * 50
+    assert stream(loaded(family).detokenizer(), ids) == [*[BROKEN] * 50, ""]
+
+
+class Counted:
+    """A tokenizer that counts the ids it decodes."""
+
+    def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.decoder = decoder
+        self.vocab_size = tokenizer.vocab_size
+        self.added_ids = tokenizer.added_ids
+        self.special_ids = tokenizer.special_ids
+        self.token = tokenizer.token
+        self.encode_word = tokenizer.encode_word
+        self.decoded = 0
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        self.decoded += len(token_ids)
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_window_is_exact_for_sound_text(family: str) -> None:
+    """It needs no table: the safe choice for any tokenizer."""
+    tokenizer = loaded(family)
+    for sample in CORPUS:
+        ids = tokenizer.encode_word(sample)
+        assert "".join(stream(Window(tokenizer, True)(), ids)) == tokenizer.decode(ids)
+
+
+def test_the_window_holds_broken_bytes_for_a_while_only() -> None:
+    """After so many ids they are no unfinished character, and are shown as they stand."""
+    detokenizer = Window(loaded("byte-level"), True)()
+    texts = stream(detokenizer, [spelled("byte-level")["ÿ"]] * 100)
+    assert len("".join(texts)) == 100
+    assert texts[MAX_HELD_IDS] == BROKEN * (MAX_HELD_IDS + 1)
+
+
+@pytest.mark.parametrize("token", ["ÿ", "a", "<s>"])
+def test_the_window_costs_the_same_for_every_id(token: str) -> None:
+    """The ids it decodes stay in proportion to those fed, broken bytes and silence included."""
+    counted = Counted(loaded("byte-level"))
+    stream(Window(counted, True)(), [spelled("byte-level")[token]] * 3000)
+    assert counted.decoded <= 3000 * 2 * (MAX_HELD_IDS + 1)
+
+
+# --- the choice at load ---------------------------------------------------------------------
+
+
+def test_a_table_that_does_not_fit_is_refused_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    """The decoder claims bytes as letters, the texts say otherwise: warn, and take the window."""
+    mistaken = Counted(loaded("sentencepiece"), decoder={"type": "ByteLevel"})
+    with caplog.at_level(logging.WARNING):
+        make = choose_detokenizer(mistaken, True)
+    assert isinstance(make(), WindowDetokenizer)
+    assert "byte-level table differs" in caplog.text
+    assert "ids [" in caplog.text
+
+
+def test_a_tokenizer_that_cannot_be_streamed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A decode that rewrites earlier text fits no stream; it is used, with a warning."""
+
+    class Backwards(Counted):
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+            return super().decode(token_ids, skip_special_tokens)[::-1]
+
+    with caplog.at_level(logging.WARNING):
+        make = choose_detokenizer(Backwards(loaded("byte-level")), True)
+    assert isinstance(make(), WindowDetokenizer)
+    assert "streamed text may differ" in caplog.text
+
+
+def test_made_families_load_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """No family falls back: a warning at load is news."""
+    with caplog.at_level(logging.WARNING):
+        for family in FAMILIES:
+            for skip in (True, False):
+                choose_detokenizer(loaded(family), skip)
+    assert caplog.text == ""
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+BYTES, FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [REPLACE, BYTES, FUSE, STRIP | {"stop": 1}],
+        [REPLACE, BYTES, FUSE, STRIP | {"content": "_"}],
+        [REPLACE | {"content": "_"}, BYTES, FUSE],
+        [REPLACE | {"pattern": {"Regex": "▁"}}, BYTES, FUSE],
+        [BYTES, REPLACE, FUSE],
+        [REPLACE, STRIP, FUSE],
+        [],
+    ],
+)
+def test_unknown_decoders_get_the_window(steps: list[dict[str, Any]]) -> None:
+    """Only decoders that are known step by step are given a table."""
+    odd = Counted(loaded("sentencepiece"), decoder={"type": "Sequence", "decoders": steps})
+    assert isinstance(choose_detokenizer(odd, True)(), WindowDetokenizer)
+
+
+def test_a_sequence_of_one_step_is_that_step() -> None:
+    """Some converters wrap a lone decoder."""
+    wrapped = {"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}
+    make = choose_detokenizer(Counted(loaded("byte-level"), decoder=wrapped), True)
+    assert isinstance(make(), ByteTableDetokenizer)
+
+
+def test_an_empty_table_has_a_detokenizer() -> None:
+    """Nothing to test, nothing to show."""
+    empty = Counted(loaded("byte-level"))
+    empty.vocab_size, empty.added_ids = 0, frozenset()
+    assert stream(choose_detokenizer(empty, True)(), []) == [""]

@@ -1,0 +1,287 @@
+"""Tokenizer directories: what is read from them, and what is refused with one clear line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers_made import MAKERS, directory
+
+from trtllm_bls.errors import InvalidRequest, TokenizerError
+from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def bytes_made() -> Tokenizer:
+    return load_tokenizer(directory("byte-level"))
+
+
+@pytest.fixture(scope="module")
+def pieces_made() -> Tokenizer:
+    return load_tokenizer(directory("sentencepiece"))
+
+
+def copied(tmp_path: Path, family: str = "byte-level", **files: Any) -> Path:
+    """A directory to change: ``files`` are further JSON files by their stem."""
+    path = tmp_path / "tokenizer"
+    shutil.copytree(directory(family), path)
+    for stem, content in files.items():
+        (path / f"{stem}.json").write_text(json.dumps(content))
+    return path
+
+
+# --- text to ids ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_special_tokens_only_when_asked_for(family: str) -> None:
+    """The same text, with and without what the tokenizer puts before it."""
+    tokenizer = load_tokenizer(directory(family))
+    plain = tokenizer.encode("the dog", add_special_tokens=False)
+    assert tokenizer.encode("the dog", add_special_tokens=True)[1:] == plain
+    assert tokenizer.encode_word("the dog") == plain
+    assert not tokenizer.special_ids & {*plain} - {0}
+
+
+def test_a_second_bos_is_dropped_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt that spells the begin token itself still gets one; the log says it once."""
+    tokenizer = load_tokenizer(directory("byte-level"))
+    wanted = tokenizer.encode("the dog", add_special_tokens=True)
+    with caplog.at_level(logging.WARNING):
+        assert tokenizer.encode("<s>the dog", add_special_tokens=True) == wanted
+        assert tokenizer.encode("<s><s>the dog", add_special_tokens=True) == wanted
+    assert len(caplog.records) == 1
+
+
+def test_one_bos_in_the_text_is_kept(bytes_made: Tokenizer) -> None:
+    """A prompt already written with its begin token, encoded without adding any."""
+    with_bos = bytes_made.encode("the dog", add_special_tokens=True)
+    assert bytes_made.encode("<s>the dog", add_special_tokens=False) == with_bos
+
+
+def test_a_prompt_longer_than_the_model_is_no_concern(bytes_made: Tokenizer) -> None:
+    """Nothing is cut off here; the engine knows its limit."""
+    assert bytes_made.decode(bytes_made.encode("fox " * 5000, True)) == "fox " * 5000
+
+
+@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("text", ["", "\x00", "a\x00b", "\ufffe\uffff", "\U0010ffff", "\u200b"])
+def test_odd_text_is_encoded(family: str, text: str) -> None:
+    """NUL, noncharacters and nothing at all are text."""
+    tokenizer = load_tokenizer(directory(family))
+    assert isinstance(tokenizer.encode(text, add_special_tokens=True), tuple)
+    tokenizer.word_variants(text)
+
+
+@pytest.mark.parametrize("text", ["a\ud83d", "\udc80", "\udfff\ud800"])
+def test_lone_surrogates_are_refused(bytes_made: Tokenizer, text: str) -> None:
+    """They are no text, and would crash the tokenizer; the error names the field."""
+    with pytest.raises(InvalidRequest, match=r"^text_input: not valid Unicode at character \d"):
+        bytes_made.encode(text, add_special_tokens=True)
+    with pytest.raises(InvalidRequest, match=r"^stop_words: not valid Unicode"):
+        bytes_made.encode_word(text)
+    with pytest.raises(InvalidRequest, match=r"^bad_words: not valid Unicode"):
+        bytes_made.word_variants(text)
+
+
+@pytest.mark.parametrize("family", ["byte-level", "sentencepiece", "gemma"])
+@pytest.mark.parametrize("word", ["dog", "fun", "lazy,", 'it"s', "狐"])
+def test_a_bad_word_is_found_wherever_it_stands(family: str, word: str) -> None:
+    """In the middle of a line and at its beginning, some variant ends the ids."""
+    tokenizer = load_tokenizer(directory(family))
+    variants = tokenizer.word_variants(word)
+    for before in ("The ", "The quick ", "x\n", "x\n "):
+        ids = tokenizer.encode_word(before + word)
+        assert any(ids[-len(variant) :] == variant for variant in variants), before
+
+
+def test_variants_differ_and_none_covers_another(
+    bytes_made: Tokenizer, pieces_made: Tokenizer
+) -> None:
+    """With and without a space; what ends with a shorter variant would forbid nothing new."""
+    assert {*map(bytes_made.decode, bytes_made.word_variants("dog"))} == {"dog", " dog"}
+    for tokenizer in (bytes_made, pieces_made):
+        variants = tokenizer.word_variants("dog")
+        assert len({*variants}) == len(variants) == 2
+        assert not any(
+            one != other and one[-len(other) :] == other for one in variants for other in variants
+        )
+
+
+def test_a_word_the_table_cannot_spell_has_no_variant() -> None:
+    """To forbid the unknown token would forbid every unknown word."""
+    tokenizer = load_tokenizer(directory("wordlevel"))
+    assert tokenizer.word_variants("unheard-of") == ()
+    assert len(tokenizer.word_variants("dogs")) == 1
+    assert tokenizer.word_variants("") == ()
+
+
+# --- chat -----------------------------------------------------------------------------------
+
+
+def test_messages_become_the_models_own_prompt(bytes_made: Tokenizer) -> None:
+    """The template of the directory decides; the answer's beginning is added on request."""
+    messages = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho!"}]
+    said = "<|user|>Hi?</s><|assistant|>Ho!</s>"
+    assert bytes_made.render_chat(messages, add_generation_prompt=False) == said
+    assert bytes_made.render_chat(messages) == said + "<|assistant|>"
+
+
+def test_without_a_template_messages_are_refused() -> None:
+    """The caller learns what to send instead."""
+    tokenizer = load_tokenizer(directory("byte-level", chat=False))
+    with pytest.raises(InvalidRequest, match=r"^messages: .* no chat template; send text_input$"):
+        tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        {},
+        "hello",
+        None,
+        7,
+        ["hello"],
+        [None],
+        [[]],
+        [{}],
+        [{"content": "no role"}],
+        [{"role": None, "content": ""}],
+        [{"role": "user", "content": 7}],
+        [{"role": "user", "content": {"text": "x"}}],
+        [{"role": "user", "content": "good"}, {"role": ["user"], "content": "bad"}],
+    ],
+)
+def test_malformed_messages_are_refused(bytes_made: Tokenizer, messages: Any) -> None:
+    """Whatever JSON can hold, the answer is one line on ``messages``."""
+    with pytest.raises(InvalidRequest, match=r"^messages: [^\n]+$"):
+        bytes_made.render_chat(messages)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ messages[9]['role'] }}",
+        "{% if %}",
+        "{{ ''.__class__.__mro__ }}",
+    ],
+)
+def test_a_template_that_fails_is_the_requests_error(tmp_path: Path, template: str) -> None:
+    """Templates are programs that refuse what they do not like; the line says why."""
+    config = json.loads((directory("byte-level") / "tokenizer_config.json").read_text())
+    config["chat_template"] = template
+    tokenizer = load_tokenizer(copied(tmp_path, tokenizer_config=config))
+    with pytest.raises(InvalidRequest, match=r"^messages: the chat template refuses them: [^\n]+$"):
+        tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+
+
+# --- the table and the ends -----------------------------------------------------------------
+
+
+def test_ids_outside_the_table_have_no_token(bytes_made: Tokenizer) -> None:
+    """``decode`` leaves them out, as they may be an engine's padding."""
+    size = bytes_made.vocab_size
+    assert bytes_made.token(size - 1) == "<|assistant|>"
+    assert [bytes_made.token(i) for i in (-1, size, 2**31, 2**80)] == [None] * 4
+    word = bytes_made.encode_word("dog")
+    assert bytes_made.decode([-5, *word, size, 2**80]) == "dog"
+
+
+@pytest.mark.parametrize(("named", "more"), [(None, ()), (3, (3,)), ([3, 4, 3], (3, 4)), ([], ())])
+def test_every_end_id_is_known(tmp_path: Path, named: Any, more: tuple[int, ...]) -> None:
+    """generation_config.json may name none, one or several; the tokenizer's own comes first."""
+    tokenizer = load_tokenizer(copied(tmp_path, generation_config={"eos_token_id": named}))
+    eos = tokenizer.encode_word("</s>")
+    assert tokenizer.end_ids == (*eos, *more)
+    assert (tokenizer.eos_id,) == eos
+    assert (tokenizer.pad_id,) == tokenizer.encode_word("<|pad|>")
+
+
+def test_a_tokenizer_without_eos_takes_the_models(tmp_path: Path) -> None:
+    """And pads with it, if it has no pad token either."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files = {"tokenizer_config": config, "generation_config": {"eos_token_id": [9, 7]}}
+    tokenizer = load_tokenizer(copied(tmp_path, **files))
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.end_ids) == (9, 9, (9, 7))
+
+
+def test_a_tokenizer_without_any_end(tmp_path: Path) -> None:
+    """Some models end only by length; that is no error."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokenizer = load_tokenizer(copied(tmp_path, tokenizer_config=config))
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.end_ids) == (None, None, ())
+
+
+def test_the_fingerprint_tells_tables_apart(tmp_path: Path, bytes_made: Tokenizer) -> None:
+    """Draft and target must mean the same by every id; one exchanged pair of tokens is seen."""
+    same = load_tokenizer(copied(tmp_path / "same"))
+    assert same.fingerprint == bytes_made.fingerprint
+    path = copied(tmp_path / "other")
+    table = json.loads((path / "tokenizer.json").read_text())
+    vocab = table["model"]["vocab"]
+    vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
+    (path / "tokenizer.json").write_text(json.dumps(table))
+    assert load_tokenizer(path).fingerprint != bytes_made.fingerprint
+
+
+# --- loading --------------------------------------------------------------------------------
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    """The line has the directory; a name is never looked up on a network."""
+    with pytest.raises(TokenizerError, match=r"^gpt2: no such directory"):
+        load_tokenizer("gpt2")
+    with pytest.raises(TokenizerError, match=r"nowhere: no such directory"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "{}", "[]", "null", '{"model": {}}', "\x00"])
+def test_an_unusable_tokenizer_file(tmp_path: Path, content: str | None) -> None:
+    """Absent, empty, cut off or something else: one line with the directory and the mend."""
+    path = copied(tmp_path)
+    (path / "tokenizer.json").unlink()
+    if content is not None:
+        (path / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerError) as caught:
+        load_tokenizer(path)
+    line = str(caught.value)
+    assert line.startswith(f"{path}: cannot be loaded")
+    assert line.endswith("copy tokenizer.json and tokenizer_config.json of the model into it")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "7", '{"eos_token_id": "x"}', '{"eos_token_id": {}}']
+)
+def test_an_unusable_generation_config(tmp_path: Path, content: str) -> None:
+    """End ids are never guessed: the file is named, with the mend."""
+    path = copied(tmp_path)
+    (path / "generation_config.json").write_text(content)
+    with pytest.raises(TokenizerError, match=r"generation_config.json .*; mend or remove it$"):
+        load_tokenizer(path)
+
+
+SILENT = """
+import sys
+from trtllm_bls.tokenizer import load_tokenizer
+assert "transformers" not in sys.modules, "imported before it is needed"
+load_tokenizer(sys.argv[1])
+assert "torch" not in sys.modules, "torch was imported, or is still hidden"
+"""
+
+
+def test_loading_imports_no_torch_and_says_nothing(tmp_path: Path) -> None:
+    """With a model's config.json beside it, which alone would bring torch in."""
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    path = copied(tmp_path, "sentencepiece", config=config)
+    done = subprocess.run([sys.executable, "-c", SILENT, str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
