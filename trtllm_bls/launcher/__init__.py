@@ -1,0 +1,10 @@
+"""Starting a tritonserver and keeping it in order: find, check, prepare, run, wait, clean up.
+
+Knows options and processes, nothing of tensors or tokens. ``server`` tells the story; every other
+file is one of its steps.
+"""
+
+from trtllm_bls.launcher.listener import Listener
+from trtllm_bls.launcher.server import ServerFailed, Stopped, TritonServer
+
+__all__ = ["Listener", "ServerFailed", "Stopped", "TritonServer"]

@@ -1,0 +1,131 @@
+"""Is this machine fit to serve? Each check passes silently or raises one line that says what to do.
+
+Owns the rules (measured against Triton 24.10) and nothing that changes the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+from trtllm_bls.errors import SetupError
+from trtllm_bls.launcher.find import Installation
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+LIBPYTHON = f"libpython{PYTHON}.so.1.0"
+SHARED_MEMORY = Path("/dev/shm")
+
+# One region per model instance, 1 MiB at first, growing with the largest request in flight; when
+# it cannot grow, requests fail in ways that do not name the cause.
+LEAST_SHARED_MEMORY = 32 * 2**20
+
+# The Python backend's stub understands numpy 2's array layout from 24.12 on (server 2.53).
+NUMPY_2_SERVER = (2, 53)
+
+
+def check_platform(system: str | None = None) -> None:
+    """The server's binaries are for Linux."""
+    system = system or platform.system()
+    if system != "Linux":
+        raise SetupError(
+            f"tritonserver runs on Linux, this is {system}: use a Linux machine or a container"
+        )
+
+
+def check_numpy(server: Installation, version: str | None = None) -> None:
+    """Stubs before 24.12 die on their first string input under numpy 2."""
+    version = version or metadata.version("numpy")
+    server_version = server.version()
+    if int(version.split(".")[0]) < 2 or (server_version or (0,)) >= NUMPY_2_SERVER:
+        return
+    raise SetupError(
+        f"numpy {version} crashes this server's Python backend: run `pip install 'numpy<2'`"
+    )
+
+
+def check_shared_memory(directory: Path = SHARED_MEMORY, least: int = LEAST_SHARED_MEMORY) -> None:
+    """Models and server exchange tensors there; a container's default can be too small."""
+    free = 0
+    if directory.is_dir():
+        room = os.statvfs(directory)
+        free = room.f_bavail * room.f_frsize
+    if free < least:
+        raise SetupError(
+            f"{directory} has {free // 2**20} MiB free, at least {least // 2**20} are needed: "
+            "start the container with --shm-size=1g, or delete what other servers left there"
+        )
+
+
+def libpython(directories: tuple[Path, ...] | None = None) -> Path:
+    """The shared library of the interpreter that runs us; the stub embeds it.
+
+    Another build of the same version is not good enough: standard modules such as ssl then fail
+    to load inside the stub.
+    """
+    if directories is None:
+        configured = sysconfig.get_config_var("LIBDIR")
+        directories = (Path(configured or sys.base_prefix), Path(sys.base_prefix, "lib"))
+    for directory in directories:
+        library = directory / LIBPYTHON
+        if library.is_file():
+            return library
+    raise SetupError(
+        f"{LIBPYTHON} of {sys.executable} is missing, and the server's models embed it: "
+        f"install it (Debian, Ubuntu: apt install libpython{PYTHON}) or use an interpreter built "
+        "with --enable-shared (`make clean`, then `make PYTHON=... demo`)"
+    )
+
+
+def check_server(server: Installation, environment: dict[str, str]) -> None:
+    """There is a stub for this Python, and all libraries of stub and server can be found."""
+    stub = server.stub(PYTHON)
+    if not stub.is_file():
+        raise SetupError(
+            f"this server has no Python backend for Python {PYTHON}: "
+            f"use one of {', '.join(_stub_versions(server)) or 'another server'}"
+        )
+    libraries = loaded_libraries(stub, environment)
+    wanted = re.search(r"libpython(3\.\d+)\.so", " ".join(libraries))
+    if wanted and wanted[1] != PYTHON:
+        raise SetupError(
+            f"this server's models run on Python {wanted[1]}, this is {PYTHON}: "
+            f"install and start trtllm-bls with python{wanted[1]}"
+        )
+    _check_libraries(stub, libraries)
+    _check_libraries(server.binary, loaded_libraries(server.binary, environment))
+
+
+def _check_libraries(binary: Path, libraries: dict[str, str]) -> None:
+    missing = sorted(name for name, place in libraries.items() if place == "not found")
+    if missing:
+        raise SetupError(
+            f"{binary.name} cannot start, libraries are missing: {', '.join(missing)}; "
+            "install them or add their directory to LD_LIBRARY_PATH"
+        )
+
+
+def loaded_libraries(binary: Path, environment: dict[str, str]) -> dict[str, str]:
+    """What the dynamic loader would load for a program, by name; it is not run.
+
+    The same question as ``ldd`` asks; a missing library's place is ``"not found"``.
+    """
+    trace = subprocess.run(
+        [binary],
+        env=environment | {"LD_TRACE_LOADED_OBJECTS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    pairs = (line.split(" => ", 1) for line in trace.stdout.splitlines() if " => " in line)
+    return {name.strip(): place.rsplit(" (", 1)[0].strip() for name, place in pairs}
+
+
+def _stub_versions(server: Installation) -> list[str]:
+    found = server.root.glob("python_backend_stubs/*")
+    return sorted((d.name for d in found), key=lambda name: [int(p) for p in name.split(".")])

@@ -1,0 +1,133 @@
+"""The server's command line and environment, from settings; pure.
+
+Owns which option and which variable carries what. The models read the ``TRTLLM_BLS_*`` variables
+before the parameters in their configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import util
+from pathlib import Path
+
+from trtllm_bls.errors import SetupError
+from trtllm_bls.launcher.find import CHECKOUT, Installation, default_directory
+from trtllm_bls.launcher.ports import Ports
+from trtllm_bls.settings import ServeSettings
+
+# Each model instance has this pool inside the server, for engine calls and for sending. A stream
+# that waits for its first token may hold one thread; with fewer threads than streams, running
+# streams wait behind it. The margin is for control requests and streams that are just ending.
+THREAD_MARGIN = 32
+
+DEMO_MODEL, DEMO_DRAFT = "assets/demo/target", "assets/demo/draft"
+
+# Models come from local directories: nothing is to be looked for in the network, and tokenizers
+# must not warn about, or deadlock on, threads across forks.
+_QUIET_LIBRARIES = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def server_command(
+    server: Installation,
+    settings: ServeSettings,
+    ports: Ports,
+    repository: Path,
+    backends: Path,
+    region_prefix: str,
+) -> list[str]:
+    """What to run. ``region_prefix`` begins the names of all shared-memory regions.
+
+    Configurations are taken as they are (no auto-completion): it would start every model's
+    Python twice.
+    """
+    threads = settings.max_streams + THREAD_MARGIN
+    options = {
+        "model-repository": repository,
+        "backend-directory": backends,
+        "http-address": ports.host,
+        "http-port": ports.http,
+        "grpc-address": ports.host,
+        "grpc-port": ports.grpc,
+        "metrics-address": ports.host,
+        "metrics-port": ports.metrics,
+        "exit-timeout-secs": settings.exit_timeout,
+    }
+    return [
+        str(server.binary),
+        *(f"--{name}={value}" for name, value in options.items()),
+        f"--backend-config=python,thread-pool-size={threads}",
+        f"--backend-config=python,shm-region-prefix-name={region_prefix}",
+        "--disable-auto-complete-config",
+    ]
+
+
+def server_environment(
+    settings: ServeSettings, ports: Ports, libraries: Path, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """The server's environment; ``libraries`` holds the libpython to use.
+
+    This interpreter's directory leads PATH, by which the embedded Python finds its home, and its
+    packages lead PYTHONPATH.
+    """
+    environment = dict(inherited) | _QUIET_LIBRARIES | model_directories(settings)
+    executables = os.path.dirname(sys.executable)
+    environment["PATH"] = _prepend(executables, inherited.get("PATH"))
+    environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
+    environment["PYTHONPATH"] = _prepend(*package_directories(), inherited.get("PYTHONPATH"))
+    environment.pop("PYTHONHOME", None)
+    environment["TRTLLM_BLS_GRPC_URL"] = f"{ports.reachable_host}:{ports.grpc}"
+    environment["TRTLLM_BLS_MAX_STREAMS"] = str(settings.max_streams)
+    if settings.threads is not None:
+        environment["TRTLLM_BLS_ENGINE_THREADS"] = str(settings.threads)
+    return environment
+
+
+def model_directories(settings: ServeSettings, checkout: Path = CHECKOUT) -> dict[str, str]:
+    """Which checkpoints the models shall load; empty where their own configuration decides.
+
+    The demo's model and draft go together: a draft that speaks another vocabulary is worse than
+    none, so neither is assumed beside a directory that was named. Raises ``SetupError``.
+    """
+    target, draft = settings.model, settings.draft_model
+    if target is None and draft is None and settings.model_repository is None:
+        target = default_directory(DEMO_MODEL, checkout)
+        draft = default_directory(DEMO_DRAFT, checkout)
+    directories = {}
+    for option, variable, directory in (
+        ("--model", "TRTLLM_BLS_MODEL_DIR", target),
+        ("--draft-model", "TRTLLM_BLS_DRAFT_MODEL_DIR", draft),
+    ):
+        if directory is None:
+            continue
+        directory = directory.expanduser().resolve()
+        if not directory.is_dir():
+            raise SetupError(f"{option} {directory}: no such directory")
+        directories[variable] = str(directory)
+    return directories
+
+
+def model_repository(settings: ServeSettings) -> Path:
+    """The model repository to serve, absolute; raises ``SetupError`` if there is no default."""
+    chosen = settings.model_repository or default_directory("models")
+    if chosen is None:
+        raise SetupError("no models/ beside the package: name one with --model-repository")
+    return chosen.expanduser().resolve()
+
+
+def package_directories() -> list[str]:
+    """Where the stubs find what we import: the environment's packages, then this package."""
+    numpy = util.find_spec("numpy")
+    found = [str(Path(numpy.origin).parents[1])] if numpy and numpy.origin else []
+    own = str(CHECKOUT)
+    return found if own in found else [*found, own]
+
+
+def _prepend(*parts: str | None) -> str:
+    return os.pathsep.join(part for part in parts if part)

@@ -1,0 +1,18 @@
+"""What a server tells whoever started it; the base class listens and says nothing."""
+
+from __future__ import annotations
+
+from trtllm_bls.launcher.logs import LogLine
+
+
+class Listener:
+    """Override what is of interest. ``log`` is called on another thread than the rest."""
+
+    def log(self, line: LogLine) -> None:
+        """The server or a model printed a line."""
+
+    def starting(self, models: tuple[str, ...]) -> None:
+        """The server process runs and loads these models."""
+
+    def model_ready(self, model: str, ready: int) -> None:
+        """One more model is ready; ``ready`` counts them."""

@@ -1,0 +1,148 @@
+"""What the server's log says: lines made readable, and the few events that the launcher acts on.
+
+Owns the form of Triton's log lines and the texts to look for in them (release 24.10). Reads no
+file and prints nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from dataclasses import dataclass
+
+TAIL_LINES = 400
+
+# I1121 01:56:47.026953 6110 model_lifecycle.cc:839] "successfully loaded 'echo'"
+_STRUCTURED = re.compile(
+    r"(?P<severity>[IWEF])\d{4} (?P<time>\d\d:\d\d:\d\d)[.\d]* +\d+ (?P<source>[^\s:]+):\d+\] ?"
+    r"(?P<text>.*)"
+)
+_SEVERITIES = {"I": "info", "W": "warning", "E": "error", "F": "fatal"}
+# Tables, empty lines, and the stub's tracebacks, which come again with the model's name.
+_FURNITURE = re.compile(r"\s*(?:[+|].*)?|At:|  \S+\(\d+\): \S+|Signal \(\d+\) received\.")
+
+_LOADED = re.compile(r"successfully loaded '([^']+)'")
+_FAILED = (
+    re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.+)", re.DOTALL),
+    re.compile(r"failed to load model '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
+    re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
+    # The server waits for this stub for ever; the path it gives names the model.
+    re.compile(
+        r"Failed to preinitialize Python stub: "
+        r"(?P<reason>.*?(?P<model>[^/']+)/\d+/[^/']+'.*)",
+        re.DOTALL,
+    ),
+)
+_STATUS = re.compile(r"^(?:Internal|Invalid argument|Unavailable|Not found|Unknown): ")
+_DEAD_STUB = re.compile(r"Stub process '[^']+' is not healthy\.")
+_TRACE = "\n\nAt:\n"
+_INTERPRETER = re.compile(r"<frozen |/importlib/")
+_PORT_TAKEN = re.compile(r"failed to start (\w+) service: .* already in use")
+
+# Said on every machine without a GPU, as warnings or errors.
+_NO_GPU = re.compile(
+    r"CUDA driver version is insufficient|CudaDriverHelper has not been init|"
+    r"DCGM unable to start|Failed to initialize NVML"
+)
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line; ``severity`` is empty for what a model or library printed by itself."""
+
+    raw: str
+    text: str
+    severity: str = ""
+    time: str = ""
+    source: str = ""
+
+    @property
+    def noteworthy(self) -> bool:
+        """Should a user see it who did not ask for everything?"""
+        if _NO_GPU.search(self.text) or _FURNITURE.fullmatch(self.text):
+            return False
+        return self.severity != "info" or self.source.endswith(".py")
+
+    @property
+    def readable(self) -> str:
+        """The line for people: time, severity where there is one, and real line breaks."""
+        return f"{self.time} {self.severity}: {self.text}" if self.severity else self.text
+
+
+def parse(raw: str) -> LogLine:
+    """Read one line of the server's output, without its newline."""
+    match = _STRUCTURED.fullmatch(raw)
+    if match is None:
+        return LogLine(raw, raw)
+    return LogLine(
+        raw=raw,
+        text=_unquoted(match["text"]),
+        severity=_SEVERITIES[match["severity"]],
+        time=match["time"],
+        source=match["source"],
+    )
+
+
+def _unquoted(text: str) -> str:
+    """Triton writes messages as JSON strings; other libraries do not."""
+    text = text.strip()
+    try:
+        value = json.loads(text) if text.startswith('"') else text
+    except ValueError:
+        return text
+    return str(value).strip()
+
+
+class LogBook:
+    """Reads the log line by line and remembers what became of the models."""
+
+    def __init__(self) -> None:
+        self.loaded: set[str] = set()
+        self.failures: dict[str, str] = {}  # model -> reason, with its traceback
+        self.port_taken: str | None = None  # the service that could not listen
+        self._tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
+
+    def add(self, raw: str) -> LogLine:
+        """Take one line; returns it parsed."""
+        line = parse(raw)
+        self._tail.append(line)
+        if loaded := _LOADED.fullmatch(line.text):
+            self.loaded.add(loaded[1])
+        if taken := _PORT_TAKEN.search(line.text):
+            self.port_taken = taken[1]
+        for pattern in _FAILED:
+            if failed := pattern.match(line.text):
+                self.failures.setdefault(failed["model"], failed["reason"].strip())
+        return line
+
+    def tail(self, count: int = 12) -> tuple[str, ...]:
+        """The last lines worth reading; if there are none, the last lines."""
+        lines = list(self._tail)
+        chosen = [line for line in lines if line.noteworthy] or lines
+        return tuple(line.readable for line in chosen[-count:])
+
+    def failure_summary(self) -> str:
+        """One line that names every model that did not load, and why."""
+        return "; ".join(
+            f"model {model} did not load: {_headline(reason)}"
+            for model, reason in self.failures.items()
+        )
+
+    def failure_details(self, count: int = 12) -> tuple[str, ...]:
+        """Where in the models' code it happened, then what models printed last."""
+        traces = [
+            f"{model}: {line.strip()}"
+            for model, reason in self.failures.items()
+            for line in reason.partition(_TRACE)[2].splitlines()
+            if not _INTERPRETER.search(line)
+        ]
+        printed = [line.text for line in self._tail if line.noteworthy and not line.severity]
+        return (*traces, *printed[-count:])
+
+
+def _headline(reason: str) -> str:
+    text = _STATUS.sub("", reason.partition(_TRACE)[0], count=1)
+    if _DEAD_STUB.fullmatch(text):
+        return "its Python process died while loading"
+    return " ".join(text.split())

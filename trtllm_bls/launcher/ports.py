@@ -1,0 +1,57 @@
+"""The three addresses of a server: free ones chosen, busy ones refused before anything starts.
+
+Owns binding and closing probe sockets. A port that was free can be taken before the server binds
+it; the server then says so and ``TritonServer`` chooses again.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from trtllm_bls.errors import SetupError
+from trtllm_bls.settings import ServeSettings, option
+
+_FIELDS = ("http_port", "grpc_port", "metrics_port")
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where one server listens."""
+
+    host: str
+    http: int
+    grpc: int
+    metrics: int
+
+    @property
+    def reachable_host(self) -> str:
+        """The host to connect to from this machine, bracketed if it is an IPv6 address."""
+        host = _EVERYWHERE.get(self.host, self.host)
+        return f"[{host}]" if ":" in host else host
+
+
+def choose(settings: ServeSettings) -> Ports:
+    """Ports as asked for, with every 0 replaced by a free one; raises ``SetupError`` if busy."""
+    with ExitStack() as held:  # all at once, so that no port is chosen twice
+        chosen = [_probe(held, settings, field) for field in _FIELDS]
+    return Ports(settings.host, *chosen)
+
+
+def _probe(held: ExitStack, settings: ServeSettings, field: str) -> int:
+    port: int = getattr(settings, field)
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT
+    try:
+        probe.bind((settings.host, port))
+        probe.listen(1)  # two REUSEADDR sockets may bind one port, only one may listen
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise SetupError(
+            f"port {port} on {settings.host}: {problem.lower()}; "
+            f"stop what uses it or choose another with {option(field)} (0 = any free port)"
+        ) from error
+    return int(probe.getsockname()[1])

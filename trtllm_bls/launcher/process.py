@@ -1,0 +1,133 @@
+"""The server's process as the launcher sees it: a guard, its lifeline, and lines of log.
+
+Owns the guard's start and end. Knows nothing of models or readiness.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import mkdtemp
+
+import psutil
+
+from trtllm_bls.launcher import guard
+from trtllm_bls.launcher.checks import SHARED_MEMORY
+
+# Beyond the server's own exit timeout, for unloading what drained.
+GRACE_MARGIN = 10.0
+
+# Only where the guard itself was killed may something still hold the log open after its end.
+LAST_LINES_S = 5.0
+
+
+class Scratch:
+    """What belongs to one run and must not outlive it: a directory and a region prefix."""
+
+    def __init__(self) -> None:
+        self.workdir = Path(mkdtemp(prefix="trtllm-bls-"))
+        self.region_prefix = f"trtllm_bls_{uuid.uuid4().hex[:12]}_"
+        self.regions = str(SHARED_MEMORY / self.region_prefix)
+
+    def remove(self) -> None:
+        """Remove all of it; the guard has usually done so."""
+        guard.remove_traces(self.workdir, self.regions)
+
+
+class GuardedProcess:
+    """A command run under the guard; every line it prints is handed to ``on_line``.
+
+    ``on_line`` is called on a thread of its own. ``stop`` and ``kill`` only ask; they may be
+    called from a signal handler and again after the end.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        scratch: Scratch,
+        exit_timeout: float,
+        on_line: Callable[[str], None],
+    ) -> None:
+        self._on_line = on_line
+        order = {
+            "command": command,
+            "workdir": str(scratch.workdir),
+            "shared_memory": scratch.regions,
+            "grace": exit_timeout + GRACE_MARGIN,
+        }
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, json.dumps(order)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment | {"TMPDIR": str(scratch.workdir)},
+            start_new_session=True,  # Ctrl-C is ours to pass on
+        )
+        self._reader = threading.Thread(target=self._read, name="server-log", daemon=True)
+        self._reader.start()
+
+    @property
+    def running(self) -> bool:
+        return self._guard.poll() is None
+
+    @property
+    def server_pid(self) -> int | None:
+        """The command's own process; ``None`` before it started and after it ended."""
+        with suppress(psutil.Error):
+            children = psutil.Process(self._guard.pid).children()
+            return children[0].pid if children else None
+        return None
+
+    def stop(self) -> None:
+        """Ask for an orderly end."""
+        self._say(guard.STOP)
+
+    def kill(self) -> None:
+        """Ask for the end at once."""
+        self._say(guard.KILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, 128 + n for signal n, once all output has been handed on.
+
+        Raises ``subprocess.TimeoutExpired``.
+        """
+        code = self._guard.wait(timeout)
+        self._reader.join(LAST_LINES_S)
+        return code if code >= 0 else 128 - code
+
+    def close(self) -> None:
+        """Give up the lifeline and the log; the process is over or as good as."""
+        if self._guard.stdin:
+            self._guard.stdin.close()
+        self._guard.wait()
+        self._reader.join(LAST_LINES_S)
+        if self._guard.stdout:
+            self._guard.stdout.close()
+
+    def _say(self, word: bytes) -> None:
+        if self._guard.stdin and not self._guard.stdin.closed:
+            with suppress(OSError):  # over already
+                os.write(self._guard.stdin.fileno(), word)
+
+    def _read(self) -> None:
+        assert self._guard.stdout
+        for line in self._guard.stdout:
+            self._on_line(line.decode("utf-8", "replace").rstrip("\n"))
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words, with the usual cause of a kill."""
+    names = {128 + number: number.name for number in signal.Signals}
+    if code not in names:
+        return f"exit code {code}"
+    name = names[code]
+    return f"{name}, perhaps out of memory" if name == "SIGKILL" else name

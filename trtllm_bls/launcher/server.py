@@ -1,0 +1,256 @@
+"""A running tritonserver, from nothing to ready to gone.
+
+    with TritonServer(ServeSettings(http_port=0, grpc_port=0, metrics_port=0)) as server:
+        ...  # server.grpc_url
+
+Owns the order of things: look at the machine, prepare, start, wait until every model is ready,
+stop, clean up. How each is done is in the neighbours.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from subprocess import TimeoutExpired
+from types import TracebackType
+
+from trtllm_bls.errors import SetupError
+from trtllm_bls.launcher import checks, command, workdir
+from trtllm_bls.launcher.find import Installation, find_server
+from trtllm_bls.launcher.listener import Listener
+from trtllm_bls.launcher.logs import LogBook
+from trtllm_bls.launcher.ports import Ports, choose
+from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
+from trtllm_bls.launcher.readiness import Readiness
+from trtllm_bls.settings import ServeSettings
+
+# A free port may be taken between its choice and the server's start, seconds later.
+PORT_ATTEMPTS = 3
+
+# How often readiness is asked for when the log has nothing new.
+POLL_S = 0.1
+
+
+class ServerFailed(SetupError):
+    """The server did not get ready, or ended by itself. ``log_lines`` are its last words."""
+
+    def __init__(self, problem: str, log_lines: tuple[str, ...] = ()) -> None:
+        super().__init__(problem)
+        self.log_lines = log_lines
+
+
+class PortTaken(ServerFailed):
+    """Somebody was faster to bind one of the ports."""
+
+
+class Stopped(SetupError):
+    """The server was asked to stop before it was ready."""
+
+
+@dataclass
+class _Run:
+    """One start of the server, with all that belongs to it."""
+
+    ports: Ports
+    models: tuple[str, ...]
+    scratch: Scratch
+    book: LogBook
+    process: GuardedProcess
+
+
+class TritonServer:
+    """One server process. ``start`` returns when every model is ready; ``stop`` drains.
+
+    ``request_stop`` may be called from a signal handler; everything else belongs to one thread.
+    """
+
+    def __init__(self, settings: ServeSettings, listener: Listener | None = None) -> None:
+        self.settings = settings
+        self._listener = listener or Listener()
+        self._news = threading.Event()  # set by every log line
+        self._run: _Run | None = None
+        self._stop_requests = 0
+
+    def __enter__(self) -> TritonServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def http_url(self) -> str:
+        """``http://host:port``, reachable from this machine."""
+        return f"http://{self._running.ports.reachable_host}:{self._running.ports.http}"
+
+    @property
+    def grpc_url(self) -> str:
+        """``host:port``, as gRPC clients want it."""
+        return f"{self._running.ports.reachable_host}:{self._running.ports.grpc}"
+
+    @property
+    def metrics_url(self) -> str:
+        """Where Prometheus metrics are."""
+        return f"http://{self._running.ports.reachable_host}:{self._running.ports.metrics}/metrics"
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models it serves."""
+        return self._running.models
+
+    @property
+    def pid(self) -> int | None:
+        """tritonserver's own process; ``None`` when it has ended."""
+        return self._running.process.server_pid
+
+    @property
+    def region_prefix(self) -> str:
+        """How the names of all its files in ``/dev/shm`` begin."""
+        return self._running.scratch.region_prefix
+
+    @property
+    def _running(self) -> _Run:
+        if self._run is None:
+            raise RuntimeError("the server has not been started")
+        return self._run
+
+    def start(self) -> None:
+        """Start and return when every model is ready.
+
+        Raises ``SetupError``: ``ServerFailed`` with the server's last words if it started but
+        did not get ready, ``Stopped`` if it was asked to stop meanwhile.
+        """
+        server = self._checked_installation()
+        for attempt in range(PORT_ATTEMPTS):
+            try:
+                self._run = self._launch(server)
+                self._wait_until_ready(self._run)
+                return
+            except PortTaken:
+                self._end()
+                if attempt == PORT_ATTEMPTS - 1 or not self._any_free_port:
+                    raise
+            except BaseException:
+                self._end()
+                raise
+
+    def request_stop(self) -> bool:
+        """Ask the server to stop, without waiting; the second request kills it.
+
+        Returns whether it was killed. Before ``start`` has launched anything, ``start`` ends.
+        """
+        self._stop_requests += 1
+        force = self._stop_requests > 1
+        if self._run is not None:
+            process = self._run.process
+            process.kill() if force else process.stop()
+        return force
+
+    def wait(self) -> None:
+        """Return when the server has ended as requested; raises ``ServerFailed`` otherwise."""
+        run = self._running
+        code = run.process.wait()
+        if not self._stop_requests:
+            raise ServerFailed(
+                f"the server ended by itself ({describe_exit(code)})", run.book.tail()
+            )
+
+    def stop(self) -> None:
+        """Let running requests end, at most ``exit_timeout`` seconds, and clean up."""
+        if self._run is None:
+            return
+        if not self._stop_requests:
+            self.request_stop()
+        with suppress(TimeoutExpired):
+            self._run.process.wait(self.settings.exit_timeout + 2 * GRACE_MARGIN)
+        self._end()
+
+    @property
+    def _any_free_port(self) -> bool:
+        settings = self.settings
+        return 0 in (settings.http_port, settings.grpc_port, settings.metrics_port)
+
+    def _checked_installation(self) -> Installation:
+        checks.check_platform()
+        server = find_server(self.settings.server)
+        checks.check_numpy(server)
+        checks.check_shared_memory()
+        return server
+
+    def _launch(self, server: Installation) -> _Run:
+        ports = choose(self.settings)
+        repository = command.model_repository(self.settings)
+        models = workdir.model_names(repository)
+        scratch = Scratch()
+        try:
+            directory = scratch.workdir
+            libraries = workdir.link_libpython(directory, checks.libpython())
+            environment = command.server_environment(self.settings, ports, libraries, os.environ)
+            checks.check_server(server, environment)
+            backends = workdir.link_backends(directory, server)
+            served = workdir.apply_overrides(directory, repository, self.settings.overrides)
+            order = command.server_command(
+                server, self.settings, ports, served, backends, scratch.region_prefix
+            )
+            book = LogBook()
+            process = GuardedProcess(
+                order, environment, scratch, self.settings.exit_timeout, self._hear(book)
+            )
+        except BaseException:
+            scratch.remove()
+            raise
+        return _Run(ports, models, scratch, book, process)
+
+    def _hear(self, book: LogBook) -> Callable[[str], None]:
+        def on_line(raw: str) -> None:
+            self._listener.log(book.add(raw))
+            self._news.set()
+
+        return on_line
+
+    def _wait_until_ready(self, run: _Run) -> None:
+        deadline = time.monotonic() + self.settings.ready_timeout
+        readiness = Readiness(run.ports, run.models)
+        self._listener.starting(run.models)
+        while not readiness.complete:
+            self._news.wait(POLL_S)
+            self._news.clear()
+            if self._stop_requests:
+                raise Stopped("stopped before the models were ready")
+            self._raise_failure(run)
+            for model in readiness.newly_loaded(run.book.loaded):
+                self._listener.model_ready(model, len(readiness.loaded))
+            readiness.ask()
+            if time.monotonic() > deadline:
+                raise ServerFailed(
+                    f"not ready after {self.settings.ready_timeout} s, still loading: "
+                    f"{', '.join(readiness.missing)}; allow more with --ready-timeout",
+                    run.book.tail(),
+                )
+
+    def _raise_failure(self, run: _Run) -> None:
+        ended = not run.process.running
+        code = run.process.wait() if ended else None  # also reads the log to its end
+        if run.book.failures:
+            raise ServerFailed(run.book.failure_summary(), run.book.failure_details())
+        if run.book.port_taken:
+            raise PortTaken(f"the {run.book.port_taken} port was taken meanwhile, try again")
+        if code is not None:
+            raise ServerFailed(f"the server did not start ({describe_exit(code)})", run.book.tail())
+
+    def _end(self) -> None:
+        """Whatever state it is in: no process, no file remains."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.process.kill()
+            run.process.close()
+            run.scratch.remove()
