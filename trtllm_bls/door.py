@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_bls.errors import TrtllmBlsError, to_wire
+from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
 from trtllm_bls.messages import Array
 
 WATCH_SECONDS = 0.05  # how often callers are asked whether they are still there
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Call:
-    """One Triton request and its answer. Inputs are copied: Triton may free its own any time."""
+    """One Triton request and its answer; ``arrays`` are its inputs, once they have been read."""
 
     _numbers = itertools.count(1)
 
@@ -48,7 +48,11 @@ class Call:
         self.client_id: str = request.request_id()
         # Unique in this process, whatever ids clients choose; it names the call in log lines.
         self.id = f"{self.client_id or 'request'}-{next(self._numbers)}"
-        self.arrays: Mapping[str, Array] = MappingProxyType(
+        self.arrays: Mapping[str, Array] = MappingProxyType({})
+
+    def read(self, request: Any) -> None:
+        """Copy the inputs: Triton may free its own any time."""
+        self.arrays = MappingProxyType(
             {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
         )
 
@@ -74,7 +78,13 @@ class Call:
     def gone(self) -> bool:
         """Whether the caller no longer waits. The only place that may ask Triton."""
         with self._lock:
-            return not self._closed and bool(self._sender.is_cancelled())
+            if self._closed:
+                return False
+            try:
+                return bool(self._sender.is_cancelled())
+            except Exception as error:  # whatever Triton raises, the watch goes on
+                log.warning("%s: cannot ask for its caller: %s", self.id, error)
+                return False
 
     def _send(self, response: Any, final: bool) -> None:
         with self._lock:
@@ -102,10 +112,16 @@ class Door:
     def accept(self, requests: Iterable[Any]) -> None:
         """Take requests from Triton's ``execute``; returns at once."""
         for request in requests:
-            self._loop.call_soon_threadsafe(self._start, Call(self._pb, request))
+            call = Call(self._pb, request)
+            try:
+                call.read(request)
+            except Exception as error:  # raised to Triton, it would answer the whole batch twice
+                call.fail(error)
+            else:
+                self._loop.call_soon_threadsafe(self._start, call)
 
     def close(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """End every call still open with its FINAL, run ``finish``, then end the threads."""
+        """End every call still open with an error, run ``finish``, then end the threads."""
         self._closing.set()
         self._run(self._cancel_all())
         self._run(finish())
@@ -126,7 +142,10 @@ class Door:
         try:
             await self._handle(call)
         except asyncio.CancelledError:
-            log.info("%s: cancelled by its caller", call.id)
+            if call.gone():
+                log.info("%s: cancelled by its caller", call.id)
+            else:  # a silent end would look like a whole answer
+                call.fail(EngineUnavailable("the server is shutting down"))
         except Exception as error:
             if isinstance(error, TrtllmBlsError):
                 log.info("%s: refused or failed: %s", call.id, to_wire(error))
@@ -142,8 +161,8 @@ class Door:
 
     def _watch(self) -> None:
         while not self._closing.wait(WATCH_SECONDS):
-            # list() of a dict is atomic under the GIL; a call that ends meanwhile says "not gone".
-            for task, call in list(self._open.items()):
+            # copy() is atomic under the GIL; a call that ends meanwhile says "not gone".
+            for task, call in self._open.copy().items():
                 if call.gone():
                     self._loop.call_soon_threadsafe(task.cancel)
 

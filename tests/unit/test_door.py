@@ -1,0 +1,312 @@
+"""The door: every request is answered exactly once, whatever happens behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_pb_utils import SECONDS, Ask, FakeTriton, TritonModelError
+
+from trtllm_bls.door import Call, Door, TritonLogHandler, answer_each, log_to_triton
+from trtllm_bls.errors import EngineError, InvalidRequest, Overloaded, Unsupported
+
+Handle = Callable[[Call], Awaitable[None]]
+ONE = {"number": np.array([[1]], dtype=np.int32)}
+
+
+def number(value: int) -> dict[str, Any]:
+    return {"number": np.array([[value]], dtype=np.int32)}
+
+
+@contextmanager
+def opened(triton: FakeTriton, handle: Handle) -> Iterator[Door]:
+    """A door that must not leave a task behind nor break a rule of Triton."""
+    door = Door(triton, handle)
+    left: list[asyncio.Task[Any]] = []
+
+    async def finish() -> None:
+        left.extend(asyncio.all_tasks() - {asyncio.current_task()})  # type: ignore[arg-type]
+
+    try:
+        yield door
+    finally:
+        door.close(finish)
+        assert (left, triton.broken) == ([], [])
+
+
+def answered(handle: Handle, *outputs: str) -> Ask:
+    """One request through a door, answered to its end."""
+    triton = FakeTriton()
+    ask = triton.ask(ONE, *(outputs or ("number",)), id="mine")
+    with opened(triton, handle) as door:
+        door.accept([ask])
+        return ask.wait()
+
+
+def test_chunks_arrive_in_order_and_the_last_is_final() -> None:
+    """What is sent is what arrives; nothing after the last is needed or seen."""
+
+    async def handle(call: Call) -> None:
+        for value in range(3):
+            call.send(number(value), final=value == 2)
+        call.send(number(99))
+        call.finish()
+
+    assert answered(handle).said("number") == [[0], [1], [2]]
+
+
+def test_a_handler_that_says_nothing_still_ends_its_request() -> None:
+    """Without FINAL the caller would wait for ever."""
+
+    async def handle(call: Call) -> None:
+        call.send(number(1))
+
+    assert answered(handle).said("number") == [[1]]
+
+
+def test_only_what_was_asked_for_is_sent() -> None:
+    """One more output would crash Triton 24.10, so the rest is dropped."""
+
+    async def handle(call: Call) -> None:
+        call.send({**number(1), "more": np.zeros((1, 1))}, final=True)
+
+    assert [sorted(response) for response in answered(handle).responses] == [["number"]]
+
+
+@pytest.mark.parametrize("sent", [0, 2])
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (InvalidRequest("top_p", "2 is too much"), "INVALID_ARG", "INVALID_ARG: top_p: 2 is "),
+        (Unsupported("beam_width", "no"), "UNSUPPORTED", "UNSUPPORTED: beam_width: no"),
+        (Overloaded("later\nplease"), "UNAVAILABLE", "UNAVAILABLE: later please"),
+        (EngineError("broken"), "INTERNAL", "INTERNAL: broken"),
+    ],
+)
+def test_an_error_is_the_last_word(sent: int, error: Exception, code: str, text: str) -> None:
+    """Before or after the first response: one error, its status, one line, with FINAL."""
+
+    async def handle(call: Call) -> None:
+        for value in range(sent):
+            call.send(number(value))
+        raise error
+
+    ask = answered(handle)
+    assert len(ask.responses) == sent
+    assert ask.error is not None and ask.error.code() == code
+    assert ask.error.message().startswith(text) and "\n" not in ask.error.message()
+
+
+def test_a_mistake_of_ours_is_told_by_kind_only(caplog: pytest.LogCaptureFixture) -> None:
+    """The caller learns where to look, the log learns what happened; no path leaves."""
+
+    async def handle(call: Call) -> None:
+        raise KeyError("/secret/path")
+
+    ask = answered(handle)
+    assert ask.error is not None
+    assert "unexpected KeyError" in ask.error.message() and "mine-" in ask.error.message()
+    assert "secret" not in ask.error.message() and "secret" in caplog.text
+
+
+def test_a_caller_who_leaves_ends_the_work() -> None:
+    """The handler is cancelled at its await, and the request still gets its FINAL."""
+    ended = threading.Event()
+
+    async def handle(call: Call) -> None:
+        call.send(number(1))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+            call.send(number(2))
+
+    triton = FakeTriton()
+    gone, stays = (triton.ask(ONE, "number") for _ in range(2))
+    with opened(triton, handle) as door:
+        door.accept([gone, stays])
+        gone.wait(responses=1).leave()
+        assert gone.wait().error is None
+        assert ended.is_set()
+        ended.clear()
+        assert not stays.error
+    assert ended.is_set()
+
+
+def test_a_request_open_at_the_end_is_told_so() -> None:
+    """An answer cut off by shutdown is never taken for a whole one."""
+
+    async def handle(call: Call) -> None:
+        call.send(number(1))
+        await asyncio.Event().wait()
+
+    triton = FakeTriton()
+    ask = triton.ask(ONE, "number")
+    with opened(triton, handle) as door:
+        door.accept([ask])
+        ask.wait(responses=1)
+    assert ask.wait().error is not None and ask.error.code() == "UNAVAILABLE"
+
+
+def test_one_request_that_cannot_be_read_does_not_spoil_the_others() -> None:
+    """Its inputs cannot be copied: it gets the error, its neighbours their answers."""
+
+    class Unreadable(Ask):
+        def inputs(self) -> list[Any]:
+            raise MemoryError("200 MB")
+
+    async def handle(call: Call) -> None:
+        call.send(number(1), final=True)
+
+    triton = FakeTriton()
+    asks = [triton.ask(ONE, "number"), Unreadable(triton, ONE, ["number"], "")]
+    asks.append(triton.ask(ONE, "number"))
+    with opened(triton, handle) as door:
+        door.accept(asks)
+        first, spoilt, last = (ask.wait() for ask in asks)
+    assert first.said("number") == last.said("number") == [[1]]
+    assert spoilt.error is not None and "MemoryError" in spoilt.error.message()
+
+
+def test_a_question_that_fails_does_not_end_the_watch() -> None:
+    """Triton refusing to tell of one caller must not keep others from being noticed."""
+
+    class Odd(Ask):
+        def is_cancelled(self) -> bool:
+            raise TritonModelError("not today")
+
+    async def handle(call: Call) -> None:
+        await asyncio.Event().wait()
+
+    triton = FakeTriton()
+    odd, gone = Odd(triton, ONE, ["number"], ""), triton.ask(ONE, "number")
+    with opened(triton, handle) as door:
+        door.accept([odd, gone])
+        gone.leave()
+        gone.wait()
+
+
+def test_a_send_that_fails_is_answered_with_an_error() -> None:
+    """As when shared memory is full: the caller hears of it instead of waiting for ever."""
+
+    class Full(Ask):
+        def _take(self, response: Any) -> None:
+            if not response.has_error():
+                raise TritonModelError("no space left in shared memory")
+            super()._take(response)
+
+    async def handle(call: Call) -> None:
+        call.send(number(1))
+
+    triton = FakeTriton()
+    ask = Full(triton, ONE, ["number"], "")
+    with opened(triton, handle) as door:
+        door.accept([ask])
+        assert ask.wait().error is not None
+
+
+def test_inputs_outlive_the_request() -> None:
+    """Triton may reuse the memory of an input once ``execute`` has returned."""
+    array = np.array([[7]], dtype=np.int32)
+    may_read = threading.Event()
+
+    async def handle(call: Call) -> None:
+        await asyncio.to_thread(may_read.wait, SECONDS)
+        call.send({"number": call.arrays["number"]}, final=True)
+
+    triton = FakeTriton()
+    ask = triton.ask({"number": array}, "number")
+    with opened(triton, handle) as door:
+        door.accept([ask])
+        array[:] = 0
+        may_read.set()
+        assert ask.wait().said("number") == [[7]]
+
+
+def test_ids_are_unique_whatever_clients_choose() -> None:
+    """Two requests of one id are two calls; the client's own id is kept beside."""
+    triton = FakeTriton()
+    calls = [Call(triton, triton.ask(ONE, id=id)) for id in ("same", "same", "")]
+    assert len({call.id for call in calls}) == 3
+    assert [call.client_id for call in calls] == ["same", "same", ""]
+
+
+def test_two_hundred_callers_of_whom_many_leave() -> None:
+    """Leaving at any moment: every request ends once, and no task is left."""
+    chance = random.Random(7)
+
+    async def handle(call: Call) -> None:
+        for value in range(chance.randrange(40)):
+            call.send(number(value))
+            await asyncio.sleep(0)
+        if call.arrays["number"][0, 0] % 3 == 0:
+            raise EngineError("by lot")
+        if call.arrays["number"][0, 0] % 3 == 1:
+            await asyncio.Event().wait()  # until its caller leaves
+        call.send(number(-1), final=True)
+
+    triton = FakeTriton()
+    asks = [triton.ask(number(index), "number") for index in range(200)]
+    with opened(triton, handle) as door:
+        for begin in range(0, 200, 20):
+            door.accept(asks[begin : begin + 20])
+            for index in chance.sample(range(begin + 20), 10):
+                asks[index].leave()
+        for index in range(1, 200, 3):
+            asks[index].leave()
+        for ask in asks:
+            ask.wait()
+    for index in range(2, 200, 3):
+        assert asks[index].gone or asks[index].said("number")[-1] == [-1]
+
+
+# --- models that are not decoupled ----------------------------------------------------------
+
+
+def test_each_request_of_a_batch_has_its_own_answer() -> None:
+    """A failing request fails alone, and only requested outputs are sent."""
+
+    def answer(arrays: Any) -> dict[str, Any]:
+        if arrays["number"][0, 0] == 2:
+            raise InvalidRequest("number", "2 is odd enough")
+        return {"number": arrays["number"] + 1, "more": arrays["number"]}
+
+    triton = FakeTriton()
+    asks = [triton.ask(number(value), "number") for value in (1, 2, 3)]
+    first, second, third = answer_each(triton, asks, answer)
+    assert [t.name() for t in first.output_tensors()] == ["number"]
+    assert third.output_tensors()[0].as_numpy().tolist() == [[4]]
+    assert second.error().message() == "INVALID_ARG: number: 2 is odd enough"
+
+
+# --- the log --------------------------------------------------------------------------------
+
+
+def test_log_records_keep_their_level() -> None:
+    """Triton's own levels, and which model speaks."""
+    triton = FakeTriton()
+    handler = TritonLogHandler(triton, "bls")
+    for level in (logging.INFO, logging.WARNING, logging.ERROR):
+        handler.handle(logging.makeLogRecord({"levelno": level, "msg": "hello"}))
+    assert triton.lines == [(kind, "[bls] hello") for kind in ("info", "warn", "error")]
+
+
+def test_a_model_that_loads_twice_logs_once() -> None:
+    """The handler is replaced, not added."""
+    logger = logging.getLogger("trtllm_bls")
+    before = logger.handlers, logger.level, logger.propagate
+    try:
+        triton = FakeTriton()
+        log_to_triton(triton, "bls")
+        log_to_triton(triton, "bls")
+        logging.getLogger("trtllm_bls.door").info("once")
+        assert triton.lines == [("info", "[bls] once")]
+    finally:
+        logger.handlers, logger.level, logger.propagate = before
