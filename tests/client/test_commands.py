@@ -78,6 +78,9 @@ def scenes(files: Path) -> dict[str, Scene]:
     expected = files / "expected.csv"
     expected.write_text("1,2,3,5,6\n")
     ids = ("--input-tokens-csv", str(prompt))
+    np.save(files / "model.lora_weights.npy", np.ones((1, 2), np.float32))
+    np.save(files / "model.lora_config.npy", np.array([[1, 0, 8]], np.int64))
+    np.save(files / "tables.npy", np.arange(8, dtype=np.float32).reshape(2, 2, 2))
     check = (*ids, "-S", "-c", "--output-tokens-csv", str(expected))
     return {
         "text": text_scene("Hi", "-o", "2", script=HELLO),
@@ -93,11 +96,24 @@ def scenes(files: Path) -> dict[str, Scene]:
         "interrupted": text_scene(
             *("Hi", "--json"), script=[text("Hel"), Hold()], interrupted=True, cancelled=True
         ),
-        "no such input": text_scene("Hi", "--set", "tempratur=1"),
-        "no number": text_scene("Hi", "--top-k", "many"),
         "tokens": token_scene(*check, script=[tokens(5), tokens(6), tokens(final=True)]),
         "other tokens": token_scene(*check, script=[tokens(5, 7, final=True)]),
         "whole": token_scene(*ids, script=[tokens(1, 2, 3, 5, final=True)]),
+        "everything": token_scene(
+            *(*ids, "--draft-tokens-csv", str(prompt), "--lora-path", str(files)),
+            *("--lora-task-id", "7", "--lookahead-config", "[4,3,2]", "--return-log-probs"),
+            *("--prompt-embedding-table-path", str(files / "tables.npy"), "--prompt-task-id", "1"),
+            *("--prompt-table-extra-id", "9", "--vocab-size", "3", "-n", "2", "--top-k", "5"),
+            *("--exclude-input-in-output", "--set", "min_tokens=1", "-C", "gzip"),
+            script=[
+                tokens(5, sequence_index=np.int32(0), cum_log_probs=np.float32([-1.5])),
+                tokens(6, sequence_index=np.int32(1), final=True),
+            ],
+        ),
+        "ran on": token_scene(
+            *(*ids, "-S", "--request-output-len", "2", "--stop-after-ms", "60000"),
+            script=[tokens(5, 6, final=True)],
+        ),
         "stop request": token_scene(
             *ids, "-S", "--stop-after-ms", "50", script=stopped_by_request()
         ),
@@ -214,8 +230,6 @@ def test_an_error_in_mid_stream_follows_the_partial_text(outcomes: Mapping[str, 
     [
         ("nobody there", 3, "error: 127.0.0.1:1: "),
         ("deadline", 4, "error: no complete answer within 0.5 s"),
-        ("no such input", 1, "did you mean temperature?"),
-        ("no number", 2, "'many' is not a valid int"),
         ("unknown model", 1, "error: Request for unknown model: 'x' is not found"),
     ],
 )
@@ -287,6 +301,39 @@ def test_the_token_client_always_sends_these(outcomes: Mapping[str, Outcome]) ->
         "Got completed request",
         "Output sequence: [1, 2, 3, 5]",
     ]
+
+
+def test_all_other_inputs_come_from_flags_and_files(outcomes: Mapping[str, Outcome]) -> None:
+    """Adapters and tables from numpy files, look-ahead and drafts; results by sequence."""
+    outcome = outcomes["everything"]
+    (inputs,) = outcome.inputs
+    assert {name: inputs[name] for name in inputs if "lora" in name or "look" in name} == {
+        "lora_weights": [[[1.0, 1.0]]],
+        "lora_config": [[[1, 0, 8]]],
+        "lora_task_id": [[7]],
+        "lookahead_window_size": [[4]],
+        "lookahead_ngram_size": [[3]],
+        "lookahead_verification_set_size": [[2]],
+    }
+    assert inputs["prompt_embedding_table"] == [[[4.0, 5.0], [6.0, 7.0]]]
+    assert inputs["prompt_vocab_size"] == [[2]]
+    assert inputs["prompt_table_extra_ids"] == [[0, 0, 9]]
+    assert inputs["draft_input_ids"] == [[1, 2, 3]]
+    assert (inputs["num_return_sequences"], inputs["runtime_top_k"]) == ([[2]], [[5]])
+    assert (inputs["return_log_probs"], inputs["min_tokens"]) == ([[True]], [[1]])
+    assert inputs["exclude_input_in_output"] == [[True]]
+    assert (outcome.code, outcome.out.splitlines()[-3:]) == (
+        0,
+        ["Output sequence: [5]", "Output sequence: [6]", "cum_log_probs [1, 1]: -1.5"],
+    )
+
+
+def test_a_request_that_should_have_stopped_and_did_not_fails(
+    outcomes: Mapping[str, Outcome],
+) -> None:
+    """Under a stop flag, the full length is a failure."""
+    outcome = outcomes["ran on"]
+    assert (outcome.code, "ran to its full length" in outcome.err) == (1, True)
 
 
 def test_a_stop_request_ends_the_request_with_what_it_has(outcomes: Mapping[str, Outcome]) -> None:

@@ -1,0 +1,86 @@
+"""Command lines that never reach a server: told in words, exit code 2."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from trtllm_bls.client.terminal import other_inputs
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "client" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def outcome(program: str, *arguments: str, stdin: str | bytes = "") -> tuple[int, str]:
+    result = CliRunner().invoke(load(program).main, arguments, input=stdin)
+    return result.exit_code, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("Hi", "--prompt", "Hi"), "Give the prompt once"),
+        (("Hi", "--file", __file__), "Give the prompt once"),
+        (("Hi", "--file", "/nowhere"), "does not exist"),
+        (("Hi", "--top-k", "many"), "'many' is not a valid int"),
+        (("Hi", "-t", "0"), "0.0 is not in the range"),
+        (("Hi", "--stop-after-ms", "-1"), "-1 is not in the range"),
+        (("Hi", "--set", "top_k"), "'top_k' is not NAME=VALUE"),
+        (("Hi", "-u", "http://localhost:8001"), "error: url: 'http://localhost:8001' has a scheme"),
+    ],
+)
+def test_a_wrong_text_command_is_explained(arguments: tuple[str, ...], words: str) -> None:
+    """Before anything is sent."""
+    code, err = outcome("streaming_client", *arguments)
+    assert (code, words in err) == (2, True), err
+
+
+def test_an_input_that_cannot_be_sent_is_a_refused_request() -> None:
+    """It fails as the server would have failed it, with the likely name."""
+    code, err = outcome("streaming_client", "Hi", "--set", "tempratur=1")
+    assert (code, "did you mean temperature?" in err) == (1, True), err
+
+
+def test_a_prompt_must_be_utf_8() -> None:
+    """Bytes of another encoding are refused rather than replaced."""
+    code, err = outcome("streaming_client", stdin=b"\xff")
+    assert (code, "not UTF-8" in err) == (2, True)
+
+
+def test_a_wrong_token_command_is_explained(tmp_path: Path) -> None:
+    """Files are looked into before a connection is made."""
+    words, ids = tmp_path / "words.csv", tmp_path / "ids.csv"
+    words.write_text("one,two\n")
+    ids.write_text("1,2\n")
+    given = ("--input-tokens-csv", str(ids))
+    for arguments, expected in (
+        ((), "Give --input-tokens-csv, or --tokenizer-dir"),
+        ((*given, "-c"), "--check-output needs --output-tokens-csv"),
+        ((*given, "--requested-outputs", "sequence_length"), "must have output_ids"),
+        (("--input-tokens-csv", str(words)), "the first row is not a list of token ids"),
+        ((*given, "--lookahead-config", "[1,2]"), "'[1,2]' is not [W,N,G]"),
+        ((*given, "--lora-path", str(tmp_path)), "cannot be read as a numpy array"),
+        (("--tokenizer-dir", str(tmp_path)), "cannot be loaded as a tokenizer"),
+    ):
+        code, err = outcome("inflight_batcher_llm_client", *arguments)
+        assert (code, expected in err) == (2, True), err
+
+
+def test_other_inputs_are_json_or_else_strings() -> None:
+    """So that numbers, lists and flags need no quoting, and plain words none either."""
+    found = other_inputs(["a=1", "b=[1, 2]", "c=true", "d=plain = text", 'e="1"', "f="])
+    assert found == {"a": 1, "b": [1, 2], "c": True, "d": "plain = text", "e": "1", "f": ""}
+    with pytest.raises(click.BadParameter):
+        other_inputs(["a"])
