@@ -75,9 +75,7 @@ class SlotCache:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes over all layers seen so far."""
-        return sum(
-            t.shape[1] * t.shape[3] * t.element_size() for kv in self._layers.values() for t in kv
-        )
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in self._tensors())
 
     def begin(self, segments: Sequence[Segment]) -> Tensor:
         """Plan a step; the rows are the segments' tokens in order. Returns positions [T]."""
@@ -131,15 +129,18 @@ class SlotCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of one slot to another."""
-        for pair in self._layers.values():
-            for tensor in pair:
+        with torch.inference_mode():
+            for tensor in self._tensors():
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def scrub(self, slot: int) -> None:
         """Zero a slot that may hold non-finite numbers."""
-        for pair in self._layers.values():
-            for tensor in pair:
+        with torch.inference_mode():
+            for tensor in self._tensors():
                 tensor[slot].zero_()
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for pair in self._layers.values() for tensor in pair]
 
     def _layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if index not in self._layers:

@@ -86,6 +86,8 @@ def _load_model(directory: Path, device: torch.device) -> tuple[Runner, Any]:
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits
+    if not bool(expected.isfinite().all()):
+        raise CheckpointError(f"{directory}: its weights give logits that are not finite")
     runner = Runner(model, device)
     _probe(runner, tokens, expected[0].float(), directory)
     if pack_linears(model):
