@@ -38,7 +38,7 @@ def test_greedy_output_is_the_targets_own(source: DraftSource, overlap: bool) ->
     run(compare())
 
 
-@pytest.mark.parametrize("wrong_at", [None, 0, 2, 5, 7])
+@pytest.mark.parametrize("wrong_at", [None, 0, 3, 5])
 @pytest.mark.parametrize("kind", ["end", "stop", "long stop", "limit", "model's limit"])
 def test_an_end_falls_anywhere_inside_a_round(kind: str, wrong_at: int | None) -> None:
     """At every position, in rounds of every length, with drafts right or wrong before it.
@@ -48,7 +48,8 @@ def test_an_end_falls_anywhere_inside_a_round(kind: str, wrong_at: int | None) -
 
     async def compare() -> None:
         guesses = tuple(1 if place == wrong_at else token for place, token in enumerate(ANSWER))
-        for count, place, tells in product((1, 2, 3, 5, 8), range(1, 8), (True, False)):
+        for count, place in product((1, 2, 3, 8), range(1, 8)):
+            tells = (count + place) % 2 == 0
             request, target = _ending(kind, place)
             known = reciting((*ANSWER[:place], END) if kind == "end" else ANSWER, 2, END)
             engines = pair(known, reciting(guesses, 2, END), tells_reason=tells, **target)
@@ -98,9 +99,8 @@ def test_fields_mean_over_all_rounds_what_they_say(
     """Minimum length, penalties, forbidden ids and bias do not start afresh in a round."""
 
     async def compare() -> None:
-        for count, start in product((1, 3, None), range(6)):
+        for count, start in product((1, 3, None), (0, 3)):
             engines = hashed_pair()
-            engines.target.requests.clear()
             request = ask((start, 1, 2, 3, 1, 2), max_tokens=14, end_id=0, **fields)
             plain = await read(engines.target, request)
             engine = engines.speculative(num_draft_tokens=count, draft_source=source)

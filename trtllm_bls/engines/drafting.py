@@ -74,9 +74,26 @@ class DraftModel:
         assert task is not None
         try:
             done, _ = await asyncio.wait({task}, timeout=self._deadline_s)
-            if not done:
-                self._fail("deadline", f"no draft within {self._deadline_s:g} s", rest=True)
-                return None
+            if done:
+                self._task = None
+                return self._outcome(task)
+            self._fail("deadline", f"no draft within {self._deadline_s:g} s", rest=True)
+            return None
+        finally:
+            await self.cancel()
+
+    async def cancel(self) -> None:
+        """End the running draft, if any; only a failure that it already met still matters."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        if task.cancel():
+            await asyncio.wait({task})
+        if not task.cancelled():
+            self._outcome(task)
+
+    def _outcome(self, task: asyncio.Task[Draft]) -> Draft | None:
+        try:
             return task.result()
         except _Unfit as error:
             self._fail("vocabulary", str(error), rest=True)
@@ -84,19 +101,7 @@ class DraftModel:
             self._fail("error", str(error), rest=True)
         except InvalidRequest as error:  # of this request alone: others may draft on
             self._fail("refused", str(error), rest=False)
-        finally:
-            await self.cancel()
         return None
-
-    async def cancel(self) -> None:
-        """End the running draft, if any; its outcome no longer matters."""
-        task, self._task = self._task, None
-        if task is None:
-            return
-        if task.cancel():
-            await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # seen, so that asyncio does not report it as lost
 
     def give_up(self, why: str, problem: str) -> None:
         """Draft no more in this request."""

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -99,32 +101,33 @@ class Chooser:
         self._rule = rule
         self._request = request
         self._vocab_size = vocab_size
-        self._greedy = is_greedy(request.sampling)
+        self._limits = _Limits.of(request.sampling)
         self._random = random.Random(((request.sampling.seed or 0) << 16) + index)
         drafted_logits = request.draft is not None and request.draft.logits is not None
-        self._opened = request.wants.generation_logits or drafted_logits or _adjusts(request)
+        self._adjusted = _adjusts(request)
+        self._opened = request.wants.generation_logits or drafted_logits or self._adjusted
 
     def choose(self, context: Sequence[int], generated: int) -> Choice:
         """The engine's own next token, after ``generated`` tokens of this request."""
         value = self._rule(context)
         if isinstance(value, int) and not self._opened:
             return Choice(value, 0.0)
-        logits = self._logits(value, context, generated)
-        return self._choice(self._draw(self._probabilities(logits)), logits)
+        outlook = self._outlook(value, context, generated)
+        return outlook.choice(self._draw(outlook.heights))
 
     def judge(self, context: Sequence[int], generated: int, place: int) -> Choice:
         """Accept the draft's token at ``place`` by the by-logits rule, or correct it."""
         draft = self._request.draft
         assert draft is not None and draft.logits is not None
-        logits = self._logits(self._rule(context), context, generated)
-        target = self._probabilities(logits)
-        guess = self._probabilities(np.asarray(draft.logits[place], dtype=np.float64))
+        outlook = self._outlook(self._rule(context), context, generated)
+        target = outlook.shares
+        guess = _shares(np.asarray(draft.logits[place], dtype=np.float64), self._limits)
         token = draft.token_ids[place]
         threshold = draft.acceptance_threshold or self._random.random()
         if threshold * guess[token] < target[token]:
-            return self._choice(token, logits)
+            return outlook.choice(token)
         rest = np.maximum(target - guess, 0.0)
-        return self._choice(self._draw(rest if rest.sum() > 0 else target), logits)
+        return outlook.choice(self._draw(_heights(rest if rest.sum() > 0 else target)))
 
     def context_logits(self, prompt: TokenIds) -> Floats:
         """The raw logits after each prompt token: [prompt tokens, vocab]."""
@@ -141,11 +144,17 @@ class Chooser:
         with np.errstate(divide="ignore"):
             return np.log(np.asarray(value, dtype=np.float64))
 
-    def _logits(
+    def _outlook(
         self, value: int | Sequence[float], context: Sequence[int], generated: int
-    ) -> Floats:
-        request, sampling = self._request, self._request.sampling
+    ) -> _Outlook:
+        if not isinstance(value, int) and not self._adjusted:
+            return _table_outlook(tuple(value), self._limits)
         logits = self._raw(value)
+        self._adjust(logits, context, generated)
+        return _Outlook.of(logits, self._limits)
+
+    def _adjust(self, logits: Floats, context: Sequence[int], generated: int) -> None:
+        request, sampling = self._request, self._request.sampling
         if _penalises(sampling):
             _penalise(logits, context, sampling)
         for token, bias in request.embedding_bias:
@@ -155,34 +164,73 @@ class Chooser:
                 logits[bad[-1]] = -math.inf
         if request.end_id in range(self._vocab_size) and generated < (sampling.min_tokens or 0):
             logits[request.end_id] = -math.inf
-        return logits
 
-    def _probabilities(self, logits: Floats) -> Floats:
-        if self._greedy:
-            chosen = np.zeros(len(logits))
-            chosen[int(logits.argmax())] = 1.0
-            return chosen
-        sampling = self._request.sampling
-        shares = _softmax(logits / (sampling.temperature or 1.0))
+    def _draw(self, heights: list[float]) -> int:
+        top = heights.index(heights[-1])  # the last id that can be drawn
+        if self._limits.greedy:
+            return top
+        return bisect_right(heights, self._random.random() * heights[-1], hi=top)
+
+
+class _Limits(NamedTuple):
+    """The sampling fields that shape a distribution."""
+
+    greedy: bool
+    temperature: float
+    top_k: int
+    top_p: float
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> _Limits:
+        temperature, top_p = sampling.temperature or 1.0, sampling.top_p or 1.0
+        return cls(is_greedy(sampling), temperature, sampling.top_k or 0, top_p)
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """What may come next: raw log-probabilities, and the shares after the request's limits."""
+
+    logits: Floats  # [vocab], as are the others
+    log_probs: Floats
+    shares: Floats
+    heights: list[float]
+
+    @classmethod
+    def of(cls, logits: Floats, limits: _Limits) -> _Outlook:
+        with np.errstate(divide="ignore"):
+            log_probs = np.log(_softmax(logits))
+        shares = _shares(logits, limits)
+        return cls(logits, log_probs, shares, _heights(shares))
+
+    def choice(self, token: int) -> Choice:
+        return Choice(token, float(self.log_probs[token]), self.logits)
+
+
+@lru_cache(maxsize=1024)
+def _table_outlook(row: tuple[float, ...], limits: _Limits) -> _Outlook:
+    with np.errstate(divide="ignore"):
+        return _Outlook.of(np.log(np.asarray(row, dtype=np.float64)), limits)
+
+
+def _shares(logits: Floats, limits: _Limits) -> Floats:
+    if limits.greedy:
+        chosen = np.zeros(len(logits))
+        chosen[int(logits.argmax())] = 1.0
+        return chosen
+    shares = _softmax(logits / limits.temperature)
+    if limits.top_k or limits.top_p < 1:
         order = np.argsort(-shares, kind="stable")
-        if sampling.top_k:
-            shares[order[sampling.top_k :]] = 0.0
-        if sampling.top_p is not None and 0 < sampling.top_p < 1:
-            before = np.cumsum(shares[order]) - shares[order]
-            shares[order[before >= sampling.top_p * shares.sum()]] = 0.0
+        shares[order[limits.top_k or len(shares) :]] = 0.0
+        before = np.cumsum(shares[order]) - shares[order]
+        if limits.top_p < 1:
+            shares[order[before >= limits.top_p * shares.sum()]] = 0.0
         shares /= shares.sum()
-        return shares
+    return shares
 
-    def _draw(self, shares: Floats) -> int:
-        if self._greedy:
-            return int(shares.argmax())
-        heights = shares.cumsum()
-        found = int(heights.searchsorted(self._random.random() * heights[-1], side="right"))
-        return min(found, int(shares.nonzero()[0][-1]))
 
-    def _choice(self, token: int, logits: Floats) -> Choice:
-        share = float(_softmax(logits)[token])
-        return Choice(token, math.log(share) if share > 0 else -math.inf, logits)
+def _heights(shares: Floats) -> list[float]:
+    heights: list[float] = shares.cumsum().tolist()
+    return heights
 
 
 def is_greedy(sampling: Sampling) -> bool:

@@ -1,0 +1,84 @@
+"""Sampled answers keep the target's distribution, inside rounds and across their borders.
+
+Every test draws with fixed seeds and compares pairs of neighbouring tokens with the target's own
+table by chi-square: a seed that repeats, a wrong residual or a soft draft shows there at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from speculative_dialogue import ask, ids, pair, read, run
+
+from trtllm_bls.engines.scripted import Script
+from trtllm_bls.engines.scripted_tokens import table
+from trtllm_bls.messages import Sampling
+from trtllm_bls.speculative import DraftSource
+
+TARGET = ((0.5, 0.3, 0.2), (0.1, 0.6, 0.3), (0.3, 0.3, 0.4))
+GUESS = ((0.2, 0.6, 0.2), (0.4, 0.3, 0.3), (0.1, 0.2, 0.7))
+ANSWERS, TOKENS = 80, 16
+P_001_AT_6_DEGREES = 22.46  # three rows of a table with two free shares each
+
+
+async def chi_square(sampling: Sampling | None, **options: object) -> float:
+    """Distance of the drawn pairs from ``TARGET``, over all answers."""
+    counts = np.zeros((3, 3))
+    engines = pair(table(TARGET), table(GUESS), Script(vocab_size=3), vocab_size=3)
+    for seed in range(ANSWERS):
+        drawn = Sampling(temperature=1.0, seed=seed) if sampling is None else sampling
+        request = ask((0, 1, 2, 1, 0), max_tokens=TOKENS, sampling=drawn)
+        answer = [0, *ids(await read(engines.speculative(**options), request))]
+        assert len(answer) == TOKENS + 1
+        np.add.at(counts, (answer[:-1], answer[1:]), 1)
+    expected = counts.sum(axis=1, keepdims=True) * np.asarray(TARGET)
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_draft_tokens": 1, "overlap": True},
+        {"num_draft_tokens": 3},
+        {"num_draft_tokens": 2, "draft_source": DraftSource.NGRAM, "min_match": 2},
+        {"num_draft_tokens": 3, "use_draft_logits": True},
+        {"use_draft_logits": True, "draft_source": DraftSource.MIXED, "overlap": True},
+    ],
+    ids=str,
+)
+def test_pairs_of_tokens_are_distributed_as_the_target_says(options: dict[str, object]) -> None:
+    """By id and by logits, from a model, from the text, and drafted ahead."""
+    assert run(chi_square(None, **options)) < P_001_AT_6_DEGREES
+
+
+def test_without_a_seed_no_round_repeats_another() -> None:
+    """The engine's own default would draw the same numbers in every round."""
+
+    async def listen() -> None:
+        engines = pair(lambda _: [0.5, 0.5], lambda _: 0, vocab_size=2)
+        request = ask((0,), max_tokens=80, sampling=Sampling(temperature=1.0))
+        answer = ids(await read(engines.speculative(num_draft_tokens=1), request))
+        seeds = [request.sampling.seed for request in engines.target.requests]
+        assert None not in seeds and len(set(seeds)) == len(seeds)
+        assert set(answer) == {0, 1}
+
+    run(listen())
+
+
+def test_the_draft_decodes_greedily_unless_its_logits_are_used() -> None:
+    """Its likeliest token is accepted most often; but logits must belong to the tokens drawn."""
+
+    async def listen() -> None:
+        for by_logits in (False, True):
+            engines = pair(table(TARGET), table(GUESS), Script(vocab_size=3), vocab_size=3)
+            sampling = Sampling(temperature=0.9, top_p=0.95, seed=3)
+            engine = engines.speculative(num_draft_tokens=2, use_draft_logits=by_logits)
+            await read(engine, ask((0,), sampling=sampling))
+            asked = engines.draft.requests[0]
+            drawn = (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p)
+            assert drawn == ((0.9, None, 0.95) if by_logits else (None, 1, None))
+            assert asked.wants.generation_logits is by_logits
+            verified = [request.draft for request in engines.target.requests if request.draft]
+            assert all((draft.logits is not None) is by_logits for draft in verified)
+
+    run(listen())

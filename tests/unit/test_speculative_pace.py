@@ -1,0 +1,273 @@
+"""How long drafts are: fed with numbers first, then over engines in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from speculative_dialogue import VOCAB, Pair, ask, ids, pair, read, run
+
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.scripted import Script
+from trtllm_bls.engines.scripted_tokens import Rule, agreeing, hashed
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationShared
+from trtllm_bls.speculative.pace import (
+    Acceptance,
+    Costs,
+    RunningTimes,
+    best_length,
+    most_at_load,
+)
+from trtllm_bls.speculative.pacer import FIRST_REST, LONGEST_REST, PROBE, Pacer
+
+MODEL = DraftSource.MODEL
+
+
+def times(*samples: tuple[int, float], proportional: bool = False) -> RunningTimes:
+    watched = RunningTimes(proportional=proportional)
+    for length, seconds in samples:
+        watched.add(length, seconds)
+    return watched
+
+
+def costs(draft: float, verify: float, overhead: float = 0.0, plain: float | None = None) -> Costs:
+    return Costs(
+        times((1, draft), proportional=True),
+        times((1, verify)),
+        times((0, overhead)),
+        times((0, plain)) if plain else times(),
+    )
+
+
+# --- the numbers ------------------------------------------------------------------------------
+
+
+def test_times_are_a_line_through_medians() -> None:
+    """One hiccup does not move it; one length seen is flat, or through zero if proportional."""
+    assert times().at(3) is None
+    assert times((4, 0.2)).at(8) == pytest.approx(0.2)
+    assert times((4, 0.2), proportional=True).at(8) == pytest.approx(0.4)
+    assert times((2, 0.3), (6, 0.7), (6, 0.7), (6, 99.0)).at(4) == pytest.approx(0.5)
+    assert times((2, 0.5), (4, 0.1)).at(2) == times((2, 0.5), (4, 0.1)).at(4)  # never falling
+
+
+def test_old_times_are_forgotten() -> None:
+    """When a load goes, its times go with it."""
+    watched = times(*[(1, 9.0)] * 50, *[(1, 1.0)] * 8)
+    assert watched.at(1) == pytest.approx(1.0)
+
+
+def test_acceptance_counts_only_what_was_tried() -> None:
+    """After a refused token the rest of the draft was never looked at."""
+    rate = Acceptance()
+    for _ in range(200):
+        rate.add(drafted=8, accepted=1)  # one right, one wrong, six unseen
+    assert rate.rate == pytest.approx(0.5, abs=0.02)
+    for _ in range(40):
+        rate.add(drafted=4, accepted=4)
+    assert rate.rate > 0.95
+
+
+@pytest.mark.parametrize(
+    ("rate", "overhead", "length"), [(0.6, 0.0, 3), (0.8, 0.0, 6), (0.9, 0.0, 10), (0.8, 0.1, 6)]
+)
+def test_the_best_length_is_the_formulas(rate: float, overhead: float, length: int) -> None:
+    """A draft step costs a tenth of a verification; the known optima come out."""
+    best = best_length(rate, costs(0.1, 1.0, overhead), 16)
+    assert abs(best - length) <= 1
+
+
+def test_no_draft_pays_when_plain_decoding_is_faster() -> None:
+    """A hopeless rate, a slow draft, or a dear round: decode plainly."""
+    assert best_length(0.05, costs(0.1, 1.0), 8) == 0
+    assert best_length(0.7, costs(0.9, 1.0), 8) == 0
+    assert best_length(0.7, costs(0.1, 1.0, overhead=5.0, plain=1.0), 8) == 0
+    assert best_length(0.7, costs(0.1, 1.0, overhead=0.0, plain=1.0), 8) > 0
+
+
+def test_an_ngram_costs_no_drafting() -> None:
+    """So it is as long as allowed, also where a model's draft would not pay."""
+    free = Costs(None, times((1, 1.0)), times((0, 0.1)), times())
+    assert best_length(0.5, free, 7) == 7
+
+
+def test_the_load_table_is_read_upwards() -> None:
+    """Up to so many requests, so many tokens; none above the last row."""
+    table = ((4, 16), (8, 4), (32, 1))
+    assert [most_at_load(table, n) for n in (1, 4, 5, 8, 9, 32, 33)] == [16, 16, 4, 4, 1, 1, 0]
+
+
+# --- one request's pace -----------------------------------------------------------------------
+
+
+def pacer(shared: SpeculationShared | None = None, **options: object) -> Pacer:
+    return Pacer(SpeculationOptions(**options), shared or SpeculationShared())  # type: ignore[arg-type]
+
+
+def dear_drafts() -> SpeculationShared:
+    """Drafting costs as much as verifying: it pays only if nearly everything is accepted."""
+    shared = SpeculationShared()
+    shared.draft_times.add(1, 0.8)
+    shared.verify_times.add(1, 1.0)
+    return shared
+
+
+def test_a_fixed_length_is_kept_whatever_the_load() -> None:
+    """Within the room there is; a length below zero is refused by the wire's name."""
+    shared = SpeculationShared(in_flight=1000)
+    assert pacer(shared, num_draft_tokens=5).length(MODEL, 10, 99) == 5
+    assert pacer(shared, num_draft_tokens=5).length(MODEL, 10, 3) == 3
+    assert pacer(shared, num_draft_tokens=0).never
+    with pytest.raises(InvalidRequest, match="num_draft_tokens"):
+        SpeculationOptions(num_draft_tokens=-1)
+
+
+def test_drafts_shorten_with_load_and_come_back() -> None:
+    """As requests grow in number speculation steps aside; as they leave it returns."""
+    shared = SpeculationShared()
+    shared.verify_times.add(1, 1.0)
+    one, lengths = pacer(shared), []
+    for in_flight in (1, 6, 12, 20, 64, 6, 1):
+        shared.in_flight = in_flight
+        lengths.append(one.length(DraftSource.NGRAM, 10, 99))
+    assert lengths == [16, 4, 2, 1, 0, 4, 16]
+
+
+def test_a_rest_is_ended_by_a_probe_and_doubles_while_it_fails() -> None:
+    """Low acceptance: plain decoding for a while, two tokens tried, then longer."""
+    one, generated, rests = pacer(dear_drafts()), 5, []
+    for _ in range(5):
+        assert one.length(MODEL, generated, 99) in (0, PROBE)
+        rests.append(one.rest_until(MODEL) - generated)
+        assert one.length(MODEL, one.rest_until(MODEL) - 1, 99) == 0
+        generated = one.rest_until(MODEL)
+        assert one.length(MODEL, generated, 99) == PROBE
+        one.add_round(MODEL, PROBE, 0, generated)
+    assert rests == [FIRST_REST, 64, 128, LONGEST_REST, LONGEST_REST]
+
+
+def test_acceptance_that_comes_back_ends_the_rests() -> None:
+    """Enough right probes make drafting pay again, at once and without rest."""
+    one, generated = pacer(dear_drafts()), 0
+    assert one.length(MODEL, generated, 99) == 0
+    for _ in range(20):
+        generated = max(generated + 1, one.rest_until(MODEL))
+        one.add_round(MODEL, 8, 8, generated)
+    assert one.length(MODEL, generated + 1, 99) > PROBE
+
+
+def test_a_new_request_begins_with_what_others_learned() -> None:
+    """The prior of its acceptance is the last requests' own."""
+    shared = dear_drafts()
+    for _ in range(60):
+        pacer(shared).add_round(MODEL, 4, 4, 10)
+    assert pacer(shared).length(MODEL, 0, 99) > 0
+
+
+# --- over engines, in virtual time ------------------------------------------------------------
+
+
+def timed(rule: Rule, guess: Rule, **target: object) -> Pair:
+    """A target of 20 ms and a draft of 2 ms a step."""
+    draft = Script(vocab_size=VOCAB, step_seconds=0.002)
+    return pair(rule, guess, draft, step_seconds=0.02, **target)
+
+
+async def seconds(engine: Engine, tokens: int) -> float:
+    begun = asyncio.get_running_loop().time()
+    assert len(ids(await read(engine, ask(max_tokens=tokens)))) == tokens
+    return asyncio.get_running_loop().time() - begun
+
+
+@pytest.mark.parametrize("rate", [0.6, 0.8, 0.9])
+def test_adaptive_drafts_are_nearly_as_fast_as_the_best_fixed_length(rate: float) -> None:
+    """Within five percent, cold start included, and near what the formula allows."""
+    rule = hashed(VOCAB)
+
+    async def compare() -> None:
+        plain = 0.02 * 250
+        fixed = []
+        for count in (2, 3, 6, 10):
+            engines = timed(rule, agreeing(rule, rate, VOCAB))
+            fixed.append(plain / await seconds(engines.speculative(num_draft_tokens=count), 250))
+        engines = timed(rule, agreeing(rule, rate, VOCAB))
+        adaptive = plain / await seconds(engines.speculative(), 250)
+        best = max((1 - rate ** (k + 1)) / (1 - rate) / (0.1 * k + 1) for k in range(1, 13))
+        assert adaptive >= 0.95 * max(fixed)
+        assert max(fixed) >= 0.9 * best
+
+    run(compare())
+
+
+def test_a_useless_draft_costs_next_to_nothing() -> None:
+    """Nothing is ever accepted: a few probes, then the target's own speed."""
+    rule = hashed(VOCAB)
+
+    async def compare() -> None:
+        engines = timed(rule, agreeing(rule, 0.0, VOCAB))
+        assert await seconds(engines.speculative(), 400) <= 1.05 * 0.02 * 400
+
+    run(compare())
+
+
+def test_a_crowd_on_a_full_target_is_served_as_without_speculation() -> None:
+    """64 requests, steps of 32 rows: at most three percent slower; no draft is asked."""
+    rule = hashed(VOCAB)
+
+    async def crowd(speculative: bool) -> float:
+        engines = timed(rule, rule, batch_limit=32)
+        took = [
+            seconds(engines.speculative() if speculative else engines.target, 12) for _ in range(64)
+        ]
+        return max(await asyncio.gather(*took))
+
+    assert run(crowd(True)) <= 1.03 * run(crowd(False))
+
+
+def test_drafting_begins_within_a_stream_when_the_crowd_has_gone() -> None:
+    """A plain stretch is left half-way, and no token is lost or said twice."""
+    rule = hashed(VOCAB)
+
+    async def listen() -> None:
+        engines = timed(rule, rule)
+        engine = engines.speculative()
+        engines.shared.in_flight = 99
+        said: list[int] = []
+        async with aclosing(engine.generate(ask(max_tokens=40))) as stream:
+            async for chunk in stream:
+                said += chunk.token_ids
+                if len(said) == 10:
+                    assert engine.stats.rounds == 0
+                    engines.shared.in_flight = 1
+        assert engine.stats.rounds > 0
+        assert said == ids(await read(engines.target, ask(max_tokens=40)))
+
+    run(listen())
+
+
+def test_a_request_that_does_not_stream_asks_again_often_enough() -> None:
+    """What cannot be left half-way is asked for in parts, so that drafting can still begin."""
+    rule = hashed(VOCAB)
+
+    async def listen() -> None:
+        engines = timed(rule, rule)
+        engines.shared.in_flight = 99
+        request = ask(max_tokens=150, streaming=False)
+        assert len((await read(engines.speculative(), request))[0].token_ids) == 150
+        assert [asked.max_tokens for asked in engines.target.requests] == [64, 64, 22]
+
+    run(listen())
+
+
+def test_overlap_hides_the_drafting_of_a_good_draft() -> None:
+    """With a perfect draft and time to spare, every round takes one verification."""
+    rule = hashed(VOCAB)
+
+    async def compare() -> None:
+        engines = timed(rule, rule)
+        took = await seconds(engines.speculative(num_draft_tokens=4, overlap=True), 101)
+        assert took == pytest.approx(0.02 * (1 + 100 / 5), rel=0.02)
+
+    run(compare())

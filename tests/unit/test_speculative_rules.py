@@ -1,0 +1,156 @@
+"""The pure parts of speculation: what a round means, what its requests say, what text repeats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from speculative_dialogue import ask
+
+from trtllm_bls.messages import Draft, EngineChunk, EngineMetrics, FinishReason, Sampling
+from trtllm_bls.speculative.carry import Carrier, round_seed
+from trtllm_bls.speculative.ledger import Ledger
+from trtllm_bls.speculative.lookup import PromptLookup
+from trtllm_bls.speculative.progress import Progress, Verdict
+
+END, STOP, LENGTH = FinishReason.END_ID, FinishReason.STOP, FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("drafted", "answered", "told", "verdict", "finish"),
+    [
+        ((4, 5), (4, 5, 6), None, Verdict(2, 3), None),
+        ((4, 5), (4, 9), None, Verdict(1, 2), None),
+        ((4, 5), (9,), None, Verdict(0, 1), None),
+        ((4, 5), (4, 5), None, Verdict(2, 2), END),
+        ((4, 5), (4,), None, Verdict(1, 1), END),
+        ((4, 5), (), None, Verdict(0, 0), END),
+        ((), (), None, Verdict(0, 0), END),
+        ((), (4,), None, Verdict(0, 1), None),
+        ((4, 5), (4, 9), LENGTH, Verdict(1, 2), None),
+        ((4, 5), (4, 5), LENGTH, Verdict(2, 2), LENGTH),
+        ((4, 5), (4, 9), STOP, Verdict(1, 2), STOP),
+        ((4, 5), (4, 9), END, Verdict(1, 2), END),
+        ((4, 5), (7, 8, 9), None, Verdict(0, 3), None),
+        ((4, 5), (7, 8), None, Verdict(0, 2), END),
+        ((4, 5), (4, 7, 5), None, Verdict(1, 2), STOP),
+    ],
+)
+def test_the_ids_tell_whether_the_answer_ended(
+    drafted: tuple[int, ...],
+    answered: tuple[int, ...],
+    told: FinishReason | None,
+    verdict: Verdict,
+    finish: FinishReason | None,
+) -> None:
+    """One token of the target's own ends each round; where it is missing, the end was met."""
+    progress = Progress(ask((1,), stop_sequences=((4, 7),)))
+    assert progress.take_round(drafted, answered, told) == verdict
+    assert progress.finish is finish
+
+
+def test_a_stop_sequence_may_span_rounds_and_waits_for_the_minimum() -> None:
+    """The engine sees its first half as prompt; before the minimum it does not count."""
+    request = ask((7, 8), stop_sequences=((8, 9),), sampling=Sampling(min_tokens=3))
+    progress = Progress(request)
+    progress.take((9,))  # with the prompt's last token it would be one
+    progress.take_round((8,), (8, 8), None)
+    assert progress.finish is None
+    assert progress.take_round((9,), (9, 5), None) == Verdict(1, 1)
+    assert (progress.finish, progress.ids) == (STOP, [7, 8, 9, 8, 8, 9])
+
+
+def test_there_is_room_for_a_whole_round_or_for_none() -> None:
+    """One token of the budget is the target's own; the engine counts draft and answer both."""
+    assert Progress(ask((1,), max_tokens=5)).max_draft == 4
+    assert Progress(ask((1,), max_tokens=1)).max_draft == 0
+    assert Progress(ask((1,) * 4, max_tokens=50), 10).max_draft == 2
+    assert Progress(ask((1,) * 4, max_tokens=50), 10).remaining == 6
+    assert Progress(ask((1,) * 12, max_tokens=50), 10).max_draft == 0
+
+
+def test_what_is_left_of_the_minimum_is_said_aloud() -> None:
+    """Absent, an engine may take it for 1 and forbid the end id at the start of every round."""
+    progress = Progress(ask((1,), sampling=Sampling(top_k=1, min_tokens=2)))
+    carrier = Carrier(ask((1,), sampling=Sampling(top_k=1, min_tokens=2)), False)
+    silent = Carrier(ask((1,)), False)
+    said = [carrier.plain(progress, 1, False).sampling.min_tokens]
+    assert silent.plain(progress, 1, False).sampling.min_tokens is None
+    for token in (5, 6, 7):
+        progress.take((token,))
+        said.append(carrier.verify(progress, Draft(token_ids=(1,))).sampling.min_tokens)
+    assert said == [2, 1, 0, 0]
+    assert silent.plain(progress, 1, False).sampling.min_tokens == 0
+    assert carrier.draft(progress, (1,), 1).sampling.min_tokens == 0
+
+
+def test_every_request_of_a_run_has_its_own_id() -> None:
+    """Engines want ids that are unique among running requests."""
+    carrier, progress = Carrier(ask(), False), Progress(ask())
+    made = [carrier.plain(progress, 1, True), carrier.draft(progress, (), 1)]
+    made.append(carrier.verify(progress, Draft(token_ids=(1,))))
+    assert len({request.request_id for request in made}) == 3
+
+
+def test_seeds_fit_the_wire_and_differ_by_round_and_by_engine() -> None:
+    """63 bits, from the caller's seed and the number of generated tokens."""
+    seeds = {round_seed(seed, n, who) for seed in (0, 1) for n in (0, 1, 2) for who in "td"}
+    assert len(seeds) == 12
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert round_seed(7, 3) == round_seed(7, 3)
+
+
+def test_the_latest_of_the_longest_matches_is_repeated() -> None:
+    """Two places share three tokens with the tail; the one that shares more is followed."""
+    assert PromptLookup([1, 2, 3, 4, 9, 2, 3, 4, 8, 1, 2, 3, 4], 3).propose(2) == (9, 2)
+    assert PromptLookup([2, 3, 4, 9, 2, 3, 4, 8, 2, 3, 4], 3).propose(2) == (8, 2)
+
+
+def test_no_match_no_guess() -> None:
+    """Fewer equal tokens than asked for, or nothing to look at."""
+    assert PromptLookup([1, 2, 3, 9, 2, 3], 3).propose(4) == ()
+    assert PromptLookup([1, 2, 3], 3).propose(4) == ()
+    assert PromptLookup([], 3).propose(4) == ()
+    assert PromptLookup([1, 2, 3, 1, 2, 3], 3).propose(0) == ()
+
+
+def test_a_repeating_text_is_drafted_at_full_length() -> None:
+    """The match reaches the end, so the proposal goes round."""
+    assert PromptLookup([5, 6, 5, 6, 5, 6], 3).propose(5) == (5, 6, 5, 6, 5)
+
+
+def test_a_lookup_sees_what_is_added() -> None:
+    """It indexes the living sequence, each place once."""
+    ids = [1, 2, 3, 4, 5]
+    lookup = PromptLookup(ids, 2)
+    assert lookup.propose(2) == ()
+    ids += [1, 2]
+    assert lookup.propose(2) == (3, 4)
+    ids += [3]
+    assert lookup.propose(2) == (4, 5)
+
+
+def test_sums_run_on_where_an_engine_gives_only_sums() -> None:
+    """Each request begins its sum anew; the answer's does not."""
+    ledger = Ledger()
+    sums = []
+    for parts in ((-1.0, -3.0), (-2.0,)):
+        ledger.begin_request()
+        for part in parts:
+            chunk = EngineChunk(token_ids=(1,), cum_log_prob=part)
+            sums.append(ledger.enter(chunk, 1, None).cum_log_prob)
+    assert sums == [-1.0, -3.0, -5.0]
+    assert ledger.enter(EngineChunk(token_ids=()), 0, END).cum_log_prob is None
+
+
+def test_times_of_an_answer_span_its_requests() -> None:
+    """First things from the first request, the last token from the last, counts added up."""
+    one = EngineMetrics(arrival_time_ns=1, last_token_time_ns=2, total_draft_tokens=3)
+    other = replace(one, arrival_time_ns=8, last_token_time_ns=9)
+    ledger = Ledger()
+    early = ledger.enter(EngineChunk(token_ids=(), final=True, metrics=one), 0, None)
+    last = ledger.enter(EngineChunk(token_ids=(), final=True, metrics=other), 0, END)
+    assert (early.final, early.metrics) == (False, None)
+    assert last.metrics == EngineMetrics(
+        arrival_time_ns=1, last_token_time_ns=9, total_draft_tokens=6
+    )
