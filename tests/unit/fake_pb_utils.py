@@ -1,4 +1,4 @@
-"""``triton_python_backend_utils`` without Triton, keeping the rules whose breach the real one punishes.
+"""``triton_python_backend_utils`` without Triton, keeping the rules that the real one punishes.
 
 A request ends in exactly one FINAL; nothing is sent after it, and an error only with it; a closed
 sender is never asked whether its caller has gone; only requested outputs are sent; every tensor

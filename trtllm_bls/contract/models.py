@@ -10,6 +10,7 @@ from __future__ import annotations
 from trtllm_bls.contract.tensors import Bounds, Model, Tensor
 
 _COUNT = Bounds(low=1)
+_SEQUENCES = Bounds(low=1, high=256)  # each costs memory before the engine sees any of them
 _NOT_NEGATIVE = Bounds(low=0)
 _POSITIVE = Bounds(low=0, above=True)
 _FINITE = Bounds()
@@ -111,7 +112,7 @@ ENGINE = Model(
         Tensor("input_ids", "INT32", (-1,), required=True, ragged=True),
         Tensor("input_lengths", "INT32", required=True, scalar=True),
         Tensor("request_output_len", "INT32", field="max_tokens", required=True, scalar=True),
-        Tensor("num_return_sequences", "INT32", scalar=True, bounds=_COUNT),
+        Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES),
         Tensor("draft_input_ids", "INT32", (-1,), ragged=True),
         Tensor("draft_logits", "FP32", (-1, -1), ragged=True),
         Tensor("draft_acceptance_threshold", "FP32", scalar=True, bounds=_SHARE),
@@ -218,7 +219,7 @@ ENSEMBLE = Model(
     inputs=(
         *_TEXT_INPUTS,
         *_flags(*_RETURN_FLAGS, scalar=False),
-        Tensor("num_return_sequences", "INT32", bounds=_COUNT),
+        Tensor("num_return_sequences", "INT32", bounds=_SEQUENCES),
         *_TEXT_PROMPT_TABLE,
         Tensor("lora_task_id", "UINT64"),
         *_LORA[1:],
@@ -237,7 +238,7 @@ BLS = Model(
             for field, name, dtype, bounds in _FINE_SAMPLING
         ),
         *_flags(*_RETURN_FLAGS, scalar=True),
-        Tensor("num_return_sequences", "INT32", scalar=True, bounds=_COUNT),
+        Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES),
         Tensor("num_draft_tokens", "INT32", bounds=_NOT_NEGATIVE),
         *_flags("use_draft_logits", scalar=True),
         *_flags("include_stop", "skip_special_tokens", scalar=False),  # ours

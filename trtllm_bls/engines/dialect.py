@@ -7,17 +7,17 @@ right order of finality from responses that only mark the end of the whole reque
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import EngineUnavailable
-from trtllm_bls.messages import Array, EngineChunk, EngineLimits, EngineRequest
+from trtllm_bls.messages import Array, EngineChunk, EngineLimits, EngineMetrics, EngineRequest
 from trtllm_bls.wire.engine import ChunkReader
 
 # Older spellings are left out of the assumed form: two names of one option are never both sent.
 _LAST_FORM = frozenset(t.name for t in ENGINE.inputs) - {"min_length", "random_seed"}
-_PERF = tuple(t.name for t in ENGINE.outputs if t.name.endswith(("_ns", "_blocks", "_tokens")))
+_PERF = tuple(field.name for field in fields(EngineMetrics))
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Responses:
         self._reader = ChunkReader(request, dialect.prompt_included(request))
         self._unfinished = set(range(request.num_return_sequences))
         self._single = request.num_return_sequences == 1
+        self._metrics: dict[int, EngineMetrics | None] = {}  # of sequences not known to have ended
 
     def chunks(self, arrays: Mapping[str, Array], last: bool) -> Iterator[EngineChunk]:
         """The chunks of one response; with ``last``, what is still missing to end everything."""
@@ -88,6 +89,7 @@ class Responses:
             chunk = self._reader.chunk(arrays, final=last and self._single)
             if chunk.final:
                 self._unfinished.discard(chunk.sequence_index)
+            self._metrics[chunk.sequence_index] = chunk.metrics
             yield chunk
         if last:
             yield from self.rest()
@@ -95,5 +97,6 @@ class Responses:
     def rest(self) -> Iterator[EngineChunk]:
         """A closing chunk for each sequence that has had none, once the request has ended."""
         for index in sorted(self._unfinished):
-            yield EngineChunk(token_ids=(), sequence_index=index, final=True)
+            metrics = self._metrics.get(index)
+            yield EngineChunk(token_ids=(), sequence_index=index, final=True, metrics=metrics)
         self._unfinished.clear()

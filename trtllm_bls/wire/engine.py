@@ -95,7 +95,7 @@ def _engine_call(row: Fields, request_id: str, streaming: bool) -> EngineCall:
         embedding_bias=_sparse(row.get("embedding_bias")),
         draft=_draft(row),
         wants=wants_of(row),
-        extras={tensor.name: row[tensor.key] for tensor in EXTRAS if tensor.key in row},
+        extras=extras_of(row),
     )
     return EngineCall(request, row.get("exclude_input_in_output"))
 
@@ -111,6 +111,19 @@ def sampling_of(row: Fields) -> Sampling:
 def wants_of(row: Fields) -> Wants:
     """Which outputs beside the tokens one row asks for."""
     return Wants(**{field.name: row.get(f"return_{field.name}", False) for field in fields(Wants)})
+
+
+def extras_of(row: Fields) -> dict[str, Array]:
+    """The inputs that are carried unopened, as arrays without batch dimension."""
+    return {
+        tensor.name: _carried(tensor, row[tensor.key]) for tensor in EXTRAS if tensor.key in row
+    }
+
+
+def _carried(tensor: Tensor, value: Any) -> Array:
+    if tensor.single:
+        value = [value.encode() if tensor.dtype == "STRING" else value]
+    return np.asarray(value, dtype=tensor.numpy_type)
 
 
 def _words(row: Fields, key: str, name: str) -> tuple[TokenIds, ...]:
@@ -143,8 +156,10 @@ def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
     """All chunks of one sequence as the single chunk of a non-streaming response."""
     log_probs = [chunk.log_probs for chunk in chunks if chunk.log_probs is not None]
     rows = [c.generation_logits for c in chunks if c.generation_logits is not None]
+    totals = [c.cum_log_prob for c in chunks if c.cum_log_prob is not None]
     return replace(
         chunks[-1],
+        cum_log_prob=totals[-1] if totals else None,
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         log_probs=tuple(p for some in log_probs for p in some) if log_probs else None,
         context_logits=chunks[0].context_logits,
@@ -193,18 +208,18 @@ class ChunkWriter:
             arrays["context_logits"] = np.asarray(chunk.context_logits, dtype=np.float32)[None]
         if chunk.generation_logits is not None:
             arrays["generation_logits"] = generation_logits(
-                chunk.generation_logits, self._request.streaming, self._request.max_tokens
+                chunk.generation_logits, self._request.streaming
             )
 
 
-def generation_logits(rows: Array, streaming: bool, max_tokens: int) -> Array:
-    """``[steps, vocab]`` in the wire's shape, which differs by mode (axes swapped upstream)."""
+def generation_logits(rows: Array, streaming: bool) -> Array:
+    """``[steps, vocab]`` in the wire's shape, which differs by mode (axes swapped upstream).
+
+    Not padded to the token limit as upstream does: a caller could fill our memory with that, and
+    rows past the answer mean nothing.
+    """
     rows = np.asarray(rows, dtype=np.float32)
-    if streaming:
-        return rows[None, :, None]
-    padded = np.zeros((1, 1, max(max_tokens, len(rows)), rows.shape[-1]), dtype=np.float32)
-    padded[0, 0, : len(rows)] = rows
-    return padded
+    return rows[None, :, None] if streaming else rows[None, None]
 
 
 def metrics_arrays(metrics: EngineMetrics) -> dict[str, Array]:
@@ -318,12 +333,13 @@ class ChunkReader:
         ids = np.asarray(arrays["output_ids"])
         row = ids[0, 0, self._skip : length]
         index = _number(arrays, "sequence_index") or 0
-        final = final or (not self._request.streaming)
+        if not 0 <= index < self._request.num_return_sequences:
+            raise EngineError(f"the engine's response is of sequence_index {index}: none such")
         return EngineChunk(
             token_ids=tuple(row.tolist()),
             sequence_index=index,
-            final=final,
-            metrics=self._metrics(arrays) if final else None,
+            final=final or (not self._request.streaming),
+            metrics=self._metrics(arrays),
             **self._scores(arrays, index, len(row)),
         )
 
@@ -331,10 +347,10 @@ class ChunkReader:
         scores: dict[str, Any] = {}
         wants = self._request.wants
         if wants.log_probs and "output_log_probs" in arrays:
-            so_far = np.asarray(arrays["output_log_probs"])
+            so_far = np.asarray(arrays["output_log_probs"])[0, 0]
             read = self._log_probs_read.get(index, 0)
-            scores["log_probs"] = tuple(so_far[0, 0, read:].tolist())
-            self._log_probs_read[index] = so_far.shape[-1]
+            self._log_probs_read[index] = read + new
+            scores["log_probs"] = tuple(_first("output_log_probs", so_far[read:], new).tolist())
         if wants.log_probs and "cum_log_probs" in arrays:
             scores["cum_log_prob"] = float(np.asarray(arrays["cum_log_probs"]).reshape(-1)[0])
         if wants.context_logits and "context_logits" in arrays:
@@ -342,13 +358,19 @@ class ChunkReader:
         if wants.generation_logits and "generation_logits" in arrays:
             rows = np.array(arrays["generation_logits"])
             rows = rows[0, :, 0] if self._request.streaming else rows[0, 0]
-            scores["generation_logits"] = rows[:new]
+            scores["generation_logits"] = _first("generation_logits", rows, new)
         return scores
 
     def _metrics(self, arrays: Mapping[str, Array]) -> EngineMetrics | None:
-        if not self._request.wants.perf_metrics:
+        if not self._request.wants.perf_metrics or arrays.keys().isdisjoint(_METRICS):
             return None
         return EngineMetrics(**{name: _number(arrays, name) for name in _METRICS})
+
+
+def _first(name: str, scores: Array, count: int) -> Array:
+    if len(scores) < count:
+        raise EngineError(f"the engine's {name} hold {len(scores)} entries for {count} tokens")
+    return scores[:count]
 
 
 def _number(arrays: Mapping[str, Array], name: str) -> int | None:

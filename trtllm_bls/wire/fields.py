@@ -31,7 +31,9 @@ def read_rows(model: Model, arrays: Mapping[str, Array]) -> list[Fields]:
     ]
     if not known:
         raise InvalidRequest("inputs", f"none of {model.name}'s inputs was sent")
-    rows = known[0][1].shape[0]
+    rows = len(known[0][1]) if known[0][1].ndim else 0
+    if not rows:
+        raise InvalidRequest(known[0][0].name, "has no batch rows")
     for tensor, array in known:
         if array.ndim == 0 or array.shape[0] != rows:
             raise InvalidRequest(

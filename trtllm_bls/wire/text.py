@@ -9,10 +9,14 @@ import numpy as np
 from trtllm_bls.contract import BLS
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import Array, EngineMetrics, TextChunk, TextRequest
-from trtllm_bls.wire.engine import EXTRAS, generation_logits, metrics_arrays, sampling_of, wants_of
+from trtllm_bls.wire.engine import (
+    extras_of,
+    generation_logits,
+    metrics_arrays,
+    sampling_of,
+    wants_of,
+)
 from trtllm_bls.wire.fields import Fields, read_rows
-
-_EXTRA_KEYS = tuple(tensor.key for tensor in EXTRAS)
 
 
 def text_requests(arrays: Mapping[str, Array], request_id: str) -> list[TextRequest]:
@@ -45,7 +49,7 @@ def text_request(row: Fields, request_id: str) -> TextRequest:
         use_draft_logits=row.get("use_draft_logits", False),
         draft_source=row.get("draft_source"),
         wants=wants_of(row),
-        extras={key: row[key] for key in _EXTRA_KEYS if key in row},
+        extras=extras_of(row),
     )
 
 
@@ -86,7 +90,7 @@ def text_arrays(chunk: TextChunk, request: TextRequest, row: int | None) -> dict
         arrays["context_logits"] = np.asarray(chunk.context_logits, dtype=np.float32)[None]
     if chunk.generation_logits is not None:
         arrays["generation_logits"] = generation_logits(
-            np.asarray(chunk.generation_logits), request.stream, request.max_tokens
+            np.asarray(chunk.generation_logits), request.stream
         )
     if chunk.ending is not None:
         arrays |= _ending_arrays(chunk, request)
