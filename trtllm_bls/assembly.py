@@ -58,7 +58,7 @@ class TextRules:
 class _Scored:
     """A token whose scores wait until its text has left."""
 
-    end: int  # offset in the detokenised text at which the token's text ends
+    end: int  # characters that must have left; one without text leaves with the next character
     log_prob: float | None
     logits: Array | None
 
@@ -93,8 +93,9 @@ class SequenceText:
                 break
             self._tokens += 1
             self._tail.append(token)
-            piece, stop = self._cut(self._detokenizer.feed((token,)))
-            self._note(chunk, position)
+            new = self._detokenizer.feed((token,))
+            piece, stop = self._cut(new)
+            self._note(chunk, position, end=self._length if new else self._length + 1)
             text += piece
             if stop is not None:
                 reason = FinishReason.STOP
@@ -148,11 +149,11 @@ class SequenceText:
 
     # --- scores -------------------------------------------------------------------------------
 
-    def _note(self, chunk: EngineChunk, position: int) -> None:
+    def _note(self, chunk: EngineChunk, position: int, end: int) -> None:
         log_prob = chunk.log_probs[position] if chunk.log_probs is not None else None
         logits = chunk.generation_logits[position] if chunk.generation_logits is not None else None
         if log_prob is not None or logits is not None:
-            self._scored.append(_Scored(self._length, log_prob, logits))
+            self._scored.append(_Scored(end, log_prob, logits))
 
     def _release(self, everything: bool) -> Iterable[_Scored]:
         while self._scored and (everything or self._scored[0].end <= self._left):

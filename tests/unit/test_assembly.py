@@ -1,0 +1,288 @@
+"""From tokens to text: where a sequence ends, what of it is seen, and whose scores are told."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cases_counted import cut_anywhere, run_cases
+
+from trtllm_bls.assembly import SequenceText, TextRules
+from trtllm_bls.messages import EngineChunk, EngineMetrics, FinishReason, TextChunk, TokenIds
+
+END = 99
+STOP, LENGTH, END_ID = FinishReason.STOP, FinishReason.LENGTH, FinishReason.END_ID
+RULES = TextRules(prompt_tokens=2, max_tokens=100, end_ids=frozenset({END}))
+# One token, one piece of text: of no, one or several characters, or half a character.
+PIECES = ["a", "b", "ab", "ba", "c", "", "abc", "<", "ä/2", "ä/2"]
+
+
+class Pieces:
+    """A detokenizer of ``PIECES``; two halves make an ä, a half alone comes out as U+FFFD."""
+
+    def __init__(self) -> None:
+        self._half = ""
+
+    def feed(self, ids: TokenIds) -> str:
+        return "".join(self._one(PIECES[token]) if token < len(PIECES) else "" for token in ids)
+
+    def _one(self, piece: str) -> str:
+        if piece == "ä/2":
+            self._half, text = ("", "ä") if self._half else ("half", "")
+            return text
+        return self.flush() + piece
+
+    def flush(self) -> str:
+        text, self._half = "\ufffd" if self._half else "", ""
+        return text
+
+
+def chunk(*token_ids: int, **more: Any) -> EngineChunk:
+    return EngineChunk(token_ids=token_ids, **more)
+
+
+def told(rules: TextRules, *chunks: EngineChunk) -> list[TextChunk]:
+    """What a sequence makes of chunks, until it has ended; it ends once, on its last."""
+    sequence, found = SequenceText(rules, Pieces()), []
+    for one in chunks:
+        found.append(sequence.feed(one))
+        if sequence.ended:
+            break
+    assert [piece.ending is not None for piece in found] == [False] * (len(found) - 1) + [True]
+    return found
+
+
+def outcome(pieces: list[TextChunk]) -> tuple[str, Any, Any, int]:
+    ending = pieces[-1].ending
+    assert ending is not None
+    text = "".join(piece.text for piece in pieces)
+    return text, ending.finish_reason, ending.stop_reason, ending.completion_tokens
+
+
+def plain(rules: TextRules, tokens: TokenIds) -> tuple[str, Any, Any, int]:
+    """The rules once more, the slow way: after each token, look at the whole text again."""
+    text, count, detokenizer = "", 0, Pieces()
+    for token in tokens:
+        if token == END and count >= rules.min_tokens:
+            break
+        before, count = len(text), count + 1
+        text += detokenizer.feed((token,))
+        if (cut := _first_stop(rules, text, before, count)) is not None:
+            return cut[0], STOP, cut[1], count
+        if count == rules.max_tokens:
+            break
+    before = len(text)
+    text += detokenizer.flush()
+    if (cut := _first_stop(rules, text, before, count)) is not None:
+        return cut[0], STOP, cut[1], count
+    return text, LENGTH if count == rules.max_tokens else END_ID, None, count
+
+
+def _first_stop(rules: TextRules, text: str, after: int, count: int) -> tuple[str, str] | None:
+    """The stop that first completes in the text beyond ``after``; the longest of several."""
+    if count < rules.min_tokens:
+        return None
+    for end in range(after + 1, len(text) + 1):
+        found = [word for word in rules.stop_words if text[:end].endswith(word)]
+        if found:
+            word = max(found, key=len)
+            return text[:end] if rules.include_stop else text[: end - len(word)], word
+    return None
+
+
+def test_any_stops_in_any_chunks_end_where_the_plain_reading_does() -> None:
+    """Text, reason, stop and count are a matter of tokens, never of how they were cut."""
+
+    def case(chance: random.Random) -> None:
+        tokens = tuple(chance.randrange(len(PIECES)) for _ in range(chance.randint(0, 12)))
+        if chance.random() < 0.5:
+            tokens += (END, 0, 1)
+        elif not tokens:
+            return
+        words = ["".join(chance.choices("abcä<\ufffd", k=chance.randint(1, 3))) for _ in range(3)]
+        rules = TextRules(
+            prompt_tokens=2,
+            max_tokens=chance.randint(1, 14),
+            min_tokens=chance.choice([0, 0, 2, 5]),
+            end_ids=frozenset({END}),
+            stop_words=tuple(dict.fromkeys(words[: chance.randint(0, 3)])),
+            include_stop=chance.random() < 0.3,
+        )
+        cuts = cut_anywhere(chance, len(tokens), 4)
+        chunks = [chunk(*tokens[cut]) for cut in cuts] + [chunk(final=True)]
+        assert outcome(told(rules, *chunks)) == plain(rules, tokens)
+
+    assert run_cases(case, 2000) >= 2000
+
+
+# --- the end --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("last", "more", "reason", "stop"),
+    [
+        ({"final": True}, {}, END_ID, None),
+        ({"final": True, "finish_reason": LENGTH}, {}, LENGTH, None),
+        (
+            {"final": True, "finish_reason": FinishReason.CANCELLED},
+            {},
+            FinishReason.CANCELLED,
+            None,
+        ),
+        ({"final": True}, {"max_sequence_tokens": 4}, LENGTH, None),
+        ({"final": True}, {"max_sequence_tokens": 5}, END_ID, None),
+        ({"final": True}, {"stop_words": ("x",), "stop_sequences": ((0, 1),)}, STOP, "x"),
+        ({"final": True}, {"stop_words": ("x",), "stop_sequences": ((1, 0),)}, END_ID, None),
+        ({"final": True}, {"stop_words": ("x",), "stop_sequences": ((),)}, END_ID, None),
+        ({"final": True, "finish_reason": STOP}, {}, STOP, None),
+    ],
+)
+def test_the_reason_is_the_engines_own_or_follows_from_counts(
+    last: dict[str, Any], more: dict[str, Any], reason: FinishReason, stop: str | None
+) -> None:
+    """A wire that does not say why leaves three possibilities, and the tokens tell which."""
+    assert outcome(told(replace(RULES, **more), chunk(0, 1, **last))) == ("ab", reason, stop, 2)
+
+
+def test_the_token_limit_ends_before_the_engine_says_so() -> None:
+    """What an engine sends beyond the limit is neither shown nor counted."""
+    rules = replace(RULES, max_tokens=2)
+    assert outcome(told(rules, chunk(0), chunk(1, 4, 4))) == ("ab", LENGTH, None, 2)
+
+
+def test_an_end_id_is_neither_shown_nor_counted_nor_anything_after_it() -> None:
+    """Engines know one end id; the others arrive as tokens."""
+    assert outcome(told(RULES, chunk(0, END, 1), chunk(1))) == ("a", END_ID, None, 1)
+
+
+def test_an_end_id_before_min_tokens_is_a_token() -> None:
+    """Counted and without text; only from min_tokens on does it end."""
+    rules = replace(RULES, min_tokens=2)
+    assert outcome(told(rules, chunk(0, END), chunk(END))) == ("a", END_ID, None, 2)
+
+
+def test_half_a_character_is_shown_at_the_end_only() -> None:
+    """It may still become whole until then."""
+    pieces = told(RULES, chunk(0, 8), chunk(9, 8), chunk(final=True))
+    assert [piece.text for piece in pieces] == ["a", "ä", "\ufffd"]
+
+
+def test_held_back_text_leaves_at_the_end() -> None:
+    """It could have become a stop and did not; so with the limit, the end id and a cancel."""
+    rules = replace(RULES, stop_words=("abc",))
+    for last in (chunk(final=True), chunk(END), chunk(final=True, finish_reason=LENGTH)):
+        assert [piece.text for piece in told(rules, chunk(2), last)] == ["", "ab"]
+    rules = replace(rules, max_tokens=1)
+    assert [piece.text for piece in told(rules, chunk(2))] == ["ab"]
+
+
+def test_what_the_flush_completes_may_be_a_stop() -> None:
+    """The last half character comes out as U+FFFD, and that may be what was asked for."""
+    rules = replace(RULES, stop_words=("\ufffd",))
+    assert outcome(told(rules, chunk(0, 8), chunk(final=True))) == ("a", STOP, "\ufffd", 2)
+
+
+def test_no_word_is_lost_after_the_end() -> None:
+    """What is fed after the end changes nothing that was told."""
+    sequence = SequenceText(replace(RULES, stop_words=("b",)), Pieces())
+    ending = sequence.feed(chunk(0, 1, 4)).ending
+    assert sequence.ended and ending is not None and ending.completion_tokens == 2
+
+
+# --- what is seen ---------------------------------------------------------------------------
+
+
+def test_the_prompt_comes_first_when_it_is_wanted() -> None:
+    """Once, with the first chunk, and no stop is looked for in it."""
+    rules = replace(RULES, echo_ids=(4, 1), stop_words=("cb",))
+    pieces = told(rules, chunk(), chunk(0), chunk(final=True))
+    assert [piece.text for piece in pieces] == ["cb", "a", ""]
+    assert outcome(pieces)[3] == 1
+
+
+def test_accumulated_text_is_all_so_far() -> None:
+    """The echo included, and nothing that is still held back."""
+    rules = replace(RULES, accumulate=True, echo_ids=(4,), stop_words=("abc",))
+    pieces = told(rules, chunk(0), chunk(1), chunk(1), chunk(final=True))
+    assert [piece.text for piece in pieces] == ["c", "c", "cabb", "cabb"]
+
+
+def test_the_ending_tells_what_was_used() -> None:
+    """Prompt, seed and the engine's metrics, also those that came before the end was known."""
+    metrics = EngineMetrics(total_draft_tokens=1)
+    rules = replace(RULES, seed=5)
+    ending = told(rules, chunk(0, final=True, metrics=metrics))[-1].ending
+    assert ending is not None
+    assert (ending.prompt_tokens, ending.seed, ending.metrics) == (2, 5, metrics)
+
+
+# --- scores ---------------------------------------------------------------------------------
+
+
+def scored(*token_ids: int, **more: Any) -> EngineChunk:
+    """Every token's log-prob is minus its id, its logits begin with its id."""
+    logits = np.array([[token, 0] for token in token_ids]).reshape(-1, 2)
+    return chunk(
+        *token_ids,
+        log_probs=tuple(float(-token) for token in token_ids),
+        generation_logits=logits,
+        **more,
+    )
+
+
+def scores(pieces: list[TextChunk]) -> tuple[list[list[float]], list[list[float]]]:
+    """Log-probs as told (all so far) and the tokens whose logits each piece brings."""
+    return (
+        [[-p for p in piece.log_probs or ()] for piece in pieces],
+        [[row[0] for row in piece.generation_logits or ()] for piece in pieces],
+    )
+
+
+def test_scores_wait_for_their_text() -> None:
+    """Held-back text holds its scores back; log-probs are all so far, logits the new ones."""
+    rules = replace(RULES, stop_words=("abc",))
+    log_probs, logits = scores(told(rules, scored(4, 0), scored(1), scored(7), scored(final=True)))
+    assert log_probs == [[4], [4], [4, 0, 1, 7], [4, 0, 1, 7]]
+    assert logits == [[4], [], [0, 1, 7], []]
+
+
+def test_scores_of_half_a_character_wait_for_the_whole() -> None:
+    """The first half has no text of its own yet; no row is lost in an empty piece."""
+    pieces = told(RULES, scored(8), scored(9), scored(final=True))
+    assert [piece.text for piece in pieces] == ["", "ä", ""]
+    assert scores(pieces) == ([[], [8, 9], [8, 9]], [[], [8, 9], []])
+
+
+def test_scores_of_a_token_without_text_come_with_the_next() -> None:
+    """A special token that is not shown still has its place among the scores."""
+    pieces = told(RULES, scored(0), scored(5), scored(1), scored(5), scored(final=True))
+    assert scores(pieces)[1] == [[0], [], [5, 1], [], [5]]
+
+
+def test_trimmed_text_takes_its_scores_along() -> None:
+    """Tokens of the stop, and one that begins before it, are not among the scores."""
+    rules = replace(RULES, stop_words=("bc",))
+    pieces = told(rules, scored(4, 2, 4))
+    assert outcome(pieces) == ("ca", STOP, "bc", 3)
+    assert scores(pieces) == ([[4]], [[4]])
+    kept = told(replace(rules, include_stop=True), scored(4, 2, 4))
+    assert scores(kept) == ([[4, 2, 4]], [[4, 2, 4]])
+
+
+def test_the_end_releases_every_score() -> None:
+    """Nothing waits for text that cannot come; the sum is that of the told ones."""
+    rules = replace(RULES, stop_words=("abc",), max_tokens=3)
+    pieces = told(rules, scored(4), scored(0, 8))
+    assert scores(pieces)[0][-1] == [4, 0, 8]
+    assert pieces[-1].cum_log_prob == -12
+    assert told(RULES, chunk(0, final=True))[-1].log_probs is None
+
+
+def test_context_logits_pass_through() -> None:
+    """They belong to the prompt and wait for nothing."""
+    logits = np.ones((2, 3))
+    first, _ = told(RULES, chunk(8, context_logits=logits), chunk(final=True))
+    assert first.context_logits is logits
