@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 from tests.unit import upstream_tensors
-from trtllm_bls.contract import MODELS, Model, Tensor
+from tests.unit.configurations import check_wires, parsed, rows_of_config, rows_of_table
+from trtllm_bls.contract import MODELS, Model
 from trtllm_bls.contract.pbtxt import PARAMETERS, model_config
 from trtllm_bls.parameters import BlsParameters, EngineParameters, Parameters
 
@@ -36,44 +35,6 @@ OURS = {
 PROMPTS = {"QUERY", "text_input"}
 
 
-def parsed(name: str) -> Any:
-    text = (REPOSITORY / name / "config.pbtxt").read_text(encoding="utf-8")
-    return text_format.Parse(text, model_config_pb2.ModelConfig())
-
-
-def row(name: str, dtype: str, dims: list[int], **flags: bool) -> str:
-    set_ones = [flag for flag, is_set in flags.items() if is_set]
-    return " ".join([name, dtype, str(dims).replace(" ", ""), *set_ones])
-
-
-def rows_of_config(tensors: Any, inputs: bool) -> set[str]:
-    return {
-        row(
-            tensor.name,
-            model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_"),
-            list(tensor.dims),
-            r=inputs and not tensor.optional,
-            s=tensor.HasField("reshape"),
-            R=inputs and tensor.allow_ragged_batch,
-        )
-        for tensor in tensors
-    }
-
-
-def rows_of_table(tensors: tuple[Tensor, ...]) -> set[str]:
-    return {
-        row(
-            tensor.name,
-            tensor.dtype,
-            list(tensor.dims),
-            r=tensor.required,
-            s=tensor.scalar,
-            R=tensor.ragged,
-        )
-        for tensor in tensors
-    }
-
-
 def rows_of_text(text: str) -> set[str]:
     rows = {" ".join(line.split()) for line in text.splitlines() if line}
     return {line.removesuffix(" r") if line.split()[0] in PROMPTS else line for line in rows}
@@ -82,13 +43,13 @@ def rows_of_text(text: str) -> set[str]:
 @pytest.mark.parametrize("model", MODELS, ids=NAMES)
 def test_the_checked_in_configuration_is_what_the_table_writes(model: Model) -> None:
     """Nobody edits a tensor in config.pbtxt, or a row without writing the files again."""
-    assert parsed(model.name) == model_config(model, PARAMETERS[model.name])
+    assert parsed(REPOSITORY, model.name) == model_config(model, PARAMETERS[model.name])
 
 
 @pytest.mark.parametrize("model", MODELS, ids=NAMES)
 def test_triton_reads_every_tensor_as_the_table_says(model: Model) -> None:
     """Names, types, dims, optional, reshape and ragged survive the way through the file."""
-    config = parsed(model.name)
+    config = parsed(REPOSITORY, model.name)
     assert rows_of_config(config.input, inputs=True) == rows_of_table(model.inputs)
     assert rows_of_config(config.output, inputs=False) == rows_of_table(model.outputs)
 
@@ -120,46 +81,23 @@ def test_no_placeholder_is_left(name: str) -> None:
 
 def test_only_models_that_stream_are_decoupled() -> None:
     """The ensemble streams through its steps and must not say so itself."""
-    decoupled = {name for name in NAMES if parsed(name).model_transaction_policy.decoupled}
+    decoupled = {
+        name for name in NAMES if parsed(REPOSITORY, name).model_transaction_policy.decoupled
+    }
     assert decoupled == {"tensorrt_llm", "tensorrt_llm_bls"}
 
 
 # --- the ensemble's wiring ------------------------------------------------------------------
 
 
-def types(tensors: Any) -> dict[str, int]:
-    return {tensor.name: tensor.data_type for tensor in tensors}
-
-
-def test_every_end_of_the_ensembles_wires_exists_and_has_one_type() -> None:
+def test_every_wire_of_the_ensemble_has_two_ends_and_nothing_is_left_over() -> None:
     """A step reads what the caller sent or an earlier step made, in the type it expects."""
-    known = types(parsed("ensemble").input)
-    for step in parsed("ensemble").ensemble_scheduling.step:
-        model = parsed(step.model_name)
-        assert {name: known[wire] for name, wire in step.input_map.items()}.items() <= types(
-            model.input
-        ).items()
-        assert {tensor.name for tensor in model.input if not tensor.optional} <= set(step.input_map)
-        made = {wire: types(model.output)[name] for name, wire in step.output_map.items()}
-        assert not made.keys() & known.keys()
-        known |= made
-    assert types(parsed("ensemble").output).items() <= known.items()
-
-
-def test_nothing_in_the_ensemble_is_left_over() -> None:
-    """Every input is consumed, and every tensor a step makes is consumed or an output."""
-    ensemble = parsed("ensemble")
-    steps = ensemble.ensemble_scheduling.step
-    consumed = {wire for step in steps for wire in step.input_map.values()}
-    made = {wire for step in steps for wire in step.output_map.values()}
-    inputs, outputs = types(ensemble.input).keys(), types(ensemble.output).keys()
-    assert consumed == inputs | (made - outputs)
-    assert outputs <= made
+    check_wires(REPOSITORY)
 
 
 def test_options_reach_the_engine_under_the_engines_name() -> None:
     """The caller's names differ from tensorrt_llm's in three places and the table joins them."""
-    (_, engine, _) = parsed("ensemble").ensemble_scheduling.step
+    (_, engine, _) = parsed(REPOSITORY, "ensemble").ensemble_scheduling.step
     renamed = {
         name: wire
         for name, wire in engine.input_map.items()

@@ -1,0 +1,362 @@
+"""``trtllm-bls configure``: what it writes is what the C++ backend takes, or it says what is wrong.
+
+``demo`` is a tokenizer and an engine directory as trtllm-build leaves it (the engine is empty).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.unit.configurations import check_wires, parsed, rows_of_config, rows_of_table
+from tests.unit.tokenizers_made import directory
+from trtllm_bls.configure import command
+from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
+from trtllm_bls.contract.pbtxt import PARAMETERS
+from trtllm_bls.engines.dialect import Dialect
+from trtllm_bls.messages import EngineLimits
+
+CHECKOUT = Path(__file__).parents[2] / "models"
+BUILD = {"max_batch_size": 32, "max_seq_len": 4096, "max_draft_len": 10}
+
+
+def make_engine(place: Path, build: dict[str, Any], **more: Any) -> Path:
+    place.mkdir()
+    config = {"version": "1.0.0", "pretrained_config": {}, "build_config": build} | more
+    (place / "config.json").write_text(json.dumps(config))
+    (place / "rank0.engine").touch()
+    return place
+
+
+@dataclass
+class Demo:
+    engine: Path
+    tokenizer: Path
+    out: Path
+
+    def run(self, *more: str) -> Result:
+        places = ["--engine-dir", self.engine, "--tokenizer-dir", self.tokenizer, "--out", self.out]
+        return CliRunner().invoke(command, [*map(str, places), *more])
+
+    def write(self, *more: str) -> Result:
+        """Without loading the tokenizer, for speed."""
+        result = self.run("--no-check", *more)
+        assert result.exit_code == 0, result.output
+        return result
+
+    def config(self, model: str) -> Any:
+        return parsed(self.out, model)
+
+    def values(self, model: str) -> dict[str, str]:
+        parameters = self.config(model).parameters.items()
+        return {key: value.string_value for key, value in parameters}
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Demo:
+    engine = make_engine(tmp_path / "engine", BUILD)
+    return Demo(engine, directory("byte-level"), tmp_path / "repository")
+
+
+def error_of(result: Result) -> str:
+    """The one line that says what is wrong."""
+    assert result.exit_code != 0
+    assert "Traceback" not in result.output
+    return result.output.strip().splitlines()[-1]
+
+
+# --- what is written ------------------------------------------------------------------------
+
+
+OLD_SPELLINGS = {"min_length", "random_seed"}
+GONE = {
+    "tensorrt_llm": OLD_SPELLINGS | {"runtime_top_p_min"},
+    "ensemble": OLD_SPELLINGS,
+    "preprocessing": {"MIN_LENGTH"},
+}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=[model.name for model in MODELS])
+def test_every_tensor_is_the_contracts(demo: Demo, model: Any) -> None:
+    """The last release has every row but the old spellings and one that C++ would not read."""
+    demo.write("--version", "last")
+    config = demo.config(model.name)
+    left = [t for t in model.inputs if t.name not in GONE.get(model.name, ())]
+    assert rows_of_config(config.input, inputs=True) == rows_of_table(left)
+    assert rows_of_config(config.output, inputs=False) == rows_of_table(model.outputs)
+
+
+def test_the_engines_slot_holds_the_cpp_backend_and_no_python(demo: Demo) -> None:
+    """Triton takes the backend by its name; the version directory must be there and empty."""
+    demo.write("--max-queue-size", "7", "--max-queue-delay-us", "1000")
+    config = demo.config("tensorrt_llm")
+    assert config.backend == "tensorrtllm"
+    assert config.model_transaction_policy.decoupled
+    assert list(config.dynamic_batching.preferred_batch_size) == [32]
+    assert config.dynamic_batching.default_queue_policy.max_queue_size == 7
+    assert config.dynamic_batching.max_queue_delay_microseconds == 1000
+    assert list((demo.out / "tensorrt_llm" / "1").iterdir()) == []
+
+
+@pytest.mark.parametrize("model", [PREPROCESSING, POSTPROCESSING, BLS], ids=lambda m: m.name)
+def test_our_own_models_come_with_their_doors(demo: Demo, model: Any) -> None:
+    """The same model.py as in the checkout, and the user's tokenizer."""
+    demo.write()
+    door = Path(model.name, "1", "model.py")
+    assert (demo.out / door).read_bytes() == (CHECKOUT / door).read_bytes()
+    assert demo.values(model.name)["tokenizer_dir"] == str(demo.tokenizer)
+    assert demo.values(model.name).keys() == PARAMETERS[model.name].keys()
+
+
+def test_every_mandatory_parameter_is_given(demo: Demo) -> None:
+    """What the backend cannot do without, and what the orchestrator relies on."""
+    demo.write()
+    expected = {
+        "gpt_model_type": "inflight_fused_batching",
+        "gpt_model_path": str(demo.engine),
+        "batch_scheduler_policy": "guaranteed_no_evict",
+        "kv_cache_free_gpu_mem_fraction": "0.9",
+        "max_beam_width": "1",
+        "enable_kv_cache_reuse": "true",
+        "exclude_input_in_output": "true",
+        "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
+    }
+    assert expected.items() <= demo.values("tensorrt_llm").items()
+
+
+def test_nothing_is_left_to_fill_in(demo: Demo) -> None:
+    """Not one placeholder in the whole repository."""
+    demo.write()
+    texts = [path.read_text() for path in demo.out.rglob("config.pbtxt")]
+    assert len(texts) == len(MODELS)
+    assert not any("${" in text for text in texts)
+
+
+def test_the_engines_limits_reach_the_orchestrator(demo: Demo) -> None:
+    """It reads them where it looks for every engine's limits, and sizes come from the build."""
+    demo.write()
+    limits = Dialect.of(demo.config("tensorrt_llm")).limits
+    assert limits == EngineLimits(max_sequence_tokens=4096, max_draft_tokens=10)
+    assert {demo.config(model.name).max_batch_size for model in MODELS} == {32}
+
+
+def test_the_types_of_logits_and_cache_reuse_follow_the_build(demo: Demo, tmp_path: Path) -> None:
+    """An engine with half-precision logits or without paged attention fails otherwise."""
+    build = BUILD | {"plugin_config": {"use_paged_context_fmha": False}}
+    demo.engine = make_engine(
+        tmp_path / "half", build, pretrained_config={"logits_dtype": "float16"}
+    )
+    result = demo.write()
+    check_wires(demo.out)
+    outputs = rows_of_config(demo.config("ensemble").output, inputs=False)
+    assert "context_logits FP16 [-1,-1]" in outputs
+    assert demo.values("tensorrt_llm")["enable_kv_cache_reuse"] == "false"
+    assert "KV cache reuse is off" in result.output
+
+
+def test_the_answer_names_what_was_written_and_what_to_do_next(demo: Demo) -> None:
+    """One line per model, then the command that serves them."""
+    result = demo.run()
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert len(lines) == len(MODELS) + 1
+    assert f"wrote {demo.out / 'tensorrt_llm'} (tensorrtllm)" in lines
+    assert lines[-1] == f"next: trtllm-bls serve --model-repository {demo.out}"
+
+
+def test_an_engine_of_several_ranks_is_not_sent_to_serve(demo: Demo) -> None:
+    """It needs one server process per rank."""
+    (demo.engine / "rank1.engine").touch()
+    assert "--world_size 2" in demo.write().output
+
+
+# --- versions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.9", "0.11", "0.13", "0.16", "0.18", "0.19", "0.20", "1.0"])
+def test_the_ensemble_of_every_release_is_wired(demo: Demo, version: str) -> None:
+    """Nothing is passed to an input that the release does not have."""
+    demo.write("--version", version)
+    check_wires(demo.out)
+
+
+def engine_rows(demo: Demo, *more: str) -> set[str]:
+    demo.write("--force", *more)
+    return rows_of_config(demo.config("tensorrt_llm").input, inputs=True)
+
+
+def test_an_option_is_spelled_as_the_release_spells_it(demo: Demo) -> None:
+    """0.20 renamed two; the ensemble takes what its engine takes, the BLS model always both."""
+    new_spellings = {"min_tokens", "seed"}
+    for version, spelled, other in (
+        ("0.19", OLD_SPELLINGS, new_spellings),
+        ("0.20", new_spellings, OLD_SPELLINGS),
+    ):
+        demo.write("--version", version, "--force")
+        for model in (ENGINE, ENSEMBLE):
+            names = {tensor.name for tensor in demo.config(model.name).input}
+            assert spelled <= names
+            assert not other & names
+        assert spelled | other <= {tensor.name for tensor in demo.config(BLS.name).input}
+
+
+def test_a_release_has_what_it_had(demo: Demo) -> None:
+    """Rows from both sides of their release."""
+    assert "request_output_len INT32 [1] r" in engine_rows(demo, "--version", "0.11")
+    assert "request_output_len INT32 [1] r s" in engine_rows(demo, "--version", "0.12")
+    assert "num_return_sequences INT32 [1] s" not in engine_rows(demo, "--version", "0.13")
+    assert "num_return_sequences INT32 [1] s" in engine_rows(demo, "--version", "v0.14.0")
+
+
+def test_the_release_is_the_engines_unless_it_is_named(demo: Demo, tmp_path: Path) -> None:
+    """An engine runs on the release that built it."""
+    demo.engine = make_engine(tmp_path / "older", BUILD, version="0.17.0.post1")
+    assert "random_seed UINT64 [1] s" in engine_rows(demo)
+    assert "seed UINT64 [1] s" in engine_rows(demo, "--version", "last")
+
+
+# --- a draft engine -------------------------------------------------------------------------
+
+
+def test_a_draft_engine_becomes_a_model_and_drafts_by_default(demo: Demo, tmp_path: Path) -> None:
+    """The same model under another name, memory shared, and the BLS model told of it."""
+    draft = make_engine(tmp_path / "draft", BUILD | {"max_draft_len": 0})
+    demo.write("--draft-engine-dir", str(draft))
+    one, other = demo.config("tensorrt_llm"), demo.config("tensorrt_llm_draft")
+    assert (list(one.input), one.backend) == (list(other.input), other.backend)
+    assert demo.values("tensorrt_llm_draft")["gpt_model_path"] == str(draft)
+    assert demo.values("tensorrt_llm_draft")["kv_cache_free_gpu_mem_fraction"] == "0.45"
+    assert demo.values("tensorrt_llm")["kv_cache_free_gpu_mem_fraction"] == "0.45"
+    bls = demo.values("tensorrt_llm_bls")
+    assert bls["tensorrt_llm_draft_model_name"] == "tensorrt_llm_draft"
+    assert bls["draft_source"] == "model"
+
+
+def test_a_target_that_cannot_verify_drafts_is_refused(demo: Demo, tmp_path: Path) -> None:
+    """It has to be built for that, and the line says how."""
+    plain = make_engine(tmp_path / "plain", BUILD | {"max_draft_len": 0})
+    draft, demo.engine = demo.engine, plain
+    line = error_of(demo.run("--draft-engine-dir", str(draft)))
+    assert "--draft-engine-dir" in line
+    assert "--max_draft_len" in line
+
+
+# --- values that cannot be used -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--max-batch-size", "0"),
+        ("--max-batch-size", "33"),
+        ("--max-queue-size", "-1"),
+        ("--max-queue-delay-us", "soon"),
+        ("--kv-cache-free-gpu-mem-fraction", "1.1"),
+        ("--kv-cache-free-gpu-mem-fraction", "0"),
+        ("--kv-cache-free-gpu-mem-fraction", "nan"),
+        ("--batch-scheduler-policy", "fastest"),
+        ("--version", "0.8"),
+        ("--version", "newest"),
+        ("--set", "max_beam_width=2"),
+        ("--set", "tensorrt_lm.max_beam_width=2"),
+        ("--set", "tensorrt_llm.max_beam_with=2"),
+        ("--set", "tensorrt_llm.max_beam_width=0"),
+        ("--set", "tensorrt_llm.enable_kv_cache_reuse=yes"),
+        ("--set", "tensorrt_llm.gpt_model_type=V1"),
+        ("--set", "tensorrt_llm.gpu_device_ids=${ids}"),
+        ("--set", "tensorrt_llm_bls.accumulate=true"),
+    ],
+)
+def test_a_bad_value_is_one_line_naming_option_and_value(
+    demo: Demo, option: str, value: str
+) -> None:
+    """And nothing is written."""
+    line = error_of(demo.run(option, value))
+    assert option in line
+    assert value in line
+    assert not demo.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "value"),
+    [
+        ("tensorrt_llm_bls", "draft_source", "oracle"),
+        ("tensorrt_llm_bls", "engine_stall_seconds", "-1"),
+        ("preprocessing", "add_special_tokens", "perhaps"),
+        ("postprocessing", "skip_special_tokens", "${skip}"),
+    ],
+)
+def test_our_own_parameters_are_judged_by_their_own_reader(
+    demo: Demo, model: str, key: str, value: str
+) -> None:
+    """The line is the one the model would fail with at load."""
+    line = error_of(demo.run("--set", f"{model}.{key}={value}"))
+    assert model in line
+    assert f"{key} = '{value}'" in line
+
+
+def test_a_good_value_is_written_as_it_stands(demo: Demo) -> None:
+    """Also for a parameter that is not written otherwise."""
+    demo.write(
+        *("--set", "tensorrt_llm.decoding_mode=top_k", "--set", "tensorrt_llm_bls.max_draft_len=4"),
+        *("--set", "tensorrt_llm.enable_chunked_context=True", "--max-batch-size", "8"),
+    )
+    assert demo.values("tensorrt_llm")["decoding_mode"] == "top_k"
+    assert demo.values("tensorrt_llm")["enable_chunked_context"] == "True"
+    assert demo.values("tensorrt_llm_bls")["max_draft_len"] == "4"
+    assert demo.config("ensemble").max_batch_size == 8
+
+
+@pytest.mark.parametrize("missing", ["config.json", "rank0.engine"])
+def test_a_directory_without_an_engine_is_refused(demo: Demo, missing: str) -> None:
+    """The line names the option, the directory and what is not there."""
+    (demo.engine / missing).unlink()
+    line = error_of(demo.run())
+    assert f"--engine-dir {demo.engine}" in line
+    assert missing.removeprefix("rank0") in line
+
+
+def test_a_directory_without_a_tokenizer_is_refused(demo: Demo, tmp_path: Path) -> None:
+    """Better now than when the server loads."""
+    demo.tokenizer = tmp_path / "empty"
+    demo.tokenizer.mkdir()
+    line = error_of(demo.run())
+    assert "--tokenizer-dir" in line
+    assert str(demo.tokenizer) in line
+
+
+def test_unchecked_directories_may_be_on_another_machine(demo: Demo) -> None:
+    """Then sizes are ours and the release is the last."""
+    demo.engine = demo.tokenizer = Path("/elsewhere")
+    demo.write()
+    assert demo.values("tensorrt_llm")["gpt_model_path"] == "/elsewhere"
+    assert demo.config("tensorrt_llm").max_batch_size == 64
+
+
+# --- what is there already ------------------------------------------------------------------
+
+
+def test_a_repository_that_is_there_is_not_touched(demo: Demo) -> None:
+    """One line, and the file is still the old one."""
+    demo.out.mkdir()
+    (demo.out / "notes.txt").write_text("mine")
+    line = error_of(demo.run())
+    assert f"--out {demo.out}" in line
+    assert "--force" in line
+    assert [path.name for path in demo.out.iterdir()] == ["notes.txt"]
+
+
+def test_force_replaces_our_models_and_nothing_else(demo: Demo) -> None:
+    """No model.py or draft model of an earlier repository is left to be loaded."""
+    demo.write("--draft-engine-dir", str(demo.engine))
+    (demo.out / "tensorrt_llm" / "1" / "model.py").write_text("old")
+    (demo.out / "another_model").mkdir()
+    demo.write("--force")
+    found = {path.name for path in demo.out.iterdir()}
+    assert found == {model.name for model in MODELS} | {"another_model"}
+    assert list((demo.out / "tensorrt_llm" / "1").iterdir()) == []

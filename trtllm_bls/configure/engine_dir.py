@@ -1,0 +1,85 @@
+"""What a TensorRT-LLM engine directory says of the engine; the engine itself is not opened."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_bls.errors import SettingsError
+
+_LOGITS = {"float32": "FP32", "float16": "FP16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDir:
+    """One engine; ``None`` and an empty version where the directory does not tell.
+
+    ``ranks`` counts the engine files, one per GPU. ``paged_context`` is what reuse of the KV cache
+    and verification of drafts need.
+    """
+
+    path: Path
+    ranks: int = 1
+    version: str = ""
+    logits: str = "FP32"
+    max_batch_size: int | None = None
+    max_sequence_tokens: int | None = None
+    max_draft_tokens: int | None = None
+    paged_context: bool | None = None
+
+
+def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
+    """Raises ``SettingsError`` naming ``option`` if ``check`` finds no engine there.
+
+    Without ``check`` the directory may be on another machine; what is there is still read.
+    """
+    path = Path(os.path.abspath(directory))  # as the server will see it: links stay links
+    ranks = len(list(path.glob("rank*.engine")))
+    if check:
+        for missing, there in (
+            ("no such directory", path.is_dir()),
+            (
+                "no config.json in it; name the directory trtllm-build wrote",
+                _config(path).is_file(),
+            ),
+            ("no rank*.engine in it; name the directory trtllm-build wrote", ranks > 0),
+        ):
+            if not there:
+                raise SettingsError(f"{option} {directory}: {missing}")
+    if not _config(path).is_file():
+        return EngineDir(path=path)
+    try:
+        config = json.loads(_config(path).read_text(encoding="utf-8"))
+        build = config.get("build_config", {})
+        logits = config.get("pretrained_config", {}).get("logits_dtype", "float32")
+        plugins = build.get("plugin_config", {})
+    except (OSError, ValueError, AttributeError) as error:
+        raise SettingsError(f"{option} {directory}: config.json cannot be read: {error}") from error
+    if logits not in _LOGITS:
+        raise SettingsError(
+            f"{option} {directory}: its logits are {logits}; build it with --logits_dtype float32"
+        )
+    return EngineDir(
+        path=path,
+        ranks=ranks or 1,
+        version=config.get("version", ""),
+        logits=_LOGITS[logits],
+        max_batch_size=build.get("max_batch_size"),
+        max_sequence_tokens=_longest(build),
+        max_draft_tokens=build.get("max_draft_len"),
+        paged_context=plugins.get("use_paged_context_fmha"),
+    )
+
+
+def _config(path: Path) -> Path:
+    return path / "config.json"
+
+
+def _longest(build: dict[str, Any]) -> int | None:
+    if build.get("max_seq_len"):
+        return int(build["max_seq_len"])
+    before_0_11 = [int(build.get(key) or 0) for key in ("max_input_len", "max_output_len")]
+    return sum(before_0_11) if all(before_0_11) else None
