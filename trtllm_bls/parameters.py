@@ -23,6 +23,13 @@ DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
 GRPC_URL = "TRTLLM_BLS_GRPC_URL"
 MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
 THREADS = "TRTLLM_BLS_ENGINE_THREADS"
+_ENGINE_SIZES = (
+    "max_batch",
+    "max_queue_size",
+    "max_tokens_per_step",
+    "max_sequence_tokens",
+    "max_draft_len",
+)
 
 
 class Parameters:
@@ -134,28 +141,20 @@ class BlsParameters:
 
 @dataclass(frozen=True)
 class EngineParameters:
-    """What the embedded engine's ``tensorrt_llm`` can be told; 0 means "choose for me"."""
+    """What the embedded engine's ``tensorrt_llm`` can be told; 0 leaves a size to the engine."""
 
     model_dir: Path
     exclude_input: bool
-    max_batch: int
-    max_queue_size: int
-    max_tokens_per_step: int
-    max_sequence_tokens: int
-    max_draft_tokens: int
-    threads: int
+    sizes: Mapping[str, int]  # fields of EmbeddedSettings that were set
 
     @classmethod
     def read(cls, parameters: Parameters) -> EngineParameters:
         """Parse; raises ``SettingsError`` naming the key."""
         is_draft = parameters.flag("is_draft", False)
+        sizes = {key: int(parameters.number(key, 0)) for key in _ENGINE_SIZES}
+        sizes["threads"] = int(parameters.number("threads", 0, THREADS))
         return cls(
             model_dir=parameters.directory("model_dir", DRAFT_MODEL_DIR if is_draft else MODEL_DIR),
             exclude_input=parameters.flag("exclude_input_in_output", False),
-            max_batch=int(parameters.number("max_batch", 32)),
-            max_queue_size=int(parameters.number("max_queue_size", 0)),
-            max_tokens_per_step=int(parameters.number("max_tokens_per_step", 512)),
-            max_sequence_tokens=int(parameters.number("max_sequence_tokens", 0)),
-            max_draft_tokens=int(parameters.number("max_draft_len", 16)),
-            threads=int(parameters.number("threads", 0, THREADS)),
+            sizes={key: size for key, size in sizes.items() if size},
         )

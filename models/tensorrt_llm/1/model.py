@@ -21,7 +21,8 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
         parameters = EngineParameters.read(Parameters(args))
-        self._engine = EmbeddedEngine(parameters.model_dir, EmbeddedSettings.of(parameters))
+        settings = EmbeddedSettings(name=args["model_name"], **parameters.sizes)
+        self._engine = EmbeddedEngine(parameters.model_dir, settings)
         service = EngineService(self._engine, exclude_input=parameters.exclude_input)
         self._door = Door(pb_utils, service.handle)
 
