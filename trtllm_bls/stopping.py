@@ -153,7 +153,7 @@ class StopSequences:
     """Watches the token ids of one sequence; empty stop sequences are ignored."""
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        self._automaton = _Automaton(sequence for sequence in sequences if sequence)
+        self._automaton = _Automaton(sequences)
         self._node = 0
 
     def feed(self, token_id: int) -> bool:

@@ -255,11 +255,32 @@ def test_the_window_holds_broken_bytes_for_a_while_only() -> None:
     assert texts[MAX_HELD_IDS] == BROKEN * (MAX_HELD_IDS + 1)
 
 
+def test_the_window_keeps_its_place_through_silence() -> None:
+    """Ids without text are no context: the word after many of them is not a first word."""
+    tokenizer = loaded("wordpiece")
+    dog = tokenizer.encode_word("dogs")
+    ids = [*dog, *[tokenizer.pad_id] * 3 * MAX_HELD_IDS, *dog]
+    assert "".join(stream(Window(tokenizer, True)(), ids)) == "dogs dogs"
+
+
 @pytest.mark.parametrize("token", ["ÿ", "a", "<s>"])
 def test_the_window_costs_the_same_for_every_id(token: str) -> None:
     """The ids it decodes stay in proportion to those fed, broken bytes and silence included."""
     counted = Counted(loaded("byte-level"))
     stream(Window(counted, True)(), [spelled("byte-level")[token]] * 3000)
+    assert counted.decoded <= 3000 * 2 * (MAX_HELD_IDS + 1)
+
+
+def test_the_window_does_not_grow_with_mute_tokens() -> None:
+    """Tokens of the table that have no text cost no more than others."""
+
+    class Mute(Counted):
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+            super().decode(token_ids, skip_special_tokens)
+            return ""
+
+    counted = Mute(loaded("byte-level"))
+    assert set(stream(Window(counted, True)(), [1] * 3000)) == {""}
     assert counted.decoded <= 3000 * 2 * (MAX_HELD_IDS + 1)
 
 
@@ -317,7 +338,8 @@ STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 )
 def test_unknown_decoders_get_the_window(steps: list[dict[str, Any]]) -> None:
     """Only decoders that are known step by step are given a table."""
-    odd = Counted(loaded("sentencepiece"), decoder={"type": "Sequence", "decoders": steps})
+    family = "sentencepiece" if any(step["type"] == "Strip" for step in steps) else "gemma"
+    odd = Counted(loaded(family), decoder={"type": "Sequence", "decoders": steps})
     assert isinstance(choose_detokenizer(odd, True)(), WindowDetokenizer)
 
 

@@ -274,7 +274,8 @@ SILENT = """
 import sys
 from trtllm_bls.tokenizer import load_tokenizer
 assert "transformers" not in sys.modules, "imported before it is needed"
-load_tokenizer(sys.argv[1])
+tokenizer = load_tokenizer(sys.argv[1])
+assert len(tokenizer.encode("longer than the model", False)) > 4
 assert "torch" not in sys.modules, "torch was imported, or is still hidden"
 """
 
@@ -282,6 +283,8 @@ assert "torch" not in sys.modules, "torch was imported, or is still hidden"
 def test_loading_imports_no_torch_and_says_nothing(tmp_path: Path) -> None:
     """With a model's config.json beside it, which alone would bring torch in."""
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-    path = copied(tmp_path, "sentencepiece", config=config)
+    own = json.loads((directory("sentencepiece") / "tokenizer_config.json").read_text())
+    own["model_max_length"] = 4
+    path = copied(tmp_path, "sentencepiece", config=config, tokenizer_config=own)
     done = subprocess.run([sys.executable, "-c", SILENT, str(path)], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -157,7 +157,7 @@ def directory(family: str, chat: bool = True) -> Path:
     """A tokenizer directory of the family, with ``<s>`` put before every text."""
     tokenizer = MAKERS[family]()
     tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.add_tokens(["<tool>", AddedToken("  \n  ", normalized=False)])
+    tokenizer.add_tokens(["<tool>", AddedToken(" \n é ", normalized=False)])
     tokenizer.add_special_tokens(["<|user|>", "<|assistant|>"])
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(
