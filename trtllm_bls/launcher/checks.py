@@ -9,16 +9,15 @@ import os
 import platform
 import re
 import subprocess
-import sys
-import sysconfig
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
 from trtllm_bls.errors import SetupError
+from trtllm_bls.launcher import interpreter
 from trtllm_bls.launcher.find import Installation
+from trtllm_bls.launcher.interpreter import PYTHON
 
-PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-LIBPYTHON = f"libpython{PYTHON}.so.1.0"
 SHARED_MEMORY = Path("/dev/shm")
 
 # One region per model instance, 1 MiB at first, growing with the largest request in flight; when
@@ -62,24 +61,14 @@ def check_shared_memory(directory: Path = SHARED_MEMORY, least: int = LEAST_SHAR
         )
 
 
-def libpython(directories: tuple[Path, ...] | None = None) -> Path:
-    """The shared library of the interpreter that runs us; the stub embeds it.
-
-    Another build of the same version is not good enough: standard modules such as ssl then fail
-    to load inside the stub.
-    """
+def libpython(directories: Iterable[Path] | None = None) -> Path:
+    """The shared library of the interpreter that runs us."""
     if directories is None:
-        configured = sysconfig.get_config_var("LIBDIR")
-        directories = (Path(configured or sys.base_prefix), Path(sys.base_prefix, "lib"))
-    for directory in directories:
-        library = directory / LIBPYTHON
-        if library.is_file():
-            return library
-    raise SetupError(
-        f"{LIBPYTHON} of {sys.executable} is missing, and the server's models embed it: "
-        f"install it (Debian, Ubuntu: apt install libpython{PYTHON}) or use an interpreter built "
-        "with --enable-shared (`make clean`, then `make PYTHON=... demo`)"
-    )
+        directories = interpreter.library_directories()
+    found = interpreter.find_libpython(directories)
+    if found is None:
+        raise SetupError(interpreter.no_libpython())
+    return found
 
 
 def check_server(server: Installation, environment: dict[str, str]) -> None:
@@ -90,18 +79,19 @@ def check_server(server: Installation, environment: dict[str, str]) -> None:
             f"this server has no Python backend for Python {PYTHON}: "
             f"use one of {', '.join(_stub_versions(server)) or 'another server'}"
         )
-    libraries = loaded_libraries(stub, environment)
-    wanted = re.search(r"libpython(3\.\d+)\.so", " ".join(libraries))
-    if wanted and wanted[1] != PYTHON:
-        raise SetupError(
-            f"this server's models run on Python {wanted[1]}, this is {PYTHON}: "
-            f"install and start trtllm-bls with python{wanted[1]}"
-        )
-    _check_libraries(stub, libraries)
-    _check_libraries(server.binary, loaded_libraries(server.binary, environment))
+    check_libraries(stub, loaded_libraries(stub, environment))
+    check_libraries(server.binary, loaded_libraries(server.binary, environment))
 
 
-def _check_libraries(binary: Path, libraries: dict[str, str]) -> None:
+def check_libraries(binary: Path, libraries: Mapping[str, str]) -> None:
+    """Every library was found, and a stub's libpython is of the version that runs us."""
+    for name in libraries:
+        wanted = re.match(r"libpython(3\.\d+)\.so", name)
+        if wanted and wanted[1] != PYTHON:
+            raise SetupError(
+                f"this server's models run on Python {wanted[1]}, this is {PYTHON}: "
+                f"install and start trtllm-bls with python{wanted[1]}"
+            )
     missing = sorted(name for name, place in libraries.items() if place == "not found")
     if missing:
         raise SetupError(

@@ -20,7 +20,7 @@ _STRUCTURED = re.compile(
 )
 _SEVERITIES = {"I": "info", "W": "warning", "E": "error", "F": "fatal"}
 # Tables, empty lines, and the stub's tracebacks, which come again with the model's name.
-_FURNITURE = re.compile(r"\s*(?:[+|].*)?|At:|  \S+\(\d+\): \S+|Signal \(\d+\) received\.")
+_FURNITURE = re.compile(r"\s*(?:[+|].*)?|At:|  .+\(\d+\): .+|Signal \(\d+\) received\.")
 
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _FAILED = (
@@ -66,8 +66,11 @@ class LogLine:
 
     @property
     def readable(self) -> str:
-        """The line for people: time, severity where there is one, and real line breaks."""
-        return f"{self.time} {self.severity}: {self.text}" if self.severity else self.text
+        """The line for people: time, severity if it matters, and real line breaks."""
+        if not self.severity:
+            return self.text
+        severity = "" if self.severity == "info" else f"{self.severity}: "
+        return f"{self.time} {severity}{self.text}"
 
 
 def parse(raw: str) -> LogLine:

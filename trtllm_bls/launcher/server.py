@@ -155,14 +155,18 @@ class TritonServer:
             process.kill() if force else process.stop()
         return force
 
-    def wait(self) -> None:
-        """Return when the server has ended as requested; raises ``ServerFailed`` otherwise."""
+    def wait(self) -> bool:
+        """Return when the server has ended as requested: whether it had to be forced.
+
+        Raises ``ServerFailed`` if it ended by itself.
+        """
         run = self._running
         code = run.process.wait()
         if not self._stop_requests:
             raise ServerFailed(
                 f"the server ended by itself ({describe_exit(code)})", run.book.tail()
             )
+        return code != 0
 
     def stop(self) -> None:
         """Let running requests end, at most ``exit_timeout`` seconds, and clean up."""

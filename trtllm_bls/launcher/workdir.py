@@ -13,8 +13,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.launcher.checks import PYTHON
 from trtllm_bls.launcher.find import Installation
+from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.settings import Override
 
 

@@ -1,0 +1,63 @@
+# `make` prints what there is. Everything happens in .venv; nothing else on the machine changes.
+#
+#   make demo PYTHON=python3.12     another interpreter, 3.10 to 3.13
+#
+# On Linux PyPI's torch is the CUDA build (several GB with its packages). Where there is no GPU,
+# the CPU build of the same version is enough and much smaller:
+#
+#   make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SERVE_OPTIONS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test serve check format clean
+
+help:
+	@echo 'make demo     three prompts through a real server, shown as they stream'
+	@echo 'make serve    keep a server up until Ctrl-C; options: make serve SERVE_OPTIONS="--http-port 9000"'
+	@echo 'make test     all tests: unit tests, then those against real servers'
+	@echo 'make check    format, lint, imports, types, unit tests'
+	@echo 'make format   write the format that check wants'
+	@echo 'make clean    remove what the others made'
+	@echo
+	@echo 'The first one creates $(VENV) with $(PYTHON); choose another with PYTHON=python3.12.'
+
+demo: $(INSTALLED)
+	@$(BIN)/trtllm-bls demo
+
+serve: $(INSTALLED)
+	@exec $(BIN)/trtllm-bls serve $(SERVE_OPTIONS)
+
+test: $(INSTALLED)
+	$(BIN)/pytest -q -m 'not live' --durations=5
+	$(BIN)/pytest -q -m live --durations=10
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/pytest -q -m 'not live'
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		.import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What would fail late and obscurely is asked first, while the answer is still cheap.
+$(INSTALLED): setup.cfg pyproject.toml
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo 'error: no $(PYTHON) here: name a Python 3.10 to 3.13 with PYTHON=...' >&2; exit 1; }
+	@$(PYTHON) trtllm_bls/launcher/interpreter.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,server,dev]'
+	@touch $@

@@ -1,0 +1,149 @@
+"""The command line: options and help. Each command's work is imported when it runs.
+
+Owns the spelling of options; their defaults are those of ``settings``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from trtllm_bls import __version__
+from trtllm_bls.errors import SettingsError, TrtllmBlsError
+from trtllm_bls.settings import Override, ServeSettings
+
+_ELSEWHERE = {"configure": "trtllm_bls.configure:command"}
+_DEFAULTS = ServeSettings()
+_PATH = click.Path(path_type=Path)
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class Commands(click.Group):
+    """Imports commands that live elsewhere on first use; shows our errors without a traceback."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = _ELSEWHERE[cmd_name].partition(":")
+        found: click.Command = getattr(importlib.import_module(module), attribute)
+        return found
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TrtllmBlsError as error:
+            from trtllm_bls.launcher.terminal import show_error
+
+            show_error(Console(stderr=True), error)
+            ctx.exit(1)
+
+
+def _setting(name: str, help: str, **more: Any) -> Callable[[_Command], _Command]:
+    """An option for one field of ``ServeSettings``, with its default."""
+    default = getattr(_DEFAULTS, name)
+    if default is not None:
+        more |= {"default": default, "show_default": True}
+    return click.option("--" + name.replace("_", "-"), name, help=help, **more)
+
+
+def _model_settings(command: _Command) -> _Command:
+    """The options that choose a server and what it runs."""
+    for option in reversed(
+        (
+            _setting(
+                "model", "Checkpoint directory of the model (default: the demo's).", type=_PATH
+            ),
+            _setting("draft_model", "Checkpoint directory of the draft model.", type=_PATH),
+            _setting("model_repository", "Model repository (default: models/).", type=_PATH),
+            _setting("server", "tritonserver: its directory or its binary.", type=_PATH),
+            _setting("threads", "CPU threads of each embedded engine.", type=int),
+            click.option(
+                "--set",
+                "overrides",
+                multiple=True,
+                metavar="MODEL.PARAMETER=VALUE",
+                callback=_parse_overrides,
+                help="Replace a parameter of a model's configuration; may be repeated.",
+            ),
+            click.option("--verbose", is_flag=True, help="Show every line of the server's log."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _parse_overrides(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> tuple[Override, ...]:
+    try:
+        return tuple(Override.parse(value) for value in values)
+    except SettingsError as error:
+        raise click.UsageError(str(error), ctx) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="trtllm-bls")
+def main() -> None:
+    """TensorRT-LLM on Triton: exact streaming text, speculation, cancellation.
+
+    \b
+    Examples:
+      trtllm-bls demo                   three prompts through a real server
+      trtllm-bls serve                  keep a server up on ports 8000 to 8002
+      trtllm-bls serve --model ./llama  serve your own checkpoint
+    """
+
+
+@main.command()
+@_model_settings
+@_setting("host", "Address to listen on.")
+@_setting("http_port", "HTTP port; 0 = any free port.")
+@_setting("grpc_port", "gRPC port; 0 = any free port.")
+@_setting("metrics_port", "Metrics port; 0 = any free port.")
+@_setting("max_streams", "Requests that may run at once.")
+@_setting("exit_timeout", "Seconds that running requests have to end when stopping.")
+@_setting("ready_timeout", "Seconds that the models have to load.")
+@_setting("log_file", "Append the server's whole log to this file.", type=_PATH)
+def serve(verbose: bool, **options: Any) -> None:
+    """Serve a model until Ctrl-C or SIGTERM; a second one does not wait for running requests.
+
+    \b
+    Examples:
+      trtllm-bls serve
+      trtllm-bls serve --model ./llama --draft-model ./llama-small
+      trtllm-bls serve --http-port 9000 --grpc-port 9001 --metrics-port 9002
+      trtllm-bls serve --set tensorrt_llm.max_batch=8 --log-file triton.log
+    """
+    from trtllm_bls.launcher.serve import serve as run
+
+    sys.exit(run(ServeSettings(**options), verbose=verbose))
+
+
+@main.command()
+@_model_settings
+@click.option("--max-tokens", default=64, show_default=True, help="Longest answer, in tokens.")
+def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
+    """Start a server on free ports, show answers as they stream, stop it.
+
+    \b
+    Examples:
+      trtllm-bls demo
+      trtllm-bls demo --model ./llama --max-tokens 200
+    """
+    from trtllm_bls.launcher.demo import demo as run
+
+    settings = ServeSettings(**options, http_port=0, grpc_port=0, metrics_port=0)
+    sys.exit(run(settings, max_tokens=max_tokens, verbose=verbose))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A server in the foreground: start, announce, wait for a signal, drain.
+
+Owns signals and the exit code. What is shown is ``terminal``'s.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+from rich.console import Console
+
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.launcher.server import Stopped, TritonServer
+from trtllm_bls.launcher.terminal import Terminal, announcement
+from trtllm_bls.settings import ServeSettings
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
+    """Serve until SIGINT or SIGTERM; the first drains, the second forces.
+
+    Returns the exit code: 0 after draining, 128 + n if signal n forced the end or came before
+    the server was ready. Raises ``SetupError`` if it does not start or ends by itself.
+    """
+    with ExitStack() as stack:
+        log_file = None
+        if settings.log_file is not None:
+            try:
+                log_file = stack.enter_context(settings.log_file.open("a", encoding="utf-8"))
+            except OSError as error:
+                raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
+        terminal = Terminal(Console(stderr=True), verbose=verbose, log_file=log_file)
+        server = TritonServer(settings, terminal)
+        stack.callback(server.stop)
+        last_signal = stack.enter_context(_stopping_on_signals(server))
+        try:
+            with terminal.progress():
+                server.start()
+            print(announcement(server), flush=True)
+            forced = server.wait()
+        except Stopped:
+            forced = True
+        return 128 + last_signal() if forced else 0
+
+
+@contextmanager
+def _stopping_on_signals(server: TritonServer) -> Iterator[Callable[[], int]]:
+    """Signals become stop requests; yields a function that tells the last signal's number."""
+    received = [0]
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if server.request_stop():
+            say = "killing the server\n"
+        else:
+            say = (
+                f"stopping: running requests have {server.settings.exit_timeout} s to end; "
+                "signal again to end at once\n"
+            )
+        os.write(sys.stderr.fileno(), say.encode())  # print is not safe inside a handler
+
+    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    try:
+        yield lambda: received[-1]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
