@@ -72,7 +72,6 @@ def test_a_wrong_token_command_is_explained(tmp_path: Path) -> None:
         (("--input-tokens-csv", str(words)), "the first row is not a list of token ids"),
         ((*given, "--lookahead-config", "[1,2]"), "'[1,2]' is not [W,N,G]"),
         ((*given, "--lora-path", str(tmp_path)), "cannot be read as a numpy array"),
-        (("--tokenizer-dir", str(tmp_path)), "cannot be loaded as a tokenizer"),
     ):
         code, err = outcome("inflight_batcher_llm_client", *arguments)
         assert (code, expected in err) == (2, True), err

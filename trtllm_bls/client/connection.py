@@ -179,6 +179,6 @@ def _translated(url: str, deadline_s: float | None, error: grpc.RpcError) -> Trt
     details = " ".join((error.details() or "").split())
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return ConnectionFailed(f"{url}: {details}")
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and deadline_s is not None:
         return DeadlineExceeded(f"no complete answer within {deadline_s:g} s")
     return EngineError(f"{error.code().name}: {details}")

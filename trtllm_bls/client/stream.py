@@ -62,15 +62,13 @@ class Reader:
         says_final = False
         async for message in self._call:
             received_at = time.perf_counter()
-            if self._answered:
-                continue
             if message.error_message:
                 self._answered = True
                 self.items.put_nowait(from_wire(message.error_message))
                 continue
             event = read_event(message.infer_response, received_at)
             says_final = says_final or is_final(message.infer_response) is not None
-            self._answered = event.final
+            self._answered = self._answered or event.final
             self.items.put_nowait(event)
         if says_final and not self._answered:
             raise ConnectionFailed("the server ended the stream before the answer was complete")
