@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,19 @@ from trtllm_bls.errors import InvalidRequest, TokenizerError
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 
+@cache
+def loaded(family: str) -> Tokenizer:
+    return load_tokenizer(directory(family))
+
+
 @pytest.fixture(scope="module")
 def bytes_made() -> Tokenizer:
-    return load_tokenizer(directory("byte-level"))
+    return loaded("byte-level")
 
 
 @pytest.fixture(scope="module")
 def pieces_made() -> Tokenizer:
-    return load_tokenizer(directory("sentencepiece"))
+    return loaded("sentencepiece")
 
 
 def copied(tmp_path: Path, family: str = "byte-level", **files: Any) -> Path:
@@ -42,7 +48,7 @@ def copied(tmp_path: Path, family: str = "byte-level", **files: Any) -> Path:
 @pytest.mark.parametrize("family", MAKERS)
 def test_special_tokens_only_when_asked_for(family: str) -> None:
     """The same text, with and without what the tokenizer puts before it."""
-    tokenizer = load_tokenizer(directory(family))
+    tokenizer = loaded(family)
     plain = tokenizer.encode("the dog", add_special_tokens=False)
     assert tokenizer.encode("the dog", add_special_tokens=True)[1:] == plain
     assert tokenizer.encode_word("the dog") == plain
@@ -74,7 +80,7 @@ def test_a_prompt_longer_than_the_model_is_no_concern(bytes_made: Tokenizer) -> 
 @pytest.mark.parametrize("text", ["", "\x00", "a\x00b", "\ufffe\uffff", "\U0010ffff", "\u200b"])
 def test_odd_text_is_encoded(family: str, text: str) -> None:
     """NUL, noncharacters and nothing at all are text."""
-    tokenizer = load_tokenizer(directory(family))
+    tokenizer = loaded(family)
     assert isinstance(tokenizer.encode(text, add_special_tokens=True), tuple)
     tokenizer.word_variants(text)
 
@@ -94,7 +100,7 @@ def test_lone_surrogates_are_refused(bytes_made: Tokenizer, text: str) -> None:
 @pytest.mark.parametrize("word", ["dog", "fun", "lazy,", 'it"s', "狐"])
 def test_a_bad_word_is_found_wherever_it_stands(family: str, word: str) -> None:
     """In the middle of a line and at its beginning, some variant ends the ids."""
-    tokenizer = load_tokenizer(directory(family))
+    tokenizer = loaded(family)
     variants = tokenizer.word_variants(word)
     for before in ("The ", "The quick ", "x\n", "x\n "):
         ids = tokenizer.encode_word(before + word)
