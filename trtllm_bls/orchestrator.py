@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from trtllm_bls.assembly import SequenceText, TextRules
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.errors import EngineError, InvalidRequest, Unsupported
 from trtllm_bls.messages import (
     EngineChunk,
     EngineLimits,
@@ -115,9 +115,11 @@ class Orchestrator:
                     parts[chunk.sequence_index].append(piece)
                     if piece.ending is not None:
                         yield _joined(parts[chunk.sequence_index], self._defaults.accumulate)
-                cut_short = cut_short or _cut_short(piece, chunk)
+                cut_short = cut_short or _cut_short(piece, chunk, request)
                 if cut_short and all(other.ended for other in sequences):
                     return  # closing the generator cancels the engine's work
+        if not all(sequence.ended for sequence in sequences):
+            raise EngineError(f"{source.engine.name} fell silent before its last chunk")
 
     # --- the engine's request -----------------------------------------------------------------
 
@@ -160,12 +162,13 @@ def _engine_request(request: TextRequest, prompt: Prompt, sampling: Sampling) ->
         input_ids=prompt.ids,
         max_tokens=request.max_tokens,
         # Streamed whenever the text may have to end the engine's work.
-        streaming=request.stream or bool(request.stop_words),
+        streaming=request.stream or bool(request.stop_words or sampling.min_tokens),
         sampling=sampling,
         num_return_sequences=request.num_return_sequences,
         end_id=prompt.end_id,
         pad_id=prompt.pad_id,
-        stop_sequences=prompt.engine_stops,
+        # An engine would act on them before min_tokens; then only we watch for them.
+        stop_sequences=() if sampling.min_tokens else prompt.engine_stops,
         bad_sequences=prompt.bad_sequences,
         embedding_bias=prompt.embedding_bias,
         wants=request.wants,
@@ -201,13 +204,17 @@ def _worth_sending(piece: TextChunk) -> bool:
     return bool(piece.text) or piece.ending is not None or piece.context_logits is not None
 
 
-def _cut_short(piece: TextChunk, chunk: EngineChunk) -> bool:
-    """Whether the sequence ended at a stop string, of which the engine knows nothing.
+def _cut_short(piece: TextChunk, chunk: EngineChunk, request: TextRequest) -> bool:
+    """Whether the sequence ended at something of which the engine knows nothing.
 
-    At its token limit the engine ends by itself, and a cancel then would only race with that.
+    That is a stop string, and with min_tokens a further end id. At its token limit the engine
+    ends by itself, and a cancel then would only race with that.
     """
-    ending = piece.ending
-    return ending is not None and ending.finish_reason is FinishReason.STOP and not chunk.final
+    if piece.ending is None or chunk.final:
+        return False
+    reason = piece.ending.finish_reason
+    untold = bool(request.sampling.min_tokens)
+    return reason is FinishReason.STOP or (untold and reason is FinishReason.END_ID)
 
 
 def _joined(parts: list[TextChunk], accumulated: bool) -> TextChunk:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import TextRequest, TokenIds
+from trtllm_bls.stopping import checked_stops
 from trtllm_bls.tokenizer import Tokenizer
 
 
@@ -46,6 +47,7 @@ class PromptMaker:
 
     def make(self, request: TextRequest) -> Prompt:
         """Raises ``InvalidRequest`` naming the field."""
+        checked_stops(request.stop_words)  # before any of them costs time
         encode = self._tokenizer.encode_word
         end_ids = self.end_ids(request)
         stops = tuple(encode(word) for word in request.stop_words)
@@ -77,23 +79,24 @@ class PromptMaker:
         add_special = request.add_special_tokens
         if add_special is None:
             add_special = self._add_special_tokens
+        field = "text_input" if request.messages is None else "messages"
         if request.messages is not None:
             text = self._tokenizer.render_chat(_conversation(request.messages))
             add_special = False  # the template writes them
         else:
             text = request.text or ""
         if not text:
-            raise InvalidRequest("text_input", "is empty; send at least one character")
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special)
+            raise InvalidRequest(field, "is empty; send at least one character")
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special, field=field)
         if not ids:
-            raise InvalidRequest("text_input", "the tokenizer makes no token of it")
+            raise InvalidRequest(field, "the tokenizer makes no token of it")
         return ids
 
 
 def _conversation(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(
             "messages",
             f'not JSON ({error}); send [{{"role": "user", "content": "..."}}]',

@@ -1,0 +1,68 @@
+"""A real tokenizer and a scripted engine that says a given text: words in, words out."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from tokenizers_made import directory
+
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.scripted import Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import reciting
+from trtllm_bls.messages import TextRequest
+from trtllm_bls.orchestrator import Defaults, Orchestrator, Source
+from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+
+PROMPT = "The quick"
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(directory("byte-level"))
+
+
+@functools.cache
+def tokenizer_of_two_ends() -> Tokenizer:
+    """The same, of a model that ends with ``<|user|>`` too, as Llama 3 does."""
+    extra = tokenizer().encode_word("<|user|>")
+    path = Path(mkdtemp(prefix="two-ends-"))
+    shutil.copytree(directory("byte-level"), path, dirs_exist_ok=True)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(extra)}))
+    return load_tokenizer(path)
+
+
+def prompt_ids(text: str = PROMPT) -> tuple[int, ...]:
+    return tokenizer().encode(text, add_special_tokens=True)
+
+
+def saying(text: str, prompt: str = PROMPT, **script: Any) -> ScriptedEngine:
+    """An engine that says ``text`` after any prompt of as many tokens as ``prompt``, and ends."""
+    return reciting_ids(tokenizer().encode_word(text), prompt, **script)
+
+
+def reciting_ids(ids: tuple[int, ...], prompt: str = PROMPT, **script: Any) -> ScriptedEngine:
+    assert tokenizer().eos_id is not None
+    rule = reciting(ids, len(prompt_ids(prompt)), then=tokenizer().eos_id)
+    return ScriptedEngine(rule, Script(vocab_size=tokenizer().vocab_size, **script))
+
+
+def orchestrator(
+    engine: Engine,
+    defaults: Defaults | None = None,
+    done: Callable[[], None] = lambda: None,
+    words: Tokenizer | None = None,
+) -> Orchestrator:
+    async def source_for(request: TextRequest) -> Source:
+        return Source(engine=engine, done=done)
+
+    return Orchestrator(words or tokenizer(), source_for, defaults or Defaults())
+
+
+def asking(text: str | None = PROMPT, **more: Any) -> TextRequest:
+    return TextRequest(**{"request_id": "r", "text": text, "max_tokens": 100, **more})

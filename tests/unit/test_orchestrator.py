@@ -1,0 +1,443 @@
+"""One request from words to words, over a real tokenizer and a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from saying import (
+    PROMPT,
+    asking,
+    orchestrator,
+    prompt_ids,
+    reciting_ids,
+    saying,
+    tokenizer,
+    tokenizer_of_two_ends,
+)
+
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import hashed
+from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Unsupported
+from trtllm_bls.messages import (
+    EngineChunk,
+    EngineLimits,
+    EngineRequest,
+    FinishReason,
+    Sampling,
+    TextChunk,
+    TextRequest,
+    Wants,
+)
+from trtllm_bls.orchestrator import Defaults
+
+STOP, LENGTH, END_ID = FinishReason.STOP, FinishReason.LENGTH, FinishReason.END_ID
+SENTENCE = "It wasn't fun: 世界 🙂!\n"
+
+
+async def read(engine: Engine, request: TextRequest, **more: Any) -> list[TextChunk]:
+    async with aclosing(orchestrator(engine, **more).run(request)) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def ask(engine: Engine, request: TextRequest | None = None, **more: Any) -> list[TextChunk]:
+    return asyncio.run(read(engine, request or asking(), **more))
+
+
+def text_of(chunks: list[TextChunk], index: int = 0) -> str:
+    return "".join(chunk.text for chunk in chunks if chunk.sequence_index == index)
+
+
+def ending(chunks: list[TextChunk]) -> tuple[Any, Any, int]:
+    (found,) = [chunk.ending for chunk in chunks if chunk.ending is not None]
+    return found.finish_reason, found.stop_reason, found.completion_tokens
+
+
+# --- text -----------------------------------------------------------------------------------
+
+
+def test_a_whole_answer_comes_in_one_chunk() -> None:
+    """The engine is asked for it whole, too."""
+    engine = saying(SENTENCE)
+    (chunk,) = ask(engine)
+    assert chunk.text == SENTENCE and chunk.ending is not None
+    assert chunk.ending.finish_reason is END_ID
+    assert chunk.ending.prompt_tokens == len(prompt_ids())
+    assert not engine.requests[0].streaming
+
+
+def test_a_stream_has_a_chunk_per_certain_text_and_says_the_same() -> None:
+    """Characters of several tokens come whole; every chunk but the last has text."""
+    chunks = ask(saying(SENTENCE), asking(stream=True))
+    assert text_of(chunks) == SENTENCE and len(chunks) > 5
+    assert all(chunk.text for chunk in chunks[:-1])
+
+
+def test_streamed_or_not_the_text_is_the_same() -> None:
+    """Whatever the stops, the limits and the text."""
+    chance = random.Random(3)
+    for _ in range(60):
+        text = "".join(chance.choices("ab c🙂ä\n", k=12))
+        start = chance.randrange(10)
+        request = asking(
+            max_tokens=chance.randint(1, 20),
+            stop_words=chance.choice([(), (text[start : start + 2],), ("zz", "c")]),
+            include_stop=chance.random() < 0.5,
+            sampling=Sampling(min_tokens=chance.choice([None, 4])),
+            exclude_input_in_output=chance.random() < 0.7,
+        )
+        whole = ask(saying(text), request)
+        streamed = ask(saying(text), replace(request, stream=True))
+        assert text_of(whole) == text_of(streamed), request
+        assert ending(whole) == ending(streamed), request
+
+
+def test_the_prompt_is_shown_when_asked_for_without_special_tokens() -> None:
+    """As the caller wrote it, in front of the answer."""
+    request = asking(exclude_input_in_output=False)
+    assert text_of(ask(saying(" brown"), request)) == PROMPT + " brown"
+
+
+def test_special_tokens_are_shown_to_those_who_want_them() -> None:
+    """The request's word goes before the deployment's."""
+    ids = (*tokenizer().encode_word("hi"), tokenizer().encode_word("<|user|>")[0])
+    shown = "hi<|user|>"
+    off = Defaults(skip_special_tokens=False)
+    assert text_of(ask(reciting_ids(ids))) == "hi"
+    assert text_of(ask(reciting_ids(ids), defaults=off)) == shown
+    assert text_of(ask(reciting_ids(ids), asking(skip_special_tokens=False))) == shown
+    assert text_of(ask(reciting_ids(ids), asking(skip_special_tokens=True), defaults=off)) == "hi"
+
+
+def test_accumulated_chunks_hold_all_so_far() -> None:
+    """Each is a prefix of the next; not streamed, the text is the same."""
+    defaults = Defaults(accumulate=True)
+    texts = [c.text for c in ask(saying(SENTENCE), asking(stream=True), defaults=defaults)]
+    assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
+    assert texts[-1] == text_of(ask(saying(SENTENCE), defaults=defaults)) == SENTENCE
+
+
+def test_scores_asked_for_belong_to_the_text() -> None:
+    """One log-prob and one row of logits per token, the prompt's logits once."""
+    wants = Wants(log_probs=True, generation_logits=True, context_logits=True)
+    for stream in (False, True):
+        chunks = ask(saying("a b c"), asking(wants=wants, stream=stream))
+        count = ending(chunks)[2]
+        assert chunks[-1].log_probs is not None and len(chunks[-1].log_probs) == count
+        assert sum(len(chunk.generation_logits or ()) for chunk in chunks) == count
+        assert [c.context_logits is not None for c in chunks].count(True) == 1
+
+
+# --- the end --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_string_ends_the_engines_work_at_once(stream: bool) -> None:
+    """The engine may know nothing of it: the stop lies across its tokens."""
+    engine = saying("a quick brown fox")
+    chunks = ask(engine, asking(stop_words=("ck bro",), stream=stream))
+    assert text_of(chunks) == "a qui" and ending(chunks)[:2] == (STOP, "ck bro")
+    assert engine.cancelled == [engine.requests[0].request_id]
+    assert engine.live == 0
+
+
+def test_a_length_limit_does_not_cancel() -> None:
+    """The engine ends there by itself, and a cancel would only race with that."""
+    engine = saying("one two three four")
+    chunks = ask(engine, asking(max_tokens=2, stream=True))
+    assert ending(chunks)[::2] == (LENGTH, 2)
+    assert engine.cancelled == []
+
+
+def test_an_engine_that_stops_by_itself_is_not_cancelled() -> None:
+    """It was told the stop's tokens, so its last chunk is the one that completes it."""
+    engine = saying("one two! three")
+    chunks = ask(engine, asking(stop_words=("!",), stream=True))
+    assert text_of(chunks) == "one two" and ending(chunks)[:2] == (STOP, "!")
+    assert engine.cancelled == []
+
+
+def test_every_end_id_of_the_model_ends_the_text() -> None:
+    """An engine takes one; the others it gets as stop sequences, and they are not shown."""
+    words = tokenizer_of_two_ends()
+    extra = words.end_ids[1]
+    engine = reciting_ids((*words.encode_word("one"), extra, *words.encode_word("two")))
+    chunks = ask(engine, asking(stop_words=("x",)), words=words)
+    assert text_of(chunks) == "one" and ending(chunks)[0] is END_ID
+    assert engine.requests[0].end_id == words.end_ids[0]
+    assert engine.requests[0].stop_sequences == (words.encode_word("x"), (extra,))
+    assert engine.cancelled == []
+
+
+def test_min_tokens_keeps_stops_from_the_engine() -> None:
+    """An engine would stop before the minimum; we do not."""
+    engine = saying("one! two! three!")
+    chunks = ask(engine, asking(stop_words=("!",), sampling=Sampling(min_tokens=6)))
+    assert text_of(chunks) == "one! two" and ending(chunks)[:2] == (STOP, "!")
+    assert engine.requests[0].stop_sequences == ()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_end_id_the_engine_was_not_told_ends_its_work(stream: bool) -> None:
+    """With min_tokens only we watch for it, so only we can end the work, streamed or not."""
+    words = tokenizer_of_two_ends()
+    engine = reciting_ids((*words.encode_word("one"), words.end_ids[1], *words.encode_word("two")))
+    request = asking(sampling=Sampling(min_tokens=1), stream=stream)
+    chunks = ask(engine, request, words=words)
+    assert text_of(chunks) == "one" and ending(chunks)[0] is END_ID
+    assert engine.cancelled == [engine.requests[0].request_id]
+
+
+def test_a_callers_end_id_is_the_only_one() -> None:
+    """-1 means none at all: only the limit ends."""
+    comma = tokenizer().encode_word(",")[0]
+    assert text_of(ask(saying("one, two"), asking(end_id=comma))) == "one"
+    chunks = ask(saying("one"), asking(end_id=-1, max_tokens=9))
+    assert ending(chunks)[::2] == (LENGTH, 9)
+
+
+def test_the_longest_sequence_is_a_length() -> None:
+    """An engine that does not say why has run out of room."""
+    room = len(prompt_ids()) + 2
+    engine = saying("one two three", max_sequence_tokens=room, tells_reason=False)
+    assert ending(ask(engine, asking(stream=True)))[::2] == (LENGTH, 2)
+
+
+# --- several sequences ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_several_sequences_end_each_once(stream: bool) -> None:
+    """They are told apart by index; none is lost when another ends."""
+    engine = ScriptedEngine(hashed(600, first=260), Script(vocab_size=1000))
+    sampling = Sampling(temperature=1.0, seed=1)
+    request = asking(num_return_sequences=3, max_tokens=6, stream=stream, sampling=sampling)
+    chunks = ask(engine, request)
+    assert sorted(c.sequence_index for c in chunks if c.ending is not None) == [0, 1, 2]
+    assert stream or len(chunks) == 3
+
+
+class Uneven:
+    """Two sequences, of which one reaches its stop three steps before the other."""
+
+    name = "uneven"
+
+    def __init__(self, **more: Any) -> None:
+        self.steps = 0
+        self.closed = False
+        self.more = more
+
+    async def limits(self) -> EngineLimits:
+        return EngineLimits()
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        ids = tokenizer().encode_word
+        try:
+            for first, second in [("a", "a"), ("!", "b"), ("c", "c"), ("d", "!"), ("e", "e")]:
+                self.steps += 1
+                for index, text in enumerate((first, second)):
+                    yield EngineChunk(token_ids=ids(text), sequence_index=index)
+        finally:
+            self.closed = True
+
+    async def close(self) -> None: ...
+
+
+def test_the_work_ends_when_the_last_sequence_has_stopped() -> None:
+    """Not before: another still runs; and not later."""
+    engine = Uneven()
+    chunks = ask(engine, asking(num_return_sequences=2, stop_words=("!",), stream=True))
+    assert (text_of(chunks, 0), text_of(chunks, 1)) == ("a", "abc")
+    assert (engine.steps, engine.closed) == (4, True)
+
+
+def test_an_engine_that_ends_without_a_word_is_an_error() -> None:
+    """A text cut off must not look whole."""
+    with pytest.raises(EngineError, match="uneven fell silent"):
+        ask(Uneven(), asking(num_return_sequences=2))
+
+
+# --- refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"text": ""}, "text_input"),
+        ({"text": None}, "text_input"),
+        ({"messages": "[]"}, "text_input"),
+        ({"text": None, "messages": ""}, "messages"),
+        ({"text": None, "messages": "{"}, "messages"),
+        ({"text": None, "messages": "[" * 100_000}, "messages"),
+        ({"text": None, "messages": "[]"}, "messages"),
+        ({"text": None, "messages": '[{"role": "user", "content": "\\ud800"}]'}, "messages"),
+        ({"text": "\ud800"}, "text_input"),
+        ({"text": PROMPT * 20}, "text_input"),
+        (
+            {"text": None, "messages": '[{"role": "user", "content": "%s"}]' % (PROMPT * 20)},
+            "messages",
+        ),
+        ({"stop_words": tuple(map(str, range(1000)))}, "stop_words"),
+        ({"sampling": Sampling(beam_width=2)}, "beam_width"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(change: dict[str, Any], field: str) -> None:
+    """Before the engine hears of it."""
+    engine = saying("no", max_sequence_tokens=40)
+    with pytest.raises(InvalidRequest) as caught:
+        ask(engine, asking(**change))
+    assert caught.value.field == field
+    assert engine.requests == []
+
+
+def test_beams_are_a_known_wish_that_cannot_be_granted() -> None:
+    """The one refusal that is not the caller's mistake."""
+    with pytest.raises(Unsupported):
+        ask(saying("no"), asking(sampling=Sampling(beam_width=2)))
+
+
+def test_a_conversation_is_rendered_by_the_models_template() -> None:
+    """No second begin-of-sequence token before it."""
+    engine = saying("hi")
+    messages = '[{"role": "user", "content": "Hello"}]'
+    ask(engine, asking(None, messages=messages))
+    rendered = "<|user|>Hello</s><|assistant|>"
+    assert engine.requests[0].input_ids == tokenizer().encode(rendered, add_special_tokens=False)
+
+
+def test_special_tokens_before_the_prompt_are_the_callers_choice() -> None:
+    """The request's word goes before the deployment's."""
+    bare = tokenizer().encode(PROMPT, add_special_tokens=False)
+    engine = saying("hi")
+    ask(engine, asking(add_special_tokens=False))
+    ask(engine, defaults=Defaults(add_special_tokens=False))
+    ask(engine, asking(add_special_tokens=True), defaults=Defaults(add_special_tokens=False))
+    assert [request.input_ids for request in engine.requests] == [bare, bare, prompt_ids()]
+
+
+def test_a_long_prompt_is_the_same_prompt() -> None:
+    """It is tokenised beside the event loop, and otherwise as any other."""
+    text = PROMPT * 1000
+    engine = saying("hi", prompt=text)
+    assert text_of(ask(engine, asking(text))) == "hi"
+    assert engine.requests[0].input_ids == prompt_ids(text)
+
+
+# --- what the engine is asked ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fresh"),
+    [
+        (Sampling(temperature=0.8), True),
+        (Sampling(top_k=5), True),
+        (Sampling(top_p=0.5), True),
+        (Sampling(), False),
+        (Sampling(temperature=0.0), False),
+        (Sampling(top_k=1, temperature=0.8), False),
+        (Sampling(repetition_penalty=2.0), False),
+    ],
+)
+def test_a_seed_is_drawn_where_sampling_is_asked_for_without_one(
+    sampling: Sampling, fresh: bool
+) -> None:
+    """Each time another, and told in the ending; greedy decoding needs none."""
+    engine = saying("hi")
+    endings = [ask(engine, asking(sampling=sampling, max_tokens=1))[-1].ending for _ in range(2)]
+    seeds = {request.sampling.seed for request in engine.requests}
+    assert seeds == {found.seed for found in endings if found is not None}
+    assert (len(seeds) == 2) is fresh
+    assert (seeds == {None}) is not fresh
+
+
+def test_a_callers_seed_is_used() -> None:
+    """Zero included."""
+    engine = saying("hi")
+    chunks = ask(engine, asking(sampling=Sampling(temperature=0.8, seed=0), max_tokens=1))
+    assert chunks[-1].ending is not None and chunks[-1].ending.seed == 0
+    assert engine.requests[0].sampling.seed == 0
+
+
+def test_engine_ids_are_unique_and_begin_with_the_calls() -> None:
+    """Two engine requests of one call must never be taken for each other."""
+    engine = saying("hi")
+    ask(engine)
+    ask(engine)
+    first, second = (request.request_id for request in engine.requests)
+    assert first != second and first.startswith("r/") and second.startswith("r/")
+
+
+# --- closing and failing --------------------------------------------------------------------
+
+
+def test_leaving_after_any_chunk_ends_the_engines_work() -> None:
+    """Closed before, between or after the chunks: nothing lives on, and ``done`` is heard once."""
+
+    async def leave(chunks: int) -> int:
+        engine, heard = saying("one two"), []
+        stream = orchestrator(engine, done=lambda: heard.append(1)).run(asking(stream=True))
+        read = 0
+        async with aclosing(stream):
+            while read < chunks and await anext(stream, None) is not None:
+                read += 1
+        assert engine.live == 0
+        assert len(heard) == (1 if chunks else 0)
+        return read
+
+    assert [asyncio.run(leave(count)) for count in range(20)][-1] < 19
+
+
+def test_a_cancelled_reader_ends_the_engines_work() -> None:
+    """Also while the engine says nothing."""
+
+    async def run() -> None:
+        engine = saying("one two")
+        engine.fault = Fault(after_tokens=1)
+        got = asyncio.Event()
+
+        async def listen() -> None:
+            async for _ in orchestrator(engine).run(asking(stream=True)):
+                got.set()
+
+        reader = asyncio.create_task(listen())
+        await got.wait()
+        assert engine.live == 1
+        reader.cancel()
+        await asyncio.wait({reader})
+        await asyncio.sleep(0)
+        assert engine.live == 0 and len(engine.cancelled) == 1
+
+    asyncio.run(run())
+
+
+def test_an_engines_error_comes_after_the_text_it_had_said() -> None:
+    """What left stays, and the error is raised as it is."""
+    engine = saying("one two three")
+    engine.fault = Fault(error=EngineUnavailable("gone"), after_tokens=2)
+    heard: list[str] = []
+
+    async def listen() -> None:
+        async for chunk in orchestrator(engine).run(asking(stream=True)):
+            heard.append(chunk.text)
+
+    with pytest.raises(EngineUnavailable, match="gone"):
+        asyncio.run(listen())
+    assert "".join(heard) and "one two three".startswith("".join(heard))
+    assert engine.live == 0
+
+
+def test_an_engine_that_cannot_tell_its_limits_is_not_asked_for_more() -> None:
+    """Its error is the answer, and ``done`` is heard."""
+    engine = saying("one")
+    engine.fault = Fault(error=EngineUnavailable("gone"), limits=True)
+    heard: list[int] = []
+    with pytest.raises(EngineUnavailable):
+        ask(engine, done=lambda: heard.append(1))
+    assert (engine.requests, heard) == ([], [1])
