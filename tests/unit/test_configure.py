@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from tests.unit.configurations import check_wires, parsed, rows_of_config, rows_of_table
 from tests.unit.tokenizers_made import directory
-from trtllm_bls.configure import command
+from trtllm_bls.cli import main
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.contract.pbtxt import PARAMETERS
 from trtllm_bls.engines.dialect import Dialect
@@ -41,7 +41,7 @@ class Demo:
 
     def run(self, *more: str) -> Result:
         places = ["--engine-dir", self.engine, "--tokenizer-dir", self.tokenizer, "--out", self.out]
-        return CliRunner().invoke(command, [*map(str, places), *more])
+        return CliRunner().invoke(main, ["configure", *map(str, places), *more])
 
     def write(self, *more: str) -> Result:
         """Without loading the tokenizer, for speed."""
@@ -225,7 +225,7 @@ def test_the_release_is_the_engines_unless_it_is_named(demo: Demo, tmp_path: Pat
 
 def test_a_draft_engine_becomes_a_model_and_drafts_by_default(demo: Demo, tmp_path: Path) -> None:
     """The same model under another name, memory shared, and the BLS model told of it."""
-    draft = make_engine(tmp_path / "draft", BUILD | {"max_draft_len": 0})
+    draft = make_engine(tmp_path / "draft", BUILD | {"max_draft_len": 0, "max_batch_size": 16})
     demo.write("--draft-engine-dir", str(draft))
     one, other = demo.config("tensorrt_llm"), demo.config("tensorrt_llm_draft")
     assert (list(one.input), one.backend) == (list(other.input), other.backend)
@@ -235,6 +235,7 @@ def test_a_draft_engine_becomes_a_model_and_drafts_by_default(demo: Demo, tmp_pa
     bls = demo.values("tensorrt_llm_bls")
     assert bls["tensorrt_llm_draft_model_name"] == "tensorrt_llm_draft"
     assert bls["draft_source"] == "model"
+    assert one.max_batch_size == other.max_batch_size == 16
 
 
 def test_a_target_that_cannot_verify_drafts_is_refused(demo: Demo, tmp_path: Path) -> None:

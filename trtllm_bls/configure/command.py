@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from trtllm_bls.configure.repository import Repository, Wanted, plan, write
-from trtllm_bls.errors import SetupError
 from trtllm_bls.settings import Override
 
 _DIRECTORY = click.Path(path_type=Path)
@@ -46,12 +45,9 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.option("--force", is_flag=True, help="Replace the models of a repository that is there.")
 def command(sets: tuple[str, ...], **options: Any) -> None:
     """Write a model repository for TensorRT-LLM's C++ backend."""
-    try:
-        wanted = Wanted(overrides=tuple(map(Override.parse, sets)), **options)
-        repository = plan(wanted)
-        write(repository, wanted.out, wanted.force)
-    except SetupError as error:
-        raise click.ClickException(str(error)) from error
+    wanted = Wanted(overrides=tuple(map(Override.parse, sets)), **options)
+    repository = plan(wanted)
+    write(repository, wanted.out, wanted.force)
     _report(repository, wanted.out)
 
 
