@@ -14,7 +14,8 @@ from dataclasses import replace
 from trtllm_bls.door import Call
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array, EngineChunk
+from trtllm_bls.messages import Array, EngineChunk, EngineRequest
+from trtllm_bls.services.rows import end_all
 from trtllm_bls.wire.engine import ChunkWriter, EngineCall, engine_requests, is_stop, join_chunks
 
 
@@ -34,22 +35,31 @@ class EngineService:
             return
         calls = engine_requests(call.arrays, call.id)
         run = _Run(call, len(calls) * calls[0].request.num_return_sequences)
-        rows = [
-            self._row(run, one, row if len(calls) > 1 else None) for row, one in enumerate(calls)
-        ]
-        run.work = asyncio.gather(*rows)
+        for row, one in enumerate(calls):
+            writer = ChunkWriter(
+                one,
+                self._exclude_input if one.exclude_input is None else one.exclude_input,
+                row if len(calls) > 1 else None,
+            )
+            # Always streamed inside, so that a stopped request can answer with what there is.
+            request = replace(one.request, request_id=f"{call.id}/{row}", streaming=True)
+            sequences = run.add_row(writer, one)
+            run.rows.append(asyncio.create_task(self._row(request, sequences)))
+        await self._finish(call, run)
+
+    async def _finish(self, call: Call, run: _Run) -> None:
         if call.client_id:
             self._running[call.client_id] = run
         try:
-            await run.work
+            await asyncio.gather(*run.rows)
         except asyncio.CancelledError:
             if not run.stopped:
                 raise
-            run.send_rest()
         finally:
-            run.work.cancel()  # one failing row ends the others
             if self._running.get(call.client_id) is run:
                 del self._running[call.client_id]
+            await end_all(run.rows)
+        run.send_rest()
 
     def _stop(self, call: Call) -> None:
         if not call.client_id:
@@ -59,11 +69,7 @@ class EngineService:
             run.stop()
         call.finish()
 
-    async def _row(self, run: _Run, one: EngineCall, row: int | None) -> None:
-        exclude = self._exclude_input if one.exclude_input is None else one.exclude_input
-        sequences = run.add_row(ChunkWriter(one, exclude, row), one)
-        # Always streamed inside, so that a stopped request can answer with what there is.
-        request = replace(one.request, streaming=True)
+    async def _row(self, request: EngineRequest, sequences: list[_Sequence]) -> None:
         async with aclosing(self._engine.generate(request)) as chunks:
             async for chunk in chunks:
                 sequences[chunk.sequence_index].add(chunk)
@@ -74,7 +80,7 @@ class _Run:
 
     def __init__(self, call: Call, sequences: int) -> None:
         self.stopped = False
-        self.work: asyncio.Future[list[None]]
+        self.rows: list[asyncio.Task[None]] = []
         self._call = call
         self._left = sequences
         self._sequences: list[_Sequence] = []
@@ -90,7 +96,8 @@ class _Run:
     def stop(self) -> None:
         """End the work; every sequence still ends with its normal last response."""
         self.stopped = True
-        self.work.cancel()
+        for row in self.rows:
+            row.cancel()
 
     def send(self, arrays: Mapping[str, Array], ended: bool) -> None:
         self._left -= ended

@@ -12,6 +12,7 @@ from trtllm_bls.door import Call
 from trtllm_bls.messages import Array, TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters
+from trtllm_bls.services.rows import end_all
 from trtllm_bls.services.sources import Sources
 from trtllm_bls.tokenizer import load_tokenizer
 from trtllm_bls.wire.text import text_arrays, text_requests
@@ -43,14 +44,13 @@ class TextService:
         requests = text_requests(call.arrays, call.id)
         run = _Run(call, sum(request.num_return_sequences for request in requests))
         rows = [
-            self._row(run, request, row if len(requests) > 1 else None)
+            asyncio.create_task(self._row(run, request, row if len(requests) > 1 else None))
             for row, request in enumerate(requests)
         ]
-        work = asyncio.gather(*rows)
         try:
-            await work
+            await asyncio.gather(*rows)
         finally:
-            work.cancel()  # one failing row ends the others
+            await end_all(rows)
 
     async def _row(self, run: _Run, request: TextRequest, row: int | None) -> None:
         if row is not None:

@@ -6,7 +6,7 @@ They use the orchestrator's own prompt maker and detokeniser, so an ensemble can
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import Array, TokenIds
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
-from trtllm_bls.wire.fields import read_rows
+from trtllm_bls.wire.fields import Fields, read_rows
 from trtllm_bls.wire.text import text_request
 from trtllm_bls.wire.words import pack_words
 
@@ -69,13 +69,7 @@ class Postprocessor:
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """``OUTPUT`` ``[B, beams]``."""
         rows = read_rows(POSTPROCESSING, inputs)
-        texts = [
-            [
-                self._text(tuple(ids[:length].tolist())).encode("utf-8")
-                for ids, length in zip(row["TOKENS_BATCH"], row["SEQUENCE_LENGTH"], strict=True)
-            ]
-            for row in rows
-        ]
+        texts = [[self._text(ids).encode("utf-8") for ids in _beams(row)] for row in rows]
         return {"OUTPUT": np.array(texts, dtype=np.object_)}
 
     def _text(self, ids: TokenIds) -> str:
@@ -83,6 +77,18 @@ class Postprocessor:
             raise InvalidRequest("TOKENS_BATCH", f"{low} is not a token id")
         detokenizer = self._tokenizer.detokenizer(self._skip_special_tokens)
         return detokenizer.feed(ids) + detokenizer.flush()
+
+
+def _beams(row: Fields) -> Iterator[TokenIds]:
+    """The ids of each sequence, cut to its length."""
+    batch, lengths = row["TOKENS_BATCH"], row["SEQUENCE_LENGTH"]
+    if len(lengths) != len(batch) or not all(0 <= n <= batch.shape[1] for n in lengths):
+        raise InvalidRequest(
+            "SEQUENCE_LENGTH",
+            f"{lengths.tolist()} does not fit TOKENS_BATCH of shape {list(batch.shape)}",
+        )
+    for ids, length in zip(batch, lengths, strict=True):
+        yield tuple(ids[:length].tolist())
 
 
 def _column(values: Sequence[int]) -> Array:
