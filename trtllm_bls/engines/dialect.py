@@ -46,8 +46,8 @@ class Dialect:
     def limits(self) -> EngineLimits:
         """What the parameters tell of the engine's limits."""
         return EngineLimits(
-            max_sequence_tokens=self._number("max_sequence_tokens"),
-            max_draft_tokens=self._number("max_draft_len"),
+            max_sequence_tokens=self._number("max_sequence_tokens") or None,
+            max_draft_tokens=self._number("max_draft_len"),  # 0: it takes none
         )
 
     def prompt_included(self, request: EngineRequest) -> bool:
@@ -71,7 +71,7 @@ class Dialect:
 
     def _number(self, key: str) -> int | None:
         value = self.parameters.get(key, "")
-        return int(value) if value.isdigit() and int(value) > 0 else None
+        return int(value) if value.isdigit() else None
 
 
 class Responses:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from importlib import util
 from pathlib import Path
 
 from trtllm_bls.errors import SetupError
@@ -22,6 +21,7 @@ from trtllm_bls.settings import ServeSettings
 # streams wait behind it. The margin is for control requests and streams that are just ending.
 THREAD_MARGIN = 32
 
+DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
 DEMO_MODEL, DEMO_DRAFT = "assets/demo/target", "assets/demo/draft"
 
 # Models come from local directories: nothing is to be looked for in the network, and tokenizers
@@ -73,15 +73,13 @@ def server_environment(
 ) -> dict[str, str]:
     """The server's environment; ``libraries`` holds the libpython to use.
 
-    This interpreter's directory leads PATH, by which the embedded Python finds its home, and its
-    packages lead PYTHONPATH.
+    This interpreter's directory leads PATH: the embedded Python finds its home and its packages by
+    the first ``python3`` there, and by nothing else.
     """
     environment = dict(inherited) | _QUIET_LIBRARIES | model_directories(settings)
     executables = os.path.dirname(sys.executable)
     environment["PATH"] = _prepend(executables, inherited.get("PATH"))
     environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
-    environment["PYTHONPATH"] = _prepend(*package_directories(), inherited.get("PYTHONPATH"))
-    environment.pop("PYTHONHOME", None)
     environment["TRTLLM_BLS_GRPC_URL"] = f"{ports.reachable_host}:{ports.grpc}"
     environment["TRTLLM_BLS_MAX_STREAMS"] = str(settings.max_streams)
     if settings.threads is not None:
@@ -102,7 +100,7 @@ def model_directories(settings: ServeSettings, checkout: Path = CHECKOUT) -> dic
     directories = {}
     for option, variable, directory in (
         ("--model", "TRTLLM_BLS_MODEL_DIR", target),
-        ("--draft-model", "TRTLLM_BLS_DRAFT_MODEL_DIR", draft),
+        ("--draft-model", DRAFT_MODEL_DIR, draft),
     ):
         if directory is None:
             continue
@@ -121,13 +119,5 @@ def model_repository(settings: ServeSettings) -> Path:
     return chosen.expanduser().resolve()
 
 
-def package_directories() -> list[str]:
-    """Where the stubs find what we import: the environment's packages, then this package."""
-    numpy = util.find_spec("numpy")
-    found = [str(Path(numpy.origin).parents[1])] if numpy and numpy.origin else []
-    own = str(CHECKOUT)
-    return found if own in found else [*found, own]
-
-
-def _prepend(*parts: str | None) -> str:
-    return os.pathsep.join(part for part in parts if part)
+def _prepend(first: str, rest: str | None) -> str:
+    return f"{first}{os.pathsep}{rest}" if rest else first

@@ -177,6 +177,7 @@ class TritonServer:
         with suppress(TimeoutExpired):
             self._run.process.wait(self.settings.exit_timeout + 2 * GRACE_MARGIN)
         self._end()
+        self._stop_requests = 0
 
     @property
     def _any_free_port(self) -> bool:
@@ -186,14 +187,13 @@ class TritonServer:
     def _checked_installation(self) -> Installation:
         checks.check_platform()
         server = find_server(self.settings.server)
-        checks.check_numpy(server)
+        checks.check_numpy(server, checks.embedded_numpy())
         checks.check_shared_memory()
         return server
 
     def _launch(self, server: Installation) -> _Run:
         ports = choose(self.settings)
         repository = command.model_repository(self.settings)
-        models = workdir.model_names(repository)
         scratch = Scratch()
         try:
             directory = scratch.workdir
@@ -201,7 +201,13 @@ class TritonServer:
             environment = command.server_environment(self.settings, ports, libraries, os.environ)
             checks.check_server(server, environment)
             backends = workdir.link_backends(directory, server)
-            served = workdir.apply_overrides(directory, repository, self.settings.overrides)
+            served = workdir.prepare_models(
+                directory,
+                repository,
+                self.settings.overrides,
+                with_draft=command.DRAFT_MODEL_DIR in environment,
+            )
+            models = workdir.model_names(served)
             order = command.server_command(
                 server, self.settings, ports, served, backends, scratch.region_prefix
             )

@@ -13,9 +13,15 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.launcher.find import Installation
+from trtllm_bls.launcher.find import PACKAGE, Installation
 from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.settings import Override
+
+_BLS, _ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
+_DRAFT_OVERRIDES = (
+    Override(_DRAFT, "is_draft", "true"),
+    Override(_BLS, "tensorrt_llm_draft_model_name", _DRAFT),
+)
 
 
 def link_libpython(workdir: Path, library: Path) -> Path:
@@ -30,7 +36,11 @@ def link_libpython(workdir: Path, library: Path) -> Path:
 
 
 def link_backends(workdir: Path, server: Installation) -> Path:
-    """The server's backends, the Python one with the stub of this interpreter."""
+    """The server's backends, the Python one with the stub of this interpreter and our package.
+
+    The embedded Python is isolated: it reads no PYTHONPATH, but has the backend's directory on
+    its path. So models import this package however it was installed, or was not.
+    """
     directory = workdir / "backends"
     python = directory / "python"
     python.mkdir(parents=True)
@@ -43,6 +53,7 @@ def link_backends(workdir: Path, server: Installation) -> Path:
     link = python / stub.name
     link.unlink(missing_ok=True)
     link.symlink_to(stub)
+    (python / PACKAGE.name).symlink_to(PACKAGE)
     return directory
 
 
@@ -62,15 +73,18 @@ def _is_model(directory: Path) -> bool:
     return any(d.name.isdigit() for d in directory.iterdir() if d.is_dir())
 
 
-def apply_overrides(workdir: Path, repository: Path, overrides: tuple[Override, ...]) -> Path:
-    """The repository itself, or with overrides a copy whose configurations are changed.
+def prepare_models(
+    workdir: Path, repository: Path, overrides: tuple[Override, ...], with_draft: bool
+) -> Path:
+    """The repository itself, or a copy of links in which configurations differ.
 
     The copy's neighbours are linked beside it, so that relative paths such as ``../assets`` keep
-    their meaning. Raises ``SettingsError`` for an unknown model or an unreadable configuration.
+    their meaning. ``with_draft`` adds a second embedded engine for drafts, unless the repository
+    has one of its own. Raises ``SettingsError`` for an unknown model or a broken configuration.
     """
-    if not overrides:
+    with_draft = with_draft and _can_add_draft(repository)
+    if not overrides and not with_draft:
         return repository
-    _check_models(repository, overrides)
     surroundings = workdir / "repository"
     surroundings.mkdir()
     for neighbour in repository.parent.iterdir():
@@ -78,9 +92,19 @@ def apply_overrides(workdir: Path, repository: Path, overrides: tuple[Override, 
             (surroundings / neighbour.name).symlink_to(neighbour)
     copy = surroundings / repository.name
     shutil.copytree(repository, copy, symlinks=False, copy_function=os.symlink)
+    if with_draft:
+        shutil.copytree(copy / _ENGINE, copy / _DRAFT, symlinks=True)
+        overrides = (*_DRAFT_OVERRIDES, *overrides)
+    _check_models(copy, overrides)
     for override in overrides:
         _rewrite(copy / override.model / "config.pbtxt", override)
     return copy
+
+
+def _can_add_draft(repository: Path) -> bool:
+    names = model_names(repository)
+    embedded = (repository / _ENGINE / "1" / "model.py").is_file()
+    return embedded and _BLS in names and _DRAFT not in names
 
 
 def _check_models(repository: Path, overrides: tuple[Override, ...]) -> None:
@@ -102,6 +126,7 @@ def _rewrite(file: Path, override: Override) -> None:
             f"--set {override.model}.{override.parameter}: its config.pbtxt cannot be read: "
             f"{problem}"
         ) from error
+    config.name = override.model  # a model that was copied still has its original's
     config.parameters[override.parameter].string_value = override.value
     file.unlink()  # a link to the original, which stays as it is
     file.write_text(text_format.MessageToString(config))

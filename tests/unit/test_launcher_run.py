@@ -1,0 +1,241 @@
+"""One run of the server: its command, its environment, its files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.launcher import command, workdir
+from trtllm_bls.launcher.find import Installation
+from trtllm_bls.launcher.interpreter import PYTHON
+from trtllm_bls.launcher.ports import Ports
+from trtllm_bls.settings import Override, ServeSettings
+
+PORTS = Ports("127.0.0.1", 8000, 8001, 8002)
+
+
+# --- command and environment ----------------------------------------------------------------
+
+
+def options(settings: ServeSettings) -> list[str]:
+    return command.server_command(
+        Installation(Path("/triton")), settings, PORTS, Path("/models"), Path("/be"), "mine_"
+    )
+
+
+def environment(settings: ServeSettings, **inherited: str) -> dict[str, str]:
+    return command.server_environment(settings, PORTS, Path("/run/lib"), inherited)
+
+
+def test_every_address_is_bound_to_the_host() -> None:
+    """Nothing listens beyond the address that was asked for."""
+    given = options(ServeSettings())
+    for service, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        assert f"--{service}-address=127.0.0.1" in given
+        assert f"--{service}-port={port}" in given
+
+
+def test_the_thread_pool_is_larger_than_the_number_of_streams() -> None:
+    """Otherwise streams that wait for their first token would hold up running ones."""
+    pools = [o for o in options(ServeSettings(max_streams=500)) if "thread-pool-size" in o]
+    assert len(pools) == 1
+    assert pools[0].startswith("--backend-config=python,thread-pool-size=")
+    assert int(pools[0].rpartition("=")[2]) > 500
+
+
+def test_shared_memory_carries_the_servers_own_prefix() -> None:
+    """What is left in /dev/shm can be told from other servers' regions."""
+    assert "--backend-config=python,shm-region-prefix-name=mine_" in options(ServeSettings())
+
+
+def test_our_python_comes_first() -> None:
+    """The embedded Python must find this interpreter's library and home before any other."""
+    made = environment(ServeSettings(), PATH="/bin", LD_LIBRARY_PATH="/cuda")
+    assert made["PATH"] == f"{os.path.dirname(sys.executable)}:/bin"
+    assert made["LD_LIBRARY_PATH"] == "/run/lib:/cuda"
+    assert environment(ServeSettings())["LD_LIBRARY_PATH"] == "/run/lib"
+
+
+def test_models_are_told_what_serve_was_told() -> None:
+    """Addresses and sizes reach the models through their environment; threads only if given."""
+    made = environment(ServeSettings(max_streams=7, threads=2))
+    assert made["TRTLLM_BLS_GRPC_URL"] == "127.0.0.1:8001"
+    assert made["TRTLLM_BLS_MAX_STREAMS"] == "7"
+    assert made["TRTLLM_BLS_ENGINE_THREADS"] == "2"
+    assert made["HF_HUB_OFFLINE"] == "1"
+    assert "TRTLLM_BLS_ENGINE_THREADS" not in environment(ServeSettings())
+
+
+def test_the_demo_is_the_default_only_where_nothing_was_named(tmp_path: Path) -> None:
+    """A named model is never joined by the demo's draft, nor a named repository by its model."""
+    target, draft = tmp_path / "assets/demo/target", tmp_path / "assets/demo/draft"
+    target.mkdir(parents=True)
+    draft.mkdir()
+    assert command.model_directories(ServeSettings(), tmp_path) == {
+        "TRTLLM_BLS_MODEL_DIR": str(target),
+        "TRTLLM_BLS_DRAFT_MODEL_DIR": str(draft),
+    }
+    named = ServeSettings(model=tmp_path)
+    assert command.model_directories(named, target) == {"TRTLLM_BLS_MODEL_DIR": str(tmp_path)}
+    assert command.model_directories(ServeSettings(model_repository=tmp_path), tmp_path) == {}
+
+
+def test_a_missing_checkpoint_names_its_option(tmp_path: Path) -> None:
+    """Before anything starts."""
+    with pytest.raises(SetupError, match=r"--draft-model .*gone: no such directory"):
+        command.model_directories(ServeSettings(draft_model=tmp_path / "gone"))
+
+
+# --- the working directory ------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    made = tmp_path / "checkout" / "models"
+    for model in ("bls", "ensemble"):
+        (made / model / "1").mkdir(parents=True)
+        (made / model / "config.pbtxt").write_text(
+            'backend: "python"\nparameters { key: "old" value { string_value: "1" } }\n'
+        )
+        (made / model / "1" / "model.py").write_text("# code\n")
+    (made.parent / "assets").mkdir()
+    (made / "README.md").touch()
+    (made / "__pycache__").mkdir()
+    return made
+
+
+def parameters(repository: Path, model: str) -> dict[str, str]:
+    text = (repository / model / "config.pbtxt").read_text()
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def override(directory: Path, repository: Path, *overrides: Override) -> Path:
+    return workdir.prepare_models(directory, repository, overrides, with_draft=False)
+
+
+def test_models_are_read_from_the_repository(repository: Path) -> None:
+    """Directories with a configuration or a version; other files are none of our business."""
+    assert workdir.model_names(repository) == ("bls", "ensemble")
+
+
+def test_an_empty_repository_is_an_error(tmp_path: Path) -> None:
+    """A server without models would come up ready and answer nothing."""
+    with pytest.raises(SetupError, match=r"no model in it"):
+        workdir.model_names(tmp_path)
+    with pytest.raises(SetupError, match="gone: no such directory"):
+        workdir.model_names(tmp_path / "gone")
+
+
+def test_without_overrides_the_repository_is_served_as_it_is(
+    repository: Path, tmp_path: Path
+) -> None:
+    """No copy, so that edits and error messages speak of the user's own files."""
+    assert workdir.prepare_models(tmp_path, repository, (), with_draft=False) == repository
+
+
+def test_overrides_change_a_copy(repository: Path, tmp_path: Path) -> None:
+    """Parameters are replaced and added; the original, code and other models stay as they are."""
+    before = parameters(repository, "bls")
+    served = workdir.prepare_models(
+        tmp_path,
+        repository,
+        (Override("bls", "old", 'with "quotes"'), Override("bls", "new", "")),
+        with_draft=False,
+    )
+    assert parameters(served, "bls") == {"old": 'with "quotes"', "new": ""}
+    assert parameters(served, "ensemble") == before == parameters(repository, "bls")
+    assert (served / "bls" / "1" / "model.py").read_text() == "# code\n"
+
+
+def test_relative_paths_keep_their_meaning_in_a_copy(repository: Path, tmp_path: Path) -> None:
+    """What is beside the repository is beside its copy."""
+    served = workdir.prepare_models(
+        tmp_path, repository, (Override("bls", "a", "b"),), with_draft=False
+    )
+    assert (served / ".." / "assets").resolve() == repository.parent / "assets"
+
+
+def test_a_draft_model_is_a_second_engine(repository: Path, tmp_path: Path) -> None:
+    """It is the engine's own door under another name, and the orchestrator is told of it."""
+    for name in ("tensorrt_llm", "tensorrt_llm_bls"):
+        shutil.copytree(repository / "bls", repository / name)
+    served = workdir.prepare_models(tmp_path, repository, (), with_draft=True)
+    assert parameters(served, "tensorrt_llm_draft")["is_draft"] == "true"
+    assert (
+        'name: "tensorrt_llm_draft"' in (served / "tensorrt_llm_draft" / "config.pbtxt").read_text()
+    )
+    assert (served / "tensorrt_llm_draft" / "1" / "model.py").is_file()
+    told = parameters(served, "tensorrt_llm_bls")["tensorrt_llm_draft_model_name"]
+    assert told == "tensorrt_llm_draft"
+    assert "is_draft" not in parameters(served, "tensorrt_llm")
+
+
+def test_a_repository_with_its_own_draft_model_is_left_alone(
+    repository: Path, tmp_path: Path
+) -> None:
+    """Nothing is added where there is a draft model, or no embedded engine to copy."""
+    assert workdir.prepare_models(tmp_path, repository, (), with_draft=True) == repository
+
+
+def test_an_override_of_an_unknown_model_lists_the_models(repository: Path, tmp_path: Path) -> None:
+    """A misspelt model is not silently ignored."""
+    with pytest.raises(SettingsError, match=r"no model 'blz' in .*; there are bls, ensemble"):
+        workdir.prepare_models(tmp_path, repository, (Override("blz", "a", "b"),), with_draft=False)
+
+
+def test_a_draft_model_gets_an_engine_of_its_own(tmp_path: Path) -> None:
+    """Only where the engine is the embedded one and the repository brings none for drafts."""
+    models = tmp_path / "checkout" / "models"
+    for model in ("tensorrt_llm", "tensorrt_llm_bls"):
+        (models / model / "1").mkdir(parents=True)
+        (models / model / "config.pbtxt").write_text(f'name: "{model}"\n')
+    assert workdir.prepare_models(tmp_path, models, (), with_draft=True) == models
+    (models / "tensorrt_llm" / "1" / "model.py").write_text("# embedded\n")
+    assert workdir.prepare_models(tmp_path, models, (), with_draft=False) == models
+    served = workdir.prepare_models(tmp_path, models, (), with_draft=True)
+    assert workdir.model_names(served) == ("tensorrt_llm", "tensorrt_llm_bls", "tensorrt_llm_draft")
+    assert parameters(served, "tensorrt_llm_draft") == {"is_draft": "true"}
+    named = parameters(served, "tensorrt_llm_bls")["tensorrt_llm_draft_model_name"]
+    assert named == "tensorrt_llm_draft"
+    assert 'name: "tensorrt_llm_draft"' in (served / named / "config.pbtxt").read_text()
+
+
+def test_an_unreadable_configuration_is_named(repository: Path, tmp_path: Path) -> None:
+    """An override needs the whole configuration; the line says which one cannot be read."""
+    (repository / "bls" / "config.pbtxt").write_text("nonsense {")
+    with pytest.raises(SettingsError, match=r"--set bls\.a: its config\.pbtxt cannot be read"):
+        workdir.prepare_models(tmp_path, repository, (Override("bls", "a", "b"),), with_draft=False)
+
+
+def test_the_python_backend_gets_our_stub_and_our_package(tmp_path: Path) -> None:
+    """Other backends are linked whole, the Python backend file by file."""
+    server = Installation(tmp_path / "triton")
+    python = server.backends / "python"
+    stubs = server.root / "python_backend_stubs" / PYTHON
+    for directory in (python, server.backends / "tensorrtllm", stubs):
+        directory.mkdir(parents=True)
+    for file in (python / "libtriton_python.so", python / "triton_python_backend_stub"):
+        file.write_text("theirs")
+    (stubs / "triton_python_backend_stub").write_text("ours")
+    linked = workdir.link_backends(tmp_path, server)
+    assert (linked / "python" / "libtriton_python.so").read_text() == "theirs"
+    assert (linked / "python" / "triton_python_backend_stub").read_text() == "ours"
+    assert (linked / "python" / "trtllm_bls" / "errors.py").is_file()
+    assert (linked / "tensorrtllm").is_dir()
+
+
+def test_only_libpython_is_put_before_the_servers_libraries(tmp_path: Path) -> None:
+    """Its own directory may hold other builds of what the server brings."""
+    (tmp_path / "libssl.so").touch()
+    (tmp_path / "libpython.so").write_text("python")
+    linked = workdir.link_libpython(tmp_path, tmp_path / "libpython.so")
+    assert [file.name for file in linked.iterdir()] == ["libpython.so"]
+    assert (linked / "libpython.so").read_text() == "python"
