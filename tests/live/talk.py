@@ -17,7 +17,7 @@ from trtllm_bls.client import Client, Event, Result
 def post(url: str, model: str, endpoint: str, **body: Any) -> tuple[int, str]:
     """Status and body of one POST to a generate endpoint."""
     request = urllib.request.Request(
-        f"http://{url}/v2/models/{model}/{endpoint}",
+        f"{url}/v2/models/{model}/{endpoint}",
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
@@ -67,7 +67,7 @@ def events(result: Result) -> list[Event]:
 
 def metric(url: str, name: str) -> float:
     """One number off ``/metrics``; 0 if nothing was counted yet."""
-    with urllib.request.urlopen(f"http://{url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=10) as answer:
         found = re.search(rf"^{name}(?:{{.*}})? (\S+)$", answer.read().decode(), re.MULTILINE)
     return float(found[1]) if found else 0.0
 
