@@ -9,8 +9,8 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 
 from trtllm_bls.errors import SetupError
@@ -37,11 +37,28 @@ def check_platform(system: str | None = None) -> None:
         )
 
 
-def check_numpy(server: Installation, version: str | None = None) -> None:
-    """Stubs before 24.12 die on their first string input under numpy 2."""
-    version = version or metadata.version("numpy")
-    server_version = server.version()
-    if int(version.split(".")[0]) < 2 or (server_version or (0,)) >= NUMPY_2_SERVER:
+def embedded_numpy() -> str | None:
+    """The numpy that models will import: that of this interpreter without PYTHONPATH or user site.
+
+    ``None`` if there is none.
+    """
+    probe = subprocess.run(
+        [sys.executable, "-I", "-c", "import importlib.metadata as m; print(m.version('numpy'))"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return probe.stdout.strip() or None
+
+
+def check_numpy(server: Installation, version: str | None) -> None:
+    """Models need numpy; stubs before 24.12 die on their first string input under numpy 2."""
+    if version is None:
+        raise SetupError(
+            f"the environment of {sys.executable} has no numpy, so the server's models cannot "
+            "start: install trtllm-bls into a virtual environment and run it from there"
+        )
+    if int(version.split(".")[0]) < 2 or (server.version() or (0,)) >= NUMPY_2_SERVER:
         return
     raise SetupError(
         f"numpy {version} crashes this server's Python backend: run `pip install 'numpy<2'`"

@@ -12,7 +12,8 @@ from pathlib import Path
 from trtllm_bls.errors import SetupError
 
 CONTAINER_ROOT = Path("/opt/tritonserver")
-CHECKOUT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
+CHECKOUT = PACKAGE.parent
 _STUB = "triton_python_backend_stub"
 
 

@@ -84,7 +84,8 @@ class GuardedProcess:
         """The command's own process; ``None`` before it started and after it ended."""
         with suppress(psutil.Error):
             children = psutil.Process(self._guard.pid).children()
-            return children[0].pid if children else None
+            if children:  # the eldest; orphans of the server would be adopted later
+                return int(min(children, key=psutil.Process.create_time).pid)
         return None
 
     def stop(self) -> None:
@@ -121,7 +122,10 @@ class GuardedProcess:
     def _read(self) -> None:
         assert self._guard.stdout
         for line in self._guard.stdout:
-            self._on_line(line.decode("utf-8", "replace").rstrip("\n"))
+            # Our reader may be gone or a disk full, which rich turns into SystemExit; if we then
+            # stopped reading, the server would block on its next line.
+            with suppress(OSError, SystemExit):
+                self._on_line(line.decode("utf-8", "replace").rstrip("\n"))
 
 
 def describe_exit(code: int) -> str:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 from rich.console import Console
+from rich.text import Text
 
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher.server import Stopped, TritonServer
@@ -42,7 +43,7 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         try:
             with terminal.progress():
                 server.start()
-            print(announcement(server), flush=True)
+            Console().print(Text(announcement(server)), soft_wrap=True)
             forced = server.wait()
         except Stopped:
             forced = True

@@ -1,0 +1,165 @@
+"""The command line: defaults from the settings, clear errors, help with examples."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from trtllm_bls import __version__
+from trtllm_bls.cli import main
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.launcher import ServerFailed
+from trtllm_bls.launcher.demo import BUILT_IN_PROMPTS, prompts
+from trtllm_bls.launcher.logs import parse
+from trtllm_bls.launcher.terminal import Terminal, show_error
+from trtllm_bls.settings import ServeSettings
+
+
+def command(name: str) -> click.Command:
+    found = main.get_command(click.Context(main), name)
+    assert found
+    return found
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, words)
+    return result.exit_code, result.output
+
+
+# --- options --------------------------------------------------------------------------------
+
+
+def test_serve_offers_every_setting_with_its_default() -> None:
+    """The parser and the dataclass cannot drift apart."""
+    parsed = command("serve").make_context("serve", []).params
+    assert parsed.pop("verbose") is False
+    assert set(parsed) == {field.name for field in fields(ServeSettings)}
+    assert ServeSettings(**parsed) == ServeSettings()
+
+
+@pytest.mark.parametrize("name", ["serve", "demo"])
+def test_help_has_examples_that_parse(name: str) -> None:
+    """An example in the help is a promise."""
+    shown = command(name).get_help(click.Context(main, info_name="trtllm-bls"))
+    examples = [
+        line.split()[2:] for line in shown.splitlines() if line.strip().startswith("trtllm-bls ")
+    ]
+    assert examples
+    for words in examples:
+        command(name).make_context(name, words)
+
+
+def test_help_lists_every_command() -> None:
+    """Also those that live elsewhere."""
+    code, output = run("--help")
+    assert code == 0
+    for name in ("configure", "demo", "serve"):
+        assert f"\n  {name} " in output
+
+
+def test_version() -> None:
+    """The package's own."""
+    assert run("--version") == (0, f"trtllm-bls, version {__version__}\n")
+
+
+def test_a_malformed_override_shows_the_form() -> None:
+    """Before anything is looked at."""
+    code, output = run("serve", "--set", "model.parameter")
+    assert code == 2
+    assert "write it as MODEL.PARAMETER=VALUE" in output
+
+
+def test_our_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
+    """What to do, on standard error, with exit code 1."""
+    result = CliRunner().invoke(main, ["serve", "--server", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"error: --server {tmp_path}: no tritonserver there")
+    assert result.stderr.count("\n") == 1
+
+
+def test_impossible_settings_are_refused() -> None:
+    """Errors of the settings themselves read the same."""
+    assert run("serve", "--max-streams", "0") == (
+        1,
+        "error: --max-streams 0: must be at least 1\n",
+    )
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    """Help must be instant, and nothing but the engine's process may pay for torch."""
+    heavy = "{'torch', 'transformers', 'grpc', 'tritonclient', 'numpy'}"
+    probe = f"import sys, trtllm_bls.cli; print(sorted({heavy} & set(sys.modules)))"
+    shown = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == "[]\n"
+
+
+# --- what is shown --------------------------------------------------------------------------
+
+
+def terminal(verbose: bool = False) -> tuple[Terminal, io.StringIO, io.StringIO]:
+    shown, file = io.StringIO(), io.StringIO()
+    return Terminal(Console(file=shown), verbose=verbose, log_file=file), shown, file
+
+
+def test_progress_is_plain_where_there_is_no_terminal() -> None:
+    """A log file or CI gets one line per model."""
+    speaks, shown, _ = terminal()
+    with speaks.progress():
+        speaks.starting(("bls", "engine"))
+        speaks.model_ready("engine", 1)
+    assert shown.getvalue().startswith("loading 2 models: bls, engine\n  ready 1/2  engine  (")
+
+
+def test_the_log_is_relayed_readably() -> None:
+    """Only what is noteworthy is shown; the log file gets every line as it was."""
+    lines = ['W1121 01:56:47.1 61 x.cc:6] "[bold] careful"', 'I1121 01:56:47.1 61 x.cc:6] "fine"']
+    speaks, shown, file = terminal()
+    for line in lines:
+        speaks.log(parse(line))
+    assert shown.getvalue() == "01:56:47 warning: [bold] careful\n"
+    assert file.getvalue().splitlines() == lines
+
+
+def test_verbose_relays_everything() -> None:
+    """As the server wrote it."""
+    speaks, shown, _ = terminal(verbose=True)
+    speaks.log(parse('I1121 01:56:47.1 61 x.cc:6] "fine"'))
+    assert shown.getvalue() == 'I1121 01:56:47.1 61 x.cc:6] "fine"\n'
+
+
+def test_a_failure_shows_the_servers_last_words() -> None:
+    """Set off from the line that says what happened."""
+    shown = io.StringIO()
+    show_error(Console(file=shown), ServerFailed("it ended", ("two\nlines", "[red]end")))
+    assert shown.getvalue() == "error: it ended\n  | two\n  | lines\n  | [red]end\n"
+
+
+# --- the demo's prompts ---------------------------------------------------------------------
+
+
+def test_demo_prompts_come_from_the_checkout(tmp_path: Path) -> None:
+    """Three are expected there; without the file there is one that any model can go on with."""
+    file = tmp_path / "prompts.json"
+    assert prompts(file) == BUILT_IN_PROMPTS
+    file.write_text('{"demo": ["one", "zwei", "三"], "other": []}', encoding="utf-8")
+    assert prompts(file) == ("one", "zwei", "三")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"demo": 3}'])
+def test_an_unusable_prompts_file_is_named(tmp_path: Path, content: str) -> None:
+    """It says what the file has to hold."""
+    file = tmp_path / "prompts.json"
+    file.write_text(content)
+    with pytest.raises(SettingsError, match=r"prompts\.json: needs a list of prompts under 'demo'"):
+        prompts(file)

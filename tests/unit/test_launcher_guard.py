@@ -1,0 +1,132 @@
+"""The guard around a server: whoever dies first, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trtllm_bls.launcher import guard
+from trtllm_bls.launcher.process import GuardedProcess, Scratch, describe_exit
+
+
+def guarded(tmp_path: Path, script: str, grace: float = 30) -> subprocess.Popen[str]:
+    """A guard around ``script``, which has said "up"."""
+    workdir = tmp_path / "work"
+    workdir.mkdir()
+    (tmp_path / "shm_1").touch()
+    order = {
+        "command": ["sh", "-c", script],
+        "workdir": str(workdir),
+        "shared_memory": str(tmp_path / "shm_"),
+        "grace": grace,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, json.dumps(order)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout and process.stdout.readline() == "up\n"
+    return process
+
+
+def end_of(process: subprocess.Popen[str], said: str | None = None) -> tuple[int, str]:
+    """Exit code and remaining output after saying ``said`` and closing the lifeline."""
+    output, _ = process.communicate(said, timeout=20)
+    return process.returncode, output
+
+
+DRAINS = "trap 'echo drained; exit 0' TERM; echo up; while :; do sleep 0.01; done"
+HANGS = "trap '' TERM; echo up; while :; do sleep 0.01; done"
+
+
+def test_a_dead_launcher_stops_the_server(tmp_path: Path) -> None:
+    """The lifeline's end, however it came about, is an orderly stop; no file remains."""
+    assert end_of(guarded(tmp_path, DRAINS)) == (0, "drained\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_to_the_guard_is_passed_on(tmp_path: Path) -> None:
+    """Service managers signal every process of a service; the guard must not leave early."""
+    process = guarded(tmp_path, DRAINS)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert end_of(process) == (0, "drained\n")
+
+
+def test_a_server_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    """After the grace period, or at once when told to."""
+    assert end_of(guarded(tmp_path, HANGS, grace=0.05))[0] == 128 + signal.SIGKILL
+
+
+def test_a_kill_does_not_wait(tmp_path: Path) -> None:
+    """The second signal of a user."""
+    assert end_of(guarded(tmp_path, HANGS), "k")[0] == 128 + signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_server_leaves_behind_is_killed(tmp_path: Path) -> None:
+    """A stub that hangs does not notice the death of its server, whatever its session."""
+    script = "setsid sleep 1000 >/dev/null & echo $! > pid; echo up; wait"
+    process = guarded(tmp_path, f"cd {tmp_path}; {script}")
+    orphan = psutil.Process(int((tmp_path / "pid").read_text()))
+    psutil.Process(process.pid).children()[0].kill()
+    assert process.wait(20) == 128 + signal.SIGKILL
+    assert not orphan.is_running()
+    end_of(process)
+
+
+def test_the_servers_own_end_is_the_guards(tmp_path: Path) -> None:
+    """Exit codes pass through, and nobody has to ask."""
+    process = guarded(tmp_path, "echo up; exit 7")
+    assert process.wait(20) == 7
+    end_of(process)
+
+
+# --- the guarded process --------------------------------------------------------------------
+
+
+def test_every_line_is_handed_on_before_the_end_is_told() -> None:
+    """The reason of a death is in the last line, also if it is not text or has no newline."""
+    lines: list[str] = []
+    process = GuardedProcess(
+        ["sh", "-c", r"echo one; printf 'b\377d' >&2; exit 3"],
+        dict(os.environ),
+        scratch := Scratch(),
+        1,
+        lines.append,
+    )
+    assert (process.wait(20), lines) == (3, ["one", "b�d"])
+    process.stop()  # too late, harmless
+    process.close()
+    assert not scratch.workdir.exists()
+
+
+def test_a_listener_that_fails_does_not_block_the_server() -> None:
+    """The terminal may be gone or the log's disk full; the server must be able to go on."""
+
+    def broken(line: str) -> None:
+        raise BrokenPipeError
+
+    process = GuardedProcess(
+        ["sh", "-c", "echo one; head -c 200000 /dev/zero"], dict(os.environ), Scratch(), 1, broken
+    )
+    assert process.wait(20) == 0
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(1, "exit code 1"), (255, "exit code 255"), (139, "SIGSEGV"), (137, "SIGKILL, perhaps out")],
+)
+def test_an_exit_code_is_put_in_words(code: int, words: str) -> None:
+    """Signals by name; a kill that nobody asked for is usually the kernel's."""
+    assert describe_exit(code).startswith(words)

@@ -1,0 +1,120 @@
+"""The server's log: what a user sees of it and what the launcher learns from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtllm_bls.launcher.logs import LogBook, parse
+
+LOADED = """I1121 01:56:47.026953 6110 model_lifecycle.cc:839] "successfully loaded 'echo'\""""
+FAILED = (
+    "E1121 01:56:47.194219 6110 model_lifecycle.cc:642] \"failed to load 'bls' version 1: "
+    "Internal: SettingsError: model bls: parameter tokenizer_dir = '/x': no such directory"
+    "\\n\\nAt:\\n  /repo/bls/1/model.py(9): initialize\\n  "
+    '<frozen importlib._bootstrap>(241): load\\n"'
+)
+DIED = (
+    "E1121 02:21:27.642515 2 model_lifecycle.cc:642] \"failed to load 'bls' version 1: Internal: "
+    "Stub process 'bls_0_0' is not healthy.\""
+)
+NO_FILE = (
+    "I1121 02:21:14.581121 24390 pb_stub.cc:2105]  Failed to preinitialize Python stub: "
+    "Python model file not found in '/repo/bls/1/model.py'"
+)
+NO_CONFIG = (
+    'E1121 02:15:37.888204 1 model_repository_manager.cc:1460] "Poll failed for model directory '
+    "'bls': failed to read text proto from /repo/bls/config.pbtxt\""
+)
+NO_VERSION = (
+    "E1121 02:15:37.889160 1 model_repository_manager.cc:724] \"failed to load model 'bls': at "
+    'least one version must be available"'
+)
+NO_GPU = (
+    'W1121 01:56:45.166631 6110 pinned_memory_manager.cc:273] "Unable to allocate pinned system '
+    'memory: CUDA driver version is insufficient for CUDA runtime version"'
+)
+
+
+def book(*lines: str) -> LogBook:
+    written = LogBook()
+    for line in lines:
+        written.add(line)
+    return written
+
+
+def test_a_line_is_made_readable() -> None:
+    """Quotes, escapes, dates and file names go; time, severity and real line breaks stay."""
+    assert (
+        parse('E1121 01:56:47.1 61 x.cc:6] "two\\nlines"').readable == "01:56:47 error: two\nlines"
+    )
+    assert parse('I1121 01:56:47.1 61 model.py:6] "hi"').readable == "01:56:47 hi"
+    assert parse("printed by a model").readable == "printed by a model"
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("printed by a model", True),
+        ('I1121 01:56:47.0 61 model.py:6] "logged by a model"', True),
+        ('W1121 01:56:47.0 61 x.cc:6] "careful"', True),
+        ("E1121 02:10:05.714977373    8848 chttp2_server.cc:1060]   not quoted", True),
+        (LOADED, False),
+        (NO_GPU, False),
+        ("Error: Failed to initialize NVML", False),
+        ("| model | READY |", False),
+        ("+-------+-------+", False),
+        ("", False),
+        ("At:", False),
+        ("  <frozen importlib._bootstrap>(241): _call_with_frames_removed", False),
+    ],
+)
+def test_only_noteworthy_lines_are_shown(raw: str, shown: bool) -> None:
+    """Words of models, warnings and errors, but not what every machine without a GPU says."""
+    assert parse(raw).noteworthy is shown
+
+
+def test_loaded_models_are_noticed() -> None:
+    """Progress comes from the log, since the server does not listen before all is loaded."""
+    assert book(LOADED, NO_GPU).loaded == {"echo"}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (FAILED, "SettingsError: model bls: parameter tokenizer_dir = '/x': no such directory"),
+        (DIED, "its Python process died while loading"),
+        (NO_FILE, "Python model file not found in '/repo/bls/1/model.py'"),
+        (NO_CONFIG, "failed to read text proto from /repo/bls/config.pbtxt"),
+        (NO_VERSION, "at least one version must be available"),
+    ],
+)
+def test_a_failed_model_is_one_line(line: str, reason: str) -> None:
+    """However the server puts it, the summary names the model and the reason, no status word."""
+    assert book(LOADED, line).failure_summary() == f"model bls did not load: {reason}"
+
+
+def test_the_details_of_a_failure_are_where_and_what_was_printed() -> None:
+    """Frames of the interpreter's import machinery tell a user nothing."""
+    details = book("loading tokenizer", NO_GPU, FAILED).failure_details()
+    assert details == ("bls: /repo/bls/1/model.py(9): initialize", "loading tokenizer")
+
+
+def test_the_first_reason_counts() -> None:
+    """The server repeats failures in other words."""
+    assert "died" in book(DIED, FAILED).failure_summary()
+
+
+def test_a_port_taken_meanwhile_is_noticed() -> None:
+    """Then, and only then, starting again with other ports may help."""
+    line = (
+        'E1121 02:10:08.341953 8960 main.cc:257] "failed to start HTTP service: Unavailable - '
+        "Socket '127.0.0.1:18000' already in use \""
+    )
+    assert book(line).port_taken == "HTTP"
+    assert book(FAILED).port_taken is None
+
+
+def test_the_tail_prefers_what_matters() -> None:
+    """The last noteworthy lines; if there are none, whatever came last."""
+    assert book("one", "two", LOADED).tail(1) == ("two",)
+    assert book(LOADED).tail() == ("01:56:47 successfully loaded 'echo'",)
