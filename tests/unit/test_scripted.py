@@ -122,6 +122,13 @@ def test_a_draft_is_accepted_up_to_the_first_difference(
     assert chunks[0].final
 
 
+def test_a_stop_inside_an_accepted_draft_ends_it() -> None:
+    """Nothing is accepted after the token that completes a stop sequence."""
+    request = replace(ASK, draft=Draft(token_ids=(3, 4, 5)), stop_sequences=((4,),))
+    (chunk,) = ask(saying(3, 4, 5, 6), request)
+    assert (chunk.token_ids, chunk.finish_reason) == ((3, 4), FinishReason.STOP)
+
+
 def test_a_draft_by_logits_leaves_the_targets_distribution() -> None:
     """Whatever the draft believes, the first token is distributed as the target says."""
     target, drafted = [0.5, 0.3, 0.2], [0.1, 0.2, 0.7]

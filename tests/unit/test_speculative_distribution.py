@@ -41,7 +41,7 @@ async def chi_square(sampling: Sampling | None, **options: object) -> float:
         {"num_draft_tokens": 1, "overlap": True},
         {"num_draft_tokens": 3},
         {"num_draft_tokens": 2, "draft_source": DraftSource.NGRAM, "min_match": 2},
-        {"num_draft_tokens": 3, "use_draft_logits": True},
+        {"num_draft_tokens": 2, "use_draft_logits": True, "overlap": True},
         {"use_draft_logits": True, "draft_source": DraftSource.MIXED, "overlap": True},
     ],
     ids=str,
@@ -72,13 +72,21 @@ def test_the_draft_decodes_greedily_unless_its_logits_are_used() -> None:
         for by_logits in (False, True):
             engines = pair(table(TARGET), table(GUESS), Script(vocab_size=3), vocab_size=3)
             sampling = Sampling(temperature=0.9, top_p=0.95, seed=3)
-            engine = engines.speculative(num_draft_tokens=2, use_draft_logits=by_logits)
-            await read(engine, ask((0,), sampling=sampling))
+            engine = engines.speculative(
+                num_draft_tokens=2, use_draft_logits=by_logits, overlap=True
+            )
+            await read(engine, ask((0,), max_tokens=60, sampling=sampling))
+            assert engine.stats.overlap_used > 0
             asked = engines.draft.requests[0]
             drawn = (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p)
             assert drawn == ((0.9, None, 0.95) if by_logits else (None, 1, None))
             assert asked.wants.generation_logits is by_logits
-            verified = [request.draft for request in engines.target.requests if request.draft]
-            assert all((draft.logits is not None) is by_logits for draft in verified)
+            for request in engines.target.requests:
+                if request.draft is None or request.draft.logits is None:
+                    assert request.draft is None or not by_logits
+                    continue
+                text = (request.input_ids[-1], *request.draft.token_ids)
+                believed = [GUESS[token] for token in text[:-1]]
+                assert np.exp(request.draft.logits) == pytest.approx(np.asarray(believed))
 
     run(listen())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from speculative_dialogue import GREEDY, VOCAB, ask, hashed_pair, ids, pair, read, run, told
 
-from trtllm_bls.engines.scripted_tokens import reciting
+from trtllm_bls.engines.scripted_tokens import agreeing, hashed, reciting
 from trtllm_bls.messages import EngineRequest, FinishReason, Sampling, Wants
 from trtllm_bls.speculative import DraftSource
 
@@ -242,6 +242,24 @@ def test_a_right_guess_ahead_makes_the_next_draft_free() -> None:
         await read(engine, ask(max_tokens=40))
         assert engine.stats.overlap_wasted == 0
         assert engine.stats.overlap_used >= engine.stats.rounds - 1
+
+    run(listen())
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.9])
+def test_a_wrong_guess_ahead_is_never_verified(rate: float) -> None:
+    """Every draft is what the draft model says after the true text, ahead or not."""
+
+    async def listen() -> None:
+        engines = hashed_pair(rate)
+        engine = engines.speculative(num_draft_tokens=2, overlap=True)
+        await read(engine, ask(max_tokens=40))
+        for request in engines.target.requests:
+            text = list(request.input_ids)
+            for token in request.draft.token_ids if request.draft else ():
+                assert token == agreeing(hashed(6), rate, 6)(text)
+                text.append(token)
+        assert engine.stats.overlap_used and engine.stats.overlap_wasted
 
     run(listen())
 

@@ -60,7 +60,8 @@ def test_a_silent_draft_is_waited_for_once() -> None:
         for waited in (0.25, 0.0, 0.0):
             begun = loop.time()
             engine = engines.speculative(num_draft_tokens=2, draft_deadline_s=0.25)
-            await read(engine, ask(max_tokens=8))
+            async with aclosing(engine.generate(ask(max_tokens=8))) as stream:
+                assert [engines.draft.live async for _ in stream] == [0] * 8
             assert loop.time() - begun == pytest.approx(waited)
         engines.draft.fault = None
         await asyncio.sleep(5.0)
@@ -106,11 +107,25 @@ def test_a_target_that_refuses_drafts_decodes_plainly() -> None:
     """It may not be built for them; the request never fails for that."""
 
     async def listen() -> None:
-        engines = hashed_pair(max_draft_tokens=1)
+        engines = pair(lambda _: 1, lambda _: 1, max_draft_tokens=1)
         engines.shared.target_limits = replace(await engines.target.limits(), max_draft_tokens=None)
         engine = engines.speculative(num_draft_tokens=4, draft_source=DraftSource.MIXED)
-        assert told(await read(engine, ask())) == told(await read(hashed_pair().target, ask()))
+        assert ids(await read(engine, ask())) == [1] * 12
         assert (engine.stats.fallback, engine.stats.rounds) == ("refused", 0)
+        assert [request.draft is not None for request in engines.target.requests].count(True) == 1
+
+    run(listen())
+
+
+def test_an_end_id_is_never_drafted() -> None:
+    """Nothing can follow it; here the text itself proposes it."""
+
+    async def listen() -> None:
+        engines = pair(lambda _: 4, lambda _: 4)
+        engine = engines.speculative(num_draft_tokens=3, draft_source=DraftSource.NGRAM)
+        await read(engine, ask((1, 2, 3, 4, 9, 5, 1, 2, 3), max_tokens=4, end_id=9))
+        drafts = [request.draft for request in engines.target.requests if request.draft]
+        assert drafts[0] == Draft(token_ids=(4,))
 
     run(listen())
 
@@ -154,6 +169,7 @@ def test_the_targets_failure_is_the_requests(after: int) -> None:
         with pytest.raises(EngineStalled):
             await read(engines.speculative(num_draft_tokens=2, overlap=True), ask())
         assert engines.live == (0, 0)
+        assert len(engines.target.requests) == after + 1  # and is not tried again
 
     run(listen())
 

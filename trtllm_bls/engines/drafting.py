@@ -72,15 +72,13 @@ class DraftModel:
         """
         task = self._task
         assert task is not None
-        try:
-            done, _ = await asyncio.wait({task}, timeout=self._deadline_s)
-            if done:
-                self._task = None
-                return self._outcome(task)
-            self._fail("deadline", f"no draft within {self._deadline_s:g} s", rest=True)
-            return None
-        finally:
-            await self.cancel()
+        done, _ = await asyncio.wait({task}, timeout=self._deadline_s)
+        if done:
+            self._task = None
+            return self._outcome(task)
+        self._fail("deadline", f"no draft within {self._deadline_s:g} s", rest=True)
+        await self.cancel()
+        return None
 
     async def cancel(self) -> None:
         """End the running draft, if any; only a failure that it already met still matters."""
