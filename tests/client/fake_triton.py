@@ -75,8 +75,9 @@ def tokens(*ids: int, final: bool = False, **outputs: Any) -> Say:
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """``async with FakeTriton(script) as server``; ``script`` may depend on the request."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, credentials: Any = None) -> None:
         self.script = script
+        self.credentials = credentials
         self.requests: list[Any] = []
         self.cancels = 0
         self.asked = asyncio.Event()  # a request has arrived
@@ -87,7 +88,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def __aenter__(self) -> FakeTriton:
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        if self.credentials:
+            port = self._server.add_secure_port("127.0.0.1:0", self.credentials)
+        else:
+            port = self._server.add_insecure_port("127.0.0.1:0")
+        self.url = f"127.0.0.1:{port}"
         await self._server.start()
         return self
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -24,7 +26,7 @@ from fake_triton import (
     tokens,
 )
 
-from trtllm_bls.client import Client, Event
+from trtllm_bls.client import Client, Event, Tls
 from trtllm_bls.client.stream import Reader
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import (
@@ -219,9 +221,10 @@ async def test_dropping_the_iterator_ends_the_work() -> None:
 
 @dialogue
 async def test_cancelling_the_reading_task_ends_the_work() -> None:
-    """A cancelled caller stays cancelled, and so does his request."""
+    """A cancelled caller stays cancelled, and so does his request, though he keeps the stream."""
     async with FakeTriton([Hold()]) as server, Client(server.url) as client:
-        asking = asyncio.create_task(client.generate(**ASK))
+        stream = client.stream(**ASK)
+        asking = asyncio.create_task(anext(stream))
         await server.asked.wait()
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -370,6 +373,32 @@ def test_an_address_with_a_scheme_is_refused() -> None:
     """``http://`` in front of a gRPC address would be looked up as a host name."""
     with pytest.raises(SettingsError, match="host:port"):
         Client("http://localhost:8001")
+
+
+def test_both_sides_of_a_tls_connection_show_their_certificate(tmp_path: Path) -> None:
+    """All three files are used; without them the server is not reached."""
+    key, chain = tmp_path / "key.pem", tmp_path / "chain.pem"
+    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    name = ("-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1")
+    command = ["openssl", "req", "-x509", *kind, *name, "-keyout", str(key), "-out", str(chain)]
+    subprocess.run(command, check=True, capture_output=True)
+    pair = [(key.read_bytes(), chain.read_bytes())]
+
+    @dialogue
+    async def ask() -> None:
+        credentials = grpc.ssl_server_credentials(pair, chain.read_bytes(), True)
+        tls = Tls(root_certificates=chain, private_key=key, certificate_chain=chain)
+        async with FakeTriton([text("Hi", final=True)], credentials) as server:
+            async with Client(server.url, tls=tls) as client:
+                assert (await client.generate(**ASK)).text == "Hi"
+            async with Client(server.url) as client:
+                with pytest.raises(ConnectionFailed):
+                    await client.generate(**ASK)
+        assert len(server.requests) == 1
+
+    ask()
+    with pytest.raises(SettingsError, match="private key: cannot read"):
+        Client("localhost:8001", tls=Tls(private_key=tmp_path / "none.pem"))
 
 
 def is_ours(task: asyncio.Task[object]) -> bool:

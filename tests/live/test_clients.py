@@ -50,7 +50,8 @@ def lines_of(server: TritonServer, *arguments: str) -> list[dict[str, Any]]:
 
 
 def token_client(server: TritonServer, *arguments: str) -> tuple[int, list[str], str]:
-    common = ("-u", server.grpc_url, "--tokenizer-dir", str(server.model_dir), "--text", PROMPT)
+    tokenizer = str(server.settings.model)
+    common = ("-u", server.grpc_url, "--tokenizer-dir", tokenizer, "--text", PROMPT)
     code, out, err = finish(start("inflight_batcher_llm_client.py", *common, *arguments))
     return code, out.splitlines(), err
 
