@@ -24,7 +24,7 @@ from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineChunk, EngineRequest, Sampling
 
 VOCAB = 96
-POISON = 94  # llama's embedding of it is NaN; neither the probe nor the model ever says it
+POISON = 94  # the poisoned llama's embedding of it is NaN; the probe does not read it
 
 _SIZES = {
     "vocab_size": VOCAB,
@@ -43,6 +43,7 @@ _HEADS = {"head_dim": 8}
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
+    "poisoned": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", _HEADS),
     "mistral": ("MistralConfig", {"sliding_window": 8}),
     "gemma2": ("Gemma2Config", {**_HEADS, "sliding_window": 8}),
@@ -64,7 +65,7 @@ def checkpoint(kind: str = "llama") -> Path:
         for weight in model.parameters():
             if weight.dim() > 1:  # wide enough that the best token is no near tie
                 weight.normal_(0, 0.2)
-        if kind == "llama":
+        if kind == "poisoned":
             model.get_input_embeddings().weight[POISON] = float("nan")
             model.get_output_embeddings().weight[POISON] = 0
     directory = Path(tempfile.mkdtemp(prefix=f"embedded-{kind}-"))
@@ -165,4 +166,7 @@ class Steps:
         """The tokens of one request, run to its end."""
         submission = self.add(asked)
         self.run()
+        for event in self.heard(submission):
+            if isinstance(event, EngineError):
+                raise event
         return self.text(submission)

@@ -130,22 +130,24 @@ def test_a_request_cancelled_while_it_waits_never_runs() -> None:
 
 def test_non_finite_logits_end_only_their_own_request() -> None:
     """The neighbour reads what it would read alone, and the slot serves again, clean."""
-    steps = Steps(max_batch=2)
+    steps = Steps("poisoned", max_batch=2)
     good = steps.add(request(prompt(6), 12))
     bad = steps.add(request((*prompt(6, start=3), POISON, 7), 12))
     steps.run()
     (error,) = steps.heard(bad)
     assert isinstance(error, EngineError)
     assert "not finite" in str(error)
-    assert steps.text(good) == generated(prompt(6), 12)
+    assert steps.text(good) == generated(prompt(6), 12, "poisoned")
     both = [steps.add(request(prompt(9, start=n), 5)) for n in (3, 4)]
     steps.run()
-    assert [steps.text(s) for s in both] == [generated(prompt(9, start=n), 5) for n in (3, 4)]
+    assert [steps.text(s) for s in both] == [
+        generated(prompt(9, start=n), 5, "poisoned") for n in (3, 4)
+    ]
 
 
 def test_every_sequence_of_a_failing_request_ends_with_one_error() -> None:
     """Its other sequences leave without being computed."""
-    steps = Steps()
+    steps = Steps("poisoned")
     bad = steps.add(request((POISON, *prompt(80)), 5, num_return_sequences=3))
     rows = steps.run()
     assert rows <= 64

@@ -24,13 +24,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import Array, EngineRequest, Sampling
 
 _DRAWS, _ACCEPTANCE = 0, 1  # number streams
+_HEAD = 512  # tokens
 
 
 def is_greedy(sampling: Sampling) -> bool:
@@ -150,21 +149,33 @@ class Chooser:
         return certain
 
     def _probabilities(self, scores: Array) -> Array:
-        """Rule 5's limits, then softmax in double precision."""
-        limited = torch.from_numpy(scores)[None]
+        """Rule 5's limits on the distribution, in double precision."""
+        weights: Array = np.exp(scores - scores.max(), dtype=np.float64)
         top_k = self._request.sampling.top_k
-        if top_k:
-            limited = TopKLogitsWarper(top_k)(None, limited)
+        if top_k and top_k < len(weights):
+            weights[weights < np.partition(weights, -top_k)[-top_k]] = 0
+        weights /= weights.sum()
         if self._top_p is not None and self._top_p < 1:
-            limited = TopPLogitsWarper(self._top_p)(None, limited)
-        probabilities: Array = torch.softmax(limited[0].double(), dim=-1).numpy()
-        return probabilities
+            weights[weights < _nucleus_edge(weights, self._top_p)] = 0
+            weights /= weights.sum()
+        return weights
 
     def _uniform(self, stream: int) -> float:
         """In [0, 1); one number per seed, sequence, stream and position."""
         key = np.array([self._request.sampling.seed or 0, 2 * self._index + stream], np.uint64)
         bits = np.random.Philox(key=key, counter=len(self._text)).random_raw()
         return int(bits >> 11) * 2.0**-53
+
+
+def _nucleus_edge(weights: Array, mass: float) -> float:
+    """The smallest probability among the fewest tokens that together hold ``mass``."""
+    # Sorting a whole vocabulary per token is what makes top-p slow; its head mostly is enough.
+    head = np.partition(weights, -_HEAD)[-_HEAD:] if len(weights) > _HEAD else weights
+    if head.sum() < mass:
+        head = weights
+    ordered = np.sort(head)[::-1]
+    last = int(np.searchsorted(np.cumsum(ordered), mass, side="left"))
+    return float(ordered[min(last, len(ordered) - 1)])
 
 
 def _draw(weights: Array, uniform: float) -> int:

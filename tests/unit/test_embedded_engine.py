@@ -1,0 +1,394 @@
+"""The embedded engine as its users meet it: in plain Python, behind the asyncio seam, refusing."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from embedded_bench import VOCAB, checkpoint, generated, prompt, reference, request
+
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    Unsupported,
+)
+from trtllm_bls.messages import Draft, EngineChunk, EngineRequest, FinishReason, Wants
+
+IDS = prompt(14)
+TRUTH = generated(IDS, 20)
+
+
+def open_engine(**sizes: Any) -> EmbeddedEngine:
+    settings = {"max_batch": 4, "max_tokens_per_step": 64, "max_sequence_tokens": 128, "threads": 1}
+    return EmbeddedEngine(checkpoint(), EmbeddedSettings(**settings | sizes))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EmbeddedEngine]:
+    with open_engine() as opened:
+        yield opened
+
+
+def read(engine: EmbeddedEngine, asked: EngineRequest) -> tuple[list[int], EngineChunk]:
+    """All tokens, and the last chunk."""
+    chunks = list(engine.submit(asked))
+    return [token for chunk in chunks for token in chunk.token_ids], chunks[-1]
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(story, 60))
+
+
+# --- in plain Python --------------------------------------------------------------------------
+
+
+def test_a_submission_is_read_like_a_list(engine: EmbeddedEngine) -> None:
+    """Chunks come as tokens do, the last one says that it is the last and why."""
+    chunks = list(engine.submit(request(IDS, 6)))
+    assert [token for chunk in chunks for token in chunk.token_ids] == TRUTH[:6]
+    assert [chunk.final for chunk in chunks] == [False] * 5 + [True]
+    assert chunks[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_an_end_token_ends_without_being_said(engine: EmbeddedEngine) -> None:
+    """The last chunk carries no token, and the reason."""
+    text, last = read(engine, request(IDS, 9, end_id=TRUTH[3]))
+    assert (text, last.token_ids) == (TRUTH[:3], ())
+    assert last.finish_reason is FinishReason.END_ID
+
+
+def test_end_id_minus_one_never_ends(engine: EmbeddedEngine) -> None:
+    """As the contract has it, -1 means that no token ends the text."""
+    text, last = read(engine, request(IDS, 9, end_id=-1))
+    assert (text, last.finish_reason) == (TRUTH[:9], FinishReason.LENGTH)
+
+
+def test_a_stop_sequence_stays_in_the_text(engine: EmbeddedEngine) -> None:
+    """The tokens of the stop word are in the output, nothing after them is."""
+    text, last = read(engine, request(IDS, 9, stop_sequences=((1, 1, 1), tuple(TRUTH[2:4]))))
+    assert (text, last.finish_reason) == (TRUTH[:4], FinishReason.STOP)
+
+
+def test_a_stop_sequence_never_begins_in_the_prompt(engine: EmbeddedEngine) -> None:
+    """Only generated tokens can complete it."""
+    stop = (IDS[-1], TRUTH[0])
+    assert read(engine, request(IDS, 3, stop_sequences=(stop,)))[0] == TRUTH[:3]
+
+
+def test_a_stop_sequence_counts_from_min_tokens_on(engine: EmbeddedEngine) -> None:
+    """An earlier occurrence is passed over."""
+    asked = request(IDS, 6, stop_sequences=((TRUTH[1],),), sampling={"min_tokens": 3})
+    assert len(read(engine, asked)[0]) > 2
+
+
+def test_a_text_too_long_for_the_engine_is_cut_with_a_warning(
+    engine: EmbeddedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The output is shortened, the request succeeds, the log says so."""
+    ids = prompt(120)
+    text, last = read(engine, request(ids, 50))
+    assert text == generated(ids, 8)
+    assert last.finish_reason is FinishReason.LENGTH
+    assert "170 tokens are cut to 128" in caplog.text
+
+
+def test_a_cancelled_submission_ends_with_what_it_has(engine: EmbeddedEngine) -> None:
+    """Iterating on after a cancel finds the end, with the reason."""
+    submission = engine.submit(request(IDS, 100))
+    chunks = iter(submission)
+    first = next(chunks)
+    submission.cancel()
+    rest = list(chunks)
+    assert first.token_ids == (TRUTH[0],)
+    assert rest[-1].finish_reason is FinishReason.CANCELLED
+
+
+def test_a_full_queue_refuses_at_once() -> None:
+    """Slots and queue taken: the next request is told so in the words tools look for."""
+    with open_engine(max_batch=1, max_queue_size=2) as small:
+        kept = [small.submit(request(IDS, 100)) for _ in range(3)]
+        with pytest.raises(Overloaded, match="Maximum queue size of 2"):
+            small.submit(request(IDS, 1))
+        for submission in kept:
+            submission.cancel()
+            list(submission)
+        assert read(small, request(IDS, 2))[0] == TRUTH[:2]
+
+
+def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
+    """Readers get an error instead of waiting for ever, and closing twice is harmless."""
+    opened = open_engine()
+    submission = opened.submit(request(IDS, 100))
+    opened.shutdown()
+    opened.shutdown()
+    with pytest.raises(EngineError, match="closed"):
+        list(submission)
+    with pytest.raises(EngineUnavailable, match="closed"):
+        opened.submit(request(IDS, 1))
+
+
+# --- what may be asked for beside tokens --------------------------------------------------------
+
+
+@functools.cache
+def model_logits(ids: tuple[int, ...]) -> Any:
+    with torch.no_grad():
+        return reference()(torch.tensor([ids])).logits[0].numpy()
+
+
+def test_logits_and_log_probs_are_the_models_own(engine: EmbeddedEngine) -> None:
+    """Raw logits of prompt and completion, and log-probabilities of what was said."""
+    wants = Wants(log_probs=True, context_logits=True, generation_logits=True)
+    chunks = list(engine.submit(request(IDS, 4, wants=wants, sampling={"repetition_penalty": 1.1})))
+    said = tuple(token for chunk in chunks for token in chunk.token_ids)
+    exact = model_logits((*IDS, *said))
+    assert chunks[0].context_logits is not None
+    np.testing.assert_allclose(chunks[0].context_logits, exact[: len(IDS)], atol=1e-4)
+    total = 0.0
+    for place, (chunk, token) in enumerate(zip(chunks, said, strict=True)):
+        row = exact[len(IDS) - 1 + place]
+        assert chunk.generation_logits is not None and chunk.log_probs is not None
+        np.testing.assert_allclose(chunk.generation_logits, row[None], atol=1e-4)
+        total += float(row[token] - np.log(np.exp(row).sum()))
+        assert chunk.cum_log_prob == pytest.approx(total, abs=1e-3)
+    assert sum(score for c in chunks for score in c.log_probs or ()) == pytest.approx(
+        total, abs=1e-3
+    )
+
+
+def test_logits_of_a_draft_belong_to_the_tokens_that_came(engine: EmbeddedEngine) -> None:
+    """Two accepted tokens and the correction: three rows."""
+    draft = Draft(token_ids=(*TRUTH[:2], (TRUTH[2] + 1) % 90))
+    asked = request(IDS, 4, draft=draft, wants=Wants(generation_logits=True), streaming=False)
+    (chunk,) = engine.submit(asked)
+    assert chunk.token_ids == tuple(TRUTH[:3])
+    exact = model_logits((*IDS, *TRUTH[:3]))[len(IDS) - 1 : -1]
+    np.testing.assert_allclose(chunk.generation_logits, exact, atol=1e-4)
+
+
+def test_nothing_comes_that_was_not_asked_for(engine: EmbeddedEngine) -> None:
+    """Chunks of a plain request hold tokens and the end, nothing else."""
+    for chunk in engine.submit(request(IDS, 3)):
+        assert replace(chunk, token_ids=(), final=False, finish_reason=None) == EngineChunk(
+            token_ids=()
+        )
+
+
+def test_an_ending_without_tokens_still_has_its_shapes(engine: EmbeddedEngine) -> None:
+    """An end token said first: empty scores, not missing ones."""
+    wants = Wants(log_probs=True, generation_logits=True, context_logits=True)
+    (chunk,) = engine.submit(request(IDS, 3, end_id=TRUTH[0], wants=wants))
+    assert chunk.generation_logits is not None and chunk.context_logits is not None
+    assert chunk.generation_logits.shape == (0, VOCAB)
+    assert chunk.context_logits.shape == (len(IDS), VOCAB)
+    assert (chunk.log_probs, chunk.cum_log_prob) == ((), 0.0)
+
+
+def test_metrics_tell_times_in_order_and_tokens_reused(engine: EmbeddedEngine) -> None:
+    """A block of this engine is one token; a prompt that was just seen is reused but for one."""
+    asked = request(prompt(30, start=8), 5, wants=Wants(perf_metrics=True))
+    read(engine, asked)
+    metrics = read(engine, asked)[1].metrics
+    assert metrics is not None
+    times = (
+        metrics.arrival_time_ns,
+        metrics.first_scheduled_time_ns,
+        metrics.first_token_time_ns,
+        metrics.last_token_time_ns,
+    )
+    assert list(times) == sorted(t for t in times if t is not None)
+    assert len(set(times)) == 4
+    assert (metrics.kv_cache_reused_blocks, metrics.kv_cache_alloc_new_blocks) == (29, 5)
+    assert metrics.kv_cache_alloc_total_blocks == 34
+
+
+# --- behind the seam ----------------------------------------------------------------------------
+
+
+def test_the_seam_streams_many_requests_at_once(engine: EmbeddedEngine) -> None:
+    """More requests than slots on one loop: every text is the one it would be alone."""
+
+    async def story() -> None:
+        seam: Engine = engine
+
+        async def text(start: int) -> list[int]:
+            ids = prompt(10 + start, start=start)
+            asked = request(ids, 8, streaming=start % 2 == 0)
+            async with aclosing(seam.generate(asked)) as chunks:
+                return [token async for chunk in chunks for token in chunk.token_ids]
+
+        texts = await asyncio.gather(*(text(n) for n in range(10)))
+        assert texts == [generated(prompt(10 + n, start=n), 8) for n in range(10)]
+        limits = await seam.limits()
+        assert (limits.vocab_size, limits.max_sequence_tokens) == (VOCAB, 128)
+        assert limits.max_draft_tokens == engine.settings.max_draft_len
+
+    run(story())
+
+
+def test_leaving_a_stream_frees_its_slot() -> None:
+    """Closed generators and cancelled readers give their slot to the next in line."""
+
+    async def story() -> None:
+        with open_engine(max_batch=1) as small:
+            for how in ("closed", "cancelled"):
+                stream = small.generate(request(IDS, 110))
+                await anext(stream)
+                if how == "closed":
+                    await stream.aclose()
+                else:
+                    reader = asyncio.ensure_future(anext(stream))
+                    reader.cancel()
+                    await asyncio.gather(reader, return_exceptions=True)
+                last = None
+                async with aclosing(small.generate(request(IDS, 2))) as chunks:
+                    async for chunk in chunks:
+                        last = chunk
+                assert last is not None and last.final
+            await small.close()
+
+    run(story())
+
+
+def test_a_reader_whose_loop_is_gone_does_not_hold_the_engine() -> None:
+    """An abandoned loop costs its requests, not the engine."""
+    with open_engine(max_batch=1) as small:
+
+        async def abandon() -> None:
+            stream = small.generate(request(IDS, 110))
+            await anext(stream)
+            abandoned.append(stream)
+
+        abandoned: list[Any] = []
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(abandon())
+        loop.close()
+        assert read(small, request(IDS, 2))[0] == TRUTH[:2]
+
+
+def test_requests_from_many_threads_meet_in_one_batch(engine: EmbeddedEngine) -> None:
+    """``submit`` may be called from any thread."""
+    texts: dict[int, list[int]] = {}
+
+    def ask(start: int) -> None:
+        texts[start] = read(engine, request(prompt(9, start=start), 6))[0]
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {n: generated(prompt(9, start=n), 6) for n in range(6)}
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+NAN, INFINITE = float("nan"), float("inf")
+LOGITS = np.zeros((2, VOCAB), dtype=np.float32)
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("input_ids", {"input_ids": ()}),
+    ("input_ids", {"input_ids": (1, VOCAB)}),
+    ("input_ids", {"input_ids": (1, -1)}),
+    ("input_ids", {"input_ids": prompt(128)}),
+    ("request_output_len", {"max_tokens": 0}),
+    ("num_return_sequences", {"num_return_sequences": 0}),
+    ("end_id", {"end_id": VOCAB}),
+    ("end_id", {"end_id": -2}),
+    ("stop_words_list", {"stop_sequences": ((1,), (VOCAB,))}),
+    ("stop_words_list", {"stop_sequences": ((),)}),
+    ("bad_words_list", {"bad_sequences": ((1, -5),)}),
+    ("embedding_bias", {"embedding_bias": ((VOCAB, 1.0),)}),
+    ("embedding_bias", {"embedding_bias": ((1, NAN),)}),
+    ("embedding_bias", {"embedding_bias": ((1, INFINITE),)}),
+    ("draft_input_ids", {"draft": Draft(token_ids=(1,) * 17)}),
+    ("draft_input_ids", {"draft": Draft(token_ids=(VOCAB,))}),
+    ("draft_logits", {"draft": Draft(token_ids=(1,), logits=LOGITS)}),
+    ("draft_logits", {"draft": Draft(token_ids=(1, 2), logits=LOGITS * NAN)}),
+    (
+        "draft_acceptance_threshold",
+        {"draft": Draft(token_ids=(1, 2), logits=LOGITS, acceptance_threshold=0.0)},
+    ),
+    *(
+        (name, {"sampling": {field: value}})
+        for name, field, values in [
+            ("temperature", "temperature", (-0.1, NAN, INFINITE)),
+            ("runtime_top_k", "top_k", (-1,)),
+            ("runtime_top_p", "top_p", (1.1, NAN)),
+            ("runtime_top_p_min", "top_p_min", (0.0, 1.5)),
+            ("runtime_top_p_decay", "top_p_decay", (0.0, 1.5)),
+            ("runtime_top_p_reset_ids", "top_p_reset_id", (VOCAB,)),
+            ("repetition_penalty", "repetition_penalty", (0.0, NAN)),
+            ("presence_penalty", "presence_penalty", (NAN, INFINITE)),
+            ("frequency_penalty", "frequency_penalty", (NAN, -INFINITE)),
+            ("min_tokens", "min_tokens", (-1,)),
+            ("seed", "seed", (-1, 2**64)),
+            ("beam_width", "beam_width", (0,)),
+        ]
+        for value in values
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "change"), REFUSED)
+def test_a_wrong_value_is_refused_by_its_wire_name(
+    engine: EmbeddedEngine, field: str, change: dict[str, Any]
+) -> None:
+    """Before any work, with one line that names the field."""
+    ids = change.get("input_ids", IDS)
+    rest = {name: value for name, value in change.items() if name != "input_ids"}
+    asked = request(ids, **{"max_tokens": 5, **rest})
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        engine.submit(asked)
+    assert caught.value.field == field
+    assert not isinstance(caught.value, Unsupported)
+
+
+def test_a_draft_too_long_names_its_length_and_the_limit(engine: EmbeddedEngine) -> None:
+    """Whoever tunes speculation reads the limit in the error."""
+    with pytest.raises(InvalidRequest, match="draft_input_ids: 17 tokens; at most 16"):
+        engine.submit(request(IDS, 18, draft=Draft(token_ids=(1,) * 17)))
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("beam_width", {"sampling": {"beam_width": 2}}),
+        ("lora_task_id", {"extras": {"lora_task_id": np.array([1], dtype=np.uint64)}}),
+        ("guided_decoding_guide", {"extras": {"guided_decoding_guide": np.array(["x"], object)}}),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_not_ignored(
+    engine: EmbeddedEngine, field: str, change: dict[str, Any]
+) -> None:
+    """Known tensors without a meaning here are named."""
+    with pytest.raises(Unsupported, match=field):
+        engine.submit(request(IDS, 5, **change))
+
+
+def test_an_empty_extra_is_as_good_as_absent(engine: EmbeddedEngine) -> None:
+    """Zero elements ask for nothing."""
+    extras = {"lora_weights": np.zeros((0, 0), dtype=np.float16)}
+    assert read(engine, request(IDS, 3, extras=extras))[0] == TRUTH[:3]
+
+
+def test_the_seam_refuses_before_the_first_chunk(engine: EmbeddedEngine) -> None:
+    """The error comes out of the first step of the stream."""
+
+    async def story() -> None:
+        with pytest.raises(InvalidRequest, match="request_output_len"):
+            await anext(engine.generate(request(IDS, 0)))
+
+    run(story())

@@ -1,0 +1,199 @@
+"""From a row of logits to a token: each rule, its order, and what a seed promises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from embedded_bench import Steps, generated, prompt, request
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from trtllm_bls.engines.embedded.sampling import Chooser, log_prob
+from trtllm_bls.errors import EngineError
+from trtllm_bls.messages import Array, EngineRequest, Sampling
+
+ROW = np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05], dtype=np.float32))  # best: 1, then 2, 3
+
+
+def chooser(prompt: tuple[int, ...] = (0,), index: int = 0, **asked: Any) -> Chooser:
+    rules = {name: asked.pop(name) for name in list(asked) if name in Sampling.__annotations__}
+    asked = {"sampling": Sampling(**rules), **asked}
+    ask = EngineRequest(request_id="r", input_ids=prompt, max_tokens=99, **asked)
+    return Chooser(ask, index, len(ROW))
+
+
+def shares(row: Array = ROW, draws: int = 4000, **asked: Any) -> list[float]:
+    """How often each token is drawn, over many seeds."""
+    counts = np.zeros(len(row))
+    for seed in range(draws):
+        counts[chooser(seed=seed, **asked).choose(row)] += 1
+    return [float(share) for share in counts / draws]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{}, {"top_k": 1}, {"temperature": 0.0, "top_k": 4}, {"top_k": 0}, {"top_p": 0.0}],
+)
+def test_without_a_wish_to_sample_the_best_token_is_taken(rules: dict[str, Any]) -> None:
+    """Nothing given, top-k 1 and temperature 0 are greedy, whatever the seed."""
+    assert {chooser(seed=seed, **rules).choose(ROW) for seed in range(50)} == {1}
+
+
+def test_temperature_alone_samples_the_whole_distribution() -> None:
+    """Every token comes up as often as its probability says."""
+    assert shares(temperature=1.0) == pytest.approx([0.05, 0.4, 0.3, 0.2, 0.05], abs=0.025)
+
+
+def test_temperature_sharpens() -> None:
+    """Dividing logits by one half squares the odds."""
+    squares = np.exp(2 * ROW) / np.exp(2 * ROW).sum()
+    assert shares(temperature=0.5) == pytest.approx(list(squares), abs=0.025)
+
+
+def test_top_k_and_top_p_limit_one_after_the_other() -> None:
+    """Top-p counts within what top-k left: 0.4 and 0.3 of 0.9 already hold 0.75."""
+    assert shares(top_k=3, top_p=0.75) == pytest.approx([0, 4 / 7, 3 / 7, 0, 0], abs=0.025)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, None), (None, 0.6), (20, 0.9)])
+def test_the_limits_are_those_of_transformers(top_k: int | None, top_p: float | None) -> None:
+    """The same tokens remain as after transformers' own warpers, and all of them come up."""
+    scores = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
+    kept = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+    kept = TopPLogitsWarper(top_p)(None, kept) if top_p else kept
+    drawn = {
+        chooser(seed=seed, top_k=top_k, top_p=top_p).choose(scores[0].numpy())
+        for seed in range(3000)
+    }
+    assert drawn == set(kept[0].isfinite().nonzero()[:, 0].tolist())
+
+
+def test_top_p_decays_down_to_its_floor_and_is_reset() -> None:
+    """Each token multiplies top-p, never below the floor; the reset token restores it."""
+
+    def choices(picker: Chooser) -> set[int]:
+        rules = picker._request.sampling
+        picked = set()
+        for seed in range(300):
+            other = chooser(**{k: v for k, v in vars(rules).items() if k != "seed"}, seed=seed)
+            for token in picker._text[1:]:
+                other.push(token)
+            picked.add(other.choose(ROW))
+        return picked
+
+    picker = chooser(top_p=0.8, top_p_decay=0.5, top_p_min=0.45, top_p_reset_id=4)
+    assert choices(picker) == {1, 2, 3}
+    picker.push(0)  # 0.8 * 0.5, raised to 0.45
+    assert choices(picker) == {1, 2}
+    picker.push(4)
+    assert choices(picker) == {1, 2, 3}
+
+
+def test_penalties_count_prompt_and_generated_tokens_alike() -> None:
+    """A text split into several requests is penalised like one that was not split."""
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+    row = ROW + 2
+    whole = chooser((0, 1), **penalties)
+    for token in (1, 2):
+        whole.push(token)
+    split = chooser((0, 1, 1, 2), **penalties)
+    expected = row.copy()
+    for token, times in ((0, 1), (1, 2), (2, 1)):
+        value = row[token] * 1.3 if row[token] < 0 else row[token] / 1.3
+        expected[token] = value - 0.4 - 0.2 * times
+    for picker in (whole, split):
+        np.testing.assert_allclose(picker._processed(row), expected, rtol=1e-5)
+
+
+def test_temperature_acts_before_penalties() -> None:
+    """As in TensorRT-LLM, a presence penalty is not scaled by the temperature."""
+    picker = chooser((1,), temperature=0.5, presence_penalty=1.0)
+    assert picker._processed(ROW)[1] == pytest.approx(ROW[1] / 0.5 - 1)
+
+
+def test_the_end_token_is_barred_until_enough_is_generated() -> None:
+    """With ``min_tokens`` 2 the end token may come third at the earliest."""
+    picker = chooser(end_id=1, min_tokens=2)
+    said = []
+    for _ in range(3):
+        said.append(picker.choose(ROW))
+        picker.push(said[-1])
+    assert said == [2, 2, 1]
+
+
+def test_bad_sequences_are_never_completed() -> None:
+    """One token is barred always, a longer sequence where its beginning stands, prompt included."""
+    picker = chooser((3, 2), bad_sequences=((1,), (3, 2, 2)))
+    assert picker.choose(ROW) == 3
+    picker.push(3)
+    assert picker.choose(ROW) == 2
+
+
+def test_embedding_bias_is_added_before_anything_else() -> None:
+    """A bias moves the choice; its place is before the temperature."""
+    picker = chooser(embedding_bias=((4, 5.0),), temperature=0.5, top_k=1)
+    assert picker.choose(ROW) == 4
+    assert picker._processed(ROW)[4] == pytest.approx((ROW[4] + 5) / 0.5)
+
+
+def test_a_request_that_bars_every_token_is_an_error() -> None:
+    """There is no token to choose, and none is made up."""
+    with pytest.raises(EngineError, match="leave no token"):
+        chooser(bad_sequences=tuple((t,) for t in range(5)), temperature=1.0).choose(ROW)
+
+
+def test_tokens_without_probability_are_never_drawn() -> None:
+    """Rounding at the ends of the distribution does not reach barred tokens."""
+    row = np.array([-np.inf, 0, 0, -np.inf, -np.inf], dtype=np.float32)
+    assert {chooser(seed=s, temperature=1.0).choose(row) for s in range(200)} == {1, 2}
+
+
+def test_log_prob_is_of_the_models_own_distribution() -> None:
+    """Before temperature, penalties and limits, and stable for large logits."""
+    assert log_prob(ROW + 500, 1) == pytest.approx(np.log(0.4), abs=1e-4)
+
+
+# --- what a seed promises ---------------------------------------------------------------------
+
+SAMPLED = {"temperature": 1.2, "seed": 11}
+
+
+def test_a_seed_gives_one_text_whatever_else_runs() -> None:
+    """Alone, or in a batch with other requests that come and go: the same tokens."""
+    alone = Steps().answer(request(prompt(12), 15, sampling=SAMPLED))
+    busy = Steps(max_tokens_per_step=22)
+    for n in (1, 2):
+        busy.add(request(prompt(30, start=n), 9, sampling={"temperature": 1.0, "seed": n}))
+    busy.step(2)
+    asked = busy.add(request(prompt(12), 15, sampling=SAMPLED))
+    busy.run()
+    assert busy.text(asked) == alone
+    assert alone != generated(prompt(12), 15)
+
+
+def test_a_text_split_into_requests_is_the_text() -> None:
+    """The number behind a token depends on its position, so rounds may use one seed."""
+    whole = Steps().answer(request(prompt(12), 15, sampling=SAMPLED))
+    ids = prompt(12)
+    for part in (4, 1, 7, 3):
+        ids += tuple(Steps().answer(request(ids, part, sampling=SAMPLED)))
+    assert list(ids[12:]) == whole
+
+
+def test_other_seeds_and_other_sequences_read_otherwise() -> None:
+    """Sequences of one request, and requests of other seeds, are draws of their own."""
+    steps = Steps()
+    asked = steps.add(request(prompt(12), 15, sampling=SAMPLED, num_return_sequences=3))
+    other = steps.add(request(prompt(12), 15, sampling=SAMPLED | {"seed": 12}))
+    steps.run()
+    texts = [tuple(steps.text(asked, n)) for n in range(3)] + [tuple(steps.text(other))]
+    assert len(set(texts)) == 4
+
+
+def test_an_absent_seed_is_seed_zero() -> None:
+    """The contract's default: unseeded requests repeat themselves."""
+    unseeded = Steps().answer(request(prompt(12), 9, sampling={"temperature": 1.0}))
+    seeded = Steps().answer(request(prompt(12), 9, sampling={"temperature": 1.0, "seed": 0}))
+    assert unseeded == seeded
