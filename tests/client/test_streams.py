@@ -134,6 +134,18 @@ async def test_a_status_of_the_call_itself_is_told() -> None:
 
 
 @dialogue
+async def test_a_response_that_cannot_be_read_is_an_error() -> None:
+    """Nobody waits for ever for the rest, and the server is told to stop."""
+    garbled = Say({"sequence_index": np.zeros(2, np.int8).view("S2")})  # bytes without lengths
+    async with FakeTriton([text("Hi"), garbled, Hold()]) as server, Client(server.url) as client:
+        stream = client.stream(**ASK)
+        assert (await anext(stream)).text == "Hi"
+        with pytest.raises(EngineError, match="unreadable response: "):
+            await anext(stream)
+        await server.cancelled.wait()
+
+
+@dialogue
 async def test_nobody_there_is_a_failed_connection() -> None:
     """A refused connection names the address."""
     async with Client("127.0.0.1:1") as client:

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 
 from trtllm_bls.client.events import Event, is_final, read_event
-from trtllm_bls.errors import ConnectionFailed, TrtllmBlsError, from_wire
+from trtllm_bls.errors import ConnectionFailed, EngineError, TrtllmBlsError, from_wire
 
 # A server that has sent its final response ends the stream within milliseconds; one that has not
 # done so within this many seconds never will.
@@ -57,6 +57,10 @@ class Reader:
             self.items.put_nowait(self._translate(error))
         except TrtllmBlsError as error:
             self.items.put_nowait(error)
+        except Exception as error:  # arrays that are not what they say they are
+            self.items.put_nowait(EngineError(f"unreadable response: {error}"))
+        finally:
+            self._call.cancel()  # nothing to do for a stream that is over
 
     async def _take_all(self) -> None:
         says_final = False
