@@ -102,7 +102,11 @@ def to_wire(error: TrtllmBlsError) -> str:
 
 
 def from_wire(text: str) -> TrtllmBlsError:
-    """An engine's error text as an error; one of our own engines' is revived as what it was."""
+    """An engine's error text as an error; one of our own engines' is revived as what it was.
+
+    Only its first line counts: below it, engines write stack traces and paths of theirs.
+    """
+    text = text.strip().partition("\n")[0].rstrip()
     status, _, rest = text.partition(": ")
     field, _, problem = rest.partition(": ")
     for known in (InvalidRequest, Unsupported):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.errors import EngineUnavailable
+from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import Array, EngineChunk, EngineLimits, EngineMetrics, EngineRequest
 from trtllm_bls.wire.engine import ChunkReader
 
@@ -30,9 +30,9 @@ class Dialect:
 
     @classmethod
     def of(cls, config: Any) -> Dialect:
-        """From Triton's ``ModelConfig`` message. Raises ``EngineUnavailable`` if not decoupled."""
+        """From Triton's ``ModelConfig`` message. Raises ``EngineError`` if not decoupled."""
         if not config.model_transaction_policy.decoupled:
-            raise EngineUnavailable(
+            raise EngineError(
                 f"model {config.name} is not decoupled; set model_transaction_policy.decoupled "
                 "to true in its config.pbtxt"
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -50,7 +51,7 @@ class GrpcEngine:
         return (await self.dialect()).limits
 
     async def dialect(self, timeout: float | None = 10) -> Dialect:
-        """The model's declared tensors, asked for once. Raises ``EngineUnavailable``."""
+        """The model's declared tensors, asked for once. Raises ``EngineError``."""
         if self._known is None:
             request = service_pb2.ModelConfigRequest(name=self.name)
             try:
@@ -60,6 +61,14 @@ class GrpcEngine:
             self._known = Dialect.of(answer.config)
         return self._known
 
+    async def server_answers(self, timeout: float) -> bool:
+        """Whether there is a Triton at the address, whatever its models do."""
+        try:
+            await self._stub().ServerLive(service_pb2.ServerLiveRequest(), timeout=timeout)
+        except grpc.aio.AioRpcError:
+            return False
+        return True
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         """See ``Engine.generate``."""
         dialect = await self.dialect()
@@ -68,8 +77,9 @@ class GrpcEngine:
         timer = StallTimer(self._stall_seconds, call.cancel)
         responses = Responses(request, dialect)
         try:
-            async for chunk in self._chunks(call, responses, timer):
-                yield chunk
+            async with aclosing(self._chunks(call, responses, timer)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from error
         except asyncio.CancelledError:
@@ -84,9 +94,13 @@ class GrpcEngine:
     async def _chunks(
         self, call: Any, responses: Responses, timer: StallTimer
     ) -> AsyncGenerator[EngineChunk, None]:
-        """Read the stream to its very end; an error is raised only then."""
+        """Read the stream to its very end; only then comes an error, or what the last reply said.
+
+        So whoever leaves with the last chunk cancels nothing.
+        """
         ended = False
         failure: Exception | None = None
+        last: list[EngineChunk] = []
         async for reply in call:
             timer.feed()
             if reply.error_message:
@@ -94,12 +108,18 @@ class GrpcEngine:
             elif failure is None:
                 response = reply.infer_response
                 ended = response.parameters["triton_final_response"].bool_param
-                for chunk in responses.chunks(_outputs(response), ended):
+                chunks = list(responses.chunks(_outputs(response), ended))
+                if ended:
+                    last = chunks
+                    continue
+                for chunk in chunks:
                     yield chunk
         if failure is not None:
             raise failure
         if not ended:
             raise EngineError(f"{self.name} ended its stream without a final response")
+        for chunk in last:
+            yield chunk
 
     async def close(self) -> None:
         """Close the channel; running calls end with it."""

@@ -57,17 +57,27 @@ class TritonModel:
 
 async def _open(name: str, route: Route) -> Engine:
     remote = GrpcEngine(route.url, name, route.vocab_size, route.stall_seconds)
+    engine: Engine | None = None
+    try:
+        engine = await _choose(remote, route)
+    finally:
+        if engine is not remote:
+            await remote.close()
+    return engine
+
+
+async def _choose(remote: GrpcEngine, route: Route) -> Engine:
+    name = remote.name
     try:
         dialect = await remote.dialect(timeout=_CONNECT_SECONDS)
     except EngineUnavailable as error:
-        await remote.close()
-        if route.transport == "grpc":
+        # A server without the model may have it soon; without a server there is only BLS.
+        if route.transport == "grpc" or await remote.server_answers(_CONNECT_SECONDS):
             raise
         why = "as configured" if route.transport == "bls" else f"no gRPC: {error}"
         log.warning("%s: engine transport bls (%s); tensors of the last release assumed", name, why)
         return _bls(name, route, Dialect())
     if route.transport == "bls":
-        await remote.close()
         log.info("%s: engine transport bls (as configured)", name)
         return _bls(name, route, dialect)
     why = "as configured"

@@ -1,0 +1,525 @@
+"""The gRPC engine against a Triton of our own in this process, at the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from trtllm_bls.contract import ENGINE
+from trtllm_bls.contract.pbtxt import model_config
+from trtllm_bls.engines.grpc import GrpcEngine
+from trtllm_bls.engines.transport import Route, TritonModel
+from trtllm_bls.errors import (
+    EngineError,
+    EngineStalled,
+    EngineUnavailable,
+    InvalidRequest,
+    TrtllmBlsError,
+)
+from trtllm_bls.messages import EngineChunk, EngineMetrics, EngineRequest, Sampling, Wants
+from trtllm_bls.wire.engine import ChunkWriter, EngineCall
+
+ASK = EngineRequest(request_id="mine", input_ids=(7, 8), max_tokens=9)
+
+
+@dataclass(frozen=True)
+class Say:
+    """One response with these tokens."""
+
+    tokens: tuple[int, ...] = ()
+    final: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+    empty: bool = False  # no outputs at all
+
+
+@dataclass(frozen=True)
+class Fail:
+    message: str
+
+
+HOLD, LINGER = "nothing until the caller leaves", "a while between the last word and the end"
+
+
+class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers every inference with ``steps``; knows what its callers did."""
+
+    def __init__(self, *steps: Any, config: Any = None) -> None:
+        self.steps = steps
+        self.config = config or model_config(ENGINE, {"max_sequence_tokens": "64"})
+        self.asked: list[Any] = []
+        self.config_asked = 0
+        self.loading = False
+        self.cancelled = asyncio.Event()
+        self.url = ""
+
+    async def ServerLive(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerLiveResponse(live=True)
+
+    async def ModelConfig(self, request: Any, context: Any) -> Any:
+        self.config_asked += 1
+        if self.loading:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "it has no available versions")
+        if request.name != self.config.name:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.name}")
+        return service_pb2.ModelConfigResponse(config=self.config)
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for request in requests:
+                self.asked.append(request)
+                for step in self.steps:
+                    if step is HOLD:
+                        await asyncio.Event().wait()
+                    elif step is LINGER:
+                        await asyncio.sleep(0.03)
+                    elif isinstance(step, grpc.StatusCode):
+                        await context.abort(step, "the wire says so")
+                    else:
+                        yield self._reply(step)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    def _reply(self, step: Say | Fail) -> Any:
+        if isinstance(step, Fail):
+            return service_pb2.ModelStreamInferResponse(error_message=step.message)
+        response = service_pb2.ModelInferResponse(model_name="tensorrt_llm")
+        response.parameters["triton_final_response"].bool_param = step.final
+        arrays = {
+            "output_ids": np.array([[step.tokens]], np.int32),
+            "sequence_length": np.array([[len(step.tokens)]], np.int32),
+            **step.more,
+        }
+        for name, array in {} if step.empty else arrays.items():
+            dtype = ENGINE.output_named[name].dtype
+            response.outputs.add(name=name, datatype=dtype, shape=array.shape)
+            response.raw_output_contents.append(array.tobytes())
+        return service_pb2.ModelStreamInferResponse(infer_response=response)
+
+
+@asynccontextmanager
+async def serving(triton: Triton) -> AsyncIterator[Triton]:
+    server = grpc.aio.server()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
+    triton.url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield triton
+    finally:
+        await server.stop(grace=None)
+
+
+@asynccontextmanager
+async def reaching(
+    *steps: Any, config: Any = None, stall: float = 0, name: str = "tensorrt_llm"
+) -> AsyncIterator[tuple[GrpcEngine, Triton]]:
+    async with serving(Triton(*steps, config=config)) as triton:
+        engine = GrpcEngine(triton.url, name, vocab_size=50, stall_seconds=stall)
+        try:
+            yield engine, triton
+        finally:
+            await engine.close()
+
+
+def run(dialogue: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(dialogue, 20))
+
+
+async def read(engine: GrpcEngine, request: EngineRequest = ASK) -> list[EngineChunk]:
+    async with aclosing(engine.generate(request)) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def inputs(message: Any) -> dict[str, Any]:
+    """What a request carries: numbers by name."""
+    found = {}
+    for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True):
+        if tensor.datatype == "BYTES":
+            found[tensor.name] = raw[4:].decode()
+        else:
+            dtype = ENGINE.input_named[tensor.name].numpy_type
+            found[tensor.name] = np.frombuffer(raw, dtype).reshape(tensor.shape).tolist()
+    return found
+
+
+# --- talking --------------------------------------------------------------------------------
+
+
+def test_chunks_come_as_they_are_said_and_the_request_is_whole() -> None:
+    """Tokens, an empty end, the id, and only outputs that somebody reads."""
+
+    async def dialogue() -> None:
+        async with reaching(Say((3,)), Say((4, 5)), Say(final=True)) as (engine, triton):
+            chunks = await read(engine)
+            assert [(c.token_ids, c.final) for c in chunks] == [
+                ((3,), False),
+                ((4, 5), False),
+                ((), True),
+            ]
+            (message,) = triton.asked
+            assert (message.id, message.model_name) == ("mine", "tensorrt_llm")
+            assert [o.name for o in message.outputs] == ["output_ids", "sequence_length"]
+            assert inputs(message)["input_ids"] == [[7, 8]]
+            assert inputs(message)["streaming"] == [[True]]
+            assert message.parameters["triton_enable_empty_final_response"].bool_param
+
+    run(dialogue())
+
+
+def test_an_end_without_outputs_is_an_end() -> None:
+    """A separate empty final response, as some engines send it."""
+
+    async def dialogue() -> None:
+        async with reaching(Say((3,)), Say(final=True, empty=True)) as (engine, _):
+            assert [(c.token_ids, c.final) for c in await read(engine)] == [
+                ((3,), False),
+                ((), True),
+            ]
+
+    run(dialogue())
+
+
+def test_what_was_asked_for_comes_along() -> None:
+    """Scores, metrics and several sequences, by the outputs of the contract."""
+    request = replace(ASK, wants=Wants(log_probs=True, generation_logits=True, perf_metrics=True))
+    said = EngineChunk(
+        token_ids=(3,),
+        final=True,
+        log_probs=(-0.5,),
+        cum_log_prob=-0.5,
+        generation_logits=np.ones((1, 4)),
+        metrics=EngineMetrics(arrival_time_ns=5),
+    )
+    more = ChunkWriter(EngineCall(request, None), True, None).arrays(said)
+
+    async def dialogue() -> None:
+        async with reaching(Say((3,), final=True, more=more)) as (engine, triton):
+            (chunk,) = await read(engine, request)
+            assert (chunk.log_probs, chunk.cum_log_prob) == ((-0.5,), -0.5)
+            assert chunk.generation_logits is not None
+            assert chunk.generation_logits.tolist() == [[1, 1, 1, 1]]
+            assert chunk.metrics == said.metrics
+            names = {output.name for output in triton.asked[0].outputs}
+            assert {"output_log_probs", "generation_logits", "arrival_time_ns"} <= names
+            assert not names & {"context_logits", "sequence_index", "num_input_tokens"}
+
+    run(dialogue())
+
+
+def test_every_sequence_ends_with_the_request() -> None:
+    """The wire marks the last response of all, not of each."""
+
+    async def dialogue() -> None:
+        first, second = ({"sequence_index": np.array([[i]], np.int32)} for i in (0, 1))
+        steps = Say((3,), more=first), Say((4,), more=second), Say((5,), more=first, final=True)
+        async with reaching(*steps) as (engine, _):
+            chunks = await read(engine, replace(ASK, num_return_sequences=2))
+            assert [c.sequence_index for c in chunks if c.final] == [0, 1]
+            assert [c.token_ids for c in chunks if c.sequence_index == 1] == [(4,), ()]
+
+    run(dialogue())
+
+
+def test_text_among_the_extras_is_sent_as_bytes() -> None:
+    """The one type whose packing is not numpy's own."""
+
+    async def dialogue() -> None:
+        guide = {"guided_decoding_guide": np.array(["[ä-ü]".encode()], np.object_)}
+        async with reaching(Say((3,), final=True)) as (engine, triton):
+            await read(engine, replace(ASK, extras=guide))
+            assert inputs(triton.asked[0])["guided_decoding_guide"] == "[ä-ü]"
+            (tensor,) = [t for t in triton.asked[0].inputs if t.datatype == "BYTES"]
+            assert list(tensor.shape) == [1, 1]
+
+    run(dialogue())
+
+
+def test_many_streams_share_one_channel() -> None:
+    """And each hears its own answer to the end."""
+
+    async def dialogue() -> None:
+        async with reaching(Say((3,)), LINGER, Say((4,), final=True)) as (engine, triton):
+            answers = await asyncio.gather(*(read(engine) for _ in range(50)))
+            assert {tuple(c.token_ids for c in chunks) for chunks in answers} == {((3,), (4,))}
+            assert triton.config_asked <= 50 and len(triton.asked) == 50
+
+    run(dialogue())
+
+
+# --- dialects -------------------------------------------------------------------------------
+
+
+def older(*without: str, **parameters: str) -> Any:
+    """A configuration of an older engine: old spellings, and inputs that it lacks."""
+    config = model_config(ENGINE, parameters)
+    kept = [t for t in config.input if t.name not in {*without, "seed", "min_tokens"}]
+    del config.input[:]
+    config.input.extend(kept)
+    return config
+
+
+def test_an_older_engine_is_spoken_to_in_its_own_words() -> None:
+    """random_seed and min_length, where seed and min_tokens are not known."""
+
+    async def dialogue() -> None:
+        async with reaching(Say((3,), final=True), config=older()) as (engine, triton):
+            await read(engine, replace(ASK, sampling=Sampling(seed=5, min_tokens=2)))
+            sent = inputs(triton.asked[0])
+            assert (sent["random_seed"], sent["min_length"]) == ([[5]], [[2]])
+            assert not sent.keys() & {"seed", "min_tokens"}
+
+    run(dialogue())
+
+
+def test_an_option_the_engine_lacks_is_refused_before_it_is_asked() -> None:
+    """And named."""
+
+    async def dialogue() -> None:
+        config = older("runtime_top_p_decay")
+        async with reaching(Say((3,), final=True), config=config) as (engine, triton):
+            with pytest.raises(InvalidRequest, match="runtime_top_p_decay"):
+                await read(engine, replace(ASK, sampling=Sampling(top_p_decay=0.5)))
+            assert triton.asked == []
+
+    run(dialogue())
+
+
+@pytest.mark.parametrize(
+    ("parameter", "said"), [("false", (7, 8, 3)), ("", (7, 8, 3)), ("true", (3,)), ("True", (3,))]
+)
+def test_a_prompt_that_cannot_be_excluded_is_taken_off(parameter: str, said: Any) -> None:
+    """Whether it is there, only the model's parameter tells."""
+
+    async def dialogue() -> None:
+        config = older("exclude_input_in_output", exclude_input_in_output=parameter)
+        async with reaching(Say(said, final=True), config=config) as (engine, triton):
+            (chunk,) = await read(engine, replace(ASK, streaming=False))
+            assert chunk.token_ids == (3,)
+            assert "exclude_input_in_output" not in inputs(triton.asked[0])
+
+    run(dialogue())
+
+
+def test_limits_are_the_models_parameters() -> None:
+    """Asked for once; what is no number is not known."""
+
+    async def dialogue() -> None:
+        config = model_config(ENGINE, {"max_sequence_tokens": "64", "max_draft_len": "${x}"})
+        async with reaching(config=config) as (engine, triton):
+            limits = await engine.limits()
+            assert (limits.max_sequence_tokens, limits.max_draft_tokens) == (64, None)
+            await engine.limits()
+            assert triton.config_asked == 1
+
+    run(dialogue())
+
+
+# --- failing --------------------------------------------------------------------------------
+
+
+def failing(*steps: Any, **more: Any) -> TrtllmBlsError:
+    """The error of a request to which the engine answers with ``steps``."""
+
+    async def dialogue() -> TrtllmBlsError:
+        async with reaching(*steps, **more) as (engine, _):
+            with pytest.raises(TrtllmBlsError) as caught:
+                await read(engine)
+            return caught.value
+
+    error = run(dialogue())
+    assert isinstance(error, TrtllmBlsError)
+    return error
+
+
+@pytest.mark.parametrize("said", [(), (Say((3,)),)])
+@pytest.mark.parametrize("then", [(), (Say(final=True, empty=True),)])
+def test_an_error_in_the_stream_is_the_engines(said: Any, then: Any) -> None:
+    """First or after tokens, and whether or not an empty end follows."""
+    error = failing(*said, Fail("out of blocks\n1 0x7f /opt/lib.so"), *then)
+    assert type(error) is EngineError
+    assert str(error) == "out of blocks"
+
+
+def test_a_refusal_of_our_own_engine_comes_back_as_what_it_was() -> None:
+    """The field is named again."""
+    error = failing(Fail("INVALID_ARG: top_p: 2 is too much"))
+    assert isinstance(error, InvalidRequest) and error.field == "top_p"
+
+
+def test_an_end_without_a_final_response_is_an_error() -> None:
+    """A text cut off must not look whole."""
+    assert "without a final response" in str(failing(Say((3,))))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, EngineUnavailable),
+        (grpc.StatusCode.INVALID_ARGUMENT, EngineError),
+    ],
+)
+def test_a_broken_call_is_told_by_its_status(code: grpc.StatusCode, kind: type) -> None:
+    """Only what another try may mend is unavailable."""
+    error = failing(Say((3,)), code)
+    assert type(error) is kind and "the wire says so" in str(error)
+
+
+def test_silence_is_a_stall() -> None:
+    """Counted from the last word; the engine's work ends with it."""
+
+    async def dialogue() -> None:
+        async with reaching(Say((3,)), HOLD, stall=0.05) as (engine, triton):
+            with pytest.raises(EngineStalled, match=r"nothing for 0\.05 s"):
+                await read(engine)
+            await triton.cancelled.wait()
+
+    run(dialogue())
+
+
+def test_a_model_that_is_not_decoupled_is_told_to_the_operator() -> None:
+    """What to change, and where."""
+    config = model_config(ENGINE, {})
+    config.model_transaction_policy.decoupled = False
+    assert "model_transaction_policy.decoupled" in str(failing(config=config))
+
+
+def test_nobody_at_the_address() -> None:
+    """Unavailable, with the address."""
+
+    async def dialogue() -> None:
+        engine = GrpcEngine("127.0.0.1:1", "tensorrt_llm", vocab_size=50)
+        with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:1"):
+            await read(engine)
+        await engine.close()
+
+    run(dialogue())
+
+
+# --- leaving --------------------------------------------------------------------------------
+
+
+def test_leaving_early_is_seen_by_the_engine() -> None:
+    """Closed after a chunk, or cancelled while waiting for one."""
+
+    async def dialogue() -> None:
+        async with reaching(Say((3,)), HOLD) as (engine, triton):
+            async with aclosing(engine.generate(ASK)) as chunks:
+                await anext(chunks)
+            await triton.cancelled.wait()
+            triton.cancelled.clear()
+            reader = asyncio.create_task(read(engine))
+            while len(triton.asked) < 2:
+                await asyncio.sleep(0)
+            reader.cancel()
+            await triton.cancelled.wait()
+            await asyncio.wait({reader})
+            assert reader.cancelled()
+
+    run(dialogue())
+
+
+def test_leaving_after_the_last_chunk_cancels_nothing() -> None:
+    """A cancel around the final response leaks the request inside Triton 24.10."""
+
+    async def dialogue() -> None:
+        async with (
+            reaching(Say((3,)), Say((4,), final=True), LINGER) as (engine, triton),
+            aclosing(engine.generate(ASK)) as chunks,
+        ):
+            while not (await anext(chunks)).final:
+                pass
+        assert not triton.cancelled.is_set()
+
+    run(dialogue())
+
+
+# --- choosing the transport -----------------------------------------------------------------
+
+
+def route(url: str, transport: str = "auto") -> Route:
+    return Route(
+        transport=transport,
+        url=url,
+        pb_utils=None,
+        vocab_size=50,
+        max_streams=2,
+        stall_seconds=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"), [("auto", "GrpcEngine"), ("grpc", "GrpcEngine"), ("bls", "BlsEngine")]
+)
+def test_a_reachable_server_is_spoken_to_over_grpc_unless_told_otherwise(
+    transport: str, kind: str
+) -> None:
+    """Opened once, at the first request."""
+
+    async def dialogue() -> None:
+        async with serving(Triton()) as triton:
+            model = TritonModel("tensorrt_llm", route(triton.url, transport))
+            engine = await model.engine()
+            assert type(engine).__name__ == kind and engine is await model.engine()
+            assert (await engine.limits()).max_sequence_tokens == 64
+            await model.close()
+
+    run(dialogue())
+
+
+def test_without_a_port_only_auto_and_bls_go_on() -> None:
+    """grpc was asked for, so its absence is an error; the next request tries again."""
+
+    async def dialogue() -> None:
+        for transport in ("auto", "bls"):
+            model = TritonModel("tensorrt_llm", route("127.0.0.1:1", transport))
+            assert type(await model.engine()).__name__ == "BlsEngine"
+            await model.close()
+        model = TritonModel("tensorrt_llm", route("127.0.0.1:1", "grpc"))
+        for _ in range(2):
+            with pytest.raises(EngineUnavailable):
+                await model.engine()
+
+    run(dialogue())
+
+
+@pytest.mark.parametrize("transport", ["auto", "grpc", "bls"])
+@pytest.mark.parametrize("name", ["tensorrt_llm", "misspelt"])
+def test_a_model_that_cannot_serve_us_is_an_error_on_any_transport(
+    name: str, transport: str
+) -> None:
+    """Not decoupled, or not there: another way to reach it would not help."""
+    config = model_config(ENGINE, {})
+    config.model_transaction_policy.decoupled = False
+
+    async def dialogue() -> None:
+        async with serving(Triton(config=config)) as triton:
+            model = TritonModel(name, route(triton.url, transport))
+            with pytest.raises(EngineError, match=r"decoupled|misspelt"):
+                await model.engine()
+
+    run(dialogue())
+
+
+@pytest.mark.parametrize("transport", ["auto", "grpc", "bls"])
+def test_a_model_that_is_still_loading_decides_nothing(transport: str) -> None:
+    """The server is there, so the transport is chosen once the model tells what it declares."""
+
+    async def dialogue() -> None:
+        async with serving(Triton()) as triton:
+            triton.loading = True
+            model = TritonModel("tensorrt_llm", route(triton.url, transport))
+            with pytest.raises(EngineUnavailable, match="no available versions"):
+                await model.engine()
+            triton.loading = False
+            assert (await (await model.engine()).limits()).max_sequence_tokens == 64
+            await model.close()
+
+    run(dialogue())
