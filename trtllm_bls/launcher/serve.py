@@ -45,6 +45,8 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
                 server.start()
             Console().print(Text(announcement(server)), soft_wrap=True)
             forced = server.wait()
+            if forced:
+                terminal.say("running requests were cut off")
         except Stopped:
             forced = True
         return 128 + last_signal() if forced else 0

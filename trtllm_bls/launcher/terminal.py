@@ -43,6 +43,10 @@ class Terminal(Listener):
             yield
         self._status = None
 
+    def say(self, text: str) -> None:
+        """One line of our own."""
+        self._print(Text(text))
+
     def log(self, line: LogLine) -> None:
         if self._log_file is not None:
             self._log_file.write(line.raw + "\n")
