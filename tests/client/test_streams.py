@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import subprocess
-from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -21,21 +18,17 @@ from fake_triton import (
     Unflagged,
     Until,
     dialogue,
-    inputs_of,
     text,
-    tokens,
 )
 
-from trtllm_bls.client import Client, Event, Tls
+from trtllm_bls.client import Client, Event
 from trtllm_bls.client.stream import Reader
-from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import (
     ConnectionFailed,
     DeadlineExceeded,
     EngineError,
     InvalidRequest,
     Overloaded,
-    SettingsError,
     TrtllmBlsError,
 )
 
@@ -316,101 +309,6 @@ async def test_streams_share_the_channel_and_not_their_fate() -> None:
         go_on.set()
         assert [event.text async for event in second] == ["b"]
         assert server.cancels == 1
-
-
-@dialogue
-async def test_a_result_collects_every_sequence() -> None:
-    """Interleaved sequences are joined by their indices; the first one is the plain answer."""
-    script = [
-        text("a", sequence_index=np.int32(0)),
-        text("x", sequence_index=np.int32(1)),
-        text("b", sequence_index=np.int32(0), finish_reason="length"),
-        text("y", sequence_index=np.int32(1), finish_reason="stop", final=True),
-    ]
-    async with FakeTriton(script) as server, Client(server.url) as client:
-        result = await client.generate(**ASK, num_return_sequences=2)
-    assert result.texts == {(0, 0): "ab", (0, 1): "xy"}
-    assert (result.text, result.finish_reason) == ("ab", "length")
-    assert result.started_at <= result.events[0].received_at
-
-
-@dialogue
-async def test_a_request_says_what_was_given_and_nothing_else() -> None:
-    """Streaming is asked for by default, a chosen model, id and outputs reach the wire."""
-    async with FakeTriton([text("Hi", final=True)]) as server, Client(server.url) as client:
-        await client.generate("ensemble", **ASK, request_id="7", outputs=["text_output"])
-        await client.generate(**ASK, stream=False, temperature=None)
-    first, second = server.requests
-    assert (first.model_name, first.id) == ("ensemble", "7")
-    assert [output.name for output in first.outputs] == ["text_output"]
-    assert inputs_of(first) == {"text_input": [["Hi"]], "max_tokens": [[4]], "stream": [[True]]}
-    assert (second.model_name, inputs_of(second)["stream"]) == ("tensorrt_llm_bls", [[False]])
-    assert "temperature" not in inputs_of(second)
-    assert second.id not in ("", first.id)
-
-
-@dialogue
-async def test_a_stop_request_ends_the_running_request_by_its_id() -> None:
-    """The engine answers the stop with an empty final, the request with what it has."""
-    stopped = asyncio.Event()
-
-    def script(request: object) -> list[Say | Until]:
-        if "stop" in inputs_of(request):
-            stopped.set()
-            return [Say(final=True)]
-        return [tokens(5), Until(stopped), tokens(6, final=True)]
-
-    model = replace(ENGINE, name="target")
-    ask = {"input_ids": [1, 2], "input_lengths": 2, "request_output_len": 9}
-    async with FakeTriton(script) as server, Client(server.url) as client:
-        stream = client.stream(model, **ask)
-        first = await anext(stream)
-        await client.stop(stream.request_id, model)
-        rest = [event async for event in stream]
-    assert [event.outputs["output_ids"].tolist() for event in (first, *rest)] == [[[[5]]], [[[6]]]]
-    assert [request.model_name for request in server.requests] == ["target", "target"]
-    assert server.requests[0].id == server.requests[1].id
-
-
-@dialogue
-async def test_a_field_that_cannot_be_sent_is_refused_before_sending() -> None:
-    """The call itself raises, so that nothing was sent and nothing is to be closed."""
-    async with FakeTriton([]) as server, Client(server.url) as client:
-        with pytest.raises(InvalidRequest, match="max_tokens: 'many'"):
-            client.stream(text_input="Hi", max_tokens="many")
-    assert server.requests == []
-
-
-def test_an_address_with_a_scheme_is_refused() -> None:
-    """``http://`` in front of a gRPC address would be looked up as a host name."""
-    with pytest.raises(SettingsError, match="host:port"):
-        Client("http://localhost:8001")
-
-
-def test_both_sides_of_a_tls_connection_show_their_certificate(tmp_path: Path) -> None:
-    """All three files are used; without them the server is not reached."""
-    key, chain = tmp_path / "key.pem", tmp_path / "chain.pem"
-    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    name = ("-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1")
-    command = ["openssl", "req", "-x509", *kind, *name, "-keyout", str(key), "-out", str(chain)]
-    subprocess.run(command, check=True, capture_output=True)
-    pair = [(key.read_bytes(), chain.read_bytes())]
-
-    @dialogue
-    async def ask() -> None:
-        credentials = grpc.ssl_server_credentials(pair, chain.read_bytes(), True)
-        tls = Tls(root_certificates=chain, private_key=key, certificate_chain=chain)
-        async with FakeTriton([text("Hi", final=True)], credentials) as server:
-            async with Client(server.url, tls=tls) as client:
-                assert (await client.generate(**ASK)).text == "Hi"
-            async with Client(server.url) as client:
-                with pytest.raises(ConnectionFailed):
-                    await client.generate(**ASK)
-        assert len(server.requests) == 1
-
-    ask()
-    with pytest.raises(SettingsError, match="private key: cannot read"):
-        Client("localhost:8001", tls=Tls(private_key=tmp_path / "none.pem"))
 
 
 def is_ours(task: asyncio.Task[object]) -> bool:
