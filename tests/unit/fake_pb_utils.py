@@ -198,13 +198,13 @@ class InferenceRequest:
 
 
 class Child:
-    """Plays ``steps`` to every request. A step is a response, ``STOPPED`` or ``SILENCE``."""
+    """Plays ``steps`` to every request, or those given for its id; see ``_play``."""
 
     STOPPED = object()  # nothing comes until a stop request with the same id
-    SILENCE = object()  # nothing comes until ``release``, as when Triton loses an error
+    SILENCE = object()  # nothing comes until ``released``, as when Triton loses an error
 
-    def __init__(self, *steps: Any) -> None:
-        self.steps = steps
+    def __init__(self, *steps: Any, **steps_by_id: Sequence[Any]) -> None:
+        self.steps, self.steps_by_id = steps, steps_by_id
         self.asked: list[InferenceRequest] = []
         self.stops: list[InferenceRequest] = []
         self.iterators: list[weakref.ref[ResponseIterator]] = []
@@ -227,7 +227,7 @@ class Child:
 
     def _play(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
         stopped = self._stopped.setdefault(request.id, threading.Event())
-        for step in self.steps:
+        for step in self.steps_by_id.get(request.id, self.steps):
             if step is self.STOPPED:
                 assert stopped.wait(SECONDS), "no stop request came"
             elif step is self.SILENCE:

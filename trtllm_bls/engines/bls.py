@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -45,9 +46,11 @@ class BlsEngine:
         self._pb = pb_utils
         self._dialect = dialect
         self._vocab_size = vocab_size
-        # Twice: every stream may need a second thread to stop its child.
-        self._pool = ThreadPoolExecutor(2 * threads, thread_name_prefix=f"bls-{name}")
+        # Two pools: a stop must not wait behind the very streams that it would end.
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix=f"bls-{name}")
+        self._stoppers = ThreadPoolExecutor(threads, thread_name_prefix=f"bls-stop-{name}")
         self._ended: collections.deque[tuple[float, Any]] = collections.deque()
+        self._ended_lock = threading.Lock()
 
     async def limits(self) -> EngineLimits:
         """What the model's parameters tell, where they are known."""
@@ -59,29 +62,33 @@ class BlsEngine:
         outputs = self._dialect.outputs_for(request)
         responses = Responses(request, self._dialect)
         inbox = _Inbox()
-        reading = self._pool.submit(
+        reading = self._readers.submit(
             self._read, request.request_id, inputs, outputs, inbox.put_from_thread
         )
         timer = StallTimer(self.stall_seconds, inbox.wake)
+        over = False
         try:
             while (item := await inbox.take()) is not _END:
                 if timer.stalled:
                     raise EngineStalled(f"{self.name} sent nothing for {self.stall_seconds:g} s")
                 timer.feed()
                 if isinstance(item, Exception):
+                    over = True  # an error is the last thing a child says
                     raise item
                 for chunk in responses.chunks(item, last=self._is_last(request, item)):
                     yield chunk
+            over = True
             for chunk in responses.rest():
                 yield chunk
         finally:
             timer.close()
-            if not reading.done() and not reading.cancel():
-                self._pool.submit(self._stop, request.request_id, reading)
+            if not over and not reading.done() and not reading.cancel():
+                self._stoppers.submit(self._stop, request.request_id, reading)
 
     async def close(self) -> None:
         """Let the threads end; the server is going down and ends every child itself."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._readers, self._stoppers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @staticmethod
     def _is_last(request: EngineRequest, arrays: Mapping[str, Array]) -> bool:
@@ -99,11 +106,9 @@ class BlsEngine:
     ) -> None:
         count = 0
         try:
-            iterator = self._call(request_id, inputs, outputs)
-            for response in iterator:
+            for response in self._responses(request_id, inputs, outputs):
                 count += 1
-                put(self._arrays(response))
-            self._keep(iterator)
+                put(response)
             put(_END if count else EngineError(f"{self.name} ended without any response"))
         except Exception as error:  # Triton raises its own types here; the reader must hear of it
             put(EngineError(f"{self.name}: {error}"))
@@ -118,35 +123,41 @@ class BlsEngine:
         }
         for _ in range(_STOP_TRIES):
             try:
-                iterator = self._call(request_id, inputs, [])
-                for response in iterator:
-                    self._arrays(response)
-                self._keep(iterator)
+                collections.deque(self._responses(request_id, inputs, []), maxlen=0)
             except Exception:  # as in _read
                 log.exception("stop of %s failed", request_id)
             if wait([reading], timeout=_STOP_WAIT_SECONDS).done:
                 return
         log.warning("%s: %s did not end after %d stops", request_id, self.name, _STOP_TRIES)
 
-    def _call(self, request_id: str, inputs: Mapping[str, Array], outputs: list[str]) -> Any:
+    def _responses(
+        self, request_id: str, inputs: Mapping[str, Array], outputs: list[str]
+    ) -> Iterator[Mapping[str, Array] | Exception]:
+        """Every response of one request as arrays, or as the error it is."""
         tensors = [self._pb.Tensor(name, array) for name, array in inputs.items()]
-        return self._pb.InferenceRequest(
+        iterator = self._pb.InferenceRequest(
             model_name=self.name,
             request_id=request_id,
             requested_output_names=outputs,
             inputs=tensors,
         ).exec(decoupled=True)
+        try:
+            for response in iterator:
+                yield self._arrays(response)
+        finally:
+            self._keep(iterator)
 
-    def _arrays(self, response: Any) -> Any:
+    def _arrays(self, response: Any) -> Mapping[str, Array] | Exception:
         if response.has_error():
             return from_wire(response.error().message())
         return {t.name(): np.array(t.as_numpy()) for t in response.output_tensors()}
 
     def _keep(self, iterator: Any) -> None:
         now = time.monotonic()
-        self._ended.append((now, iterator))
-        while self._ended[0][0] < now - _KEEP_SECONDS:
-            self._ended.popleft()
+        with self._ended_lock:
+            self._ended.append((now, iterator))
+            while self._ended[0][0] < now - _KEEP_SECONDS:
+                self._ended.popleft()
 
 
 _END = object()

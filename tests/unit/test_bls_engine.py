@@ -1,0 +1,308 @@
+"""The BLS engine against a child model behind fake utilities, with Triton 24.10's rules in mind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Coroutine
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_pb_utils import SECONDS, Child, FakeTriton, InferenceResponse, Tensor, TritonError
+
+from trtllm_bls.engines.bls import BlsEngine
+from trtllm_bls.engines.dialect import Dialect
+from trtllm_bls.errors import EngineError, EngineStalled, InvalidRequest
+from trtllm_bls.messages import EngineChunk, EngineRequest, Wants
+
+ASK = EngineRequest(request_id="mine", input_ids=(7, 8), max_tokens=9)
+
+
+def say(*tokens: int, **more: int) -> InferenceResponse:
+    arrays = {
+        "output_ids": np.array([[tokens]], np.int32),
+        "sequence_length": np.array([[len(tokens)]], np.int32),
+        **{name: np.array([[value]], np.int32) for name, value in more.items()},
+    }
+    return InferenceResponse([Tensor(name, array) for name, array in arrays.items()])
+
+
+def fail(message: str) -> InferenceResponse:
+    return InferenceResponse([], error=TritonError(message))
+
+
+EMPTY = InferenceResponse([])
+
+
+def engine(child: Child, stall: float = 0, dialect: Dialect | None = None) -> BlsEngine:
+    made = BlsEngine(FakeTriton(child), "tensorrt_llm", dialect or Dialect(), 50, threads=8)
+    made.stall_seconds = stall
+    return made
+
+
+async def read(engine: BlsEngine, request: EngineRequest = ASK) -> list[EngineChunk]:
+    async with aclosing(engine.generate(request)) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def run(dialogue: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(dialogue, SECONDS))
+
+
+async def drained(child: Child, count: int = 1) -> None:
+    """Until so many more requests have been read to their end."""
+    for _ in range(count):
+        assert await asyncio.to_thread(child.drained.acquire, timeout=SECONDS)
+
+
+async def ended(made: BlsEngine) -> None:
+    """Until every thread of the engine has."""
+    for pool in (made._readers, made._stoppers):
+        await asyncio.to_thread(pool.shutdown)
+
+
+def told(*steps: Any, request: EngineRequest = ASK, **more: Any) -> tuple[list[EngineChunk], Child]:
+    """What the engine makes of a child that says ``steps``."""
+    child = Child(*steps)
+
+    async def dialogue() -> list[EngineChunk]:
+        made = engine(child, **more)
+        chunks = await read(made, request)
+        await made.close()
+        return chunks
+
+    return run(dialogue()), child
+
+
+# --- talking --------------------------------------------------------------------------------
+
+
+def test_a_stream_is_told_in_order_and_ends_once() -> None:
+    """The API does not pass Triton's final flag on, so an empty chunk marks the end."""
+    chunks, child = told(say(3), say(4, 5), EMPTY)
+    assert [(c.token_ids, c.final) for c in chunks] == [((3,), False), ((4, 5), False), ((), True)]
+    (asked,) = child.asked
+    assert (asked.id, asked.model_name) == ("mine", "tensorrt_llm")
+    assert asked.inputs["input_ids"].tolist() == [[7, 8]]
+
+
+def test_only_outputs_that_are_read_are_asked_for() -> None:
+    """The stub of Triton 24.10 crashes over others."""
+    assert told(say(3))[1].asked[0].outputs == ["output_ids", "sequence_length"]
+    request = replace(ASK, wants=Wants(perf_metrics=True), num_return_sequences=2)
+    outputs = told(say(3, total_draft_tokens=1), request=request)[1].asked[0].outputs
+    assert {"sequence_index", "total_draft_tokens"} < set(outputs)
+    assert not {"num_input_tokens", "context_logits"} & set(outputs)
+
+
+def test_a_whole_answer_is_final_by_itself() -> None:
+    """One response, nothing after it; an empty final response changes nothing."""
+    for steps in ((say(3, 4),), (say(3, 4), EMPTY)):
+        (chunk,) = told(*steps, request=replace(ASK, streaming=False))[0]
+        assert (chunk.token_ids, chunk.final) == ((3, 4), True)
+
+
+def test_every_sequence_of_a_whole_answer_is_final() -> None:
+    """One response each, told apart by index."""
+    request = replace(ASK, streaming=False, num_return_sequences=2)
+    chunks = told(say(3, sequence_index=1), say(4, sequence_index=0), request=request)[0]
+    assert [(c.sequence_index, c.token_ids, c.final) for c in chunks] == [
+        (1, (3,), True),
+        (0, (4,), True),
+    ]
+
+
+def test_metrics_come_with_the_end() -> None:
+    """Although nobody knew that the response which brought them was the last."""
+    request = replace(ASK, wants=Wants(perf_metrics=True))
+    chunks = told(say(3), say(4, total_draft_tokens=6), request=request)[0]
+    assert chunks[-1].final and chunks[-1].metrics is not None
+    assert chunks[-1].metrics.total_draft_tokens == 6
+
+
+def test_the_dialect_decides_what_is_sent() -> None:
+    """And what it tells of limits is the engine's answer."""
+    dialect = Dialect(inputs=Dialect().inputs - {"pad_id"}, parameters={"max_draft_len": "4"})
+    with pytest.raises(InvalidRequest, match="pad_id"):
+        told(say(3), request=replace(ASK, pad_id=1), dialect=dialect)
+    assert run(engine(Child(), dialect=dialect).limits()).max_draft_tokens == 4
+
+
+def test_a_child_that_has_ended_is_not_stopped() -> None:
+    """A stop for an id that is gone costs a request, and might meet another's."""
+    child = Child(say(3), say(4))
+
+    async def dialogue() -> None:
+        made = engine(child)
+        for _ in range(60):
+            await read(made)
+        await ended(made)
+
+    run(dialogue())
+    assert (len(child.asked), child.stops) == (60, [])
+
+
+def test_streams_do_not_wait_for_each_other() -> None:
+    """One that is silent has a thread of its own."""
+    child = Child(say(3), silent=[Child.STOPPED, say(9)])
+
+    async def dialogue() -> None:
+        made = engine(child)
+        waiting = asyncio.create_task(read(made, replace(ASK, request_id="silent")))
+        while not child.asked:
+            await asyncio.sleep(0)
+        assert [c.token_ids for c in await read(made)] == [(3,), ()]
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await ended(made)
+
+    run(dialogue())
+
+
+# --- failing --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [(), (say(3),)])
+def test_an_error_is_the_engines(said: Any) -> None:
+    """As the first response or in the middle; its first line is what counts."""
+    child = Child(*said, fail("out of blocks\n\nAt:\n  /models/x/1/model.py(48): execute"))
+    heard: list[EngineChunk] = []
+
+    async def dialogue() -> None:
+        async for chunk in engine(child).generate(ASK):
+            heard.append(chunk)
+
+    with pytest.raises(EngineError) as caught:
+        run(dialogue())
+    assert type(caught.value) is EngineError and str(caught.value) == "out of blocks"
+    assert len(heard) == len(said) and child.stops == []
+
+
+def test_a_refusal_of_our_own_engine_comes_back_as_what_it_was() -> None:
+    """The field is named again."""
+    with pytest.raises(InvalidRequest) as caught:
+        told(fail("INVALID_ARG: top_p: 2 is too much"))
+    assert caught.value.field == "top_p"
+
+
+def test_what_triton_itself_raises_is_an_engine_error() -> None:
+    """From the call or from the iterator, after tokens or before."""
+    for steps in ((RuntimeError("boost lock"),), (say(3), RuntimeError("boost lock"))):
+        with pytest.raises(EngineError, match="tensorrt_llm: boost lock"):
+            told(*steps)
+
+
+def test_no_response_at_all_is_an_error() -> None:
+    """An empty answer would look like a whole one."""
+    with pytest.raises(EngineError, match="without any response"):
+        told()
+
+
+def test_silence_is_a_stall_and_the_child_is_stopped() -> None:
+    """Triton 24.10 loses a mid-stream error; the timer is what notices."""
+    child = Child(say(3), Child.STOPPED, say(4))
+
+    async def dialogue() -> None:
+        made = engine(child, stall=0.03)
+        with pytest.raises(EngineStalled, match=r"nothing for 0\.03 s"):
+            await read(made)
+        await drained(child)
+
+    run(dialogue())
+    assert [stop.id for stop in child.stops] == ["mine"]
+
+
+# --- leaving --------------------------------------------------------------------------------
+
+
+def test_leaving_early_stops_the_child_and_reads_it_to_its_end() -> None:
+    """By a stop request of its id, which needs no outputs; an iterator left behind would leak."""
+    child = Child(say(3), Child.STOPPED, say(4), say(5))
+
+    async def dialogue() -> None:
+        made = engine(child)
+        async with aclosing(made.generate(ASK)) as chunks:
+            assert (await anext(chunks)).token_ids == (3,)
+        await drained(child)
+
+    run(dialogue())
+    assert [stop.id for stop in child.stops] == ["mine"]
+    assert child.stops[0].inputs["stop"].all() and child.stops[0].outputs == []
+    assert {"input_ids", "input_lengths", "request_output_len"} <= child.stops[0].inputs.keys()
+
+
+def test_a_reader_cancelled_while_waiting_stops_the_child() -> None:
+    """Also before the first response."""
+    child = Child(Child.STOPPED, say(4))
+
+    async def dialogue() -> None:
+        reader = asyncio.create_task(read(engine(child)))
+        while not child.asked:
+            await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait({reader})
+        assert reader.cancelled()
+        await drained(child)
+
+    run(dialogue())
+    assert [stop.id for stop in child.stops] == ["mine"]
+
+
+def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first stop may have come before the child knew its request; no thread waits for ever."""
+    monkeypatch.setattr("trtllm_bls.engines.bls._STOP_WAIT_SECONDS", 0.001)
+    child = Child(say(3), Child.SILENCE)
+
+    async def dialogue() -> None:
+        made = engine(child)
+        async with aclosing(made.generate(ASK)) as chunks:
+            await anext(chunks)
+        await asyncio.to_thread(made._stoppers.shutdown)
+        child.released.set()
+        await ended(made)
+
+    run(dialogue())
+    assert [stop.id for stop in child.stops] == ["mine"] * 5
+    assert "mine: tensorrt_llm did not end after 5 stops" in caplog.text
+
+
+@pytest.mark.parametrize("steps", [(say(3),), (say(3), fail("no")), (say(3), RuntimeError("no"))])
+def test_an_iterator_outlives_its_end(steps: Any) -> None:
+    """Dropped at once, it would crash the stub of Triton 24.10; so after a failure, too."""
+    child = Child(*steps)
+
+    async def dialogue() -> BlsEngine:
+        made = engine(child)
+        await asyncio.gather(read(made), return_exceptions=True)
+        await ended(made)
+        return made
+
+    made = run(dialogue())
+    gc.collect()
+    assert [iterator() is not None for iterator in child.iterators] == [True]
+    del made
+
+
+def test_many_streams_some_of_them_left() -> None:
+    """Every child is read to its end, and each stop names the child that was left."""
+    child = Child(say(3), say(4), Child.STOPPED, say(5))
+
+    async def talk(made: BlsEngine, number: int) -> None:
+        async with aclosing(made.generate(replace(ASK, request_id=f"r{number}"))) as chunks:
+            for _ in range(number % 3):
+                await anext(chunks)
+
+    async def dialogue() -> None:
+        made = engine(child)
+        await asyncio.gather(*(talk(made, number) for number in range(40)))
+        await drained(child, len(child.asked))
+        await ended(made)
+
+    run(dialogue())
+    assert {stop.id for stop in child.stops} == {asked.id for asked in child.asked}
