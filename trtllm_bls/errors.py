@@ -112,7 +112,6 @@ def from_wire(text: str) -> TrtllmBlsError:
     for known in (InvalidRequest, Unsupported):
         if status == known.status and problem:
             return known(field, problem)
-    for plain in (Overloaded, EngineUnavailable):
-        if status == plain.status and rest:
-            return plain(rest)
+    if status == Overloaded.status and rest:
+        return Overloaded(rest)
     return EngineError(text.removeprefix(f"{EngineError.status}: "))

@@ -68,6 +68,13 @@ class Parameters:
             raise self._error(key, value, "use a number that is not negative")
         return number
 
+    def count(self, key: str, default: int, least: int = 0, env: str | None = None) -> int:
+        """A whole number of at least ``least``."""
+        number = self.number(key, default, env)
+        if number < least or number != int(number):
+            raise self._error(key, f"{number:g}", f"use a whole number of at least {least}")
+        return int(number)
+
     def choice(self, key: str, choices: tuple[str, ...]) -> str:
         """One of ``choices``; the first is the default."""
         value = self.text(key, choices[0])
@@ -131,11 +138,11 @@ class BlsParameters:
                 "draft_tokenizer_dir", DRAFT_MODEL_DIR
             ),
             draft_source=parameters.choice("draft_source", ("off", "model", "ngram", "mixed")),
-            num_draft_tokens=int(parameters.number("num_draft_tokens", 0)) or None,
-            max_draft_tokens=int(parameters.number("max_draft_len", 10)),
+            num_draft_tokens=parameters.count("num_draft_tokens", 0) or None,
+            max_draft_tokens=parameters.count("max_draft_len", 10),
             draft_deadline_seconds=parameters.number("draft_deadline_seconds", 0.5),
             overlap_drafts=parameters.flag("overlap_drafts", False),
-            max_streams=int(parameters.number("max_streams", 256, MAX_STREAMS)),
+            max_streams=parameters.count("max_streams", 256, least=1, env=MAX_STREAMS),
         )
 
 
@@ -151,8 +158,8 @@ class EngineParameters:
     def read(cls, parameters: Parameters) -> EngineParameters:
         """Parse; raises ``SettingsError`` naming the key."""
         is_draft = parameters.flag("is_draft", False)
-        sizes = {key: int(parameters.number(key, 0)) for key in _ENGINE_SIZES}
-        sizes["threads"] = int(parameters.number("threads", 0, THREADS))
+        sizes = {key: parameters.count(key, 0) for key in _ENGINE_SIZES}
+        sizes["threads"] = parameters.count("threads", 0, env=THREADS)
         return cls(
             model_dir=parameters.directory("model_dir", DRAFT_MODEL_DIR if is_draft else MODEL_DIR),
             exclude_input=parameters.flag("exclude_input_in_output", False),
