@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from trtllm_bls.client import Client
+from trtllm_bls.client import Client, Event, Result
+from trtllm_bls.client.summary import Summary, summarise
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher.find import CHECKOUT
 from trtllm_bls.launcher.server import TritonServer
@@ -24,16 +23,6 @@ from trtllm_bls.settings import ServeSettings
 
 PROMPTS_FILE = CHECKOUT / "assets" / "demo" / "prompts.json"
 BUILT_IN_PROMPTS = ("Once upon a time",)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer's figures; ``tokens`` is ``None`` where the server does not count."""
-
-    text: str
-    tokens: int | None
-    first_text_s: float | None
-    total_s: float
 
 
 def prompts(file: Path = PROMPTS_FILE) -> tuple[str, ...]:
@@ -62,36 +51,35 @@ def demo(settings: ServeSettings, *, max_tokens: int, verbose: bool = False) -> 
 
 async def ask(
     url: str, asked: Sequence[str], max_tokens: int, console: Console
-) -> tuple[Answer, ...]:
+) -> tuple[Result, ...]:
     """Stream each prompt's answer to the console, then a line of figures for each."""
     async with Client(url) as client:
         answers = tuple([await _answer(client, prompt, max_tokens, console) for prompt in asked])
     for prompt, answer in zip(asked, answers, strict=True):
-        console.print(Text(_figures(prompt, answer), style="green" if answer.text else "red"))
+        summary = summarise(answer.events, answer.started_at, max_tokens)
+        console.print(Text(_figures(prompt, summary), style="green" if answer.text else "red"))
     return answers
 
 
-async def _answer(client: Client, prompt: str, max_tokens: int, console: Console) -> Answer:
-    console.print(Text(f"\n{prompt}", style="bold"), end="")
-    started = time.perf_counter()
-    first: float | None = None
-    tokens: int | None = None
-    parts: list[str] = []
-    async with client.stream(text_input=prompt, max_tokens=max_tokens) as stream:
+async def _answer(client: Client, prompt: str, max_tokens: int, console: Console) -> Result:
+    console.print(Text(f"\n{prompt}", style="bold"), end="", soft_wrap=True)
+    events: list[Event] = []
+    async with client.stream(
+        text_input=prompt, max_tokens=max_tokens, return_num_output_tokens=True
+    ) as stream:
         async for event in stream:
-            tokens = event.num_output_tokens or tokens
-            if event.text:
-                first = first or event.received_at - started
-                parts.append(event.text)
-                console.out(event.text, end="", highlight=False)
+            events.append(event)
+            console.out(event.text, end="", highlight=False)
     console.print("\n")
-    return Answer("".join(parts), tokens, first, time.perf_counter() - started)
+    assert stream.started_at is not None
+    return Result(request_id=stream.request_id, started_at=stream.started_at, events=tuple(events))
 
 
-def _figures(prompt: str, answer: Answer) -> str:
-    if not answer.text:
+def _figures(prompt: str, summary: Summary) -> str:
+    if summary.ttft_ms is None:
         return f"{prompt!r}: no text came back"
-    counted = f"{answer.tokens} tokens" if answer.tokens else f"{len(answer.text)} characters"
+    tokens = "?" if summary.num_output_tokens is None else summary.num_output_tokens
     return (
-        f"{prompt!r}: {counted} in {answer.total_s:.2f} s, first after {answer.first_text_s:.3f} s"
+        f"{prompt!r}: {tokens} tokens in {summary.duration_ms / 1000:.2f} s, "
+        f"the first after {summary.ttft_ms:.0f} ms; ended: {summary.ended}"
     )
