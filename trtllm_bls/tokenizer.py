@@ -174,7 +174,8 @@ def _check_messages(messages: object) -> None:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             problem = f"message {index} must be an object with a 'role' and a 'content'"
             raise InvalidRequest("messages", problem)
-        if not isinstance(message.get("content"), (str, list, type(None))):
+        spoken = message.get("content", None if "tool_calls" in message else 0)
+        if not isinstance(spoken, (str, list, type(None))):
             problem = f"the content of message {index} must be text or a list of parts"
             raise InvalidRequest("messages", problem)
 

@@ -1,38 +1,18 @@
-"""Real tritonservers, each started once per session on free ports.
+"""Servers whose engine is a script: ``echo`` says the prompt back, once for each transport.
 
-``server`` is what a user gets: the demo model on the embedded engine. ``echo`` has a scripted
-engine that says the prompt back, and comes once for each transport.
+``server``, what a user gets, is in ``tests/conftest.py``, since other suites use it too.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.servers import DEMO, ROOT, free_ports
 from trtllm_bls.launcher import TritonServer
-from trtllm_bls.settings import Override, ServeSettings
-
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "assets" / "demo"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.live)
-
-
-def free_ports(**more: object) -> ServeSettings:
-    return ServeSettings(http_port=0, grpc_port=0, metrics_port=0, **more)
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[TritonServer]:
-    with TritonServer(free_ports(model=DEMO / "target", draft_model=DEMO / "draft")) as running:
-        yield running
+from trtllm_bls.settings import Override
 
 
 @pytest.fixture(scope="session", params=["grpc", "bls"])

@@ -73,7 +73,7 @@ def metric(url: str, name: str) -> float:
 
 
 def until(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    """Wait for a condition of the server, which has no way to tell us; ``False`` if it never came."""
+    """Wait for a condition of the server, which cannot tell us; ``False`` if it never came."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -108,7 +108,7 @@ def test_a_caller_that_leaves_ends_the_engines_work(echo: TritonServer) -> None:
 
 
 def test_a_stop_string_ends_text_and_work(echo: TritonServer) -> None:
-    """Nothing of the stop leaves, although it lies across token borders; the engine is cancelled."""
+    """Nothing of the stop leaves, though it lies across token borders; the engine is cancelled."""
     before = metric(echo.metrics_url, "echo_tokens")
     text = "one two three, stop here" + " and on" * 300
     for stream in (True, False):
@@ -203,7 +203,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "problem"), BAD, ids=[problem for _, problem in BAD])
-def test_bad_input_is_one_clear_line(echo: TritonServer, body: dict[str, Any], problem: str) -> None:
+def test_bad_input_is_one_clear_line(
+    echo: TritonServer, body: dict[str, Any], problem: str
+) -> None:
     """The field, the value and what is allowed; no traceback; the next request works."""
     status, text = post(echo.http_url, "tensorrt_llm_bls", "generate", **body)
     assert status == 400
