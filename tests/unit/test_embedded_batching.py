@@ -57,6 +57,19 @@ def test_requests_start_in_order_of_arrival() -> None:
     assert started == [0, 1, 2, 3]
 
 
+def test_a_sequence_that_waits_for_its_prompt_keeps_its_place() -> None:
+    """Others may pass it meanwhile, but the next free slot is its own."""
+    steps = Steps(max_batch=2)
+    asked = steps.add(request(prompt(9), 9, num_return_sequences=2))
+    passing = steps.add(request(prompt(5, start=3), 1))
+    last = steps.add(request(prompt(5, start=4), 9))
+    steps.step()
+    assert steps.text(passing)
+    steps.step()
+    assert steps.text(asked, 1)
+    assert not steps.text(last)
+
+
 def test_a_prompt_that_was_seen_is_not_computed_again() -> None:
     """The same prompt costs one row; a longer one costs what is new, even across other requests."""
     steps = Steps()
@@ -129,7 +142,7 @@ def test_a_request_cancelled_while_it_waits_never_runs() -> None:
 
 
 def test_non_finite_logits_end_only_their_own_request() -> None:
-    """The neighbour reads what it would read alone, and the slot serves again, clean."""
+    """The neighbour reads what it would read alone."""
     steps = Steps("poisoned", max_batch=2)
     good = steps.add(request(prompt(6), 12))
     bad = steps.add(request((*prompt(6, start=3), POISON, 7), 12))
@@ -138,11 +151,27 @@ def test_non_finite_logits_end_only_their_own_request() -> None:
     assert isinstance(error, EngineError)
     assert "not finite" in str(error)
     assert steps.text(good) == generated(prompt(6), 12, "poisoned")
-    both = [steps.add(request(prompt(9, start=n), 5)) for n in (3, 4)]
+
+
+def test_a_slot_that_held_non_finite_numbers_serves_again_clean() -> None:
+    """What a failed request left behind its successor's last token does not leak into it."""
+    steps = Steps("poisoned", max_batch=2)
+    steps.add(request((*prompt(40, start=3), POISON, 7), 12))
     steps.run()
-    assert [steps.text(s) for s in both] == [
-        generated(prompt(9, start=n), 5, "poisoned") for n in (3, 4)
-    ]
+    both = {n: steps.add(request(prompt(n, start=4), 5)) for n in (30, 50)}
+    steps.run()
+    for n, submission in both.items():
+        assert steps.text(submission) == generated(prompt(n, start=4), 5, "poisoned")
+
+
+def test_what_a_failed_request_had_reused_is_forgotten_with_it() -> None:
+    """A scrubbed slot is empty, also where it held the tokens of a healthy request before."""
+    steps = Steps("poisoned", max_batch=1)
+    steps.answer(request(prompt(20), 1))
+    steps.add(request((*prompt(20), POISON), 1))
+    steps.run()
+    again = (*prompt(20), 3)
+    assert steps.answer(request(again, 5)) == generated(again, 5, "poisoned")
 
 
 def test_every_sequence_of_a_failing_request_ends_with_one_error() -> None:
@@ -228,13 +257,13 @@ def test_the_last_token_of_a_prompt_is_never_reused() -> None:
     assert table.claim((1, 2, 3), reuse=True) == Claim(0, 2, None)
 
 
-def test_truncated_tokens_no_longer_count() -> None:
-    """Rejected drafts are still in the slot's memory, but not shared."""
+def test_a_forgotten_slot_shares_nothing() -> None:
+    """Its tokens are still written there, but they no longer count."""
     table = SlotTable(1, 16)
     slot = _held(table, 1, 2, 3, 4, 5)
-    table.truncate(slot, 3)
+    table.forget(slot)
     table.release(slot)
-    assert table.claim((1, 2, 3, 4, 5), reuse=True).reused == 3
+    assert table.claim((1, 2, 3, 4, 5), reuse=True).reused == 0
 
 
 def test_without_reuse_the_slot_idle_longest_is_taken() -> None:

@@ -158,7 +158,7 @@ class Batcher:
         if not finite:
             # The slot's keys and values are no better than its logits.
             self._runner.cache.scrub(segment.slot)
-            self._slots.truncate(segment.slot, 0)
+            self._slots.forget(segment.slot)
             self._fail(sequence, "the model gave logits that are not finite")
             return
         self._slots.write(segment.slot, segment.start, segment.tokens)
@@ -190,7 +190,6 @@ class Batcher:
 
     def _free(self, sequence: Sequence) -> None:
         if sequence.slot is not None:
-            self._slots.truncate(sequence.slot, sequence.computed)
             self._slots.release(sequence.slot)
             self._running.remove(sequence)
             sequence.slot = None

@@ -106,7 +106,6 @@ class Sequence:
             if self.finish or token != drafted:
                 break
         if self.draft:
-            self.computed = min(len(self.request.input_ids) + self._accepted, len(self.tokens))
             self.finish = self.finish or FinishReason.LENGTH
 
     def chunk(self) -> EngineChunk | None:

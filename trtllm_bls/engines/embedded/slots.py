@@ -26,7 +26,11 @@ class Claim(NamedTuple):
 
 
 class SlotTable:
-    """Tokens per slot, and which slots are taken. Only the engine's thread touches it."""
+    """Tokens per slot, and which slots are taken. Only the engine's thread touches it.
+
+    Rejected drafts need no undoing: a slot's keys and values fit the tokens written here, and
+    the next claim keeps no more of them than it shares.
+    """
 
     def __init__(self, slots: int, length: int) -> None:
         self._tokens = np.zeros((slots, length), dtype=np.int32)
@@ -65,9 +69,9 @@ class SlotTable:
         self._tokens[slot, start:end] = tokens
         self._lengths[slot] = end
 
-    def truncate(self, slot: int, length: int) -> None:
-        """Only the first ``length`` tokens count from now on; the rest will be overwritten."""
-        self._lengths[slot] = min(length, self._lengths[slot])
+    def forget(self, slot: int) -> None:
+        """Nothing the slot holds may be reused."""
+        self._lengths[slot] = 0
 
     def release(self, slot: int) -> None:
         """The slot is free; what it holds stays for reuse."""
