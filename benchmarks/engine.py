@@ -1,0 +1,224 @@
+"""The embedded engine beside transformers: tokens per second, and what a long prompt costs.
+
+    python benchmarks/engine.py --model tiny --requests 1,8,32 --threads 2
+
+Every figure of one row comes from one process and one model of random weights: the embedded
+engine, ``generate`` with all requests as one batch, and transformers' own continuous batching.
+Read ratios, not absolute figures: best of ``--rounds``, taken in turns, since hosts are shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+
+from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.messages import EngineRequest, Sampling
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 16000,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "small": {
+        "vocab_size": 32000,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+}
+Prompts = list[list[int]]
+GREEDY = Sampling(top_k=1)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One model with the engine over it, and how long its prompts and answers are."""
+
+    engine: EmbeddedEngine
+    model: Any
+    prompt_tokens: int
+    new_tokens: int
+
+    def prompts(self, count: int) -> Prompts:
+        """Random, so that no run finds the prompts of another in the engine's slots."""
+        size = (count, self.prompt_tokens)
+        ids: Prompts = torch.randint(3, self.model.config.vocab_size, size).tolist()
+        return ids
+
+    def embedded(self, prompts: Prompts, sampling: Sampling = GREEDY) -> None:
+        """All requests at once through the engine."""
+        asked = [
+            self.engine.submit(
+                EngineRequest(
+                    request_id=str(place),
+                    input_ids=tuple(ids),
+                    max_tokens=self.new_tokens,
+                    sampling=sampling,
+                )
+            )
+            for place, ids in enumerate(prompts)
+        ]
+        for submission in asked:
+            for _ in submission:
+                pass
+
+    def sampled(self, prompts: Prompts) -> None:
+        """The same with temperature and top-p."""
+        self.embedded(prompts, Sampling(temperature=0.8, top_p=0.95, seed=1))
+
+    def generate(self, prompts: Prompts) -> None:
+        """All requests as one static batch of transformers."""
+        self.model.set_attn_implementation("sdpa")
+        ids = torch.tensor(prompts, device=self.model.device)
+        with torch.inference_mode():
+            self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=self._greedy()
+            )
+
+    def continuous(self, prompts: Prompts) -> None:
+        """transformers' continuous batching."""
+        with torch.inference_mode():
+            self.model.generate_batch(prompts, generation_config=self._greedy(), warmup=False)
+
+    def _greedy(self) -> GenerationConfig:
+        return GenerationConfig(
+            max_new_tokens=self.new_tokens,
+            do_sample=False,
+            eos_token_id=self.model.config.vocab_size - 1,
+            min_new_tokens=self.new_tokens,
+            pad_token_id=0,
+        )
+
+    def stall(self) -> tuple[float, float, float]:
+        """Seconds: a stream's usual gap, its worst gap beside a 2,000-token prompt, that prompt."""
+        stream = iter(
+            self.engine.submit(
+                EngineRequest(request_id="s", input_ids=tuple(self.prompts(1)[0]), max_tokens=200)
+            )
+        )
+        usual = _gaps(stream, 30)
+        vocab = self.model.config.vocab_size
+        long = tuple(torch.randint(3, vocab, (2000,)).tolist())
+        begun = time.perf_counter()
+        other = iter(
+            self.engine.submit(EngineRequest(request_id="l", input_ids=long, max_tokens=1))
+        )
+        worst = max(_gaps(stream, 30))
+        next(other)
+        whole = time.perf_counter() - begun
+        for _ in stream:
+            pass
+        return statistics.median(usual), worst, whole
+
+
+def _gaps(stream: Any, count: int) -> list[float]:
+    gaps = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        next(stream)
+        gaps.append(time.perf_counter() - begun)
+    return gaps
+
+
+def measured(bench: Bench, count: int, rounds: int) -> dict[str, float]:
+    """Tokens per second of each way, the ways taking turns."""
+    ways: dict[str, Callable[[Prompts], None]] = {
+        "embedded": bench.embedded,
+        "embedded, sampled": bench.sampled,
+        "generate": bench.generate,
+        "continuous": bench.continuous,
+    }
+    best = dict.fromkeys(ways, 0.0)
+    for _ in range(rounds + 1):  # the first round warms up and is beaten by later ones
+        for name, way in ways.items():
+            prompts = bench.prompts(count)
+            begun = time.perf_counter()
+            way(prompts)
+            speed = count * bench.new_tokens / (time.perf_counter() - begun)
+            best[name] = max(best[name], speed)
+    return best
+
+
+def main() -> None:
+    """Make the model, measure, and print one table row per number of requests."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--model", choices=SIZES, default="tiny")
+    parser.add_argument("--requests", default="1,8,32", help="comma-separated")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    config = LlamaConfig(**SIZES[options.model], max_position_embeddings=4096)
+    with tempfile.TemporaryDirectory() as directory:
+        model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(directory)
+        settings = EmbeddedSettings(
+            threads=options.threads, device=options.device, max_sequence_tokens=2304
+        )
+        with EmbeddedEngine(directory, settings) as engine:
+            bench = Bench(
+                engine, model.eval().to(options.device), options.prompt_tokens, options.new_tokens
+            )
+            _print_conditions(model, options)
+            for count in map(int, options.requests.split(",")):
+                _print_row(count, measured(bench, count, options.rounds))
+            usual, worst, whole = bench.stall()
+    print(
+        f"\nA stream's token every {usual * 1e3:.0f} ms; beside a 2000-token prompt that takes "
+        f"{whole * 1e3:.0f} ms, at worst {worst * 1e3:.0f} ms."
+    )
+
+
+def _print_conditions(model: Any, options: argparse.Namespace) -> None:
+    millions = sum(weight.numel() for weight in model.parameters()) / 1e6
+    print(
+        f"{options.model}: Llama of {millions:.0f}M random weights, fp32; "
+        f"{options.prompt_tokens}-token prompts, {options.new_tokens} new tokens, greedy unless "
+        f"said; {options.device}, {options.threads} threads of {os.cpu_count()} "
+        f"{platform.machine()} cores, load "
+        f"{os.getloadavg()[0]:.1f}; torch {torch.__version__}, transformers "
+        f"{transformers.__version__}; best of {options.rounds + 1}\n"
+    )
+    print("| requests | embedded tok/s | sampled | generate | continuous batching |")
+    print("|---|---|---|---|---|")
+
+
+def _print_row(count: int, speed: dict[str, float]) -> None:
+    own = speed["embedded"]
+    print(
+        f"| {count} | {own:.0f} | {speed['embedded, sampled']:.0f} "
+        f"| {speed['generate']:.0f} ({own / speed['generate']:.1f}×) "
+        f"| {speed['continuous']:.0f} ({own / speed['continuous']:.1f}×) |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
