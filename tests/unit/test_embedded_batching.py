@@ -158,7 +158,7 @@ def test_a_slot_that_held_non_finite_numbers_serves_again_clean() -> None:
     steps = Steps("poisoned", max_batch=2)
     steps.add(request((*prompt(40, start=3), POISON, 7), 12))
     steps.run()
-    both = {n: steps.add(request(prompt(n, start=4), 5)) for n in (30, 50)}
+    both = {n: steps.add(request(prompt(n, start=4), 5)) for n in (50, 30)}
     steps.run()
     for n, submission in both.items():
         assert steps.text(submission) == generated(prompt(n, start=4), 5, "poisoned")
@@ -197,6 +197,24 @@ def test_a_step_that_raises_fails_its_requests_and_the_next_step_works() -> None
         assert [type(event) for event in steps.heard(submission)] == [EngineError]
     assert not steps.batcher.has_work
     assert steps.answer(request(prompt(5), 5)) == generated(prompt(5), 5)
+
+
+def test_a_request_cancelled_while_its_step_fails_still_ends() -> None:
+    """Whoever reads on after a cancel never waits for nothing."""
+    steps = Steps()
+    submission = steps.add(request(prompt(5), 5))
+
+    def cancelled_and_broken(segments: object) -> torch.Tensor:
+        submission.cancel()
+        return _breaks(segments)
+
+    forward = steps.runner.forward
+    steps.runner.forward = cancelled_and_broken  # type: ignore[method-assign]
+    try:
+        steps.step()
+    finally:
+        steps.runner.forward = forward  # type: ignore[method-assign]
+    assert [type(event) for event in steps.heard(submission)] == [EngineError]
 
 
 def _breaks(segments: object) -> torch.Tensor:

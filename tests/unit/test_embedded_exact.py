@@ -64,6 +64,21 @@ def test_packed_linears_give_the_stock_layers_numbers() -> None:
         torch.testing.assert_close(stock(rows), expected)
 
 
+def test_a_model_that_does_not_bear_packing_keeps_its_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Packing is a gain, never a reason to refuse a model or to compute something else."""
+
+    def broken(model: nn.Module) -> int:
+        model.lm_head = nn.Identity()
+        return 1
+
+    monkeypatch.setattr("trtllm_bls.engines.embedded.checkpoint.pack_linears", broken)
+    loaded, _ = load(checkpoint(), EmbeddedSettings(threads=1))
+    logits = loaded.forward([Segment(0, 0, prompt(9), 1)])
+    assert int(logits.argmax()) == generated(prompt(9), 1)[0]
+
+
 def test_layers_that_are_more_than_linear_are_left_alone() -> None:
     """A subclass of Linear may do more than multiply."""
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import collections
 import logging
-
-from torch import Tensor
+import math
 
 from trtllm_bls.engines.embedded.attention import Segment
 from trtllm_bls.engines.embedded.runner import Runner
@@ -20,7 +19,7 @@ from trtllm_bls.engines.embedded.settings import EmbeddedSettings
 from trtllm_bls.engines.embedded.slots import SlotTable
 from trtllm_bls.engines.embedded.submission import Event, Submission
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import FinishReason
+from trtllm_bls.messages import Array, FinishReason
 
 _log = logging.getLogger(__name__)
 
@@ -77,12 +76,18 @@ class Batcher:
             for sequence, _ in planned:
                 self._fail(sequence, f"the engine's step failed: {type(error).__name__}")
             return
+        self.num_computed_tokens += sum(len(segment.tokens) for segment in segments)
+        host = logits.cpu().numpy() if any(s.needs_rows for s, _ in planned) else None
         first = 0
         for sequence, segment in planned:
-            last = first + segment.keep
-            finite = all(value - value == 0 for value in highest[first:last])
-            self._finish_segment(sequence, segment, logits[first:last], best[first:last], finite)
-            first = last
+            kept = slice(first, first + segment.keep)
+            first += segment.keep
+            if not all(map(math.isfinite, highest[kept])):
+                self._poisoned(sequence)
+                continue
+            self._slots.write(segment.slot, segment.start, segment.tokens)
+            rows = host[kept] if host is not None and sequence.needs_rows else None
+            self._go_on(sequence, segment.end, best[kept], rows)
 
     def fail_all(self, problem: str) -> None:
         """End everything with an ``EngineError``."""
@@ -151,20 +156,17 @@ class Batcher:
             keep = len(tokens)
         return Segment(sequence.slot, sequence.computed, tokens, keep)
 
-    def _finish_segment(
-        self, sequence: Sequence, segment: Segment, logits: Tensor, best: list[int], finite: bool
-    ) -> None:
-        self.num_computed_tokens += len(segment.tokens)
-        if not finite:
-            # The slot's keys and values are no better than its logits.
-            self._runner.cache.scrub(segment.slot)
-            self._slots.forget(segment.slot)
-            self._fail(sequence, "the model gave logits that are not finite")
-            return
-        self._slots.write(segment.slot, segment.start, segment.tokens)
-        rows = logits.cpu().numpy() if sequence.needs_rows else None
+    def _poisoned(self, sequence: Sequence) -> None:
+        """The slot's keys and values are no better than its logits."""
+        assert sequence.slot is not None
+        self._runner.cache.scrub(sequence.slot)
+        self._slots.forget(sequence.slot)
+        self._fail(sequence, "the model gave logits that are not finite")
+
+    def _go_on(self, sequence: Sequence, end: int, best: list[int], rows: Array | None) -> None:
+        """Let the sequence choose its tokens, and report what is new."""
         try:
-            sequence.computed_to(segment.end, best, rows)
+            sequence.computed_to(end, best, rows)
         except EngineError as error:
             self._fail(sequence, str(error))
             return
@@ -178,9 +180,8 @@ class Batcher:
             self._report(sequence)
 
     def _fail(self, sequence: Sequence, problem: str) -> None:
-        if not sequence.owner.cancelled:
-            self.events.append((sequence.owner, EngineError(problem)))
-            sequence.owner.cancelled = True  # the other sequences of the request end with it
+        self.events.append((sequence.owner, EngineError(problem)))
+        sequence.owner.cancel()  # the other sequences of the request end with it
         self._free(sequence)
 
     def _leave(self, sequence: Sequence, reason: FinishReason) -> None:

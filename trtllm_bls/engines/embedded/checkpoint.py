@@ -30,13 +30,17 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT_LENGTH = 4096  # tokens; longer ones must be asked for, as every slot is that long
 _FP32_PARAMETERS = 1_200_000_000  # "about 1B": up to here exactness is worth the memory
+_SMALL = 50_000_000  # weights
 _PROBE = 12  # tokens
 _PROBE_STEPS = ((0, 6), (6, 10), (10, 11), (11, 12))  # a prompt, a chunk, two single tokens
 
 
-def default_threads() -> int:
-    """Half of the cores that this process may use."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+def default_threads(num_weights: int) -> int:
+    """Half of the cores that this process may use; one for a model too small to share out.
+
+    Its layers take less than a barrier costs once another process wants the same core.
+    """
+    return 1 if num_weights < _SMALL else max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def load(model_dir: str | Path, settings: EmbeddedSettings) -> tuple[Runner, int]:
@@ -45,7 +49,7 @@ def load(model_dir: str | Path, settings: EmbeddedSettings) -> tuple[Runner, int
     Raises ``CheckpointError`` naming the directory for anything wrong with the checkpoint, and
     ``SettingsError`` when the sizes asked for cannot be had.
     """
-    torch.set_num_threads(settings.threads or default_threads())
+    torch.set_num_threads(settings.threads or default_threads(_SMALL))
     directory = Path(model_dir)
     if not (directory / "config.json").is_file():
         missing = "has no config.json" if directory.is_dir() else "is not a directory"
@@ -55,11 +59,35 @@ def load(model_dir: str | Path, settings: EmbeddedSettings) -> tuple[Runner, int
         runner, config = _load_model(directory, device)
         length = _longest(config, runner, settings)
     runner.allocate(settings.max_batch, length)
+    runner.threads = settings.threads or default_threads(runner.num_weights)
     return runner, length
 
 
-def _load_model(directory: Path, device: torch.device) -> tuple[Runner, Any]:
+def _load_model(directory: Path, device: torch.device, *, pack: bool = True) -> tuple[Runner, Any]:
     """The probed runner; with packed linears if the model still computes the same with them."""
+    model, config = _pretrained(directory, device)
+    tokens = [(7919 * i + 1) % int(config.vocab_size) for i in range(_PROBE)]
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits
+    expected = expected[0].float()
+    if not bool(expected.isfinite().all()):
+        raise CheckpointError(f"{directory}: its weights give logits that are not finite")
+    runner = Runner(model, device)
+    if not _computes(runner, tokens, expected):
+        runner.close()
+        raise CheckpointError(
+            f"{directory}: with this engine's attention the model does not give its own logits; "
+            "its architecture is not supported"
+        )
+    if pack and pack_linears(model) and not _computes(runner, tokens, expected):
+        runner.close()  # some models look into their layers; those keep the stock ones
+        return _load_model(directory, device, pack=False)
+    return runner, config
+
+
+def _pretrained(directory: Path, device: torch.device) -> tuple[Any, Any]:
+    """Model and text config as transformers loads them, every weight accounted for."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         text_config = config.get_text_config(decoder=True)
@@ -80,19 +108,7 @@ def _load_model(directory: Path, device: torch.device) -> tuple[Runner, Any]:
         if report.get(what):
             example = sorted(str(key) for key in report[what])[0]
             raise CheckpointError(f"{directory} lacks fitting weights, for one {example}")
-    model.eval().to(device)
-    vocab_size = int(text_config.vocab_size)
-    tokens = [(7919 * i + 1) % vocab_size for i in range(_PROBE)]
-    model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits
-    if not bool(expected.isfinite().all()):
-        raise CheckpointError(f"{directory}: its weights give logits that are not finite")
-    runner = Runner(model, device)
-    _probe(runner, tokens, expected[0].float(), directory)
-    if pack_linears(model):
-        _probe(runner, tokens, expected[0].float(), directory)
-    return runner, text_config
+    return model.eval().to(device), text_config
 
 
 def _dtype(directory: Path, config: Any, device: torch.device) -> torch.dtype:
@@ -107,28 +123,19 @@ def _dtype(directory: Path, config: Any, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-def _probe(runner: Runner, tokens: list[int], expected: torch.Tensor, directory: Path) -> None:
-    """The tokens through our slots in several steps; raises unless the logits are the model's."""
+def _computes(runner: Runner, tokens: list[int], expected: torch.Tensor) -> bool:
+    """Whether the tokens, through our slots in several steps, give the expected logits."""
     runner.allocate(1, len(tokens))
     tolerance = 2e-3 if runner.dtype is torch.float32 else 8e-2
     try:
         got = torch.cat(
             [runner.forward([Segment(0, a, tokens[a:b], b - a)]) for a, b in _PROBE_STEPS]
         )
-        scale = float(expected.abs().max()) + 1e-6
-        wrong = not bool(((got - expected).abs() <= tolerance * scale).all())
-    except Exception as error:  # an architecture we do not know may fail in any way
-        _log.debug("probe of %s failed", directory, exc_info=True)
-        raise _foreign(directory) from error
-    if wrong or not runner.cache.bytes_per_token:
-        raise _foreign(directory)
-
-
-def _foreign(directory: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{directory}: with this engine's attention the model does not give its own logits; "
-        "its architecture is not supported"
-    )
+        close = (got - expected).abs() <= tolerance * expected.abs().max()
+    except Exception:  # an architecture we do not know may fail in any way
+        _log.debug("the probe failed", exc_info=True)
+        return False
+    return bool(close.all()) and runner.cache.bytes_per_token > 0
 
 
 def _longest(config: Any, runner: Runner, settings: EmbeddedSettings) -> int:

@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 
 from trtllm_bls.engines.embedded.batcher import Batcher
-from trtllm_bls.engines.embedded.checkpoint import default_threads, load
+from trtllm_bls.engines.embedded.checkpoint import load
 from trtllm_bls.engines.embedded.sequence import Sequence
 from trtllm_bls.engines.embedded.settings import EmbeddedSettings
 from trtllm_bls.engines.embedded.submission import Event, Submission
@@ -126,9 +126,7 @@ class EmbeddedEngine:
 
     def _run(self) -> None:
         """The engine's thread: a step after the other while there is work."""
-        torch.set_num_threads(
-            self.settings.threads or default_threads()
-        )  # torch keeps it per thread
+        torch.set_num_threads(self._runner.threads)  # torch keeps it per thread
         while self._take_inbox():
             try:
                 self._batcher.step()

@@ -27,6 +27,8 @@ class Runner:
         self.cache = SlotCache(0, 0, device)
         self.vocab_size = 0  # known after the first step
         self.dtype: torch.dtype = model.dtype
+        self.num_weights = sum(weight.numel() for weight in model.parameters())
+        self.threads = 1
         self._name = f"trtllm_bls_{next(_numbers)}"
         AttentionInterface.register(self._name, self._attend)
         model.set_attn_implementation(self._name)

@@ -29,7 +29,6 @@ from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import Array, EngineRequest, Sampling
 
 _DRAWS, _ACCEPTANCE = 0, 1  # number streams
-_HEAD = 512  # tokens
 
 
 def is_greedy(sampling: Sampling) -> bool:
@@ -169,21 +168,19 @@ class Chooser:
 
 def _nucleus_edge(weights: Array, mass: float) -> float:
     """The smallest probability among the fewest tokens that together hold ``mass``."""
-    # Sorting a whole vocabulary per token is what makes top-p slow; its head mostly is enough.
-    head = np.partition(weights, -_HEAD)[-_HEAD:] if len(weights) > _HEAD else weights
-    if head.sum() < mass:
-        head = weights
-    ordered = np.sort(head)[::-1]
+    # What is below an even share of the rest cannot hold as much as the rest together: so the
+    # fewest tokens are all above it, and only those need sorting.
+    ordered = np.sort(weights[weights >= (1 - mass) / len(weights)])[::-1]
     last = int(np.searchsorted(np.cumsum(ordered), mass, side="left"))
     return float(ordered[min(last, len(ordered) - 1)])
 
 
 def _draw(weights: Array, uniform: float) -> int:
     """An index with probability proportional to its weight."""
-    cumulative = np.cumsum(weights)
-    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    # Rounding may reach the very end, where weights can be zero.
-    return min(index, int(np.searchsorted(cumulative, cumulative[-1], side="left")))
+    possible = np.flatnonzero(weights)
+    cumulative = np.cumsum(weights[possible])
+    place = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    return int(possible[min(place, len(possible) - 1)])  # rounding may reach the very end
 
 
 def log_prob(row: Array, token: int) -> float:

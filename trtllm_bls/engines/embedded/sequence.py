@@ -86,7 +86,7 @@ class Sequence:
         where ``needs_rows``. Raises ``EngineError`` where no token can be chosen.
         """
         if self._context is not None and rows is not None and self.reads_prompt:
-            self._context.append(rows[: len(self.request.input_ids) - self.computed])
+            self._context.append(rows[: len(self.request.input_ids) - self.computed].copy())
         self.computed = end
         if end >= len(self.tokens):
             kept = 1 + len(self.draft)
@@ -154,7 +154,7 @@ class Sequence:
             self._log_probs.append(log_prob(row, token))
             self._cum_log_prob += self._log_probs[-1]
         if row is not None and self.request.wants.generation_logits:
-            self._logits.append(row)
+            self._logits.append(row.copy())  # the row is part of the whole step's array
         if self._stopped():
             self.finish = FinishReason.STOP
         elif generated + 1 >= self._max_tokens:

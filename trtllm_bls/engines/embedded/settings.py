@@ -22,7 +22,7 @@ class EmbeddedSettings:
     allows, at most 4096, or less if the KV cache would not fit ``max_kv_bytes``.
     ``max_kv_bytes``: limit of the KV cache; ``None`` = half of the memory available at load.
     ``threads``: of torch's own pool; ``None`` = half of the cores, since its spinning barriers
-    collapse when another process wants the same core.
+    collapse when another process wants the same core; 1 for a model of under 50 M weights.
     ``device``: ``None`` = CUDA if torch can use it, else the CPU.
     """
 
