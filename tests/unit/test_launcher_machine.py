@@ -195,6 +195,14 @@ def test_a_busy_port_names_the_option() -> None:
             choose(ServeSettings(http_port=0, grpc_port=port, metrics_port=0))
 
 
+def test_one_port_cannot_serve_twice() -> None:
+    """The same number for two services is as good as busy."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    with pytest.raises(SetupError, match=rf"port {port} on .*--grpc-port"):
+        choose(ServeSettings(http_port=port, grpc_port=port, metrics_port=0))
+
+
 @pytest.mark.parametrize(
     ("host", "reachable"),
     [
