@@ -1,0 +1,121 @@
+"""Speculation through the real tritonserver, on scripted engines: what a round costs beside them.
+
+    python benchmarks/speculation_triton.py [--tokens 300] [--requests 3] [--transport grpc|bls]
+
+The target takes 20 ms for a step, the draft 2 ms. Every request goes client, gRPC,
+tensorrt_llm_bls, both engines and back; speed-ups are ratios to plain decoding in the same run.
+Overhead of a round = its wall time less what the engines slept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from trtllm_bls.client import Client, Result
+from trtllm_bls.launcher import TritonServer
+from trtllm_bls.settings import Override, ServeSettings
+
+ROOT = Path(__file__).parents[1]
+TARGET_MS, DRAFT_MS = 20, 2
+BEST = {0.6: 3, 0.8: 5, 0.9: 8}  # draft length that the formula calls best, near enough
+
+
+def settings(repository: Path, agrees: float, transport: str) -> ServeSettings:
+    """A server whose two engines are scripts."""
+    shutil.copytree(ROOT / "models", repository)
+    for model in ("tensorrt_llm", "tensorrt_llm_draft"):
+        shutil.rmtree(repository / model, ignore_errors=True)
+        shutil.copytree(ROOT / "models" / "tensorrt_llm", repository / model)
+        shutil.copy(ROOT / "benchmarks/scripted/1/model.py", repository / model / "1/model.py")
+    return ServeSettings(
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+        model=ROOT / "assets/demo/target",
+        model_repository=repository,
+        overrides=(
+            Override("tensorrt_llm", "step_ms", str(TARGET_MS)),
+            Override("tensorrt_llm_draft", "step_ms", str(DRAFT_MS)),
+            Override("tensorrt_llm_draft", "agrees", str(agrees)),
+            Override("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "tensorrt_llm_draft"),
+            Override("tensorrt_llm_bls", "engine_transport", transport),
+        ),
+    )
+
+
+async def ask(url: str, tokens: int, **speculation: int) -> Result:
+    async with Client(url) as client:
+        return await client.generate(
+            text_input="a b c d e", max_tokens=tokens, end_id=-1, **speculation
+        )
+
+
+def seconds(result: Result) -> float:
+    return result.events[-1].received_at - result.started_at
+
+
+def cpu_seconds() -> float:
+    """CPU time of every stub and server below this process so far."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        times = process.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+def measure(server: TritonServer, rate: float, tokens: int, requests: int) -> None:
+    length = BEST[rate]
+    plain = statistics.median(
+        seconds(asyncio.run(ask(server.grpc_url, tokens))) for _ in range(requests)
+    )
+    times, overheads, rounds_in_all = [], [], 0
+    before = cpu_seconds()
+    for _ in range(requests):
+        result = asyncio.run(ask(server.grpc_url, tokens, num_draft_tokens=length))
+        outputs = result.events[-1].outputs
+        rounds = int(outputs["num_draft_rounds"].item())
+        drafted = int(outputs["total_draft_tokens"].item())
+        slept = (drafted * DRAFT_MS + (rounds + 1) * TARGET_MS) / 1000
+        times.append(seconds(result))
+        overheads.append((times[-1] - slept) / rounds * 1000)
+        rounds_in_all += rounds
+    cpu = (cpu_seconds() - before) / rounds_in_all * 1e6
+    expected = (1 - rate ** (length + 1)) / (1 - rate) / (length * DRAFT_MS / TARGET_MS + 1)
+    gain = plain / statistics.median(times)
+    print(
+        f"a={rate} k={length}: {gain:.2f}x of the formula's {expected:.2f}x, "
+        f"{gain / expected:.0%}; "
+        f"round overhead p50 {statistics.median(overheads):.2f} ms, CPU {cpu:.0f} us per round",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=3)
+    parser.add_argument("--transport", choices=("grpc", "bls"), default="grpc")
+    given = parser.parse_args()
+    print(
+        f"Python {platform.python_version()}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.0f}; "
+        f"target {TARGET_MS} ms, draft {DRAFT_MS} ms, {given.tokens} tokens, {given.transport}"
+    )
+    for rate in BEST:
+        with tempfile.TemporaryDirectory() as scratch:
+            chosen = settings(Path(scratch) / "models", rate, given.transport)
+            with TritonServer(chosen) as server:
+                measure(server, rate, given.tokens, given.requests)
+
+
+if __name__ == "__main__":
+    main()
