@@ -201,14 +201,14 @@ class Child:
     """Plays ``steps`` to every request, or those given for its id; see ``_play``."""
 
     STOPPED = object()  # nothing comes until a stop request with the same id
-    SILENCE = object()  # nothing comes until ``released``, as when Triton loses an error
+    SILENCE = object()  # nothing comes until ``released`` once, as when Triton loses an error
 
     def __init__(self, *steps: Any, **steps_by_id: Sequence[Any]) -> None:
         self.steps, self.steps_by_id = steps, steps_by_id
         self.asked: list[InferenceRequest] = []
         self.stops: list[InferenceRequest] = []
         self.iterators: list[weakref.ref[ResponseIterator]] = []
-        self.released = threading.Event()
+        self.released = threading.Semaphore(0)
         self.drained = threading.Semaphore(0)  # one more for each request read to its end
         self._stopped: dict[str, threading.Event] = {}
 
@@ -231,7 +231,9 @@ class Child:
             if step is self.STOPPED:
                 assert stopped.wait(SECONDS), "no stop request came"
             elif step is self.SILENCE:
-                assert self.released.wait(SECONDS), "the test forgot to release its child"
+                assert self.released.acquire(timeout=SECONDS), (
+                    "the test forgot to release its child"
+                )
             elif isinstance(step, Exception):
                 raise step
             else:

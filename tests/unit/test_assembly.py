@@ -281,6 +281,14 @@ def test_the_end_releases_every_score() -> None:
     assert told(RULES, chunk(0, final=True))[-1].log_probs is None
 
 
+def test_text_left_by_an_engines_own_stop_has_its_scores() -> None:
+    """It stopped at ids that are no stop of ours, while we still held text back."""
+    rules = replace(RULES, stop_words=("abc",))
+    pieces = told(rules, scored(4), scored(2, final=True, finish_reason=STOP))
+    assert [piece.text for piece in pieces] == ["c", "ab"]
+    assert scores(pieces) == ([[4], [4, 2]], [[4], [2]])
+
+
 def test_context_logits_pass_through() -> None:
     """They belong to the prompt and wait for nothing."""
     logits = np.ones((2, 3))

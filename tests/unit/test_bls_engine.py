@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clock import Clock, run_by_the_clock, settle
 from fake_pb_utils import SECONDS, Child, FakeTriton, InferenceResponse, Tensor, TritonError
 
 from trtllm_bls.engines.bls import BlsEngine
@@ -216,6 +217,22 @@ def test_silence_is_a_stall_and_the_child_is_stopped() -> None:
     assert [stop.id for stop in child.stops] == ["mine"]
 
 
+def test_a_stream_that_speaks_in_time_never_stalls() -> None:
+    """The limit counts from the last word, not from the first."""
+    child = Child(say(3), Child.SILENCE, say(4), Child.SILENCE, say(5))
+
+    async def dialogue(clock: Clock) -> None:
+        chunks = engine(child, stall=10).generate(ASK)
+        for now, token in ((9, 3), (18, 4), (27, 5)):
+            assert (await anext(chunks)).token_ids == (token,)
+            clock.now = now
+            await settle()
+            child.released.release()
+        assert (await anext(chunks)).final
+
+    run_by_the_clock(dialogue)
+
+
 # --- leaving --------------------------------------------------------------------------------
 
 
@@ -264,7 +281,7 @@ def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
         async with aclosing(made.generate(ASK)) as chunks:
             await anext(chunks)
         await asyncio.to_thread(made._stoppers.shutdown)
-        child.released.set()
+        child.released.release()
         await ended(made)
 
     run(dialogue())

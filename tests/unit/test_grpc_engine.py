@@ -11,11 +11,13 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from clock import Clock, run_by_the_clock, settle
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config
 from trtllm_bls.engines.grpc import GrpcEngine
+from trtllm_bls.engines.stall import StallTimer
 from trtllm_bls.engines.transport import Route, TritonModel
 from trtllm_bls.errors import (
     EngineError,
@@ -78,6 +80,8 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 for step in self.steps:
                     if step is HOLD:
                         await asyncio.Event().wait()
+                    elif isinstance(step, asyncio.Event):
+                        await step.wait()
                     elif step is LINGER:
                         await asyncio.sleep(0.03)
                     elif isinstance(step, grpc.StatusCode):
@@ -382,6 +386,44 @@ def test_silence_is_a_stall() -> None:
             await triton.cancelled.wait()
 
     run(dialogue())
+
+
+def test_a_stream_that_speaks_in_time_never_stalls() -> None:
+    """The limit counts from the last word, not from the first."""
+
+    async def dialogue(clock: Clock) -> None:
+        second, third = asyncio.Event(), asyncio.Event()
+        steps = Say((3,)), second, Say((4,)), third, Say((5,), final=True)
+        async with reaching(*steps, stall=10) as (engine, _):
+            chunks = engine.generate(ASK)
+            for now, token, event in ((9, 3, second), (18, 4, third)):
+                assert (await anext(chunks)).token_ids == (token,)
+                clock.now = now
+                await settle()
+                event.set()
+            assert (await anext(chunks)).final
+
+    run_by_the_clock(dialogue)
+
+
+def test_a_stall_is_noticed_once_and_not_after_closing() -> None:
+    """A timer fed now and then looks again when its limit has passed since; 0 never fires."""
+
+    async def dialogue(clock: Clock) -> None:
+        fired: list[str] = []
+        timer = StallTimer(10, lambda: fired.append("timer"))
+        closed = StallTimer(10, lambda: fired.append("closed"))
+        never = StallTimer(0, lambda: fired.append("never"))
+        closed.close()
+        for now, fed in ((9, True), (18.5, False), (19.5, False), (99, False)):
+            clock.now = now
+            await settle()
+            assert timer.stalled == (now > 19)
+            if fed:
+                timer.feed()
+        assert fired == ["timer"] and not never.stalled
+
+    run_by_the_clock(dialogue)
 
 
 def test_a_model_that_is_not_decoupled_is_told_to_the_operator() -> None:

@@ -229,10 +229,9 @@ class Uneven:
 
     name = "uneven"
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self) -> None:
         self.steps = 0
         self.closed = False
-        self.more = more
 
     async def limits(self) -> EngineLimits:
         return EngineLimits()
@@ -256,6 +255,22 @@ def test_the_work_ends_when_the_last_sequence_has_stopped() -> None:
     chunks = ask(engine, asking(num_return_sequences=2, stop_words=("!",), stream=True))
     assert (text_of(chunks, 0), text_of(chunks, 1)) == ("a", "abc")
     assert (engine.steps, engine.closed) == (4, True)
+    assert [chunk.sequence_index for chunk in chunks if chunk.ending is not None] == [0, 1]
+
+
+class Punctual(Uneven):
+    """It knows the stop: its last chunk completes it."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        yield EngineChunk(token_ids=tokenizer().encode_word("a!"), final=True)
+        self.closed = True  # read to the end, not left
+
+
+def test_an_engine_that_has_ended_is_not_left() -> None:
+    """A cancel around the final response does harm, and this one could end nothing."""
+    engine = Punctual()
+    assert text_of(ask(engine, asking(stop_words=("!",), stream=True))) == "a"
+    assert engine.closed
 
 
 def test_an_engine_that_ends_without_a_word_is_an_error() -> None:

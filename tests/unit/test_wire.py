@@ -578,6 +578,13 @@ def test_a_response_that_breaks_the_contract_is_the_engines_error(
         ChunkReader(request, False).chunk(arrays, final=False)
 
 
+def test_padding_behind_the_length_is_not_read() -> None:
+    """Shorter beams are padded with -1."""
+    (arrays,), _ = sent(ASK, [EngineChunk(token_ids=(3, 4))])
+    arrays["output_ids"] = np.array([[[3, 4, -1, -1]]], np.int32)
+    assert ChunkReader(ASK, False).chunk(arrays, final=False).token_ids == (3, 4)
+
+
 def test_a_score_of_the_end_token_is_not_taken_for_a_tokens() -> None:
     """More log-probs than tokens: the end token's own, which nobody shows."""
     request = replace(ASK, wants=Wants(log_probs=True))
