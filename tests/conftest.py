@@ -1,0 +1,37 @@
+"""The server that ``tests/live`` and ``tests/conformance`` share, started once per session.
+
+The package is imported only where the server is started: the conformance suite also runs where
+there is nothing but a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from trtllm_bls.launcher import TritonServer
+
+LIVE = frozenset(Path(__file__).parent / room for room in ("live", "conformance"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in the rooms that talk to a server is marked ``live``."""
+    for item in items:
+        if not LIVE.isdisjoint(item.path.parents):
+            item.add_marker(pytest.mark.live)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[TritonServer]:
+    """What a user gets: the demo model and its draft model on the embedded engine."""
+    from tests.servers import DEMO, free_ports
+    from trtllm_bls.launcher import TritonServer
+
+    # One thread: several that wait for each other are ten times slower where cores are contended.
+    settings = free_ports(model=DEMO / "target", draft_model=DEMO / "draft", threads=1)
+    with TritonServer(settings) as running:
+        yield running
