@@ -35,14 +35,17 @@ log = logging.getLogger(__name__)
 
 
 class Call:
-    """One Triton request and its answer; ``arrays`` are its inputs, once they have been read."""
+    """One Triton request and its answer; ``arrays`` are its inputs, once they have been read.
+
+    ``wanted``: the outputs asked for, which are all if the caller named none.
+    """
 
     _numbers = itertools.count(1)
 
     def __init__(self, pb_utils: Any, request: Any) -> None:
         self._pb = pb_utils
         self._sender = request.get_response_sender()
-        self._wanted = frozenset(request.requested_output_names())
+        self.wanted: frozenset[str] = frozenset(request.requested_output_names())
         self._lock = threading.Lock()
         self._closed = False
         self.client_id: str = request.request_id()
@@ -59,7 +62,7 @@ class Call:
     def send(self, arrays: Mapping[str, Array], final: bool = False) -> None:
         """Send one response; with ``final`` it is the last. Ignored once the call has ended."""
         tensors = [
-            self._pb.Tensor(name, array) for name, array in arrays.items() if name in self._wanted
+            self._pb.Tensor(name, array) for name, array in arrays.items() if name in self.wanted
         ]
         self._send(self._pb.InferenceResponse(tensors), final)
 

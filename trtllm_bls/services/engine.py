@@ -33,6 +33,9 @@ class EngineService:
         if is_stop(call.arrays):
             self._stop(call)
             return
+        for output in ("output_ids", "sequence_length"):
+            if output not in call.wanted:  # upstream refuses too: padding could not be told
+                raise InvalidRequest(output, "must be among the requested outputs")
         calls = engine_requests(call.arrays, call.id)
         run = _Run(call, len(calls) * calls[0].request.num_return_sequences)
         for row, one in enumerate(calls):
