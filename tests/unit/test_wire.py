@@ -41,7 +41,7 @@ from trtllm_bls.wire.words import pack_words, unpack_words
 VOCAB = 50
 DECLARED = Dialect().inputs
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
-quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
 def column(*values: Any, dtype: Any = np.int32) -> Any:
