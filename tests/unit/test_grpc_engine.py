@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from clock import Clock, run_by_the_clock, settle
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from engine_server import HOLD, LINGER, Fail, Say, Triton, run, serving
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config
 from trtllm_bls.engines.grpc import GrpcEngine
 from trtllm_bls.engines.stall import StallTimer
-from trtllm_bls.engines.transport import Route, TritonModel
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -32,95 +31,6 @@ from trtllm_bls.wire.engine import ChunkWriter, EngineCall
 ASK = EngineRequest(request_id="mine", input_ids=(7, 8), max_tokens=9)
 
 
-@dataclass(frozen=True)
-class Say:
-    """One response with these tokens."""
-
-    tokens: tuple[int, ...] = ()
-    final: bool = False
-    more: Mapping[str, Any] = field(default_factory=dict)
-    empty: bool = False  # no outputs at all
-
-
-@dataclass(frozen=True)
-class Fail:
-    message: str
-
-
-HOLD, LINGER = "nothing until the caller leaves", "a while between the last word and the end"
-
-
-class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers every inference with ``steps``; knows what its callers did."""
-
-    def __init__(self, *steps: Any, config: Any = None) -> None:
-        self.steps = steps
-        self.config = config or model_config(ENGINE, {"max_sequence_tokens": "64"})
-        self.asked: list[Any] = []
-        self.config_asked = 0
-        self.loading = False
-        self.cancelled = asyncio.Event()
-        self.url = ""
-
-    async def ServerLive(self, request: Any, context: Any) -> Any:
-        return service_pb2.ServerLiveResponse(live=True)
-
-    async def ModelConfig(self, request: Any, context: Any) -> Any:
-        self.config_asked += 1
-        if self.loading:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "it has no available versions")
-        if request.name != self.config.name:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.name}")
-        return service_pb2.ModelConfigResponse(config=self.config)
-
-    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            async for request in requests:
-                self.asked.append(request)
-                for step in self.steps:
-                    if step is HOLD:
-                        await asyncio.Event().wait()
-                    elif isinstance(step, asyncio.Event):
-                        await step.wait()
-                    elif step is LINGER:
-                        await asyncio.sleep(0.03)
-                    elif isinstance(step, grpc.StatusCode):
-                        await context.abort(step, "the wire says so")
-                    else:
-                        yield self._reply(step)
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-
-    def _reply(self, step: Say | Fail) -> Any:
-        if isinstance(step, Fail):
-            return service_pb2.ModelStreamInferResponse(error_message=step.message)
-        response = service_pb2.ModelInferResponse(model_name="tensorrt_llm")
-        response.parameters["triton_final_response"].bool_param = step.final
-        arrays = {
-            "output_ids": np.array([[step.tokens]], np.int32),
-            "sequence_length": np.array([[len(step.tokens)]], np.int32),
-            **step.more,
-        }
-        for name, array in {} if step.empty else arrays.items():
-            dtype = ENGINE.output_named[name].dtype
-            response.outputs.add(name=name, datatype=dtype, shape=array.shape)
-            response.raw_output_contents.append(array.tobytes())
-        return service_pb2.ModelStreamInferResponse(infer_response=response)
-
-
-@asynccontextmanager
-async def serving(triton: Triton) -> AsyncIterator[Triton]:
-    server = grpc.aio.server()
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
-    triton.url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
-        yield triton
-    finally:
-        await server.stop(grace=None)
-
-
 @asynccontextmanager
 async def reaching(
     *steps: Any, config: Any = None, stall: float = 0, name: str = "tensorrt_llm"
@@ -131,10 +41,6 @@ async def reaching(
             yield engine, triton
         finally:
             await engine.close()
-
-
-def run(dialogue: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(dialogue, 20))
 
 
 async def read(engine: GrpcEngine, request: EngineRequest = ASK) -> list[EngineChunk]:
@@ -479,89 +385,5 @@ def test_leaving_after_the_last_chunk_cancels_nothing() -> None:
             while not (await anext(chunks)).final:
                 pass
         assert not triton.cancelled.is_set()
-
-    run(dialogue())
-
-
-# --- choosing the transport -----------------------------------------------------------------
-
-
-def route(url: str, transport: str = "auto") -> Route:
-    return Route(
-        transport=transport,
-        url=url,
-        pb_utils=None,
-        vocab_size=50,
-        max_streams=2,
-        stall_seconds=1,
-    )
-
-
-@pytest.mark.parametrize(
-    ("transport", "kind"), [("auto", "GrpcEngine"), ("grpc", "GrpcEngine"), ("bls", "BlsEngine")]
-)
-def test_a_reachable_server_is_spoken_to_over_grpc_unless_told_otherwise(
-    transport: str, kind: str
-) -> None:
-    """Opened once, at the first request."""
-
-    async def dialogue() -> None:
-        async with serving(Triton()) as triton:
-            model = TritonModel("tensorrt_llm", route(triton.url, transport))
-            engine = await model.engine()
-            assert type(engine).__name__ == kind and engine is await model.engine()
-            assert (await engine.limits()).max_sequence_tokens == 64
-            await model.close()
-
-    run(dialogue())
-
-
-def test_without_a_port_only_auto_and_bls_go_on() -> None:
-    """grpc was asked for, so its absence is an error; the next request tries again."""
-
-    async def dialogue() -> None:
-        for transport in ("auto", "bls"):
-            model = TritonModel("tensorrt_llm", route("127.0.0.1:1", transport))
-            assert type(await model.engine()).__name__ == "BlsEngine"
-            await model.close()
-        model = TritonModel("tensorrt_llm", route("127.0.0.1:1", "grpc"))
-        for _ in range(2):
-            with pytest.raises(EngineUnavailable):
-                await model.engine()
-
-    run(dialogue())
-
-
-@pytest.mark.parametrize("transport", ["auto", "grpc", "bls"])
-@pytest.mark.parametrize("name", ["tensorrt_llm", "misspelt"])
-def test_a_model_that_cannot_serve_us_is_an_error_on_any_transport(
-    name: str, transport: str
-) -> None:
-    """Not decoupled, or not there: another way to reach it would not help."""
-    config = model_config(ENGINE, {})
-    config.model_transaction_policy.decoupled = False
-
-    async def dialogue() -> None:
-        async with serving(Triton(config=config)) as triton:
-            model = TritonModel(name, route(triton.url, transport))
-            with pytest.raises(EngineError, match=r"decoupled|misspelt"):
-                await model.engine()
-
-    run(dialogue())
-
-
-@pytest.mark.parametrize("transport", ["auto", "grpc", "bls"])
-def test_a_model_that_is_still_loading_decides_nothing(transport: str) -> None:
-    """The server is there, so the transport is chosen once the model tells what it declares."""
-
-    async def dialogue() -> None:
-        async with serving(Triton()) as triton:
-            triton.loading = True
-            model = TritonModel("tensorrt_llm", route(triton.url, transport))
-            with pytest.raises(EngineUnavailable, match="no available versions"):
-                await model.engine()
-            triton.loading = False
-            assert (await (await model.engine()).limits()).max_sequence_tokens == 64
-            await model.close()
 
     run(dialogue())

@@ -1,236 +1,22 @@
-"""Both services behind a real door: one FINAL on every path, rows, stops, failures, crowds."""
+"""Text behind a real door, and the services on both sides of an ensemble's engine."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_pb_utils import Ask, FakeTriton
-from saying import PROMPT, orchestrator, prompt_ids, saying, tokenizer
+from saying import PROMPT, prompt_ids, saying, tokenizer
+from served import SILENT, STREAM, text_door, words
 
-from trtllm_bls.door import Door
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed, reciting
+from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest
-from trtllm_bls.services.engine import EngineService
-from trtllm_bls.services.text import TextService
 from trtllm_bls.services.tokens import Postprocessor, Preprocessor
-
-END = 0
-SILENT = Fault(after_tokens=2)  # two tokens, then nothing
-
-
-class Bench:
-    """One service behind a door, on a fake Triton, over a scripted engine."""
-
-    def __init__(self, engine: ScriptedEngine, door: Door, triton: FakeTriton) -> None:
-        self.engine, self.door, self.triton = engine, door, triton
-
-    def accept(self, *asks: Ask) -> Ask:
-        self.door.accept(asks)
-        return asks[0]
-
-    def tokens(self, id: str = "", outputs: tuple[str, ...] = (), **inputs: Any) -> Ask:
-        """A request to ``tensorrt_llm`` with the prompt (7, 8)."""
-        arrays = {
-            "input_ids": np.array([[7, 8]], np.int32),
-            "input_lengths": np.array([2], np.int32),
-            "request_output_len": np.array([10], np.int32),
-            "end_id": np.array([END], np.int32),
-            **inputs,
-        }
-        names = outputs or ("output_ids", "sequence_length")
-        return self.triton.ask(arrays, *names, id=id)
-
-    def text(self, *texts: str, outputs: tuple[str, ...] = (), **inputs: Any) -> Ask:
-        """A request to ``tensorrt_llm_bls`` with a row for each text."""
-        arrays = {
-            "text_input": np.array([[text.encode()] for text in texts], np.object_),
-            "max_tokens": np.full((len(texts), 1), 100, np.int32),
-            **inputs,
-        }
-        return self.triton.ask(arrays, *(outputs or ("text_output", "finish_reason")))
-
-
-TRUE = np.array([True])
-STREAM = {"stream": np.array([[True]])}
-
-
-@contextmanager
-def serving(engine: Any, handle: Any) -> Iterator[Bench]:
-    """Every rule of Triton is kept, and in the end nothing runs any more."""
-    triton, left = FakeTriton(), []
-    door = Door(triton, handle)
-
-    async def finish() -> None:
-        left.extend(asyncio.all_tasks() - {asyncio.current_task()})  # type: ignore[arg-type]
-        await engine.close()
-
-    try:
-        yield Bench(engine, door, triton)
-    finally:
-        door.close(finish)
-        assert (triton.broken, left, engine.live) == ([], [], 0)
-
-
-@contextmanager
-def engine_door(*answer: int, exclude: bool = True, **script: Any) -> Iterator[Bench]:
-    engine = ScriptedEngine(reciting(answer, 2, END), Script(vocab_size=50, **script))
-    with serving(engine, EngineService(engine, exclude).handle) as bench:
-        yield bench
-
-
-@contextmanager
-def text_door(engine: ScriptedEngine) -> Iterator[Bench]:
-    with serving(engine, TextService(orchestrator(engine), engine.close).handle) as bench:
-        yield bench
-
-
-def ids(ask: Ask) -> list[list[int]]:
-    """What each response brings, up to its sequence length."""
-    lengths = [length[0] for length in ask.said("sequence_length")]
-    return [said[0][:n] for said, n in zip(ask.said("output_ids"), lengths, strict=True)]
-
-
-def words(ask: Ask, row: int | None = None) -> str:
-    """The text of one row; of the only one by default."""
-    return b"".join(
-        response["text_output"][0, 0]
-        for response in ask.responses
-        if row is None or response["batch_index"][0, 0] == row
-    ).decode()
-
-
-# --- tensorrt_llm ---------------------------------------------------------------------------
-
-
-def test_tokens_stream_and_the_end_may_bring_none() -> None:
-    """The final flag is on the last data response, there is no other after it."""
-    with engine_door(3, 4) as bench:
-        ask = bench.accept(bench.tokens(streaming=TRUE)).wait()
-        assert ids(ask) == [[3], [4], []]
-
-
-@pytest.mark.parametrize("default", [True, False])
-@pytest.mark.parametrize("asked", [None, True, False])
-def test_the_prompt_is_in_the_whole_answer_unless_excluded(
-    default: bool, asked: bool | None
-) -> None:
-    """The request's word goes before the model's; a stream never has it."""
-    more = {} if asked is None else {"exclude_input_in_output": np.array([asked])}
-    with engine_door(3, 4, exclude=default) as bench:
-        whole = bench.accept(bench.tokens(**more)).wait()
-        streamed = bench.accept(bench.tokens(**more, streaming=TRUE)).wait()
-    excluded = default if asked is None else asked
-    assert ids(whole) == [[3, 4] if excluded else [7, 8, 3, 4]]
-    assert ids(streamed) == [[3], [4], []]
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_stop_request_ends_with_what_there_is(streaming: bool) -> None:
-    """The stopped request ends normally, without error; the stop itself says nothing."""
-    with engine_door(3, 4, 5, 6) as bench:
-        bench.engine.fault = SILENT
-        extra = {"streaming": np.array([streaming])}
-        ask = bench.accept(bench.tokens("mine", **extra))
-        other = bench.accept(bench.tokens("other", **extra))
-        watched = bench.accept(bench.tokens("watched", streaming=TRUE))
-        watched.wait(responses=2)  # so the earlier ones have their two tokens, too
-        stop = bench.accept(bench.tokens("mine", stop=TRUE))
-        assert (stop.wait().responses, stop.error) == ([], None)
-        assert ask.wait().error is None
-        assert ids(ask) == ([[3], [4], []] if streaming else [[3, 4]])
-        assert not other.responses or streaming
-        assert len(bench.engine.cancelled) == 1
-
-
-def test_a_stop_right_behind_its_request_is_heard() -> None:
-    """Even before the engine has been asked; the answer is then an empty one."""
-    with engine_door(3, 4) as bench:
-        bench.engine.fault = Fault()
-        ask, stop = bench.tokens("mine", streaming=TRUE), bench.tokens("mine", stop=TRUE)
-        bench.accept(ask, stop)
-        assert ids(ask.wait()) == [[]] and ask.error is None
-        assert stop.wait().error is None
-
-
-def test_stopping_what_does_not_run_is_no_error_but_needs_an_id() -> None:
-    """It may just have ended; without an id nobody knows what is meant."""
-    with engine_door(3) as bench:
-        bench.accept(bench.tokens("mine")).wait()
-        unknown = bench.accept(bench.tokens("mine", stop=TRUE)).wait()
-        assert (unknown.responses, unknown.error) == ([], None)
-        nameless = bench.accept(bench.tokens("", stop=TRUE)).wait()
-        assert nameless.error is not None and "stop" in nameless.error.message()
-
-
-def test_of_two_requests_of_one_id_the_newest_is_stopped() -> None:
-    """As upstream does; the older one runs on."""
-    with engine_door(3, 4) as bench:
-        bench.engine.fault = SILENT
-        asks = [bench.tokens("mine", streaming=TRUE) for _ in range(2)]
-        bench.accept(*asks)
-        for ask in asks:
-            ask.wait(responses=2)
-        bench.accept(bench.tokens("mine", stop=TRUE)).wait()
-        asks[1].wait()
-        assert len(bench.engine.cancelled) == 1 and bench.engine.live == 1
-
-
-def rows(**more: Any) -> dict[str, Any]:
-    return {
-        "input_ids": np.array([[7, 8, 0], [9, 8, 0]], np.int32),
-        "input_lengths": np.array([2, 2], np.int32),
-        "request_output_len": np.array([10, 10], np.int32),
-        "end_id": np.array([END, END], np.int32),
-        **more,
-    }
-
-
-def test_rows_are_answered_side_by_side() -> None:
-    """Each response says its row; the last row's end ends the request; engine ids differ."""
-    names = ("output_ids", "sequence_length", "batch_index")
-    rule = reciting((3, 4, 5), 2, END)
-    engine = ScriptedEngine(lambda c: rule(c) + c[0] // 9, Script(vocab_size=50))
-    with serving(engine, EngineService(engine, True).handle) as bench:
-        ask = bench.accept(bench.tokens(outputs=names, **rows(streaming=np.array([True] * 2))))
-        found = list(zip([i[0] for i in ask.wait().said("batch_index")], ids(ask), strict=True))
-        assert [tokens for row, tokens in found if row == 0] == [[3], [4], [5], []]
-        assert [tokens for row, tokens in found if row == 1] == [[4], [5], [6]] + [[1]] * 7
-        assert len({request.request_id for request in engine.requests}) == 2
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_one_failing_row_ends_the_others(streaming: bool) -> None:
-    """One error for the whole request, after which no row runs on."""
-    with engine_door(*[3] * 10) as bench:
-        engine = bench.engine
-        engine.script = Script(vocab_size=50)
-        engine.fault = Fault(error=EngineError("row two"), after_requests=1, after_tokens=2)
-        forever = np.array([2**31 - 1] * 2, np.int32)
-        inputs = rows(request_output_len=forever, end_id=np.array([-1, -1], np.int32))
-        ask = bench.accept(bench.tokens(**inputs, streaming=np.array([streaming] * 2))).wait()
-        assert ask.error is not None and ask.error.message() == "INTERNAL: row two"
-        assert engine.live == 0
-
-
-def test_rows_and_sequences_multiply() -> None:
-    """Two rows of three sequences have six ends, and then comes FINAL."""
-    names = ("output_ids", "sequence_length", "batch_index", "sequence_index")
-    with engine_door(3) as bench:
-        count = np.array([3, 3], np.int32)
-        ask = bench.accept(bench.tokens(outputs=names, **rows(num_return_sequences=count))).wait()
-    pairs = zip(ask.said("batch_index"), ask.said("sequence_index"), strict=True)
-    assert sorted((row[0], index[0]) for row, index in pairs) == [
-        (row, index) for row in range(2) for index in range(3)
-    ]
-
 
 # --- tensorrt_llm_bls -----------------------------------------------------------------------
 
@@ -280,7 +66,7 @@ def test_one_failing_text_row_ends_the_others() -> None:
     ("error", "said"),
     [
         (EngineError("broken"), "INTERNAL: broken"),
-        (InvalidRequest("input_ids", "no"), "INVALID_ARG: input_ids: no"),
+        (InvalidRequest("lora_task_id", "no"), "INVALID_ARG: lora_task_id: no"),
         (KeyError("/secret"), "INTERNAL: unexpected KeyError"),
     ],
 )
@@ -371,26 +157,6 @@ def test_two_hundred_texts_at_once_of_which_many_are_left() -> None:
                 ask.leave()
     for ask in asks:  # closed by now: those that hung were told so
         assert ask.wait().gone or ask.error is not None or len(ask.said("finish_reason")) == 2
-
-
-def test_two_hundred_token_requests_at_once_with_stops_and_leaving() -> None:
-    """A stop, a caller leaving and the end may meet in any order."""
-    chance = random.Random(6)
-    with engine_door(*range(3, 20)) as bench:
-        bench.engine.fault = Fault(after_requests=100, after_tokens=3)
-        asks, stops = [], []
-        for number in range(200):
-            asks.append(bench.tokens(f"r{number}", streaming=np.array([chance.random() < 0.7])))
-            bench.accept(asks[-1])
-            stops.append(bench.tokens(f"r{chance.randrange(number + 1)}", stop=TRUE))
-            bench.accept(stops[-1])
-            if chance.random() < 0.3:
-                chance.choice(asks).leave()
-        for number in range(100, 200):
-            bench.accept(bench.tokens(f"r{number}", stop=TRUE))
-        for ask in asks + stops:
-            assert ask.wait().error is None
-        assert all(ask.gone or ids(ask) for ask in asks)
 
 
 def test_requests_do_not_wait_for_each_other() -> None:

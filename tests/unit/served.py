@@ -1,0 +1,102 @@
+"""A service behind a real door, on a fake Triton, over a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from fake_pb_utils import Ask, FakeTriton
+from saying import orchestrator
+
+from trtllm_bls.door import Door
+from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import reciting
+from trtllm_bls.services.engine import EngineService
+from trtllm_bls.services.text import TextService
+
+END = 0
+SILENT = Fault(after_tokens=2)  # two tokens, then nothing
+
+
+class Bench:
+    """One service behind a door, on a fake Triton, over a scripted engine."""
+
+    def __init__(self, engine: ScriptedEngine, door: Door, triton: FakeTriton) -> None:
+        self.engine, self.door, self.triton = engine, door, triton
+
+    def accept(self, *asks: Ask) -> Ask:
+        self.door.accept(asks)
+        return asks[0]
+
+    def tokens(self, id: str = "", outputs: tuple[str, ...] = (), **inputs: Any) -> Ask:
+        """A request to ``tensorrt_llm`` with the prompt (7, 8)."""
+        arrays = {
+            "input_ids": np.array([[7, 8]], np.int32),
+            "input_lengths": np.array([2], np.int32),
+            "request_output_len": np.array([10], np.int32),
+            "end_id": np.array([END], np.int32),
+            **inputs,
+        }
+        names = outputs or ("output_ids", "sequence_length")
+        return self.triton.ask(arrays, *names, id=id)
+
+    def text(self, *texts: str, outputs: tuple[str, ...] = (), **inputs: Any) -> Ask:
+        """A request to ``tensorrt_llm_bls`` with a row for each text."""
+        arrays = {
+            "text_input": np.array([[text.encode()] for text in texts], np.object_),
+            "max_tokens": np.full((len(texts), 1), 100, np.int32),
+            **inputs,
+        }
+        return self.triton.ask(arrays, *(outputs or ("text_output", "finish_reason")))
+
+
+TRUE = np.array([True])
+STREAM = {"stream": np.array([[True]])}
+
+
+@contextmanager
+def serving(engine: Any, handle: Any) -> Iterator[Bench]:
+    """Every rule of Triton is kept, and in the end nothing runs any more."""
+    triton, left = FakeTriton(), []
+    door = Door(triton, handle)
+
+    async def finish() -> None:
+        left.extend(asyncio.all_tasks() - {asyncio.current_task()})  # type: ignore[arg-type]
+        await engine.close()
+
+    try:
+        yield Bench(engine, door, triton)
+    finally:
+        door.close(finish)
+        assert (triton.broken, left, engine.live) == ([], [], 0)
+
+
+@contextmanager
+def engine_door(*answer: int, exclude: bool = True, **script: Any) -> Iterator[Bench]:
+    engine = ScriptedEngine(reciting(answer, 2, END), Script(vocab_size=50, **script))
+    with serving(engine, EngineService(engine, exclude).handle) as bench:
+        yield bench
+
+
+@contextmanager
+def text_door(engine: ScriptedEngine) -> Iterator[Bench]:
+    with serving(engine, TextService(orchestrator(engine), engine.close).handle) as bench:
+        yield bench
+
+
+def ids(ask: Ask) -> list[list[int]]:
+    """What each response brings, up to its sequence length."""
+    lengths = [length[0] for length in ask.said("sequence_length")]
+    return [said[0][:n] for said, n in zip(ask.said("output_ids"), lengths, strict=True)]
+
+
+def words(ask: Ask, row: int | None = None) -> str:
+    """The text of one row; of the only one by default."""
+    return b"".join(
+        response["text_output"][0, 0]
+        for response in ask.responses
+        if row is None or response["batch_index"][0, 0] == row
+    ).decode()

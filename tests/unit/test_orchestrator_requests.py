@@ -1,0 +1,154 @@
+"""What a text request asks of the engine, and what is refused before it is asked anything."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from saying import (
+    PROMPT,
+    asking,
+    orchestrator,
+    prompt_ids,
+    saying,
+    tokenizer,
+)
+
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.messages import (
+    Sampling,
+    TextChunk,
+    TextRequest,
+)
+from trtllm_bls.orchestrator import Defaults
+
+
+async def read(engine: Engine, request: TextRequest, **more: Any) -> list[TextChunk]:
+    async with aclosing(orchestrator(engine, **more).run(request)) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def ask(engine: Engine, request: TextRequest | None = None, **more: Any) -> list[TextChunk]:
+    return asyncio.run(read(engine, request or asking(), **more))
+
+
+def text_of(chunks: list[TextChunk], index: int = 0) -> str:
+    return "".join(chunk.text for chunk in chunks if chunk.sequence_index == index)
+
+
+def ending(chunks: list[TextChunk]) -> tuple[Any, Any, int]:
+    (found,) = [chunk.ending for chunk in chunks if chunk.ending is not None]
+    return found.finish_reason, found.stop_reason, found.completion_tokens
+
+
+# --- refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"text": ""}, "text_input"),
+        ({"text": None}, "text_input"),
+        ({"messages": "[]"}, "text_input"),
+        ({"text": None, "messages": ""}, "messages"),
+        ({"text": None, "messages": "{"}, "messages"),
+        ({"text": None, "messages": "[" * 100_000}, "messages"),
+        ({"text": None, "messages": "[]"}, "messages"),
+        ({"text": None, "messages": '[{"role": "user", "content": "\\ud800"}]'}, "messages"),
+        ({"text": "\ud800"}, "text_input"),
+        ({"text": PROMPT * 20}, "text_input"),
+        (
+            {"text": None, "messages": '[{"role": "user", "content": "%s"}]' % (PROMPT * 20)},
+            "messages",
+        ),
+        ({"stop_words": tuple(map(str, range(1000)))}, "stop_words"),
+        ({"sampling": Sampling(beam_width=2)}, "beam_width"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(change: dict[str, Any], field: str) -> None:
+    """Before the engine hears of it."""
+    engine = saying("no", max_sequence_tokens=40)
+    with pytest.raises(InvalidRequest) as caught:
+        ask(engine, asking(**change))
+    assert caught.value.field == field
+    assert engine.requests == []
+
+
+def test_beams_are_a_known_wish_that_cannot_be_granted() -> None:
+    """The one refusal that is not the caller's mistake."""
+    with pytest.raises(Unsupported):
+        ask(saying("no"), asking(sampling=Sampling(beam_width=2)))
+
+
+def test_a_conversation_is_rendered_by_the_models_template() -> None:
+    """No second begin-of-sequence token before it."""
+    engine = saying("hi")
+    messages = '[{"role": "user", "content": "Hello"}]'
+    ask(engine, asking(None, messages=messages))
+    rendered = "<|user|>Hello</s><|assistant|>"
+    assert engine.requests[0].input_ids == tokenizer().encode(rendered, add_special_tokens=False)
+
+
+def test_special_tokens_before_the_prompt_are_the_callers_choice() -> None:
+    """The request's word goes before the deployment's."""
+    bare = tokenizer().encode(PROMPT, add_special_tokens=False)
+    engine = saying("hi")
+    ask(engine, asking(add_special_tokens=False))
+    ask(engine, defaults=Defaults(add_special_tokens=False))
+    ask(engine, asking(add_special_tokens=True), defaults=Defaults(add_special_tokens=False))
+    assert [request.input_ids for request in engine.requests] == [bare, bare, prompt_ids()]
+
+
+def test_a_long_prompt_is_the_same_prompt() -> None:
+    """It is tokenised beside the event loop, and otherwise as any other."""
+    text = PROMPT * 1000
+    engine = saying("hi", prompt=text)
+    assert text_of(ask(engine, asking(text))) == "hi"
+    assert engine.requests[0].input_ids == prompt_ids(text)
+
+
+# --- what the engine is asked ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fresh"),
+    [
+        (Sampling(temperature=0.8), True),
+        (Sampling(top_k=5), True),
+        (Sampling(top_p=0.5), True),
+        (Sampling(), False),
+        (Sampling(temperature=0.0), False),
+        (Sampling(top_k=1, temperature=0.8), False),
+        (Sampling(repetition_penalty=2.0), False),
+    ],
+)
+def test_a_seed_is_drawn_where_sampling_is_asked_for_without_one(
+    sampling: Sampling, fresh: bool
+) -> None:
+    """Each time another, and told in the ending; greedy decoding needs none."""
+    engine = saying("hi")
+    endings = [ask(engine, asking(sampling=sampling, max_tokens=1))[-1].ending for _ in range(2)]
+    seeds = {request.sampling.seed for request in engine.requests}
+    assert seeds == {found.seed for found in endings if found is not None}
+    assert (len(seeds) == 2) is fresh
+    assert (seeds == {None}) is not fresh
+
+
+def test_a_callers_seed_is_used() -> None:
+    """Zero included."""
+    engine = saying("hi")
+    chunks = ask(engine, asking(sampling=Sampling(temperature=0.8, seed=0), max_tokens=1))
+    assert chunks[-1].ending is not None and chunks[-1].ending.seed == 0
+    assert engine.requests[0].sampling.seed == 0
+
+
+def test_engine_ids_are_unique_and_begin_with_the_calls() -> None:
+    """Two engine requests of one call must never be taken for each other."""
+    engine = saying("hi")
+    ask(engine)
+    ask(engine)
+    first, second = (request.request_id for request in engine.requests)
+    assert first != second and first.startswith("r/") and second.startswith("r/")

@@ -1,0 +1,293 @@
+"""Engine chunks and text chunks to arrays and back; the end on a wire that marks only one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trtllm_bls.contract import BLS, ENGINE
+from trtllm_bls.engines.dialect import Dialect, Responses
+from trtllm_bls.errors import EngineError
+from trtllm_bls.messages import (
+    Ending,
+    EngineChunk,
+    EngineMetrics,
+    EngineRequest,
+    FinishReason,
+    TextChunk,
+    TextRequest,
+    Wants,
+)
+from trtllm_bls.wire.engine import (
+    ChunkReader,
+    ChunkWriter,
+    EngineCall,
+    join_chunks,
+)
+from trtllm_bls.wire.text import text_arrays
+
+ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
+ids = st.integers(0, 49)
+
+
+def column(*values: Any, dtype: Any = np.int32) -> Any:
+    return np.array([[value] for value in values], dtype=dtype)
+
+
+# --- chunks, there and back -----------------------------------------------------------------
+
+
+def scored(*token_ids: int, index: int = 0, final: bool = False) -> EngineChunk:
+    """A chunk with every score; values tell which token they belong to."""
+    return EngineChunk(
+        token_ids=token_ids,
+        sequence_index=index,
+        final=final,
+        log_probs=tuple(-token / 4 for token in token_ids),
+        cum_log_prob=-0.5,
+        generation_logits=np.array([[token, index] for token in token_ids]).reshape(-1, 2),
+    )
+
+
+ALL = Wants(log_probs=True, context_logits=True, generation_logits=True, perf_metrics=True)
+
+
+def sent(
+    request: EngineRequest, chunks: list[EngineChunk], exclude: bool = True
+) -> tuple[list[dict[str, Any]], list[EngineChunk]]:
+    """The chunks as arrays on the wire, and as they come out at the other end."""
+    writer = ChunkWriter(EngineCall(request, None), exclude, None)
+    reader = ChunkReader(request, prompt_included=not exclude)
+    arrays = [writer.arrays(chunk) for chunk in chunks]
+    for found in arrays:
+        for name, array in found.items():
+            row = ENGINE.output_named[name]
+            assert array.dtype == row.numpy_type and array.ndim == len(row.dims) + 1, name
+            assert array.shape[0] == 1
+    return arrays, [reader.chunk(a, c.final) for a, c in zip(arrays, chunks, strict=True)]
+
+
+def assert_same(received: list[EngineChunk], chunks: list[EngineChunk]) -> None:
+    for got, want in zip(received, chunks, strict=True):
+        bare = {"context_logits": None, "generation_logits": None}
+        assert replace(got, **bare) == replace(want, **bare)
+        for name in bare:
+            left, right = getattr(got, name), getattr(want, name)
+            assert (left is None) == (right is None)
+            assert left is None or left.tolist() == right.tolist()
+
+
+def test_streamed_chunks_come_back() -> None:
+    """Tokens are new ones only, log-probs on the wire all so far; the last may hold nothing."""
+    request = replace(ASK, wants=ALL)
+    first = replace(scored(3, 4), context_logits=np.array([[1.0, 2.0], [3.0, 4.0]]))
+    last = replace(scored(final=True), metrics=EngineMetrics(total_draft_tokens=4))
+    chunks = [first, scored(5), last]
+    arrays, received = sent(request, chunks)
+    assert_same(received, chunks)
+    assert [a["output_log_probs"].shape for a in arrays] == [(1, 1, 2), (1, 1, 3), (1, 1, 3)]
+    assert arrays[-1]["output_ids"].shape == (1, 1, 0)
+    assert arrays[-1]["sequence_length"].tolist() == [[0]]
+    assert arrays[0]["generation_logits"].shape == (1, 2, 1, 2)
+
+
+@pytest.mark.parametrize("exclude", [True, False])
+def test_a_whole_answer_comes_back(exclude: bool) -> None:
+    """Not streaming: one response, the prompt in front unless it is excluded."""
+    request = replace(ASK, streaming=False, wants=ALL)
+    chunks = [scored(3, 4, 5, final=True)]
+    (arrays,), received = sent(request, chunks, exclude)
+    assert_same(received, chunks)
+    prompt = [] if exclude else [7, 8]
+    assert arrays["output_ids"].tolist() == [[[*prompt, 3, 4, 5]]]
+    assert arrays["sequence_length"].tolist() == [[len(prompt) + 3]]
+    assert arrays["output_log_probs"].shape == (1, 1, 3)
+    assert arrays["generation_logits"].shape[:2] == (1, 1)
+
+
+def test_logits_take_the_room_of_the_answer_not_of_the_limit() -> None:
+    """A caller who allows many tokens must not make the server fill its memory with zeros."""
+    request = replace(ASK, streaming=False, wants=ALL, max_tokens=2**31 - 1)
+    (arrays,), _ = sent(request, [scored(3, final=True)])
+    assert arrays["generation_logits"].nbytes < 1000
+
+
+def test_several_sequences_keep_their_scores_apart() -> None:
+    """Each chunk names its sequence, and "so far" is counted for each."""
+    request = replace(ASK, wants=ALL, num_return_sequences=2)
+    chunks = [scored(3), scored(9, 9, index=1), scored(4), scored(6, index=1)]
+    arrays, received = sent(request, chunks)
+    assert_same(received, chunks)
+    assert [a["sequence_index"].tolist() for a in arrays] == [[[0]], [[1]], [[0]], [[1]]]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(ids, max_size=3)), min_size=1, max_size=8),
+    st.booleans(),
+)
+def test_any_chunks_come_back(parts: list[tuple[int, list[int]]], scores: bool) -> None:
+    """Any number of tokens in any order of sequences, with scores or without."""
+    wants = ALL if scores else Wants()
+    request = replace(ASK, wants=wants, num_return_sequences=3)
+    chunks = [
+        scored(*tokens, index=index)
+        if scores
+        else EngineChunk(token_ids=tuple(tokens), sequence_index=index)
+        for index, tokens in parts
+    ]
+    assert_same(sent(request, chunks)[1], chunks)
+
+
+def test_counts_and_rows_are_told_when_asked() -> None:
+    """batch_index only where there are several rows, token counts only on demand."""
+    request = replace(ASK, wants=Wants(num_input_tokens=True, num_output_tokens=True))
+    arrays = ChunkWriter(EngineCall(request, None), True, 3).arrays(scored(1, 2))
+    assert arrays["batch_index"].tolist() == [[3]]
+    assert arrays["num_input_tokens"].tolist() == arrays["num_output_tokens"].tolist() == [[2]]
+    bare = ChunkWriter(EngineCall(ASK, None), True, None).arrays(EngineChunk(token_ids=(1,)))
+    assert bare.keys() == {"output_ids", "sequence_length"}
+
+
+def test_metrics_keep_their_types_and_give_the_rate() -> None:
+    """What the engine does not tell is left out; no drafts, no division by zero."""
+    metrics = EngineMetrics(
+        arrival_time_ns=2**40, total_draft_tokens=4, total_accepted_draft_tokens=3
+    )
+    arrays = ChunkWriter(EngineCall(ASK, None), True, None).arrays(
+        EngineChunk(token_ids=(), final=True, metrics=metrics)
+    )
+    assert arrays["arrival_time_ns"].dtype == np.int64
+    assert arrays["acceptance_rate"].tolist() == [[0.75]]
+    assert "first_token_time_ns" not in arrays
+    none = replace(metrics, total_draft_tokens=0, total_accepted_draft_tokens=0)
+    arrays = ChunkWriter(EngineCall(ASK, None), True, None).arrays(
+        EngineChunk(token_ids=(), final=True, metrics=none)
+    )
+    assert arrays["acceptance_rate"].tolist() == [[0.0]]
+
+
+def test_joined_chunks_are_the_whole_answer() -> None:
+    """Tokens and scores end to end; totals as last told, also when a stop cut the answer."""
+    first = replace(scored(3), context_logits=np.ones((2, 2)))
+    cut = EngineChunk(token_ids=(), final=True)
+    whole = join_chunks([first, replace(scored(4, 5), cum_log_prob=-3.0), cut])
+    assert whole.token_ids == (3, 4, 5) and whole.final
+    assert whole.log_probs == (-0.75, -1.0, -1.25) and whole.cum_log_prob == -3.0
+    assert whole.generation_logits is not None and whole.generation_logits.shape == (3, 2)
+    assert whole.context_logits is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"output_ids": None}, "output_ids"),
+        ({"sequence_length": None}, "sequence_length"),
+        ({"output_log_probs": np.zeros((1, 1, 1), np.float32)}, "output_log_probs"),
+        ({"generation_logits": np.zeros((1, 1, 1, 2), np.float32)}, "generation_logits"),
+        ({"sequence_index": column(1)}, "sequence_index"),
+        ({"sequence_index": column(-1)}, "sequence_index"),
+    ],
+)
+def test_a_response_that_breaks_the_contract_is_the_engines_error(
+    change: Any, problem: str
+) -> None:
+    """Missing tensors, fewer scores than tokens, a sequence nobody asked for."""
+    request = replace(ASK, wants=ALL)
+    (arrays,), _ = sent(request, [scored(3, 4)])
+    arrays = {k: v for k, v in {**arrays, **change}.items() if v is not None}
+    with pytest.raises(EngineError, match=problem):
+        ChunkReader(request, False).chunk(arrays, final=False)
+
+
+def test_padding_behind_the_length_is_not_read() -> None:
+    """Shorter beams are padded with -1."""
+    (arrays,), _ = sent(ASK, [EngineChunk(token_ids=(3, 4))])
+    arrays["output_ids"] = np.array([[[3, 4, -1, -1]]], np.int32)
+    assert ChunkReader(ASK, False).chunk(arrays, final=False).token_ids == (3, 4)
+
+
+def test_a_score_of_the_end_token_is_not_taken_for_a_tokens() -> None:
+    """More log-probs than tokens: the end token's own, which nobody shows."""
+    request = replace(ASK, wants=Wants(log_probs=True))
+    (arrays,), _ = sent(request, [scored(3, 4)])
+    arrays["output_log_probs"] = np.array([[[-1, -2, -9]]], np.float32)
+    assert ChunkReader(request, False).chunk(arrays, final=True).log_probs == (-1.0, -2.0)
+
+
+# --- the end of a request on a wire that marks only the last response -----------------------
+
+
+def test_every_sequence_ends_although_the_wire_marks_one_end() -> None:
+    """The last response ends what is still open, each sequence once."""
+    request = replace(ASK, num_return_sequences=3)
+    responses = Responses(request, Dialect())
+    arrays, _ = sent(request, [EngineChunk(token_ids=(5,), sequence_index=1)])
+    chunks = [*responses.chunks(arrays[0], last=False), *responses.chunks(arrays[0], last=True)]
+    assert [(c.sequence_index, c.final) for c in chunks[2:]] == [(0, True), (1, True), (2, True)]
+    assert list(responses.rest()) == []
+
+
+def test_an_empty_last_response_ends_a_single_sequence() -> None:
+    """As an engine sends it that marks its end with nothing."""
+    chunks = list(Responses(ASK, Dialect()).chunks({}, last=True))
+    assert [(c.token_ids, c.final) for c in chunks] == [((), True)]
+
+
+def test_metrics_survive_a_wire_that_does_not_mark_the_last_response() -> None:
+    """They come with the last data, before anyone knows that it was the last."""
+    request = replace(ASK, wants=ALL)
+    metrics = EngineMetrics(total_draft_tokens=4)
+    arrays, _ = sent(request, [replace(scored(5), metrics=metrics)])
+    responses = Responses(request, Dialect())
+    chunks = [*responses.chunks(arrays[0], last=False), *responses.rest()]
+    assert chunks[-1].final and chunks[-1].metrics == metrics
+
+
+# --- text -----------------------------------------------------------------------------------
+
+
+def test_a_text_chunk_fills_the_outputs_it_can() -> None:
+    """Types and ranks as declared; the ending's figures only on the last chunk."""
+    request = TextRequest(
+        request_id="r",
+        text="hi",
+        max_tokens=5,
+        num_return_sequences=2,
+        wants=Wants(num_input_tokens=True, num_output_tokens=True),
+    )
+    ending = Ending(
+        finish_reason=FinishReason.STOP,
+        prompt_tokens=3,
+        completion_tokens=2,
+        stop_reason="né",
+        seed=2**63,
+        metrics=EngineMetrics(total_draft_tokens=1),
+    )
+    chunk = TextChunk(
+        text="só",
+        sequence_index=1,
+        log_probs=(-1.0, -2.0),
+        cum_log_prob=-3.0,
+        context_logits=np.ones((3, 4)),
+        generation_logits=[np.ones(4), np.ones(4)],
+        ending=ending,
+    )
+    arrays = text_arrays(chunk, request, row=1)
+    for name, array in arrays.items():
+        row = BLS.output_named[name]
+        assert array.dtype == row.numpy_type and array.ndim == len(row.dims) + 1, name
+        assert array.shape[0] == 1
+    assert arrays["text_output"][0, 0].decode() == "só"
+    assert arrays["finish_reason"][0, 0] == b"stop"
+    assert arrays["stop_reason"][0, 0].decode() == "né"
+    assert arrays["seed"].tolist() == [[2**63]]
+    assert arrays["batch_index"].tolist() == arrays["sequence_index"].tolist() == [[1]]
+    assert arrays["num_output_tokens"].tolist() == [[2]]
+    open_chunk = text_arrays(replace(chunk, ending=None), request, row=None)
+    assert not open_chunk.keys() & {"finish_reason", "num_input_tokens", "seed", "batch_index"}
