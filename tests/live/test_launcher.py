@@ -23,12 +23,12 @@ import pytest
 import tritonclient.grpc as grpcclient
 from rich.console import Console
 
+from tests.servers import ROOT, free_ports
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import Listener, ServerFailed, TritonServer
 from trtllm_bls.launcher.demo import ask
 from trtllm_bls.settings import Override, ServeSettings
 
-ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
 
 CONFIG = """
@@ -91,10 +91,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("ticker") / "models"
     write_model(made, "ticker", TICKER)
     return made
-
-
-def free_ports(**more: Any) -> ServeSettings:
-    return ServeSettings(http_port=0, grpc_port=0, metrics_port=0, **more)
 
 
 def left_over(prefix: str) -> list[Path]:

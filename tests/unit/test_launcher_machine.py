@@ -10,7 +10,12 @@ import pytest
 
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import checks, interpreter
-from trtllm_bls.launcher.find import Installation, default_directory, find_server
+from trtllm_bls.launcher.find import (
+    Installation,
+    default_directory,
+    default_repository,
+    find_server,
+)
 from trtllm_bls.launcher.ports import Ports, choose
 from trtllm_bls.settings import Override, ServeSettings
 
@@ -61,6 +66,16 @@ def test_an_absent_default_is_none(tmp_path: Path) -> None:
     assert default_directory("assets", tmp_path) is None
     (tmp_path / "assets").mkdir()
     assert default_directory("assets", tmp_path) == tmp_path / "assets"
+
+
+def test_the_repository_is_the_checkouts_or_the_wheels(tmp_path: Path) -> None:
+    """Whoever has a checkout wants to serve what is in it."""
+    installed, models = tmp_path / "share", tmp_path / "models"
+    assert default_repository(tmp_path, installed) is None
+    for place in (installed, models):
+        (place / "bls").mkdir(parents=True)
+        (place / "bls" / "config.pbtxt").touch()
+        assert default_repository(tmp_path, installed) == place
 
 
 # --- the interpreter ------------------------------------------------------------------------

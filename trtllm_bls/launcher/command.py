@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trtllm_bls.errors import SetupError
-from trtllm_bls.launcher.find import CHECKOUT, Installation, default_directory
+from trtllm_bls.launcher.find import CHECKOUT, Installation, default_directory, default_repository
 from trtllm_bls.launcher.ports import Ports
 from trtllm_bls.settings import ServeSettings
 
@@ -113,9 +113,11 @@ def model_directories(settings: ServeSettings, checkout: Path = CHECKOUT) -> dic
 
 def model_repository(settings: ServeSettings) -> Path:
     """The model repository to serve, absolute; raises ``SetupError`` if there is no default."""
-    chosen = settings.model_repository or default_directory("models")
+    chosen = settings.model_repository or default_repository()
     if chosen is None:
-        raise SetupError("no models/ beside the package: name one with --model-repository")
+        raise SetupError(
+            "the package brought no model repository: name one with --model-repository"
+        )
     return chosen.expanduser().resolve()
 
 

@@ -6,6 +6,7 @@ Owns the order of the search and the layout of an installation. Starts nothing.
 from __future__ import annotations
 
 import importlib.util
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from trtllm_bls.errors import SetupError
 CONTAINER_ROOT = Path("/opt/tritonserver")
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent
+INSTALLED_MODELS = Path(sysconfig.get_path("data"), "share", "trtllm-bls", "models")
 _STUB = "triton_python_backend_stub"
 
 
@@ -86,6 +88,14 @@ def _wheel_root() -> Path | None:
     if wheel is None or wheel.origin is None:
         return None
     return Path(wheel.origin).parent / "tritonserver"
+
+
+def default_repository(
+    checkout: Path = CHECKOUT, installed: Path = INSTALLED_MODELS
+) -> Path | None:
+    """Our own model repository: the checkout's, else the wheel's; ``None`` if neither."""
+    places = (checkout / "models", installed)
+    return next((place for place in places if any(place.glob("*/config.pbtxt"))), None)
 
 
 def default_directory(name: str, checkout: Path = CHECKOUT) -> Path | None:
