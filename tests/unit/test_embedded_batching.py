@@ -268,6 +268,15 @@ def test_a_slot_with_a_longer_conversation_is_copied_from_rather_than_taken() ->
     assert table.claim((1, 2, 9, 9), reuse=True) == Claim(1 - long, 2, long)
 
 
+def test_of_slots_that_share_as_much_the_one_idle_longest_is_taken() -> None:
+    """A beginning that all conversations share does not make the newest one pay."""
+    table = SlotTable(2, 16)
+    older, newer = _held(table, 1, 2), _held(table, 1, 2, 3)
+    table.release(older)
+    table.release(newer)
+    assert table.claim((1, 2, 9), reuse=True) == Claim(older, 2, None)
+
+
 def test_the_last_token_of_a_prompt_is_never_reused() -> None:
     """Its logits are needed, so it must be computed."""
     table = SlotTable(1, 16)

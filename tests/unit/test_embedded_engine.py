@@ -48,7 +48,7 @@ def read(engine: EmbeddedEngine, asked: EngineRequest) -> tuple[list[int], Engin
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 60))
+    asyncio.run(asyncio.wait_for(story, 20))
 
 
 # --- in plain Python --------------------------------------------------------------------------
@@ -238,44 +238,51 @@ def test_the_seam_streams_many_requests_at_once(engine: EmbeddedEngine) -> None:
     run(story())
 
 
-def test_leaving_a_stream_frees_its_slot() -> None:
-    """Closed generators and cancelled readers give their slot to the next in line."""
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+def test_leaving_a_stream_frees_its_slot(how: str) -> None:
+    """Three more steps, and the next in line is served: the step under way, and its own two."""
+    steps = threading.Semaphore(1)
 
-    async def story() -> None:
-        with open_engine(max_batch=1) as small:
-            for how in ("closed", "cancelled"):
-                stream = small.generate(request(IDS, 110))
-                await anext(stream)
-                if how == "closed":
-                    await stream.aclose()
-                else:
-                    reader = asyncio.ensure_future(anext(stream))
-                    reader.cancel()
-                    await asyncio.gather(reader, return_exceptions=True)
-                last = None
-                async with aclosing(small.generate(request(IDS, 2))) as chunks:
-                    async for chunk in chunks:
-                        last = chunk
-                assert last is not None and last.final
-            await small.close()
+    async def story(small: EmbeddedEngine) -> None:
+        stream = small.generate(request(IDS, 110))
+        await anext(stream)
+        if how == "closed":
+            await stream.aclose()
+        else:
+            reader = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)  # lets the reader begin to wait
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+        following = small.generate(request(prompt(5, start=3), 2))
+        waiting = asyncio.ensure_future(anext(following))
+        await asyncio.sleep(0)  # lets it be submitted
+        steps.release(3)
+        assert not (await waiting).final
+        assert (await anext(following)).final
 
-    run(story())
+    with open_engine(max_batch=1) as small:
+        forward = small._runner.forward
+
+        def permitted(segments: Any) -> torch.Tensor:
+            steps.acquire()
+            return forward(segments)
+
+        small._runner.forward = permitted  # type: ignore[method-assign]
+        try:
+            run(story(small))
+        finally:
+            steps.release(1000)
 
 
 def test_a_reader_whose_loop_is_gone_does_not_hold_the_engine() -> None:
-    """An abandoned loop costs its requests, not the engine."""
+    """Chunks that cannot be delivered end their request at once."""
+    gone = asyncio.new_event_loop()
+    gone.close()
     with open_engine(max_batch=1) as small:
-
-        async def abandon() -> None:
-            stream = small.generate(request(IDS, 110))
-            await anext(stream)
-            abandoned.append(stream)
-
-        abandoned: list[Any] = []
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(abandon())
-        loop.close()
+        abandoned = small._submit(request(IDS, 110), gone)
         assert read(small, request(IDS, 2))[0] == TRUTH[:2]
+        assert abandoned.cancelled
+        assert small._batcher.num_computed_tokens < 20  # one step of it, two of the other
 
 
 def test_requests_from_many_threads_meet_in_one_batch(engine: EmbeddedEngine) -> None:

@@ -73,22 +73,19 @@ def test_the_limits_are_those_of_transformers(top_k: int | None, top_p: float | 
 def test_top_p_decays_down_to_its_floor_and_is_reset() -> None:
     """Each token multiplies top-p, never below the floor; the reset token restores it."""
 
-    def choices(picker: Chooser) -> set[int]:
-        rules = picker._request.sampling
-        picked = set()
+    def choices(*said: int) -> set[int]:
+        found = set()
         for seed in range(300):
-            other = chooser(**{k: v for k, v in vars(rules).items() if k != "seed"}, seed=seed)
-            for token in picker._text[1:]:
-                other.push(token)
-            picked.add(other.choose(ROW))
-        return picked
+            rules = {"top_p": 0.8, "top_p_decay": 0.5, "top_p_min": 0.45, "top_p_reset_id": 4}
+            picker = chooser(seed=seed, **rules)
+            for token in said:
+                picker.push(token)
+            found.add(picker.choose(ROW))
+        return found
 
-    picker = chooser(top_p=0.8, top_p_decay=0.5, top_p_min=0.45, top_p_reset_id=4)
-    assert choices(picker) == {1, 2, 3}
-    picker.push(0)  # 0.8 * 0.5, raised to 0.45
-    assert choices(picker) == {1, 2}
-    picker.push(4)
-    assert choices(picker) == {1, 2, 3}
+    assert choices() == {1, 2, 3}
+    assert choices(0) == {1, 2}  # 0.8 * 0.5, raised to 0.45
+    assert choices(0, 4) == {1, 2, 3}
 
 
 def test_penalties_count_prompt_and_generated_tokens_alike() -> None:
@@ -104,13 +101,13 @@ def test_penalties_count_prompt_and_generated_tokens_alike() -> None:
         value = row[token] * 1.3 if row[token] < 0 else row[token] / 1.3
         expected[token] = value - 0.4 - 0.2 * times
     for picker in (whole, split):
-        np.testing.assert_allclose(picker._processed(row), expected, rtol=1e-5)
+        np.testing.assert_allclose(picker.processed(row), expected, rtol=1e-5)
 
 
 def test_temperature_acts_before_penalties() -> None:
     """As in TensorRT-LLM, a presence penalty is not scaled by the temperature."""
     picker = chooser((1,), temperature=0.5, presence_penalty=1.0)
-    assert picker._processed(ROW)[1] == pytest.approx(ROW[1] / 0.5 - 1)
+    assert picker.processed(ROW)[1] == pytest.approx(ROW[1] / 0.5 - 1)
 
 
 def test_the_end_token_is_barred_until_enough_is_generated() -> None:
@@ -135,7 +132,7 @@ def test_embedding_bias_is_added_before_anything_else() -> None:
     """A bias moves the choice; its place is before the temperature."""
     picker = chooser(embedding_bias=((4, 5.0),), temperature=0.5, top_k=1)
     assert picker.choose(ROW) == 4
-    assert picker._processed(ROW)[4] == pytest.approx((ROW[4] + 5) / 0.5)
+    assert picker.processed(ROW)[4] == pytest.approx((ROW[4] + 5) / 0.5)
 
 
 def test_a_request_that_bars_every_token_is_an_error() -> None:

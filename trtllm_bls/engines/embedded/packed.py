@@ -22,7 +22,7 @@ class _PackedLinear(nn.Module):  # type: ignore[misc]  # torch is untyped for my
 
     def forward(self, rows: Tensor) -> Tensor:
         """Rows [..., in features] to [..., out features]."""
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(
             rows, self._packed, self._bias, "none", [], ""
         )
         return result

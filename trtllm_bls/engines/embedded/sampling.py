@@ -63,7 +63,7 @@ class Chooser:
 
     def choose(self, row: Array) -> int:
         """The model's own next token."""
-        scores = self._processed(row)
+        scores = self.processed(row)
         if self._greedy:
             return int(scores.argmax())
         return _draw(self._probabilities(scores), self._uniform(_DRAWS))
@@ -107,7 +107,7 @@ class Chooser:
             return None
         return np.bincount(self._text, minlength=vocab_size)
 
-    def _processed(self, row: Array) -> Array:
+    def processed(self, row: Array) -> Array:
         """Rules 1 to 4 on a copy of the row."""
         sampling = self._request.sampling
         row = row.copy()
@@ -140,7 +140,7 @@ class Chooser:
 
     def _distribution(self, row: Array) -> Array:
         """What the next token is drawn from; all on one token when greedy."""
-        scores = self._processed(row)
+        scores = self.processed(row)
         if not self._greedy:
             return self._probabilities(scores)
         certain = np.zeros(len(scores))
