@@ -2,6 +2,9 @@
 #
 #   make demo PYTHON=python3.12     another interpreter, 3.10 to 3.13
 #
+# The server needs numpy 1, which has no wheel for 3.13: pip then compiles it, which takes long and
+# a C compiler.
+#
 # On Linux PyPI's torch is the CUDA build (several GB with its packages). Where there is no GPU,
 # the CPU build of the same version is enough and much smaller:
 #
