@@ -54,6 +54,7 @@ class InvalidRequest(TrtllmBlsError):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
+        self.problem = problem
 
 
 class Unsupported(InvalidRequest):

@@ -132,7 +132,7 @@ def test_an_error_after_partial_text_is_an_error(echo: TritonServer, transport: 
     """
     events = generate_stream(echo.http_url, text_input=WORLD, max_tokens=90, seed=ERROR_AFTER_3)
     assert all("text_output" in event for event in events[:-1])
-    lost = "UNAVAILABLE: tensorrt_llm sent nothing for 3 s"
+    lost = "UNAVAILABLE: tensorrt_llm sent nothing for 20 s"
     assert events[-1] == {"error": lost if transport == "bls" else "INTERNAL: the script says so"}
     with pytest.raises(EngineError, match="the script says so"):
         ask(echo.grpc_url, text_input=WORLD, max_tokens=90, seed=ERROR_AT_ONCE)

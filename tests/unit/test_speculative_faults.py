@@ -14,12 +14,24 @@ from speculative_dialogue import GREEDY, VOCAB, Pair, ask, hashed_pair, ids, pai
 
 from trtllm_bls.engines.scripted import Fault, Script
 from trtllm_bls.engines.scripted_tokens import hashed
-from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, InvalidRequest
+from trtllm_bls.errors import (
+    EngineError,
+    EngineStalled,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+)
 from trtllm_bls.messages import Draft
 from trtllm_bls.speculative import DraftSource
 
 BROKEN = EngineError("broken")
-ERRORS = (BROKEN, EngineUnavailable("gone"), InvalidRequest("input_ids", "too long"), None)
+ERRORS = (
+    BROKEN,
+    EngineUnavailable("gone"),
+    Overloaded("Maximum queue size of 8 is reached"),
+    InvalidRequest("input_ids", "too long"),
+    None,
+)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

@@ -12,7 +12,7 @@ import sys
 from contextlib import aclosing
 
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.errors import EngineError, InvalidRequest
+from trtllm_bls.errors import EngineError, InvalidRequest, Overloaded
 from trtllm_bls.messages import Array, Draft, EngineLimits, EngineRequest, TokenIds
 from trtllm_bls.speculative.options import SpeculationStats
 from trtllm_bls.speculative.shared import SpeculationShared
@@ -95,7 +95,7 @@ class DraftModel:
             return task.result()
         except _Unfit as error:
             self._fail("vocabulary", str(error), rest=True)
-        except EngineError as error:
+        except (EngineError, Overloaded) as error:
             self._fail("error", str(error), rest=True)
         except InvalidRequest as error:  # of this request alone: others may draft on
             self._fail("refused", str(error), rest=False)

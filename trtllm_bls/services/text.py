@@ -8,7 +8,9 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.door import Call
+from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import Array, TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters
@@ -55,9 +57,23 @@ class TextService:
     async def _row(self, run: _Run, request: TextRequest, row: int | None) -> None:
         if row is not None:
             request = replace(request, request_id=f"{request.request_id}/{row}")
-        async with aclosing(self._orchestrator.run(request)) as chunks:
-            async for chunk in chunks:
-                run.send(text_arrays(chunk, request, row), ended=chunk.ending is not None)
+        try:
+            async with aclosing(self._orchestrator.run(request)) as chunks:
+                async for chunk in chunks:
+                    run.send(text_arrays(chunk, request, row), ended=chunk.ending is not None)
+        except InvalidRequest as error:
+            raise _in_callers_words(error, request) from error
+
+
+def _in_callers_words(error: InvalidRequest, request: TextRequest) -> InvalidRequest:
+    """The engine's refusal under the name by which the caller sent the field."""
+    if error.field == "input_ids":
+        name = "text_input" if request.messages is None else "messages"
+    else:
+        tensor = ENGINE.input_named.get(error.field)
+        names = [own.name for own in BLS.inputs if tensor is not None and own.key == tensor.key]
+        name = error.field if error.field in names or not names else names[0]
+    return type(error)(name, error.problem)
 
 
 class _Run:

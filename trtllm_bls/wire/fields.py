@@ -24,11 +24,7 @@ def read_rows(model: Model, arrays: Mapping[str, Array]) -> list[Fields]:
     One-element tensors become ``int``/``float``/``bool``/``str``, STRING lists tuples of ``str``,
     everything else stays an array without its batch dimension.
     """
-    known = [
-        (model.input_named[name], array)
-        for name, array in arrays.items()
-        if name in model.input_named
-    ]
+    known = [(tensor, arrays[tensor.name]) for tensor in model.inputs if tensor.name in arrays]
     if not known:
         raise InvalidRequest("inputs", f"none of {model.name}'s inputs was sent")
     rows = len(known[0][1]) if known[0][1].ndim else 0
