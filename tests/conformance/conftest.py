@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 
-from tests.conformance.deployment import Deployment, add_options, of_our_own, read_options
+from tests.conformance.deployment import (
+    Deployment,
+    add_options,
+    filled_in,
+    of_our_own,
+    read_options,
+)
 from tests.conformance.prompts import Story, find_stories
 from tests.conformance.talk import Engine
 
@@ -26,18 +33,32 @@ def deployment(request: pytest.FixtureRequest) -> Deployment:
     """Where the engine is and what it can do."""
     asked = read_options(request.config)
     if asked.url:
-        return asked
+        with connected(asked.url, asked.verifier or asked.model) as verifier:
+            return filled_in(asked, verifier.parameters)
     from tests.servers import DEMO
 
     server: TritonServer = request.getfixturevalue("server")
-    with closing(Engine(server.grpc_url, asked.model)) as engine:
-        return of_our_own(asked, server.grpc_url, DEMO / "target", engine.parameters)
+    with connected(server.grpc_url, asked.model) as engine:
+        slots = int(engine.parameters["max_batch"])
+        own = of_our_own(asked, server.grpc_url, DEMO / "target", slots)
+        return filled_in(own, engine.parameters)
+
+
+@contextmanager
+def connected(url: str, model: str) -> Iterator[Engine]:
+    """A model, or the end of the run where it cannot be reached."""
+    try:
+        engine = Engine(url, model)
+    except grpc.RpcError as error:
+        pytest.exit(f"{model} at {url}: {error.details()}", returncode=4)
+    with closing(engine):
+        yield engine
 
 
 @pytest.fixture(scope="session")
 def engine(deployment: Deployment) -> Iterator[Engine]:
     """The model under test."""
-    with closing(Engine(deployment.url, deployment.model)) as engine:
+    with connected(deployment.url, deployment.model) as engine:
         if not engine.decoupled:
             pytest.exit(f"{deployment.model} is not decoupled: it can neither stream nor batch", 1)
         yield engine
@@ -47,12 +68,12 @@ def engine(deployment: Deployment) -> Iterator[Engine]:
 def verifier(deployment: Deployment, engine: Engine) -> Iterator[Engine]:
     """The model that verifies drafts."""
     if not deployment.max_draft_len:
-        pytest.skip("no --conformance-max-draft-len: this engine takes no drafts")
-    engine.needs("draft_input_ids")
+        pytest.skip("this engine takes no drafts (--conformance-max-draft-len)")
     if not deployment.verifier:
+        engine.needs("draft_input_ids")
         yield engine
         return
-    with closing(Engine(deployment.url, deployment.verifier)) as verifier:
+    with connected(deployment.url, deployment.verifier) as verifier:
         yield verifier
 
 

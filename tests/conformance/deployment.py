@@ -7,6 +7,7 @@ Without a URL that is this session's own server. Everything that cannot be asked
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ _HELP = {
     "model": "the model to test",
     "verifier": "the model that takes drafts, if it is another one with the same weights",
     "vocab_size": "ids 0 to this minus 1 are tokens; needed with a URL",
-    "max_draft_len": "draft tokens that the verifier takes; 0: it takes none",
-    "max_sequence": "longest prompt and completion together, in tokens; 0: not known",
+    "max_draft_len": "draft tokens that the verifier takes; 0: what its parameter says, or none",
+    "max_sequence": "longest prompt and completion together; 0: what the model parameter says",
     "slots": "requests that the engine runs at once (its max_batch_size)",
     "no_logits": "the engine was built without gathering logits",
 }
@@ -52,7 +53,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def read_options(config: pytest.Config) -> Deployment:
-    """What the options say. Raises ``UsageError`` where a URL came without a vocabulary."""
+    """What the options say; ends the run where a URL came without a vocabulary."""
     given = {
         # The options exist only when pytest was started on this directory.
         field.name: config.getoption(_option(field.name), field.default)
@@ -60,20 +61,33 @@ def read_options(config: pytest.Config) -> Deployment:
     }
     deployment = Deployment(**given)
     if deployment.url and not deployment.vocab_size:
-        raise pytest.UsageError(f"{_option('url')} needs {_option('vocab_size')}")
+        pytest.exit(f"{_option('url')} needs {_option('vocab_size')}", returncode=4)
     return deployment
 
 
-def of_our_own(asked: Deployment, url: str, checkpoint: Path, parameters: Any) -> Deployment:
-    """The embedded engine with ``checkpoint``, sized by its model's ``parameters``."""
+def filled_in(asked: Deployment, parameters: Mapping[str, str]) -> Deployment:
+    """With the lengths that ``trtllm-bls configure`` writes into the model's parameters."""
+
+    def known(key: str) -> int:
+        value = parameters.get(key, "")
+        return int(value) if value.isdigit() else 0
+
+    return replace(
+        asked,
+        max_draft_len=asked.max_draft_len or known("max_draft_len"),
+        max_sequence=asked.max_sequence or known("max_sequence_tokens"),
+    )
+
+
+def of_our_own(asked: Deployment, url: str, checkpoint: Path, slots: int) -> Deployment:
+    """The embedded engine with ``checkpoint``, whose sizes are in its configuration."""
     config = json.loads((checkpoint / "config.json").read_text())
     return replace(
         asked,
         url=url,
         vocab_size=config["vocab_size"],
-        max_draft_len=int(parameters["max_draft_len"]),
         max_sequence=config["max_position_embeddings"],
-        slots=int(parameters["max_batch"]),
+        slots=slots,
     )
 
 

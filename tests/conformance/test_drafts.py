@@ -116,6 +116,23 @@ def test_verified_tokens_have_their_logits(
     assert rows.argmax(axis=-1).tolist() == answer.ids == story.tokens[:3]
 
 
+def test_verified_tokens_that_stream_have_their_logits_too(
+    verifier: Engine, deployment: Deployment, story: Story, logits: None
+) -> None:
+    """[1, new steps, 1, V], here perhaps with several steps in one response."""
+    answer = verify(
+        verifier, story.prompt, story.tokens[:3], streaming=True, return_generation_logits=True
+    )
+    best: Ids = []
+    for response in answer.responses:
+        new = len(response.ids)
+        if new:
+            rows = response.outputs["generation_logits"]
+            assert (rows.shape[0], rows.shape[2]) == (1, 1)
+            best += rows[0, :new, 0, : deployment.vocab_size].argmax(axis=-1).tolist()
+    assert best == answer.ids == story.tokens[:4]
+
+
 def drafted(engine: Engine, prompt: Ids, count: int) -> tuple[Ids, Array]:
     """Tokens that the model itself draws, and its logits for them, [count, V]."""
     seed = {engine.spelling("seed", "random_seed"): 9}

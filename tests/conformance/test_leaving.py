@@ -18,8 +18,8 @@ from tests.conformance.test_tokens import BOTH
 
 
 def long_request(deployment: Deployment) -> int:
-    """As many tokens as fit behind a story's prompt; 1000 where nobody knows."""
-    return deployment.max_sequence - 64 if deployment.max_sequence else 1000
+    """As many tokens as fit behind a story's prompt, within reason; 1000 where nobody knows."""
+    return min(deployment.max_sequence - 64, 2000) if deployment.max_sequence else 1000
 
 
 def stop(engine: Engine, request_id: str) -> Answer:
@@ -108,9 +108,9 @@ def test_of_two_with_one_id_the_newer_is_stopped(
         for story in stories[:2]
     )
     begun(older)
-    begun(newer)
+    first = begun(newer)
     assert succeeded(stop(engine, "conformance-e"))
-    assert len(newer.answer().ids) < most
+    assert len(first.ids + newer.answer().ids) < most
     further = list(itertools.islice(older, LENGTH))
     older.cancel()
     assert len(further) == LENGTH

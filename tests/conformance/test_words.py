@@ -73,6 +73,8 @@ def test_a_bad_sequence_never_appears_whole(engine: Engine, story: Story) -> Non
     ids = engine.ask(story.prompt, LENGTH, bad_words_list=words(bad)).ids
     assert ids[:3] == story.tokens[:3]
     assert bad not in [ids[at : at + 3] for at in range(LENGTH)]
+    elsewhere = words([*never(story, 1), story.tokens[2]])
+    assert engine.ask(story.prompt, LENGTH, bad_words_list=elsewhere).ids == story.tokens
 
 
 def test_a_large_bias_forces_a_token(engine: Engine, deployment: Deployment, story: Story) -> None:
