@@ -14,7 +14,6 @@ from tests.servers import DEMO, ROOT, free_ports
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.settings import Override
 
-
 # BLS loses some errors of Triton 24.10, which then end by this timer; longer than a busy machine
 # may take to a first token.
 STALL_SECONDS = {"grpc": 120, "bls": 20}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import queue
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,8 +54,8 @@ def requests() -> list[dict[str, Any]]:
     made = []
     for number in range(REQUESTS):
         body: dict[str, Any] = {
-            "text_input": "".join(chance.choices(SNIPPETS, k=chance.randint(1, 8))),
-            "max_tokens": chance.randint(1, 60),
+            "text_input": "".join(chance.choices(SNIPPETS, k=chance.randint(1, 4))),
+            "max_tokens": chance.randint(1, 24),
             "return_num_input_tokens": True,
             "return_num_output_tokens": True,
         }
@@ -94,28 +96,38 @@ def of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
     return events[-1] | {"text_output": "".join(event["text_output"] for event in events)}
 
 
+def at_once(ask: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers to all requests over HTTP, some of them side by side."""
+    with ThreadPoolExecutor(32) as pool:
+        return list(pool.map(ask, requests()))
+
+
 def test_200_requests_are_answered_alike_at_every_door(echo: TritonServer) -> None:
     """gRPC streaming and not, generate, generate_stream: all alike, reasons included."""
     bodies = requests()
     streamed = [of_result(result) for result in ask_all(echo.grpc_url, bodies)]
-    whole = ask_all(echo.grpc_url, [body | {"stream": False} for body in bodies])
+    unstreamed = [body | {"stream": False} for body in bodies]
+    whole = [of_result(result) for result in ask_all(echo.grpc_url, unstreamed)]
+    once = at_once(lambda body: generate(echo.http_url, **body))
+    parts = at_once(lambda body: of_events(generate_stream(echo.http_url, **body)))
     assert sum("error" in answer for answer in streamed) == REQUESTS // 8
-    for body, first, second in zip(bodies, streamed, map(of_result, whole), strict=True):
-        once = generate(echo.http_url, **body)
-        parts = of_events(generate_stream(echo.http_url, **body))
-        others = [summary(answer) for answer in (second, once, parts)]
-        assert others == [summary(first)] * 3, body
-        reasons = {answer.get("finish_reason") for answer in (first, second, once, parts)}
-        assert len(reasons) == 1, body
+    for body, *answers in zip(bodies, streamed, whole, once, parts, strict=True):
+        assert len({summary(answer) for answer in answers}) == 1, (body, answers)
+        assert len({answer.get("finish_reason") for answer in answers}) == 1, (body, answers)
 
 
 def test_200_requests_are_answered_alike_by_the_ensemble(echo: TritonServer) -> None:
     """The ensemble's steps use the orchestrator's own prompt maker and detokeniser."""
-    for body in requests():
+
+    def without_count(body: dict[str, Any]) -> dict[str, Any]:
         if body.get("exclude_input_in_output") is False:
             del body["return_num_output_tokens"]  # upstream's count there includes the prompt
-        by_ensemble = generate(echo.http_url, "ensemble", **body)
-        assert summary(by_ensemble) == summary(generate(echo.http_url, **body)), body
+        return body
+
+    by_ensemble = at_once(lambda body: generate(echo.http_url, "ensemble", **without_count(body)))
+    by_bls = at_once(lambda body: generate(echo.http_url, **without_count(body)))
+    for body, one, other in zip(requests(), by_ensemble, by_bls, strict=True):
+        assert summary(one) == summary(other), body
 
 
 def test_a_client_that_knows_only_upstreams_tensors_works_unchanged(echo: TritonServer) -> None:
