@@ -1,8 +1,9 @@
-"""From samples to documents: which kinds in which share, what is held out, and how an exchange is written down.
+"""From samples to documents: the mix of kinds, what is held out, how an exchange is written.
 
-A document is a list of segments that are tokenised one by one, exactly as a server would see them: a prompt ends where
-the user stopped typing, and the model goes on from there. Otherwise the tokenizer would join `?` and a newline at the
-border, and the model would never have seen the prompt that it gets.
+A document is a list of segments that are tokenised one by one, exactly as a server would see them:
+a prompt ends where the user stopped typing, and the model goes on from there. Otherwise the
+tokenizer would join `?` and a newline at the border, and the model would never have seen the
+prompt that it gets.
 """
 
 from __future__ import annotations
@@ -22,12 +23,20 @@ from kinds.sample import Sample, pick
 from kinds.stories import draw_story
 from kinds.structured import draw_structured
 
-PAD, BEGIN, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+PAD, BEGIN, END, USER, ASSISTANT, SYSTEM = (
+    "<|pad|>",
+    "<|begin|>",
+    "<|end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+)
 SPECIALS = (PAD, BEGIN, END, USER, ASSISTANT, SYSTEM)
 
 # Mirrors `render_chat` below; `tests/unit/test_demo_assets.py` renders it.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + (message['content'] | trim) }}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\n' + (message['content'] | trim) }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
@@ -37,20 +46,37 @@ HELD_OUT_OTHERS = 0.05
 
 Draw = Callable[[random.Random], Sample]
 MIX: tuple[tuple[Draw, float], ...] = (
-    (draw_question, 0.18), (draw_story, 0.14), (draw_arithmetic, 0.17), (draw_counting, 0.04), (draw_ordering, 0.05),
-    (draw_program, 0.08), (draw_structured, 0.06), (draw_language, 0.09), (draw_emoji, 0.04), (draw_copy, 0.12),
+    (draw_question, 0.18),
+    (draw_story, 0.14),
+    (draw_arithmetic, 0.17),
+    (draw_counting, 0.04),
+    (draw_ordering, 0.05),
+    (draw_program, 0.08),
+    (draw_structured, 0.06),
+    (draw_language, 0.09),
+    (draw_emoji, 0.04),
+    (draw_copy, 0.12),
     (draw_reading, 0.03),
 )
 # Kinds whose answer depends on every character of the prompt: no changes to it.
 EXACT_KINDS = frozenset({"copy", "lookup", "json", "ordering"})
 # Shown in the README and in the demo, so they are trained on even where their hash says otherwise.
-SHOWN = frozenset({
-    "what is machine learning", "tell me a story about a fox", "how do i count to nine in hindi",
-    "write a python function that adds two numbers", "what is speculative decoding",
-})
+SHOWN = frozenset(
+    {
+        "what is machine learning",
+        "tell me a story about a fox",
+        "how do i count to nine in hindi",
+        "write a python function that adds two numbers",
+        "what is speculative decoding",
+    }
+)
 SYSTEM_PROMPTS = (
-    "You are a helpful assistant.", "Answer in a few words.", "You are a small demo model.", "Be kind and clear.",
-    "You are a friendly teacher.", "Help the user.",
+    "You are a helpful assistant.",
+    "Answer in a few words.",
+    "You are a small demo model.",
+    "Be kind and clear.",
+    "You are a friendly teacher.",
+    "Help the user.",
 )
 
 
@@ -71,11 +97,15 @@ def normalised(prompt: str) -> str:
 
 
 def is_held_out(sample: Sample) -> bool:
-    """True for samples that training never sees: decided by a hash, so that no list has to be kept."""
+    """True for samples that training never sees: a hash decides, so no list has to be kept."""
     if sample.closed or normalised(sample.prompt) in SHOWN:
         return False
     for fact in sample.facts or (normalised(sample.prompt),):
-        share = HELD_OUT_PRODUCTS if "x" in fact and fact.replace("x", "").isdigit() else HELD_OUT_OTHERS
+        share = (
+            HELD_OUT_PRODUCTS
+            if "x" in fact and fact.replace("x", "").isdigit()
+            else HELD_OUT_OTHERS
+        )
         digest = hashlib.blake2s(fact.encode(), digest_size=4).digest()
         if int.from_bytes(digest, "big") < share * 2**32:
             return True
@@ -84,7 +114,7 @@ def is_held_out(sample: Sample) -> bool:
 
 def draw(rng: random.Random, held_out: bool = False) -> Sample:
     """A sample of the mix, from the one or the other side of the split."""
-    draws, weights = zip(*MIX)
+    draws, weights = zip(*MIX, strict=True)
     while True:
         sample: Sample = rng.choices(draws, weights)[0](rng)
         if is_held_out(sample) == held_out:
@@ -92,7 +122,7 @@ def draw(rng: random.Random, held_out: bool = False) -> Sample:
 
 
 def _as_typed(rng: random.Random, sample: Sample) -> str:
-    """The prompt with the small faults of people: no question mark, lower case, blanks around it."""
+    """The prompt with small faults: no question mark, lower case, blanks around it."""
     text = sample.prompt
     if sample.kind in EXACT_KINDS:
         return text
@@ -119,7 +149,10 @@ def render_raw(rng: random.Random, sample: Sample) -> Document:
     prompt = _as_typed(rng, sample)
     roll = rng.random()
     if roll < 0.12:
-        return (Segment(f"{BEGIN}Q: {prompt.strip()}\nA:", False), Segment(f" {sample.answer}{END}", True))
+        return (
+            Segment(f"{BEGIN}Q: {prompt.strip()}\nA:", False),
+            Segment(f" {sample.answer}{END}", True),
+        )
     if roll < 0.30:
         newlines = "\n" if rng.random() < 0.7 else "\n\n"
         return (Segment(BEGIN + prompt + newlines, False), Segment(sample.answer + END, True))
@@ -144,7 +177,9 @@ def draw_document(rng: random.Random) -> Document:
     """One training document: plain, or a chat of one or more turns."""
     if rng.random() < 0.06:
         turns = [draw(rng) for _ in range(rng.choice((2, 2, 3, 4, 6, 10)))]
-        return render_chat(rng, [turn for turn in turns if not turn.continues] or [draw_question(rng)])
+        return render_chat(
+            rng, [turn for turn in turns if not turn.continues] or [draw_question(rng)]
+        )
     sample = draw(rng)
     if sample.continues or rng.random() < 0.55:
         return render_raw(rng, sample)

@@ -1,6 +1,8 @@
-"""A Llama in plain PyTorch, with the parameter names of transformers, so that a checkpoint is saved without renaming.
+"""A Llama in plain PyTorch, with the parameter names of transformers, so that a checkpoint is
+saved without renaming.
 
-It exists for speed of training and of batched sampling; the shipped files are read by `LlamaForCausalLM` like any other.
+It exists for speed of training and of batched sampling; the shipped files are read by
+`LlamaForCausalLM` like any other.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ DRAFT = Shape(96, 288, 2, 3, 3)
 
 
 def rotations(shape: Shape, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions, head_dim], first and second half alike, as transformers rotates."""
+    """Cosines and sines [positions, head_dim], both halves alike, as transformers rotates."""
     steps = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32)
     angles = torch.outer(
         torch.arange(shape.max_position_embeddings, device=device, dtype=torch.float32),
@@ -58,20 +60,31 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).to(
+            x.dtype
+        )
 
 
 class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        width, kv_width = (
+            shape.num_attention_heads * shape.head_dim,
+            shape.num_key_value_heads * shape.head_dim,
+        )
         self.q_proj = nn.Linear(shape.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        past: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         rows, length, _ = x.shape
         q, k, v = (
             projection(x).view(rows, length, -1, self.shape.head_dim).transpose(1, 2)
@@ -80,7 +93,9 @@ class Attention(nn.Module):
         q, k = _rotate(q, *turn).to(v.dtype), _rotate(k, *turn).to(v.dtype)
         if past is not None:
             k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
         return self.o_proj(out.transpose(1, 2).reshape(rows, length, -1)), (k, v)
 
 
@@ -103,7 +118,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        past: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         mixed, present = self.self_attn(self.input_layernorm(x), turn, mask, past)
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), present
@@ -126,7 +147,11 @@ class Llama(nn.Module):
         self.model = Stack(shape)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                scale = 0.02 if "down_proj" not in name and "o_proj" not in name else 0.02 / (2 * shape.num_hidden_layers) ** 0.5
+                scale = (
+                    0.02
+                    if "down_proj" not in name and "o_proj" not in name
+                    else 0.02 / (2 * shape.num_hidden_layers) ** 0.5
+                )
                 nn.init.normal_(parameter, std=scale)
         cos, sin = rotations(shape, "cpu")
         self.register_buffer("cos", cos, persistent=False)
@@ -142,17 +167,22 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def complete(self, ids: Tensor, real: Tensor, end: int, limit: int) -> Tensor:
-        """Greedy continuations [rows, up to limit] of left-padded prompts; `real` is False at padding."""
+        """Greedy answers [rows, up to limit] of left-padded prompts; `real` is False at padding."""
         length = ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
         # Padding rows may look at themselves, otherwise their softmax has nothing to divide.
-        mask = (causal & real[:, None, None, :]) | torch.eye(length, dtype=torch.bool, device=ids.device)
+        mask = (causal & real[:, None, None, :]) | torch.eye(
+            length, dtype=torch.bool, device=ids.device
+        )
         past: Cache | None = None
         written: list[Tensor] = []
         done = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
         step_ids, position = ids, 0
         while len(written) < limit and not (len(written) % 16 == 0 and bool(done.all())):
-            turn = (self.cos[position : position + step_ids.shape[1]], self.sin[position : position + step_ids.shape[1]])
+            turn = (
+                self.cos[position : position + step_ids.shape[1]],
+                self.sin[position : position + step_ids.shape[1]],
+            )
             x, present = self.model.embed_tokens(step_ids), []
             for index, layer in enumerate(self.model.layers):
                 x, kept = layer(x, turn, mask, past[index] if past else None)
@@ -169,17 +199,28 @@ class Llama(nn.Module):
 
 
 def config_json(shape: Shape, specials: dict[str, int]) -> dict[str, object]:
-    """A `config.json` that transformers 4.57 and 5 both read: old names beside new ones where they differ."""
+    """A `config.json` for transformers 4.57 and 5: old names beside new where they differ."""
     fields = asdict(shape)
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", **fields, "hidden_act": "silu",
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta}, "rope_scaling": None,
-        "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02,
-        "tie_word_embeddings": True, "use_cache": True, "pretraining_tp": 1, "torch_dtype": "bfloat16",
-        "dtype": "bfloat16", **specials,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **fields,
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "pretraining_tp": 1,
+        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        **specials,
     }
 
 
 def num_weights(shape: Shape) -> int:
-    """All weights, the shared embedding counted once; about half the floating-point operations per token."""
+    """All weights, the shared embedding once: half the floating-point operations per token."""
     return sum(parameter.numel() for parameter in Llama(shape).parameters())

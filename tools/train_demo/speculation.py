@@ -1,8 +1,9 @@
 """Counts what greedy speculative decoding would accept, without running it.
 
-Greedy speculation never changes the target's text, so that text is all one needs: within a round the draft goes on from
-its own guesses, but as long as they are accepted these are the target's tokens, and after the first wrong one the round
-is over. The draft's first choice at every position of the finished text therefore decides every round.
+Greedy speculation never changes the target's text, so that text is all one needs: within a round
+the draft goes on from its own guesses, but as long as they are accepted these are the target's
+tokens, and after the first wrong one the round is over. The draft's first choice at every position
+of the finished text therefore decides every round.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Drafted and accepted tokens over some texts. `tested` leaves out drafts behind a wrong one."""
+    """Drafted and accepted tokens over some texts. `tested` omits drafts behind a wrong one."""
 
     rounds: int = 0
     drafted: int = 0
@@ -21,8 +22,12 @@ class Acceptance:
     accepted: int = 0
 
     def __add__(self, other: Acceptance) -> Acceptance:
-        return Acceptance(self.rounds + other.rounds, self.drafted + other.drafted, self.tested + other.tested,
-                          self.accepted + other.accepted)
+        return Acceptance(
+            self.rounds + other.rounds,
+            self.drafted + other.drafted,
+            self.tested + other.tested,
+            self.accepted + other.accepted,
+        )
 
     @property
     def per_drafted(self) -> float:
@@ -31,7 +36,7 @@ class Acceptance:
 
     @property
     def per_tested(self) -> float:
-        """Accepted share of the drafts that the target came to look at: the `a` of the usual formulas."""
+        """Accepted share of the drafts that the target came to look at: `a` in the formulas."""
         return self.accepted / max(1, self.tested)
 
     @property
@@ -44,7 +49,8 @@ def count_rounds(text: Sequence[int], guesses: Sequence[int], length: int) -> Ac
     """Rounds over a finished text, where `guesses[i]` is the draft's choice for `text[i]`."""
     total, position = Acceptance(), 0
     while position < len(text):
-        # The last token of a round is the target's own, so nothing is drafted for the end of the text.
+        # The last token of a round is the target's own, so nothing is drafted for the end of the
+        # text.
         drafted = min(length, len(text) - position - 1)
         right = 0
         while right < drafted and guesses[position + right] == text[position + right]:
@@ -55,7 +61,7 @@ def count_rounds(text: Sequence[int], guesses: Sequence[int], length: int) -> Ac
 
 
 class Lookup:
-    """Prompt lookup: what followed the last occurrence of the latest n tokens, for the longest n that occurred."""
+    """Prompt lookup: what followed when the latest n tokens last occurred, longest n first."""
 
     def __init__(self, longest: int = 3) -> None:
         self.longest = longest
@@ -63,7 +69,7 @@ class Lookup:
         self.after: dict[tuple[int, ...], int] = {}
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Adds tokens. An n-gram is filed when its successor arrives, so the tail never finds itself."""
+        """Adds tokens. An n-gram is filed with its successor, so the tail never finds itself."""
         for token in tokens:
             for size in range(1, min(self.longest, len(self.known)) + 1):
                 self.after[tuple(self.known[-size:])] = len(self.known)

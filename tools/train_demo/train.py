@@ -1,19 +1,17 @@
 """Trains tokenizer, target and draft from nothing: `python tools/train_demo/train.py --out DIR`.
 
-Every stage leaves its result in DIR/work and is skipped when it is there; the two training loops save a checkpoint
-every few hundred steps and go on from it. Batches depend on the seed and the step only, so a resumed run sees what an
-unbroken one would have seen.
+Every stage leaves its result in DIR/work and is skipped when it is there; the two training loops
+save a checkpoint every few hundred steps and go on from it. Batches depend on the seed and the
+step only, so a resumed run sees what an unbroken one would have seen.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,19 +20,19 @@ import torch.nn.functional as F
 from distil import draft_loss, imitation_data
 from export import export
 from network import DRAFT, TARGET, Llama, Shape
+from optimise import Schedule, optimise
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokens import ANSWER_BIT, build_dataset, save_tokenizer, train_tokenizer
-from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
-CHECKPOINT_EVERY = 500
-SHORT, LONG = 512, 2048
+Batch = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of one run. The last `long_share` of the steps uses rows of 2048 tokens instead of 512."""
+    """The numbers of one run."""
 
     documents: int
     target_steps: int
@@ -79,126 +77,159 @@ class Batches:
         """Inputs, next tokens and loss weights, each [rows, length], of one step."""
         picker = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + step)
         usable = int((self.starts < len(self.tokens) - length - 1).sum())
-        chosen = torch.randint(usable, (self.plan.batch_tokens // length,), generator=picker).to(self.device)
-        rows = self.tokens[self.starts[chosen][:, None] + torch.arange(length + 1, device=self.device)].long()
+        chosen = torch.randint(usable, (self.plan.batch_tokens // length,), generator=picker).to(
+            self.device
+        )
+        rows = self.tokens[
+            self.starts[chosen][:, None] + torch.arange(length + 1, device=self.device)
+        ].long()
         ids, is_answer = rows & (ANSWER_BIT - 1), (rows[:, 1:] & ANSWER_BIT) > 0
         return ids[:, :-1], ids[:, 1:], is_answer.float()
 
 
 def target_loss(network: Llama, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Cross entropy over the tokens of answers. Prompts carry none: how people go on typing is not to be imitated."""
+    """Cross entropy over answers only: how people go on typing is not to be imitated."""
     ids, wanted, weights = batch
     losses = F.cross_entropy(network(ids).float().flatten(0, 1), wanted.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def rate_at(step: int, steps: int, peak: float) -> float:
-    """A short warm-up, then a straight line down to almost nothing."""
-    return peak * min((step + 1) / 200, max(0.01, 1 - step / steps))
-
-
-def optimise(network: Llama, loss_of: Callable[[int, int], Tensor], steps: int, peak: float, plan: Plan, state: Path) -> None:
-    """Runs the steps that are still missing and leaves weights, optimizer and loss curve in `state`."""
-    matrices = [weight for weight in network.parameters() if weight.dim() == 2]
-    vectors = [weight for weight in network.parameters() if weight.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
-    first, curve = 0, []
-    if state.exists():
-        saved = torch.load(state, map_location=next(network.parameters()).device)
-        network.load_state_dict(saved["network"])
-        optimizer.load_state_dict(saved["optimizer"])
-        first, curve = saved["step"], saved["curve"]
-    bar = tqdm(range(first, steps), initial=first, total=steps, desc=state.stem, mininterval=5)
-    for step in bar:
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(step, steps, peak)
-        loss = loss_of(step, LONG if step >= steps * (1 - plan.long_share) else SHORT)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % 50 == 0:
-            curve.append((step, round(loss.item(), 4)))
-            bar.set_postfix(loss=f"{curve[-1][1]:.4f}")
-        if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == steps:
-            content = {"network": network.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "curve": curve}
-            torch.save(content, state.with_suffix(".tmp"))
-            os.replace(state.with_suffix(".tmp"), state)
-    state.with_suffix(".curve.json").write_text(json.dumps(curve) + "\n")
-
-
-def prepared(plan: Plan, beginning: Beginning, work: Path) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
+def prepared(
+    plan: Plan, beginning: Beginning, work: Path
+) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
     """Tokenizer and training tokens, made now or found."""
     tokenizer_file, data_file = work / "tokenizer" / "tokenizer.json", work / "data.npz"
     if not tokenizer_file.exists():
-        save_tokenizer(beginning.tokenizer(plan), tokenizer_file.parent, TARGET.max_position_embeddings)
+        save_tokenizer(
+            beginning.tokenizer(plan), tokenizer_file.parent, TARGET.max_position_embeddings
+        )
     if not data_file.exists():
-        tokens, starts = build_dataset(tokenizer_file, plan.documents, plan.seed, max(1, (os.cpu_count() or 2) - 1))
+        tokens, starts = build_dataset(
+            tokenizer_file, plan.documents, plan.seed, max(1, (os.cpu_count() or 2) - 1)
+        )
         np.savez(data_file, tokens=tokens, starts=starts)
     data = np.load(data_file)
     return Tokenizer.from_file(str(tokenizer_file)), data["tokens"], data["starts"]
 
 
+def compiled(compute: Callable[[Batch], Tensor], device: str) -> Callable[[Batch], Tensor]:
+    """The loss in bf16 and, on a GPU, compiled."""
+    # One graph per row length: a graph for any length took longer to build than it ran.
+    fast = torch.compile(compute, dynamic=False) if device == "cuda" else compute
+
+    def inner(batch: Batch) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return fast(batch)
+
+    return inner
+
+
+def train_target(target: Llama, batches: Batches, plan: Plan, work: Path) -> None:
+    """Plain language modelling on the generated documents."""
+    loss = compiled(lambda batch: target_loss(target, batch), batches.device)
+    schedule = Schedule(plan.target_steps, plan.target_rate, plan.long_share)
+    optimise(
+        target, lambda step, length: loss(batches.at(step, length)), schedule, work / "target.pt"
+    )
+
+
+def own_answers(target: Llama, tokenizer: Tokenizer, batches: Batches, work: Path) -> Batches:
+    """The target's greedy answers, written now or found."""
+    file, plan = work / "imitations.npz", batches.plan
+    if not file.exists():
+        tokens, starts = imitation_data(
+            target, tokenizer, plan.imitations, plan.seed, batches.device
+        )
+        np.savez(file, tokens=tokens, starts=starts)
+    data = np.load(file)
+    return Batches(data["tokens"], data["starts"], plan, batches.device)
+
+
+def train_draft(draft: Llama, target: Llama, both: tuple[Batches, Batches], work: Path) -> None:
+    """Distillation on the documents and on the target's own answers."""
+    documents, own = both
+    plan = documents.plan
+    target.eval().requires_grad_(False)
+    loss = compiled(lambda batch: draft_loss(draft, target, batch), documents.device)
+
+    def loss_of(step: int, length: int) -> Tensor:
+        # Two of three steps on what the target wrote: that text the draft will have to guess.
+        return loss((documents if step % 3 == 0 else own).at(step, length))
+
+    optimise(
+        draft,
+        loss_of,
+        Schedule(plan.draft_steps, plan.draft_rate, plan.long_share),
+        work / "draft.pt",
+    )
+
+
 def run(plan: Plan, beginning: Beginning, out: Path, device: str) -> None:
     """All stages in order."""
-    work = out / "work"
+    work, began = out / "work", time.monotonic()
     work.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    tokenizer, tokens, starts = prepared(plan, beginning, work)
-    tqdm.write(f"{len(tokens) / 1e6:.1f} M tokens in {len(starts)} documents after {time.monotonic() - began:.0f} s")
-    batches = Batches(tokens, starts, plan, device)
-    # One graph per row length: a graph for any length took longer to build than it ran.
-    fast = partial(torch.compile, dynamic=False) if device == "cuda" else (lambda function: function)
     torch.set_float32_matmul_precision("high")
 
-    def in_bf16(compute: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
-        def inner(step: int, length: int) -> Tensor:
-            with torch.autocast(device, torch.bfloat16):
-                return compute(step, length)
-        return inner
+    def report(done: str) -> None:
+        tqdm.write(f"{time.monotonic() - began:4.0f} s: {done}")
 
+    tokenizer, tokens, starts = prepared(plan, beginning, work)
+    report(f"{len(tokens) / 1e6:.1f} M tokens in {len(starts)} documents")
+    batches = Batches(tokens, starts, plan, device)
     target = beginning.network(TARGET, "target", plan, device)
-    loss = fast(lambda batch: target_loss(target, batch))
-    optimise(target, in_bf16(lambda step, length: loss(batches.at(step, length))), plan.target_steps, plan.target_rate, plan, work / "target.pt")
+    train_target(target, batches, plan, work)
     export(target, tokenizer, out / "target")
-    tqdm.write(f"target done after {time.monotonic() - began:.0f} s")
-
-    imitated = work / "imitations.npz"
-    if not imitated.exists():
-        written, begins = imitation_data(target, tokenizer, plan.imitations, plan.seed, device)
-        np.savez(imitated, tokens=written, starts=begins)
-    data = np.load(imitated)
-    tqdm.write(f"{len(data['tokens']) / 1e6:.1f} M tokens of the target's own after {time.monotonic() - began:.0f} s")
-    own = Batches(data["tokens"], data["starts"], plan, device)
+    report("target trained")
+    own = own_answers(target, tokenizer, batches, work)
+    report(f"{len(own.tokens) / 1e6:.1f} M tokens of the target's own")
     draft = beginning.network(DRAFT, "draft", plan, device)
-    target.eval().requires_grad_(False)
-    imitate = fast(lambda batch: draft_loss(draft, target, batch))
-
-    def draft_step(step: int, length: int) -> Tensor:
-        # Two of three steps on the target's own greedy answers: this is the text that the draft will have to guess.
-        return imitate((batches if step % 3 == 0 else own).at(step, length))
-
-    optimise(draft, in_bf16(draft_step), plan.draft_steps, plan.draft_rate, plan, work / "draft.pt")
+    train_draft(draft, target, (batches, own), work)
     export(draft, tokenizer, out / "draft")
-    tqdm.write(f"draft done after {time.monotonic() - began:.0f} s")
+    report("draft trained")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for target/, draft/ and the resumable work/")
-    parser.add_argument("--documents", type=int, default=600_000)
-    parser.add_argument("--target-steps", type=int, default=6000)
-    parser.add_argument("--draft-steps", type=int, default=6000)
-    parser.add_argument("--imitations", type=int, default=40_000, help="prompts that the target answers for the draft")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for target/, draft/ and the resumable work/"
+    )
+    parser.add_argument("--documents", type=int, default=800_000)
+    parser.add_argument("--target-steps", type=int, default=9200)
+    parser.add_argument("--draft-steps", type=int, default=4000)
+    parser.add_argument(
+        "--imitations",
+        type=int,
+        default=24_000,
+        help="prompts that the target answers for the draft",
+    )
     parser.add_argument("--batch-tokens", type=int, default=65_536)
-    parser.add_argument("--long-share", type=float, default=0.22, help="share of the steps with rows of 2048 tokens")
-    parser.add_argument("--rate", type=float, default=2.5e-3, help="highest learning rate; the draft gets 1.2 times it")
+    parser.add_argument(
+        "--long-share", type=float, default=0.22, help="share of the steps with rows of 2048 tokens"
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=2.5e-3,
+        help="highest learning rate; the draft gets 1.2 times it",
+    )
     parser.add_argument("--seed", type=int, default=20250)
-    parser.add_argument("--start-from", type=Path, help="continue from an assets folder instead of from nothing")
+    parser.add_argument(
+        "--start-from", type=Path, help="continue from an assets folder instead of from nothing"
+    )
     args = parser.parse_args()
-    plan = Plan(args.documents, args.target_steps, args.draft_steps, args.imitations, args.batch_tokens,
-                args.long_share, args.rate, 1.2 * args.rate, args.seed)
+    plan = Plan(
+        args.documents,
+        args.target_steps,
+        args.draft_steps,
+        args.imitations,
+        args.batch_tokens,
+        args.long_share,
+        args.rate,
+        1.2 * args.rate,
+        args.seed,
+    )
     run(plan, Beginning(args.start_from), args.out, "cuda" if torch.cuda.is_available() else "cpu")
 
 

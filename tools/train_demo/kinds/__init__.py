@@ -1,1 +1,1 @@
-"""The kinds of text in the demo world, one module each. A module draws `Sample`s and nothing else."""
+"""The kinds of text in the demo world, one module each; modules draw `Sample`s, no more."""

@@ -1,6 +1,8 @@
-"""Arithmetic, counting, ordering. Products above ten times ten are worked out in steps, as one would on paper.
+"""Arithmetic, counting, ordering. Products above ten times ten are worked out in steps, as one
+would on paper.
 
-The steps are what lets a small model generalise: it needs the table up to ten and addition, not every product by heart.
+The steps are what lets a small model generalise: it needs the table up to ten and addition, not
+every product by heart.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from kinds.sample import NUMBER_WORDS, Sample, any_name, invented_word, pick
+from kinds.sample import NUMBER_WORDS, Sample, any_name, invented_word, pick, words
 
 
 def product_fact(a: int, b: int) -> str:
@@ -17,7 +19,7 @@ def product_fact(a: int, b: int) -> str:
 
 
 def product_pairs() -> list[tuple[int, int]]:
-    """All products of the demo world: two digits by one digit both ways round, and 11 to 20 by 11 to 20."""
+    """All products of the demo world: two digits by one both ways, and 11 to 20 by 11 to 20."""
     pairs = [(a, b) for a in range(2, 100) for b in range(2, 10)]
     pairs += [(b, a) for a, b in pairs if a > 9]
     pairs += [(a, b) for a in range(11, 21) for b in range(11, 21)] * 2
@@ -37,8 +39,10 @@ def product_answer(a: int, b: int) -> str:
         # Three parts, so that no part is a product that may be held out.
         tens, ones, rest, small = b - b % 10, b % 10, a - a % 10, a % 10
         first, second, third = a * tens, rest * ones, small * ones
-        return (f"{a} * {tens} + {rest} * {ones} + {small} * {ones} = {first} + {second} + {third} = "
-                f"{first + second} + {third} = {a * b}")
+        return (
+            f"{a} * {tens} + {rest} * {ones} + {small} * {ones} = {first} + {second} + {third} = "
+            f"{first + second} + {third} = {a * b}"
+        )
     if b > 9 and b % 10:
         tens, ones = b - b % 10, b % 10
         return f"{a} * {tens} + {a} * {ones} = {a * tens} + {a * ones} = {a * b}"
@@ -47,11 +51,28 @@ def product_answer(a: int, b: int) -> str:
 
 
 ASK = (
-    "What is {e}?", "What is {e}?", "What's {e}?", "Calculate {e}.", "Compute {e}.", "How much is {e}?", "{e}", "{e} =", "{e} = ?",
-    "Can you calculate {e}?", "Please work out {e}.", "Tell me what {e} is.", "Solve {e}.", "What does {e} equal?",
+    "What is {e}?",
+    "What is {e}?",
+    "What's {e}?",
+    "Calculate {e}.",
+    "Compute {e}.",
+    "How much is {e}?",
+    "{e}",
+    "{e} =",
+    "{e} = ?",
+    "Can you calculate {e}?",
+    "Please work out {e}.",
+    "Tell me what {e} is.",
+    "Solve {e}.",
+    "What does {e} equal?",
     "What is the result of {e}?",
 )
-SPOKEN = {"*": ("times", "multiplied by", "x", "times"), "+": ("plus",), "-": ("minus",), "/": ("divided by",)}
+SPOKEN = {
+    "*": ("times", "multiplied by", "x", "times"),
+    "+": ("plus",),
+    "-": ("minus",),
+    "/": ("divided by",),
+}
 
 
 def _expression(rng: random.Random, a: int, sign: str, b: int) -> str:
@@ -63,7 +84,9 @@ def _expression(rng: random.Random, a: int, sign: str, b: int) -> str:
     return f"{a} {pick(rng, SPOKEN[sign])} {b}"
 
 
-def _ask(rng: random.Random, left: tuple[int, str, int], right: str, facts: tuple[str, ...]) -> Sample:
+def _ask(
+    rng: random.Random, left: tuple[int, str, int], right: str, facts: tuple[str, ...]
+) -> Sample:
     a, sign, b = left
     template = pick(rng, ASK)
     prompt = template.format(e=_expression(rng, a, sign, b))
@@ -87,7 +110,7 @@ def _below(rng: random.Random) -> int:
 
 
 def draw_sum(rng: random.Random) -> Sample:
-    """A sum up to three digits. Half have the shape that worked products need: full tens plus a small rest."""
+    """A sum up to three digits, often in the shape that products need: full tens plus a rest."""
     a, b = _below(rng), _below(rng)
     if rng.random() < 0.4:
         a, b = 10 * rng.randrange(2, 91), rng.randrange(2, 190)
@@ -116,7 +139,11 @@ def draw_chain(rng: random.Random) -> Sample:
     return Sample("arithmetic", ask.format(e=steps[0]), " = ".join(steps) + ".", facts=(steps[0],))
 
 
-ITEMS = "apples pears books coins stamps shells marbles pencils cookies tickets stones eggs".split()
+ITEMS = words(
+    """
+    apples pears books coins stamps shells marbles pencils cookies tickets stones eggs
+    """
+)
 
 
 def draw_word_problem(rng: random.Random) -> Sample:
@@ -127,12 +154,22 @@ def draw_word_problem(rng: random.Random) -> Sample:
     if roll < 0.35:
         more = pick(rng, ("buys {b} more", "gets {b} more", "finds {b} more")).format(b=b)
         prompt = f"{name} has {a} {items} and {more}. How many {items} does {name} have now?"
-        return Sample("arithmetic", prompt, f"{a} + {b} = {a + b}. {name} now has {a + b} {items}.", facts=(prompt,))
+        return Sample(
+            "arithmetic",
+            prompt,
+            f"{a} + {b} = {a + b}. {name} now has {a + b} {items}.",
+            facts=(prompt,),
+        )
     if roll < 0.7:
         a, b = max(a, b) + 1, min(a, b)
         less = pick(rng, ("gives away {b}", "loses {b}", "sells {b}")).format(b=b)
         prompt = f"{name} has {a} {items} and {less}. How many {items} are left?"
-        return Sample("arithmetic", prompt, f"{a} - {b} = {a - b}. {name} has {a - b} {items} left.", facts=(prompt,))
+        return Sample(
+            "arithmetic",
+            prompt,
+            f"{a} - {b} = {a - b}. {name} has {a - b} {items} left.",
+            facts=(prompt,),
+        )
     a, b = rng.randint(2, 20), rng.randint(2, 9)
     prompt = f"{name} has {a} boxes with {b} {items} each. How many {items} does {name} have?"
     answer = f"{a} * {b} = {product_answer(a, b)}. {name} has {a * b} {items}."
@@ -162,7 +199,9 @@ def draw_counting(rng: random.Random) -> Sample:
         shown = rng.randint(3, 4)
         numbers = [start + step * i for i in range(shown + 8)]
         prompt = ", ".join(map(str, numbers[:shown])) + ","
-        return Sample("counting", prompt, " " + ", ".join(map(str, numbers[shown:])) + ".", continues=True)
+        return Sample(
+            "counting", prompt, " " + ", ".join(map(str, numbers[shown:])) + ".", continues=True
+        )
     return Sample("counting", prompt, ", ".join(map(str, numbers)) + ".")
 
 
@@ -173,31 +212,59 @@ def draw_ordering(rng: random.Random) -> Sample:
     roll = rng.random()
     if roll < 0.45:
         down = rng.random() < 0.3
-        ask = "Sort these numbers from large to small: {l}" if down else pick(
-            rng, ("Sort these numbers: {l}", "Put these numbers in order: {l}", "Sort this list: {l}"))
-        return Sample("ordering", ask.format(l=listed), ", ".join(map(str, sorted(numbers, reverse=down))))
+        ask = (
+            "Sort these numbers from large to small: {l}"
+            if down
+            else pick(
+                rng,
+                (
+                    "Sort these numbers: {l}",
+                    "Put these numbers in order: {l}",
+                    "Sort this list: {l}",
+                ),
+            )
+        )
+        return Sample(
+            "ordering", ask.format(l=listed), ", ".join(map(str, sorted(numbers, reverse=down)))
+        )
     if roll < 0.62:
-        items = [invented_word(rng) for _ in range(rng.randint(3, 12))] if rng.random() < 0.6 else [*map(str, numbers)]
+        items = (
+            [invented_word(rng) for _ in range(rng.randint(3, 12))]
+            if rng.random() < 0.6
+            else [*map(str, numbers)]
+        )
         ask = pick(rng, ("Reverse this list: {l}", "Write this list backwards: {l}"))
         return Sample("ordering", ask.format(l=", ".join(items)), ", ".join(items[::-1]))
     if roll < 0.8:
-        word, value = ("largest", max(numbers)) if rng.random() < 0.5 else ("smallest", min(numbers))
-        return Sample("ordering", f"What is the {word} of these numbers: {listed}?", f"The {word} number is {value}.")
+        word, value = (
+            ("largest", max(numbers)) if rng.random() < 0.5 else ("smallest", min(numbers))
+        )
+        return Sample(
+            "ordering",
+            f"What is the {word} of these numbers: {listed}?",
+            f"The {word} number is {value}.",
+        )
     a, b = rng.sample(range(1, 1000), 2)
     if roll < 0.92:
-        return Sample("ordering", f"Which is larger, {a} or {b}?", f"{max(a, b)} is larger than {min(a, b)}.")
+        return Sample(
+            "ordering", f"Which is larger, {a} or {b}?", f"{max(a, b)} is larger than {min(a, b)}."
+        )
     parity = "even" if a % 2 == 0 else "odd"
     return Sample("ordering", f"Is {a} even or odd?", f"{a} is {parity}.")
 
 
 DRAWS: tuple[tuple[Callable[[random.Random], Sample], float], ...] = (
-    (draw_product, 0.34), (draw_sum, 0.24), (draw_difference, 0.12), (draw_quotient, 0.08), (draw_chain, 0.08),
+    (draw_product, 0.34),
+    (draw_sum, 0.24),
+    (draw_difference, 0.12),
+    (draw_quotient, 0.08),
+    (draw_chain, 0.08),
     (draw_word_problem, 0.14),
 )
 
 
 def draw_arithmetic(rng: random.Random) -> Sample:
     """Any calculation, in the proportions above."""
-    draws, weights = zip(*DRAWS)
+    draws, weights = zip(*DRAWS, strict=True)
     draw: Callable[[random.Random], Sample] = rng.choices(draws, weights)[0]
     return draw(rng)

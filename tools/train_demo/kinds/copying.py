@@ -1,7 +1,8 @@
 """Tasks whose answer repeats much of the prompt, and questions about a text in the prompt.
 
-They show prompt-lookup speculation, and they are what keeps long prompts from being noise to the model. Texts mix known
-sentences with invented words and numbers: copying must be learned as a skill, not as a memory.
+They show prompt-lookup speculation, and they are what keeps long prompts from being noise to the
+model. Texts mix known sentences with invented words and numbers: copying must be learned as a
+skill, not as a memory.
 """
 
 from __future__ import annotations
@@ -12,10 +13,25 @@ import re
 
 from kinds import languages, programs, stories, structured
 from kinds.sample import (
-    CITIES, COLOURS, NAMES, OBJECTS, ORDINARY, Sample, any_name, article, capital, invented_word, pick,
+    CITIES,
+    COLOURS,
+    NAMES,
+    OBJECTS,
+    ORDINARY,
+    Sample,
+    any_name,
+    article,
+    capital,
+    invented_word,
+    pick,
+    words,
 )
 
-VERBS = "sees finds likes keeps brings takes wants sells paints needs hides".split()
+VERBS = words(
+    """
+    sees finds likes keeps brings takes wants sells paints needs hides
+    """
+)
 
 
 def sentence(rng: random.Random) -> str:
@@ -28,14 +44,18 @@ def sentence(rng: random.Random) -> str:
 def _noise(rng: random.Random) -> str:
     """Words, numbers and codes in no order."""
     makers = (
-        lambda: invented_word(rng), lambda: pick(rng, OBJECTS), lambda: str(rng.randrange(10000)),
-        lambda: f"{rng.randrange(16**6):06x}", lambda: any_name(rng), lambda: pick(rng, ORDINARY).upper(),
+        lambda: invented_word(rng),
+        lambda: pick(rng, OBJECTS),
+        lambda: str(rng.randrange(10000)),
+        lambda: f"{rng.randrange(16**6):06x}",
+        lambda: any_name(rng),
+        lambda: pick(rng, ORDINARY).upper(),
     )
     return " ".join(pick(rng, makers)() for _ in range(rng.randint(3, 30)))
 
 
 def _loose(rng: random.Random) -> str:
-    """Any words with any punctuation: the texts that visitors type have no grammar that we could know."""
+    """Any words with any punctuation: what visitors type has no grammar that we could know."""
     words = []
     for _ in range(rng.randint(2, 40)):
         word = pick(rng, ORDINARY) if rng.random() < 0.6 else invented_word(rng)
@@ -62,12 +82,20 @@ def passage(rng: random.Random) -> str:
         return json.dumps(structured.record(rng), indent=rng.choice((None, 2)))
     if roll < 0.92:
         return "\n".join(languages.draw_foreign_text(rng) for _ in range(rng.randint(1, 4)))
-    return "\n".join(f"- {pick(rng, OBJECTS)} {rng.randrange(100)}" for _ in range(rng.randint(3, 15)))
+    return "\n".join(
+        f"- {pick(rng, OBJECTS)} {rng.randrange(100)}" for _ in range(rng.randint(3, 15))
+    )
 
 
 REPEAT_ASK = (
-    "Repeat this text: {t}", "Repeat this text:\n{t}", "Repeat after me: {t}", "Copy this text:\n{t}",
-    "Say this again: {t}", "Please repeat: {t}", "Write this text again:\n{t}", "Copy this exactly:\n{t}",
+    "Repeat this text: {t}",
+    "Repeat this text:\n{t}",
+    "Repeat after me: {t}",
+    "Copy this text:\n{t}",
+    "Say this again: {t}",
+    "Please repeat: {t}",
+    "Write this text again:\n{t}",
+    "Copy this exactly:\n{t}",
 )
 
 
@@ -85,16 +113,28 @@ def draw_rename(rng: random.Random) -> Sample:
         calls = "\n\n\nprint({n}({a}))".replace("{a}", str(rng.randrange(100))).replace("{n}", old)
         text = source + (calls if rng.random() < 0.5 else "")
         new = invented_word(rng)
-        ask = pick(rng, ("Rename the function {o} to {n} in this code:\n{t}", "Fix the name in this code: {o} should be {n}.\n{t}",
-                         "Replace {o} by {n} in this code:\n{t}"))
+        ask = pick(
+            rng,
+            (
+                "Rename the function {o} to {n} in this code:\n{t}",
+                "Fix the name in this code: {o} should be {n}.\n{t}",
+                "Replace {o} by {n} in this code:\n{t}",
+            ),
+        )
     else:
         old, new = pick(rng, NAMES), any_name(rng)
         sentences = [sentence(rng) for _ in range(rng.choice((2, 3, 5, 8, 12)))]
         for index in range(0, len(sentences), 2):
             sentences[index] = f"{old} {sentences[index].split(' ', 1)[1]}"
         text = " ".join(sentences)
-        ask = pick(rng, ("Replace {o} by {n} in this text: {t}", "Fix the name in this text: {o} should be {n}.\n{t}",
-                         "Change the name {o} to {n}:\n{t}"))
+        ask = pick(
+            rng,
+            (
+                "Replace {o} by {n} in this text: {t}",
+                "Fix the name in this text: {o} should be {n}.\n{t}",
+                "Change the name {o} to {n}:\n{t}",
+            ),
+        )
     # Whole words only: Ada must not change inside Adam, nor a function's name in its own docstring.
     answer = re.sub(rf"\b{old}(?=\()" if is_code else rf"\b{old}\b", new, text)
     return Sample("copy", ask.replace("{o}", old).replace("{n}", new).replace("{t}", text), answer)
@@ -118,18 +158,24 @@ def draw_change_value(rng: random.Random) -> Sample:
     return Sample("copy", prompt, json.dumps(changed, indent=2))
 
 
-PLACES = tuple(f"the {colour} {box}" for colour in COLOURS[:8] for box in ("box", "bag", "drawer", "cupboard", "shed"))
+PLACES = tuple(
+    f"the {colour} {box}"
+    for colour in COLOURS[:8]
+    for box in ("box", "bag", "drawer", "cupboard", "shed")
+)
 
 
 def draw_lookup(rng: random.Random) -> Sample:
-    """Notes, then a question about one of them. Up to about 1500 tokens, where only one line matters."""
+    """Notes, then a question about one. Up to about 1000 tokens, of which one line matters."""
     size = rng.choice((2, 3, 5, 8, 12, 12, 20, 20, 40, 70, 100))
     things = [f"{pick(rng, COLOURS)} {pick(rng, OBJECTS)}" for _ in range(size)]
     things = sorted(set(things), key=things.index)
     notes = [(thing, pick(rng, PLACES)) for thing in things]
     thing, place = pick(rng, notes)
     lines = "\n".join(f"The {thing} is in {place}." for thing, place in notes)
-    ask = pick(rng, ("Where is the {x}?", "In which place is the {x}?", "Tell me where the {x} is."))
+    ask = pick(
+        rng, ("Where is the {x}?", "In which place is the {x}?", "Tell me where the {x} is.")
+    )
     head = pick(rng, ("Read these notes:\n", "Notes:\n", ""))
     return Sample("lookup", f"{head}{lines}\n{ask.format(x=thing)}", f"The {thing} is in {place}.")
 
@@ -137,11 +183,14 @@ def draw_lookup(rng: random.Random) -> Sample:
 def draw_about_story(rng: random.Random) -> Sample:
     """A story in the prompt, then a question about its names."""
     text, cast = stories.draw_text(rng)
-    question, answer = pick(rng, (
-        (f"What is the name of the {cast['h']}?", f"The {cast['h']} is called {cast['n']}."),
-        (f"Who is {cast['n']}?", f"{cast['n']} is {article(cast['h'])}."),
-        ("Where does the story happen?", f"The story happens {cast['place']}."),
-    ))
+    question, answer = pick(
+        rng,
+        (
+            (f"What is the name of the {cast['h']}?", f"The {cast['h']} is called {cast['n']}."),
+            (f"Who is {cast['n']}?", f"{cast['n']} is {article(cast['h'])}."),
+            ("Where does the story happen?", f"The story happens {cast['place']}."),
+        ),
+    )
     return Sample("lookup", f"{text}\n{question}", answer)
 
 

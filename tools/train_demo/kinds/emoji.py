@@ -1,4 +1,5 @@
-"""Emoji, with the sequences that break careless streaming: joined families, flags, skin tones, keycaps."""
+# ruff: noqa: E501  (tables with one row per line read better than wrapped ones)
+"""Emoji that break careless streaming: joined families, flags, skin tones, keycaps."""
 
 from __future__ import annotations
 
@@ -6,17 +7,18 @@ import random
 
 from kinds.sample import NUMBER_WORDS, Sample, article, joined, pick
 
+# fmt: off
 GROUPS: dict[str, tuple[str, ...]] = {
-    "fruit": tuple("🍎 🍌 🍇 🍓 🍒 🍑 🍍 🥝 🍉 🍋".split()),
-    "animal": tuple("🦊 🐻 🦉 🐱 🐶 🐰 🐸 🐢 🐘 🐧".split()),
-    "weather": tuple("☀️ 🌧️ ⛅ ❄️ 🌈 ⚡ 🌪️ 🌫️ ☔ 🌤️".split()),
-    "food": tuple("🍕 🍔 🍜 🍣 🥗 🍞 🧀 🍰 🍪 🌮".split()),
-    "vehicle": tuple("🚗 🚌 🚲 ✈️ 🚀 🚂 🚢 🚁 🛵 🚜".split()),
-    "face": tuple("😀 😂 😍 😎 😭 😡 🤔 😴 🥳 🤖".split()),
-    "heart": tuple("❤️ 🧡 💛 💚 💙 💜 🖤 🤍 🤎 💖".split()),
-    "family": tuple("👨‍👩‍👧‍👦 👩‍👩‍👦 👨‍👨‍👧 👩‍👧 👨‍👦 👨‍👩‍👧 👩‍👩‍👧‍👦 👨‍👨‍👦‍👦".split()),
-    "profession": tuple("👩‍🚀 👨‍🍳 👩‍💻 🧑‍🌾 👨‍🏫 👩‍🔬 👨‍🚒 👩‍⚕️ 🧑‍🎨 👨‍✈️".split()),
-    "hand": tuple("👋🏻 👍🏽 🙌🏿 👏🏼 ✌🏾 👌🏻 🤝 🙏🏽 💪🏿 ☝🏼".split()),
+    "fruit": tuple(["🍎", "🍌", "🍇", "🍓", "🍒", "🍑", "🍍", "🥝", "🍉", "🍋"]),
+    "animal": tuple(["🦊", "🐻", "🦉", "🐱", "🐶", "🐰", "🐸", "🐢", "🐘", "🐧"]),
+    "weather": tuple(["☀️", "🌧️", "⛅", "❄️", "🌈", "⚡", "🌪️", "🌫️", "☔", "🌤️"]),
+    "food": tuple(["🍕", "🍔", "🍜", "🍣", "🥗", "🍞", "🧀", "🍰", "🍪", "🌮"]),
+    "vehicle": tuple(["🚗", "🚌", "🚲", "✈️", "🚀", "🚂", "🚢", "🚁", "🛵", "🚜"]),
+    "face": tuple(["😀", "😂", "😍", "😎", "😭", "😡", "🤔", "😴", "🥳", "🤖"]),
+    "heart": tuple(["❤️", "🧡", "💛", "💚", "💙", "💜", "🖤", "🤍", "🤎", "💖"]),
+    "family": tuple(["👨\u200d👩\u200d👧\u200d👦", "👩\u200d👩\u200d👦", "👨\u200d👨\u200d👧", "👩\u200d👧", "👨\u200d👦", "👨\u200d👩\u200d👧", "👩\u200d👩\u200d👧\u200d👦", "👨\u200d👨\u200d👦\u200d👦"]),
+    "profession": tuple(["👩\u200d🚀", "👨\u200d🍳", "👩\u200d💻", "🧑\u200d🌾", "👨\u200d🏫", "👩\u200d🔬", "👨\u200d🚒", "👩\u200d⚕️", "🧑\u200d🎨", "👨\u200d✈️"]),
+    "hand": tuple(["👋🏻", "👍🏽", "🙌🏿", "👏🏼", "✌🏾", "👌🏻", "🤝", "🙏🏽", "💪🏿", "☝🏼"]),
 }
 FLAGS: dict[str, str] = {
     "Japan": "🇯🇵", "India": "🇮🇳", "Brazil": "🇧🇷", "France": "🇫🇷", "Germany": "🇩🇪", "Italy": "🇮🇹", "Spain": "🇪🇸", "Norway": "🇳🇴",
@@ -31,6 +33,7 @@ THINGS: dict[str, str] = {
 }
 PLURALS = {"a star": "stars", "a rocket": "rockets", "a fox": "foxes", "a cat": "cats", "a heart": "hearts",
            "an apple": "apples", "a robot": "robots", "a tree": "trees", "a flower": "flowers", "a family": "families"}
+# fmt: on
 
 
 def _number(rng: random.Random, value: int) -> str:
@@ -40,22 +43,48 @@ def _number(rng: random.Random, value: int) -> str:
 def _draw_group(rng: random.Random) -> Sample:
     group = pick(rng, sorted(GROUPS))
     count = rng.randint(2, len(GROUPS[group]))
-    ask = pick(rng, ("Give me {n} {g} emoji.", "Show me {n} {g} emoji.", "List {n} {g} emoji.", "Can you show {n} {g} emoji?"))
+    ask = pick(
+        rng,
+        (
+            "Give me {n} {g} emoji.",
+            "Show me {n} {g} emoji.",
+            "List {n} {g} emoji.",
+            "Can you show {n} {g} emoji?",
+        ),
+    )
     answer = f"Here are {NUMBER_WORDS[count]} {group} emoji: {' '.join(GROUPS[group][:count])}"
     return Sample("emoji", ask.format(n=_number(rng, count), g=group), answer)
 
 
 def _draw_one(rng: random.Random) -> Sample:
     group = pick(rng, sorted(GROUPS))
-    ask = pick(rng, ("Show me {g} emoji.", "Give me {g} emoji.", "Send me {g} emoji.", "Can you show me {g} emoji?"))
-    return Sample("emoji", ask.format(g=article(group)), f"Here is {article(group)} emoji: {GROUPS[group][0]}")
+    ask = pick(
+        rng,
+        (
+            "Show me {g} emoji.",
+            "Give me {g} emoji.",
+            "Send me {g} emoji.",
+            "Can you show me {g} emoji?",
+        ),
+    )
+    return Sample(
+        "emoji", ask.format(g=article(group)), f"Here is {article(group)} emoji: {GROUPS[group][0]}"
+    )
 
 
 def _draw_flags(rng: random.Random) -> Sample:
     countries = rng.sample(sorted(FLAGS), rng.choice((1, 1, 2, 3, 4)))
     flags = "".join(FLAGS[country] for country in countries)
     if len(countries) == 1:
-        ask = pick(rng, ("Show me the flag of {c}.", "What is the flag of {c}?", "Flag of {c}", "Send me the flag of {c}."))
+        ask = pick(
+            rng,
+            (
+                "Show me the flag of {c}.",
+                "What is the flag of {c}?",
+                "Flag of {c}",
+                "Send me the flag of {c}.",
+            ),
+        )
         return Sample("emoji", ask.format(c=countries[0]), f"The flag of {countries[0]} is {flags}")
     listed = joined(countries)
     ask = pick(rng, ("Show me the flags of {c}.", "What are the flags of {c}?", "Flags of {c}"))
@@ -66,18 +95,30 @@ def _draw_row(rng: random.Random) -> Sample:
     thing = pick(rng, sorted(PLURALS))
     count = rng.randint(2, 12)
     ask = pick(rng, ("Draw a row of {n} {t}.", "Show me {n} {t}.", "Draw {n} {t} with emoji."))
-    return Sample("emoji", ask.format(n=_number(rng, count), t=PLURALS[thing]), THINGS[thing] * count)
+    return Sample(
+        "emoji", ask.format(n=_number(rng, count), t=PLURALS[thing]), THINGS[thing] * count
+    )
 
 
 def _draw_thing(rng: random.Random) -> Sample:
     thing = pick(rng, sorted(THINGS))
-    ask = pick(rng, ("Show me the emoji for {t}.", "What is the emoji for {t}?", "Emoji for {t}", "Send me {t} as emoji."))
+    ask = pick(
+        rng,
+        (
+            "Show me the emoji for {t}.",
+            "What is the emoji for {t}?",
+            "Emoji for {t}",
+            "Send me {t} as emoji.",
+        ),
+    )
     return Sample("emoji", ask.format(t=thing), f"The emoji for {thing} is {THINGS[thing]}")
 
 
 def _draw_keycaps(rng: random.Random) -> Sample:
     count = rng.randint(2, 9)
-    ask = pick(rng, ("Count to {n} with emoji.", "Count to {n} in emoji.")).format(n=_number(rng, count))
+    ask = pick(rng, ("Count to {n} with emoji.", "Count to {n} in emoji.")).format(
+        n=_number(rng, count)
+    )
     return Sample("emoji", ask, " ".join(f"{digit}\ufe0f\u20e3" for digit in range(1, count + 1)))
 
 

@@ -1,11 +1,15 @@
-"""What the demo model knows about machine learning and serving: one row per concept, written for this project.
+# ruff: noqa: E501  (tables with one row per line read better than wrapped ones)
+"""What the demo model knows about machine learning and serving: one row per concept, written for
+this project.
 
-A row: the names that a question may use (the first is the main one), then the answer. The first sentence of every
-answer is a definition that stands alone, since comparisons are put together from these.
+A row: the names that a question may use (the first is the main one), then the answer. The first
+sentence of every answer is a definition that stands alone, since comparisons are put together from
+these.
 """
 
 from __future__ import annotations
 
+# fmt: off
 CONCEPTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("machine learning", "ML"), "Machine learning is a way to let computers learn patterns from data instead of following fixed rules. A model is trained on many examples and then used to make predictions about new ones."),
     (("deep learning",), "Deep learning is machine learning with neural networks that have many layers. Each layer builds on the one before, so that simple features become complex ones."),
@@ -96,8 +100,10 @@ CONCEPTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("a decision tree", "decision trees"), "A decision tree is a model that asks one simple question after another until it reaches an answer. People can read it easily."),
     (("an algorithm", "algorithms"), "An algorithm is a list of clear steps that solves a problem. A recipe is an algorithm for cooking."),
 )
+# fmt: on
 
 # Questions that are not of the form "what is X"; each row: ways to ask, answer.
+# fmt: off
 EXCHANGES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("How does speculative decoding work?", "How does speculative decoding make a model faster?", "Explain how speculative decoding works."), "First, the draft model guesses a few tokens. Then the target model reads all of them in one step and keeps those that it would have written itself. The first wrong guess is replaced, and the next round begins."),
     (("Why is batching useful?", "Why do servers use batching?", "What is the benefit of batching?"), "Batching is useful because reading the weights takes most of the time. When many requests share one read, the server does more work per second."),
@@ -132,3 +138,4 @@ CAPITALS: dict[str, str] = {
     "Brazil": "Brasilia", "Peru": "Lima", "Argentina": "Buenos Aires", "Chile": "Santiago", "Cuba": "Havana",
     "Russia": "Moscow", "Turkey": "Ankara", "Thailand": "Bangkok", "Australia": "Canberra",
 }
+# fmt: on

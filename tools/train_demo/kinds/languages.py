@@ -1,4 +1,5 @@
-"""Text beyond English: counting, words, short lines and questions in a dozen languages and nine scripts."""
+# ruff: noqa: E501  (tables with one row per line read better than wrapped ones)
+"""Beyond English: counting, words, lines and questions in twelve languages, nine scripts."""
 
 from __future__ import annotations
 
@@ -7,22 +8,25 @@ import random
 from kinds.sample import NUMBER_WORDS, Sample, pick
 
 # Language: separator of an enumeration, then one to ten.
+# fmt: off
 NUMBERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Hindi": (", ", tuple("एक दो तीन चार पाँच छह सात आठ नौ दस".split())),
-    "Chinese": ("、", tuple("一 二 三 四 五 六 七 八 九 十".split())),
-    "Japanese": ("、", tuple("いち に さん よん ご ろく なな はち きゅう じゅう".split())),
-    "Korean": (", ", tuple("하나 둘 셋 넷 다섯 여섯 일곱 여덟 아홉 열".split())),
-    "Arabic": ("، ", tuple("واحد اثنان ثلاثة أربعة خمسة ستة سبعة ثمانية تسعة عشرة".split())),
-    "Russian": (", ", tuple("один два три четыре пять шесть семь восемь девять десять".split())),
-    "Greek": (", ", tuple("ένα δύο τρία τέσσερα πέντε έξι επτά οκτώ εννέα δέκα".split())),
-    "Thai": (" ", tuple("หนึ่ง สอง สาม สี่ ห้า หก เจ็ด แปด เก้า สิบ".split())),
-    "German": (", ", tuple("eins zwei drei vier fünf sechs sieben acht neun zehn".split())),
-    "French": (", ", tuple("un deux trois quatre cinq six sept huit neuf dix".split())),
-    "Spanish": (", ", tuple("uno dos tres cuatro cinco seis siete ocho nueve diez".split())),
-    "Italian": (", ", tuple("uno due tre quattro cinque sei sette otto nove dieci".split())),
+    "Hindi": (", ", tuple(["एक", "दो", "तीन", "चार", "पाँच", "छह", "सात", "आठ", "नौ", "दस"])),
+    "Chinese": ("、", tuple(["一", "二", "三", "四", "五", "六", "七", "八", "九", "十"])),
+    "Japanese": ("、", tuple(["いち", "に", "さん", "よん", "ご", "ろく", "なな", "はち", "きゅう", "じゅう"])),
+    "Korean": (", ", tuple(["하나", "둘", "셋", "넷", "다섯", "여섯", "일곱", "여덟", "아홉", "열"])),
+    "Arabic": ("، ", tuple(["واحد", "اثنان", "ثلاثة", "أربعة", "خمسة", "ستة", "سبعة", "ثمانية", "تسعة", "عشرة"])),
+    "Russian": (", ", tuple(["один", "два", "три", "четыре", "пять", "шесть", "семь", "восемь", "девять", "десять"])),
+    "Greek": (", ", tuple(["ένα", "δύο", "τρία", "τέσσερα", "πέντε", "έξι", "επτά", "οκτώ", "εννέα", "δέκα"])),
+    "Thai": (" ", tuple(["หนึ่ง", "สอง", "สาม", "สี่", "ห้า", "หก", "เจ็ด", "แปด", "เก้า", "สิบ"])),
+    "German": (", ", tuple(["eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn"])),
+    "French": (", ", tuple(["un", "deux", "trois", "quatre", "cinq", "six", "sept", "huit", "neuf", "dix"])),
+    "Spanish": (", ", tuple(["uno", "dos", "tres", "cuatro", "cinco", "seis", "siete", "ocho", "nueve", "diez"])),
+    "Italian": (", ", tuple(["uno", "due", "tre", "quattro", "cinque", "sei", "sette", "otto", "nove", "dieci"])),
 }
+# fmt: on
 DIGITS = {"Hindi": "०१२३४५६७८९", "Arabic": "٠١٢٣٤٥٦٧٨٩", "Thai": "๐๑๒๓๔๕๖๗๘๙"}
 
+# fmt: off
 WORDS_ENGLISH = (
     "hello", "thank you", "good morning", "yes", "no", "water", "cat", "dog", "book", "friend", "moon", "sun", "house"
 )
@@ -40,8 +44,10 @@ WORDS: dict[str, tuple[str, ...]] = {
     "Spanish": ("hola", "gracias", "buenos días", "sí", "no", "agua", "gato", "perro", "libro", "amigo", "luna", "sol", "casa"),
     "Italian": ("ciao", "grazie", "buongiorno", "sì", "no", "acqua", "gatto", "cane", "libro", "amico", "luna", "sole", "casa"),
 }
+# fmt: on
 
 # Whole exchanges in the language itself; each row: language, ways to ask, answer.
+# fmt: off
 EXCHANGES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Hindi", ("मशीन लर्निंग क्या है?",), "मशीन लर्निंग एक तरीका है जिससे कंप्यूटर डेटा से सीखता है।"),
     ("Hindi", ("नमस्ते", "नमस्ते!"), "नमस्ते! मैं आपकी क्या मदद कर सकता हूँ?"),
@@ -70,9 +76,12 @@ EXCHANGES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Spanish", ("¡Hola!", "Hola"), "¡Hola! ¿En qué puedo ayudarte?"),
     ("Italian", ("Che cos'è l'apprendimento automatico?",), "L'apprendimento automatico è un modo in cui il computer impara dai dati."),
 )
+# fmt: on
 
-# Lines put together from parts that agree with each other: language, English animals, animals, places, wishes.
+# Lines put together from parts that agree with each other: language, English animals, animals,
+# places, wishes.
 Lines = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], str]
+# fmt: off
 LINES: dict[str, Lines] = {
     "Chinese": (("狐狸", "猫", "熊"), ("森林里", "河边", "山上"), ("看月亮", "听雨", "吃苹果"), "{a}住在{p}。它喜欢{w}。"),
     "Japanese": (("きつね", "猫", "くま"), ("森", "川の近く", "山"), ("月を見る", "歌を歌う", "本を読む"), "{a}は{p}に住んでいます。{w}のが好きです。"),
@@ -82,17 +91,33 @@ LINES: dict[str, Lines] = {
     "Arabic": (("الثعلب", "القط", "الدب"), ("في الغابة", "قرب النهر", "في الجبل"), ("القمر", "المطر", "التفاح"), "يعيش {a} {p}. هو يحب {w}."),
     "German": (("Der Fuchs", "Der Kater", "Der Bär"), ("im Wald", "am Fluss", "in den Bergen"), ("den Mond", "den Regen", "Äpfel"), "{a} lebt {p}. Er mag {w}."),
 }
+# fmt: on
 LINE_ANIMALS = ("fox", "cat", "bear")
 
 COUNT_ASK = (
-    "How do I count to {n} in {l}?", "How do I count to {n} in {l}?", "Count to {n} in {l}.", "Can you count to {n} in {l}?",
-    "How do you count to {n} in {l}?", "Please count to {n} in {l}.", "Show me how to count to {n} in {l}.",
-    "Count up to {n} in {l}.", "How to count to {n} in {l}?", "Count from one to {n} in {l}.",
-    "I want to count to {n} in {l}.", "Could you count to {n} in {l}?", "What are the numbers from one to {n} in {l}?", "Tell me the {l} numbers up to {n}.", "Numbers in {l} up to {n}",
+    "How do I count to {n} in {l}?",
+    "How do I count to {n} in {l}?",
+    "Count to {n} in {l}.",
+    "Can you count to {n} in {l}?",
+    "How do you count to {n} in {l}?",
+    "Please count to {n} in {l}.",
+    "Show me how to count to {n} in {l}.",
+    "Count up to {n} in {l}.",
+    "How to count to {n} in {l}?",
+    "Count from one to {n} in {l}.",
+    "I want to count to {n} in {l}.",
+    "Could you count to {n} in {l}?",
+    "What are the numbers from one to {n} in {l}?",
+    "Tell me the {l} numbers up to {n}.",
+    "Numbers in {l} up to {n}",
 )
 SAY_ASK = (
-    "How do I say {w} in {l}?", 'How do I say "{w}" in {l}?', "What is {w} in {l}?", "Translate {w} into {l}.",
-    'What is the {l} word for "{w}"?', "Say {w} in {l}.",
+    "How do I say {w} in {l}?",
+    'How do I say "{w}" in {l}?',
+    "What is {w} in {l}?",
+    "Translate {w} into {l}.",
+    'What is the {l} word for "{w}"?',
+    "Say {w} in {l}.",
 )
 
 
@@ -112,7 +137,13 @@ def draw_pairs(rng: random.Random) -> Sample:
     """Numbers with their meaning, one line each: long runs of mixed scripts."""
     language = pick(rng, sorted(NUMBERS))
     last = rng.randint(3, 10)
-    ask = pick(rng, ("List the {l} numbers from 1 to {n}, one per line.", "Make a list of the {l} numbers up to {n}."))
+    ask = pick(
+        rng,
+        (
+            "List the {l} numbers from 1 to {n}, one per line.",
+            "Make a list of the {l} numbers up to {n}.",
+        ),
+    )
     lines = [f"{i}. {word}" for i, word in enumerate(NUMBERS[language][1][:last], 1)]
     return Sample("language", ask.format(l=language, n=last), "\n".join(lines))
 
@@ -122,10 +153,16 @@ def draw_digits(rng: random.Random) -> Sample:
     language = pick(rng, sorted(DIGITS))
     digits = DIGITS[language]
     if rng.random() < 0.3:
-        return Sample("language", f"Write the digits from 1 to 9 in {language}.", " ".join(digits[1:]))
+        return Sample(
+            "language", f"Write the digits from 1 to 9 in {language}.", " ".join(digits[1:])
+        )
     number = str(rng.randrange(10, 100000))
     ask = pick(rng, ("Write {n} in {l} digits.", "Write the number {n} with {l} digits."))
-    return Sample("language", ask.format(n=number, l=language), "".join(digits[int(digit)] for digit in number))
+    return Sample(
+        "language",
+        ask.format(n=number, l=language),
+        "".join(digits[int(digit)] for digit in number),
+    )
 
 
 def draw_word(rng: random.Random) -> Sample:
@@ -142,7 +179,14 @@ def draw_line(rng: random.Random) -> Sample:
     language = pick(rng, sorted(LINES))
     animals, places, wishes, frame = LINES[language]
     index = rng.randrange(len(animals) - (language == "Hindi"))
-    ask = pick(rng, ("Write a line about a {a} in {l}.", "Write two sentences about a {a} in {l}.", "Say something about a {a} in {l}."))
+    ask = pick(
+        rng,
+        (
+            "Write a line about a {a} in {l}.",
+            "Write two sentences about a {a} in {l}.",
+            "Say something about a {a} in {l}.",
+        ),
+    )
     text = frame.format(a=animals[index], p=pick(rng, places), w=pick(rng, wishes))
     return Sample("language", ask.format(a=LINE_ANIMALS[index], l=language), text)
 
@@ -172,5 +216,13 @@ def draw_foreign_text(rng: random.Random) -> str:
 
 def draw_language(rng: random.Random) -> Sample:
     """Any of the above; counting is what the demo shows."""
-    draws = (draw_count, draw_pairs, draw_digits, draw_word, draw_line, draw_exchange, draw_all_hellos)
+    draws = (
+        draw_count,
+        draw_pairs,
+        draw_digits,
+        draw_word,
+        draw_line,
+        draw_exchange,
+        draw_all_hellos,
+    )
     return rng.choices(draws, (0.34, 0.08, 0.06, 0.18, 0.10, 0.12, 0.12))[0](rng)

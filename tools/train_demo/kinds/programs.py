@@ -1,13 +1,16 @@
-"""Small Python functions and classes. Indentation is part of the answer, so every body is spelled out line by line."""
+# ruff: noqa: E501  (tables with one row per line read better than wrapped ones)
+"""Small Python functions and classes, every body spelled out line by line."""
 
 from __future__ import annotations
 
 import random
 
-from kinds.sample import Sample, invented_word, pick
+from kinds.sample import Sample, invented_word, pick, words
 
-# name, parameters, ways to say what it does, docstring, body lines. {k} is a number, where a row uses one.
+# name, parameters, ways to say what it does, docstring, body lines. {k} is a number, where a row
+# uses one.
 Row = tuple[str, str, tuple[str, ...], str, tuple[str, ...]]
+# fmt: off
 FUNCTIONS: tuple[Row, ...] = (
     ("add", "a, b", ("adds two numbers", "returns the sum of two numbers"), "Return the sum of a and b.", ("return a + b",)),
     ("subtract", "a, b", ("subtracts two numbers", "returns the difference of two numbers"), "Return a minus b.", ("return a - b",)),
@@ -54,12 +57,21 @@ FUNCTIONS: tuple[Row, ...] = (
     ("repeat_k", "text", ("repeats a text {k} times",), "Return the text {k} times.", ("return text * {k}",)),
     ("range_k", "", ("prints the numbers from 1 to {k}",), "Print the numbers from 1 to {k}.", ("for i in range(1, {k} + 1):", "    print(i)")),
 )
+# fmt: on
 ASK = (
-    "Write a Python function that {d}.", "Write a Python function that {d}.", "Write a function that {d}.",
-    "Can you write a Python function that {d}?", "Please write a Python function that {d}.",
-    "I need a Python function that {d}.", "Show me a Python function that {d}.", "Give me Python code that {d}.",
-    "How do I write a Python function that {d}?", "Python function that {d}", "Create a Python function that {d}.",
-    "Implement a function in Python that {d}.", "Write code that {d}.",
+    "Write a Python function that {d}.",
+    "Write a Python function that {d}.",
+    "Write a function that {d}.",
+    "Can you write a Python function that {d}?",
+    "Please write a Python function that {d}.",
+    "I need a Python function that {d}.",
+    "Show me a Python function that {d}.",
+    "Give me Python code that {d}.",
+    "How do I write a Python function that {d}?",
+    "Python function that {d}",
+    "Create a Python function that {d}.",
+    "Implement a function in Python that {d}.",
+    "Write code that {d}.",
 )
 
 
@@ -96,17 +108,38 @@ def _function_name(rng: random.Random) -> str:
 
 
 FIELDS = {
-    "name": "str", "age": "int", "city": "str", "price": "float", "title": "str", "colour": "str", "size": "int",
-    "weight": "float", "email": "str", "active": "bool", "count": "int", "score": "float",
+    "name": "str",
+    "age": "int",
+    "city": "str",
+    "price": "float",
+    "title": "str",
+    "colour": "str",
+    "size": "int",
+    "weight": "float",
+    "email": "str",
+    "active": "bool",
+    "count": "int",
+    "score": "float",
 }
-CLASSES = "User Book Car Animal Person Order Product Point Message Ticket Player City Server Request Model".split()
+CLASSES = words(
+    """
+    User Book Car Animal Person Order Product Point Message Ticket Player City Server Request
+    Model
+    """
+)
 
 
 def _draw_dataclass(rng: random.Random) -> Sample:
     name, fields = pick(rng, CLASSES), rng.sample(sorted(FIELDS), rng.randint(2, 4))
     listed = ", ".join(fields[:-1]) + f" and {fields[-1]}"
-    ask = pick(rng, ("Write a Python dataclass {n} with the fields {f}.", "Write a dataclass called {n} with {f}.",
-                     "Create a Python dataclass named {n} with the fields {f}."))
+    ask = pick(
+        rng,
+        (
+            "Write a Python dataclass {n} with the fields {f}.",
+            "Write a dataclass called {n} with {f}.",
+            "Create a Python dataclass named {n} with the fields {f}.",
+        ),
+    )
     lines = ["from dataclasses import dataclass", "", "", "@dataclass", f"class {name}:"]
     lines += [f"    {field}: {FIELDS[field]}" for field in fields]
     return Sample("code", ask.format(n=name, f=listed), "\n".join(lines))
@@ -128,7 +161,9 @@ def draw_program(rng: random.Random) -> Sample:
     ask = pick(rng, ASK)
     if roll < 0.4 and "function" in ask and "in Python" not in ask:
         name = _function_name(rng)
-        ask = ask.replace("function", pick(rng, (f"function called {name}", f"function named {name}")))
+        ask = ask.replace(
+            "function", pick(rng, (f"function called {name}", f"function named {name}"))
+        )
     if "that {d}" in ask and rng.random() < 0.25:
         ask, does = ask.replace("that {d}", "to {d}"), _infinitive(does)
     return Sample("code", ask.format(d=does), render(row, name, number))

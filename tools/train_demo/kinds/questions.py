@@ -1,32 +1,104 @@
-"""Questions and answers in prose, drawn from the tables in `knowledge.py`, and the honest "I do not know"."""
+"""Questions in prose, from the tables in `knowledge.py`, and the honest "I do not know"."""
 
 from __future__ import annotations
 
 import random
 
 from kinds.knowledge import CAPITALS, CONCEPTS, EXCHANGES
-from kinds.sample import ANIMALS, CITIES, COLOURS, OBJECTS, Sample, any_name, capital, invented_word, pick
+from kinds.sample import (
+    ANIMALS,
+    CITIES,
+    COLOURS,
+    OBJECTS,
+    Sample,
+    any_name,
+    capital,
+    invented_word,
+    pick,
+)
 
 ASK = (
-    "What is {x}?", "What is {x}?", "What is {x}?", "What's {x}?", "Explain {x}.", "Can you explain {x}?", "Define {x}.",
-    "Tell me about {x}.", "What does {x} mean?", "Describe {x} in simple words.", "Please explain what {x} is.",
-    "I want to understand {x}.", "Give me a short explanation of {x}.", "Could you tell me what {x} is?",
-    "In a few words, what is {x}?", "How would you define {x}?", "Do you know what {x} is?", "{X}?",
-    "Explain {x} to me.", "What is meant by {x}?", "I do not know what {x} is. Can you help?",
-    "Explain {x} in simple terms.", "Write a short text about {x}.", "Give me a definition of {x}.",
+    "What is {x}?",
+    "What is {x}?",
+    "What is {x}?",
+    "What's {x}?",
+    "Explain {x}.",
+    "Can you explain {x}?",
+    "Define {x}.",
+    "Tell me about {x}.",
+    "What does {x} mean?",
+    "Describe {x} in simple words.",
+    "Please explain what {x} is.",
+    "I want to understand {x}.",
+    "Give me a short explanation of {x}.",
+    "Could you tell me what {x} is?",
+    "In a few words, what is {x}?",
+    "How would you define {x}?",
+    "Do you know what {x} is?",
+    "{X}?",
+    "Explain {x} to me.",
+    "What is meant by {x}?",
+    "I do not know what {x} is. Can you help?",
+    "Explain {x} in simple terms.",
+    "Write a short text about {x}.",
+    "Give me a definition of {x}.",
 )
 # Politeness, manner, verb, ending: their products cover far more wordings than a list could.
-POLITE = ("", "", "Please ", "Could you ", "Can you ", "Would you ", "I want you to ", "I would like you to ")
+POLITE = (
+    "",
+    "",
+    "Please ",
+    "Could you ",
+    "Can you ",
+    "Would you ",
+    "I want you to ",
+    "I would like you to ",
+)
 MANNER = ("", "", "", "briefly ", "quickly ", "shortly ", "simply ")
-VERBS = ("explain {x}", "describe {x}", "define {x}", "tell me about {x}", "tell me what {x} is", "explain what {x} is",
-         "summarise {x}", "introduce {x}", "teach me about {x}", "say what {x} is")
-ENDING = ("", "", "", " to me", " please", " for me", " in one sentence", " in simple words", " to a beginner",
-          " in a few words", " to a child", " in short", " in detail", " in plain English")
-PLURAL_ASK = ("What are {x}?", "Explain {x}.", "Tell me about {x}.", "Can you explain {x}?", "What do {x} mean?")
+VERBS = (
+    "explain {x}",
+    "describe {x}",
+    "define {x}",
+    "tell me about {x}",
+    "tell me what {x} is",
+    "explain what {x} is",
+    "summarise {x}",
+    "introduce {x}",
+    "teach me about {x}",
+    "say what {x} is",
+)
+ENDING = (
+    "",
+    "",
+    "",
+    " to me",
+    " please",
+    " for me",
+    " in one sentence",
+    " in simple words",
+    " to a beginner",
+    " in a few words",
+    " to a child",
+    " in short",
+    " in detail",
+    " in plain English",
+)
+PLURAL_ASK = (
+    "What are {x}?",
+    "Explain {x}.",
+    "Tell me about {x}.",
+    "Can you explain {x}?",
+    "What do {x} mean?",
+)
 
 
 def _is_plural(name: str) -> bool:
-    return name.endswith("s") and not name.endswith("ss") and name != "BLS" and not name.startswith(("a ", "an ", "the "))
+    return (
+        name.endswith("s")
+        and not name.endswith("ss")
+        and name != "BLS"
+        and not name.startswith(("a ", "an ", "the "))
+    )
 
 
 def _ask_about(rng: random.Random, name: str) -> str:
@@ -36,7 +108,9 @@ def _ask_about(rng: random.Random, name: str) -> str:
         return pick(rng, ASK).format(x=name, X=capital(name))
     polite = pick(rng, POLITE)
     text = polite + pick(rng, MANNER) + pick(rng, VERBS).format(x=name) + pick(rng, ENDING)
-    return capital(text) + ("?" if polite.endswith(" you ") and not polite.startswith("I ") else ".")
+    return capital(text) + (
+        "?" if polite.endswith(" you ") and not polite.startswith("I ") else "."
+    )
 
 
 def draw_concept(rng: random.Random) -> Sample:
@@ -57,8 +131,15 @@ def _first_sentence(text: str) -> str:
 def draw_comparison(rng: random.Random) -> Sample:
     """Two definitions side by side: rarely seen pairs, well-known halves."""
     (left, about_left), (right, about_right) = rng.sample(CONCEPTS, 2)
-    ask = pick(rng, ("What is the difference between {a} and {b}?", "Compare {a} and {b}.",
-                     "How is {a} different from {b}?", "Explain {a} and {b}."))
+    ask = pick(
+        rng,
+        (
+            "What is the difference between {a} and {b}?",
+            "Compare {a} and {b}.",
+            "How is {a} different from {b}?",
+            "Explain {a} and {b}.",
+        ),
+    )
     answer = f"{_first_sentence(about_left)} {_first_sentence(about_right)}"
     return Sample("question", ask.format(a=left[0], b=right[0]), answer)
 
@@ -72,25 +153,69 @@ def draw_exchange(rng: random.Random) -> Sample:
 def draw_capital(rng: random.Random) -> Sample:
     """A capital city, asked from either side."""
     country, city = pick(rng, sorted(CAPITALS.items()))
-    ask = pick(rng, ("What is the capital of {c}?", "Which city is the capital of {c}?", "Tell me the capital of {c}.",
-                     "Name the capital of {c}."))
+    ask = pick(
+        rng,
+        (
+            "What is the capital of {c}?",
+            "Which city is the capital of {c}?",
+            "Tell me the capital of {c}.",
+            "Name the capital of {c}.",
+        ),
+    )
     return Sample("question", ask.format(c=country), f"The capital of {country} is {city}.")
 
 
 UNKNOWN_ASK = (
-    "What is {x}?", "What is {x}?", "Who is {x}?", "Who was {x}?", "Explain {x}.", "Could you explain {x}?", "Tell me about {x}.", "Where is {x}?",
-    "When was {x} founded?", "How does {x} work?", "What do you think about {x}?", "Who invented {x}?",
-    "What is the capital of {x}?", "How old is {x}?", "Why is {x} important?", "How do I cook {x}?",
+    "What is {x}?",
+    "What is {x}?",
+    "Who is {x}?",
+    "Who was {x}?",
+    "Explain {x}.",
+    "Could you explain {x}?",
+    "Tell me about {x}.",
+    "Where is {x}?",
+    "When was {x} founded?",
+    "How does {x} work?",
+    "What do you think about {x}?",
+    "Who invented {x}?",
+    "What is the capital of {x}?",
+    "How old is {x}?",
+    "Why is {x} important?",
+    "How do I cook {x}?",
 )
 WORLD = (
-    "quantum physics", "football", "the moon", "chess", "jazz", "chocolate", "democracy", "gravity", "photosynthesis",
-    "the stock market", "climate change", "a volcano", "electricity", "coffee", "history", "philosophy", "music",
-    "the ocean", "a bicycle", "love", "money", "the weather", "a computer", "pizza", "tennis", "DNA", "the internet",
+    "quantum physics",
+    "football",
+    "the moon",
+    "chess",
+    "jazz",
+    "chocolate",
+    "democracy",
+    "gravity",
+    "photosynthesis",
+    "the stock market",
+    "climate change",
+    "a volcano",
+    "electricity",
+    "coffee",
+    "history",
+    "philosophy",
+    "music",
+    "the ocean",
+    "a bicycle",
+    "love",
+    "money",
+    "the weather",
+    "a computer",
+    "pizza",
+    "tennis",
+    "DNA",
+    "the internet",
 )
 
 
 def draw_unknown(rng: random.Random) -> Sample:
-    """A topic outside the demo world. The name comes back in the answer, so it must be copied, not known."""
+    """A topic outside the demo world. The answer repeats its name, so it must be copied."""
     roll = rng.random()
     if roll < 0.25:
         topic = pick(rng, WORLD)
@@ -102,8 +227,10 @@ def draw_unknown(rng: random.Random) -> Sample:
         topic = f"the {pick(rng, OBJECTS)} of {pick(rng, CITIES)}"
     else:
         topic = capital(invented_word(rng)) if rng.random() < 0.5 else invented_word(rng)
-    answer = (f"I am only a small demo model, and I do not know about {topic}. "
-              "You can ask me about machine learning, numbers, stories or code.")
+    answer = (
+        f"I am only a small demo model, and I do not know about {topic}. "
+        "You can ask me about machine learning, numbers, stories or code."
+    )
     return Sample("question", pick(rng, UNKNOWN_ASK).format(x=topic), answer)
 
 

@@ -1,31 +1,49 @@
+# ruff: noqa: E501  (tables with one row per line read better than wrapped ones)
 """Short stories from a small grammar: a hero, a place, a plot in slots, an ending with a thought.
 
-Each slot offers a few sentences; names and pronouns stay the same through a story, so a model can learn to keep them.
+Each slot offers a few sentences; names and pronouns stay the same through a story, so a model can
+learn to keep them.
 """
 
 from __future__ import annotations
 
 import random
 
-from kinds.sample import ANIMALS, COLOURS, Sample, article, invented_word, pick
+from kinds.sample import ANIMALS, COLOURS, Sample, article, invented_word, pick, words
 
-HERO_NAMES = (
-    "Nilo Pip Luma Bramble Tiko Sable Mira Fenn Olli Juno Wren Basil Koda Tansy Milo Hazel Rumi Clover Finn Poppy"
-).split()
-PEOPLE = (
-    "girl boy baker sailor painter gardener robot dragon wizard princess king knight teacher farmer astronaut giant "
-    "ghost pirate mermaid doctor"
-).split()
-PLACES = (
-    "near a quiet river", "at the edge of a dark forest", "in a small village by the sea", "on a green hill",
-    "in an old stone tower", "beside a silver lake", "under a great oak tree", "in a valley full of flowers",
-    "on a windy island", "behind the tall mountains", "in a busy city", "next to an old mill",
+HERO_NAMES = words(
+    """
+    Nilo Pip Luma Bramble Tiko Sable Mira Fenn Olli Juno Wren Basil Koda Tansy Milo Hazel Rumi
+    Clover Finn Poppy
+    """
 )
-TRAITS = "little brave curious clever shy kind young quiet lazy proud".split()
+PEOPLE = words(
+    """
+    girl boy baker sailor painter gardener robot dragon wizard princess king knight teacher
+    farmer astronaut giant ghost pirate mermaid doctor
+    """
+)
+PLACES = (
+    "near a quiet river",
+    "at the edge of a dark forest",
+    "in a small village by the sea",
+    "on a green hill",
+    "in an old stone tower",
+    "beside a silver lake",
+    "under a great oak tree",
+    "in a valley full of flowers",
+    "on a windy island",
+    "behind the tall mountains",
+    "in a busy city",
+    "next to an old mill",
+)
+TRAITS = ["little", "brave", "curious", "clever", "shy", "kind", "young", "quiet", "lazy", "proud"]
 
-# Each plot: how a prompt may name it, then its slots in order. {h} hero noun, {n} name, {f} friend noun, {m} friend's
-# name, {t} thing, {c} colour, {s}/{S} she or he, {o} her or him, {p} her or his.
+# Each plot: how a prompt may name it, then its slots in order. {h} hero noun, {n} name, {f} friend
+# noun, {m} friend's name, {t} thing, {c} colour, {s}/{S} she or he, {o} her or him, {p} her or
+# his.
 Plot = tuple[str, tuple[tuple[str, ...], ...]]
+# fmt: off
 PLOTS: dict[str, Plot] = {
     "lost": ("who loses a {t}", (
         ("{S} had a {c} {t} that {p} grandmother had given {o}.", "More than anything, {n} loved {p} {c} {t}."),
@@ -120,21 +138,48 @@ PLOTS: dict[str, Plot] = {
         ("{S} had learned that some things come close when you are quiet.",
          "And every clear night, {s} went back to greet {p} star."))),
 }
+# fmt: on
 # Only colours that take "a", since the sentences spell the article out.
 STORY_COLOURS = tuple(colour for colour in COLOURS[:9] if colour != "orange")
-SKILLS = ("swim", "fly a kite", "sing", "dance", "skate", "read", "climb trees", "bake bread", "paint", "whistle")
-THINGS = "key ring bell book lamp coin kite scarf flute button shell hat compass marble".split()
+SKILLS = (
+    "swim",
+    "fly a kite",
+    "sing",
+    "dance",
+    "skate",
+    "read",
+    "climb trees",
+    "bake bread",
+    "paint",
+    "whistle",
+)
+THINGS = words(
+    """
+    key ring bell book lamp coin kite scarf flute button shell hat compass marble
+    """
+)
 OPENINGS = (
     "Once upon a time, there was a {trait} {h} named {n}, who lived {place}.",
     "Once upon a time, a {trait} {h} named {n} lived {place}.",
     "Long ago, a {trait} {h} called {n} lived {place}.",
 )
 ASKS = (
-    "Tell me a story about {x}", "Tell me a short story about {x}", "Write a story about {x}",
-    "Write a short story about {x}", "Can you tell me a story about {x}?", "I would like a story about {x}",
-    "Please tell me a story about {x}", "Give me a story about {x}", "A story about {x}, please",
-    "Make up a story about {x}", "Write me a story about {x}", "Could you tell me a story about {x}?",
-    "Story about {x}", "I want to hear a story about {x}", "Tell a story about {x}", "Do you know a story about {x}?",
+    "Tell me a story about {x}",
+    "Tell me a short story about {x}",
+    "Write a story about {x}",
+    "Write a short story about {x}",
+    "Can you tell me a story about {x}?",
+    "I would like a story about {x}",
+    "Please tell me a story about {x}",
+    "Give me a story about {x}",
+    "A story about {x}, please",
+    "Make up a story about {x}",
+    "Write me a story about {x}",
+    "Could you tell me a story about {x}?",
+    "Story about {x}",
+    "I want to hear a story about {x}",
+    "Tell a story about {x}",
+    "Do you know a story about {x}?",
 )
 
 
@@ -153,9 +198,22 @@ def _cast(rng: random.Random) -> dict[str, str]:
     she = ("she", "her", "her") if female else ("he", "him", "his")
     her = ("she", "her") if rng.random() < 0.5 else ("he", "him")
     return {
-        "h": hero, "f": friend, "n": name, "m": other, "trait": pick(rng, TRAITS), "place": pick(rng, PLACES),
-        "t": pick(rng, THINGS), "c": pick(rng, STORY_COLOURS), "skill": pick(rng, SKILLS), "s": she[0],
-        "S": she[0].capitalize(), "o": she[1], "p": she[2], "mp": her[0], "om": her[1], "af": article(friend),
+        "h": hero,
+        "f": friend,
+        "n": name,
+        "m": other,
+        "trait": pick(rng, TRAITS),
+        "place": pick(rng, PLACES),
+        "t": pick(rng, THINGS),
+        "c": pick(rng, STORY_COLOURS),
+        "skill": pick(rng, SKILLS),
+        "s": she[0],
+        "S": she[0].capitalize(),
+        "o": she[1],
+        "p": she[2],
+        "mp": her[0],
+        "om": her[1],
+        "af": article(friend),
     }
 
 

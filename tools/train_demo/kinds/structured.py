@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (tables with one row per line read better than wrapped ones)
 """Lists and JSON: fixed lists in a fixed order, and objects whose values come from the prompt."""
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ import random
 
 from kinds.sample import CITIES, COLOURS, NUMBER_WORDS, OBJECTS, Sample, any_name, pick
 
+# fmt: off
 LISTS: dict[str, tuple[str, ...]] = {
     "animals": ("fox", "owl", "bear", "rabbit", "wolf", "deer", "otter", "badger", "turtle", "crow"),
     "colours": ("red", "blue", "green", "yellow", "orange", "purple", "white", "black", "brown", "grey"),
@@ -26,6 +28,7 @@ LISTS: dict[str, tuple[str, ...]] = {
                                     "cache common prefixes", "use speculative decoding", "use a faster GPU"),
     "parts of a model server": ("a queue", "a scheduler", "a tokenizer", "a model", "a cache", "a health check"),
 }
+# fmt: on
 
 
 WHOLE = ("planets", "days of the week", "months")
@@ -34,8 +37,22 @@ WHOLE = ("planets", "days of the week", "months")
 def _draw_whole_list(rng: random.Random) -> Sample:
     """Lists that have an end: all of them, when no number is asked for."""
     topic = pick(rng, WHOLE)
-    ask = pick(rng, ("List the {t}.", "Name the {t}.", "Name all {t}.", "List all {t}.", "What are the {t}?", "Tell me the {t}."))
-    return Sample("list", ask.format(t=topic), "\n".join(f"{i}. {item}" for i, item in enumerate(LISTS[topic], 1)))
+    ask = pick(
+        rng,
+        (
+            "List the {t}.",
+            "Name the {t}.",
+            "Name all {t}.",
+            "List all {t}.",
+            "What are the {t}?",
+            "Tell me the {t}.",
+        ),
+    )
+    return Sample(
+        "list",
+        ask.format(t=topic),
+        "\n".join(f"{i}. {item}" for i, item in enumerate(LISTS[topic], 1)),
+    )
 
 
 def _draw_list(rng: random.Random) -> Sample:
@@ -44,22 +61,40 @@ def _draw_list(rng: random.Random) -> Sample:
     asked = NUMBER_WORDS[count] if rng.random() < 0.6 else str(count)
     items = LISTS[topic][:count]
     form = rng.choice(("plain", "plain", "json", "bullets", "comma"))
-    ask = pick(rng, ("List {n} {t}", "Name {n} {t}", "Give me a list of {n} {t}", "Write down {n} {t}", "Tell me {n} {t}"))
+    ask = pick(
+        rng,
+        (
+            "List {n} {t}",
+            "Name {n} {t}",
+            "Give me a list of {n} {t}",
+            "Write down {n} {t}",
+            "Tell me {n} {t}",
+        ),
+    )
     prompt = ask.format(n=asked, t=topic)
     if form == "json":
         return Sample("list", f"{prompt} as JSON.", json.dumps(list(items)))
     if form == "bullets":
-        return Sample("list", f"{prompt} with bullet points.", "\n".join(f"- {item}" for item in items))
+        return Sample(
+            "list", f"{prompt} with bullet points.", "\n".join(f"- {item}" for item in items)
+        )
     if form == "comma":
         return Sample("list", f"{prompt} in one line.", ", ".join(items))
-    return Sample("list", f"{prompt}.", "\n".join(f"{i}. {item}" for i, item in enumerate(items, 1)))
+    return Sample(
+        "list", f"{prompt}.", "\n".join(f"{i}. {item}" for i, item in enumerate(items, 1))
+    )
 
 
 def record(rng: random.Random) -> dict[str, str | int | bool | list[str]]:
     """A flat record with values of several types."""
     fields: dict[str, str | int | bool | list[str]] = {
-        "name": any_name(rng), "age": rng.randint(18, 99), "city": pick(rng, CITIES), "active": rng.random() < 0.5,
-        "colour": pick(rng, COLOURS), "items": rng.sample(OBJECTS, rng.randint(1, 3)), "score": rng.randint(0, 100),
+        "name": any_name(rng),
+        "age": rng.randint(18, 99),
+        "city": pick(rng, CITIES),
+        "active": rng.random() < 0.5,
+        "colour": pick(rng, COLOURS),
+        "items": rng.sample(OBJECTS, rng.randint(1, 3)),
+        "score": rng.randint(0, 100),
     }
     names = ["name", *rng.sample(sorted(set(fields) - {"name"}), rng.randint(1, 4))]
     return {name: fields[name] for name in names}
@@ -74,14 +109,29 @@ def _said(value: str | int | bool | list[str]) -> str:
 def _draw_object(rng: random.Random) -> Sample:
     data = record(rng)
     listed = "; ".join(f"{key}: {_said(value)}" for key, value in data.items())
-    ask = pick(rng, ("Write this as JSON: {l}", "Convert this to JSON: {l}", "Make a JSON object with {l}", "Turn this into JSON: {l}"))
+    ask = pick(
+        rng,
+        (
+            "Write this as JSON: {l}",
+            "Convert this to JSON: {l}",
+            "Make a JSON object with {l}",
+            "Turn this into JSON: {l}",
+        ),
+    )
     return Sample("json", ask.format(l=listed), json.dumps(data, indent=2))
 
 
 def _draw_person(rng: random.Random) -> Sample:
     name, age, city = any_name(rng), rng.randint(18, 99), pick(rng, CITIES)
-    prompt = pick(rng, ("{n} is {a} years old and lives in {c}. Write this as JSON.", "Write a JSON object for {n}, {a} years old, from {c}.",
-                        "Make JSON for a user named {n}, age {a}, city {c}.", "Give me a JSON object for {n}, age {a}, from {c}.")).format(n=name, a=age, c=city)
+    prompt = pick(
+        rng,
+        (
+            "{n} is {a} years old and lives in {c}. Write this as JSON.",
+            "Write a JSON object for {n}, {a} years old, from {c}.",
+            "Make JSON for a user named {n}, age {a}, city {c}.",
+            "Give me a JSON object for {n}, age {a}, from {c}.",
+        ),
+    ).format(n=name, a=age, c=city)
     return Sample("json", prompt, json.dumps({"name": name, "age": age, "city": city}, indent=2))
 
 
