@@ -62,7 +62,7 @@ async def ask(
 
 
 async def _answer(client: Client, prompt: str, max_tokens: int, console: Console) -> Result:
-    console.print(Text(f"\n{prompt}", style="bold"), end="", soft_wrap=True)
+    console.print(Text(f"\n{prompt}", style="bold"), soft_wrap=True)  # log lines may follow
     events: list[Event] = []
     async with client.stream(
         text_input=prompt, max_tokens=max_tokens, return_num_output_tokens=True
