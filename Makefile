@@ -45,7 +45,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/pytest -q -m 'not live'
+	$(BIN)/pytest -q tests/unit
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -292,7 +292,7 @@ async def test_many_streams_leave_no_task_behind() -> None:
         assert max(counts) == counts[0]
         del stream
         gc.collect()
-        assert not any(isinstance(thing, Reader) for thing in gc.get_objects())
+        assert not any(type(thing) is Reader for thing in gc.get_objects())
     assert len(server.requests) == 150
 
 
