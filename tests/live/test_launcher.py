@@ -245,7 +245,7 @@ def test_the_demo_streams_an_answer_to_every_prompt(server: TritonServer) -> Non
     answers = asyncio.run(ask(server.grpc_url, asked, 12, Console(file=shown)))
     for prompt, answer in zip(asked, answers, strict=True):
         assert answer.text.strip()
-        assert prompt + answer.text in shown.getvalue()
+        assert f"{prompt}\n{answer.text}" in shown.getvalue()
         assert f"{prompt!r}: 12 tokens in " in shown.getvalue()
 
 
