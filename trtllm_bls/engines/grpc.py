@@ -44,6 +44,7 @@ class GrpcEngine:
         self._vocab_size = vocab_size
         self._stall_seconds = stall_seconds
         self._channel: grpc.aio.Channel | None = None
+        self._calls: Any = None
         self._known: Dialect | None = None
 
     async def limits(self) -> EngineLimits:
@@ -129,7 +130,9 @@ class GrpcEngine:
     def _stub(self) -> Any:
         if self._channel is None:  # made on first use: it belongs to the running event loop
             self._channel = grpc.aio.insecure_channel(self._url, options=_OPTIONS)
-        return service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+            # Kept: making it costs as much as a short call.
+            self._calls = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        return self._calls
 
     def _failure(self, error: grpc.aio.AioRpcError) -> EngineError:
         unreachable = error.code() in (

@@ -28,10 +28,15 @@ from trtllm_bls.wire.fields import Fields, read_rows
 from trtllm_bls.wire.words import pack_words, unpack_words
 
 _SAMPLING = tuple(field.name for field in fields(Sampling))
+_WANTS = tuple(field.name for field in fields(Wants))
+_SPELLINGS = {
+    tensor.key: tuple(other for other in ENGINE.inputs if other.key == tensor.key)
+    for tensor in ENGINE.inputs
+}
 _METRICS = tuple(field.name for field in fields(EngineMetrics))
 # Opened by this package's messages; every other engine input is carried as an extra.
 _OPENED = {
-    *(f"return_{field.name}" for field in fields(Wants)),
+    *(f"return_{name}" for name in _WANTS),
     *_SAMPLING,
     *("input_ids", "input_lengths", "max_tokens", "streaming", "num_return_sequences"),
     *("end_id", "pad_id", "stop_sequences", "bad_sequences", "embedding_bias"),
@@ -110,7 +115,7 @@ def sampling_of(row: Fields) -> Sampling:
 
 def wants_of(row: Fields) -> Wants:
     """Which outputs beside the tokens one row asks for."""
-    return Wants(**{field.name: row.get(f"return_{field.name}", False) for field in fields(Wants)})
+    return Wants(**{name: row.get(f"return_{name}", False) for name in _WANTS})
 
 
 def extras_of(row: Fields) -> dict[str, Array]:
@@ -289,14 +294,14 @@ def _plain_values(request: EngineRequest) -> Iterable[tuple[str, Any]]:
     for name in _SAMPLING:
         if (value := getattr(request.sampling, name)) is not None:
             yield name, value
-    for field in fields(Wants):
+    for name in _WANTS:
         # Counts are the caller's own business; the engine need not send them.
-        if getattr(request.wants, field.name) and not field.name.startswith("num_"):
-            yield f"return_{field.name}", True
+        if getattr(request.wants, name) and not name.startswith("num_"):
+            yield f"return_{name}", True
 
 
 def _spelling(key: str, declared: frozenset[str]) -> Tensor:
-    spellings = [tensor for tensor in ENGINE.inputs if tensor.key == key]
+    spellings = _SPELLINGS[key]
     for tensor in spellings:
         if tensor.name in declared:
             return tensor
