@@ -1,0 +1,49 @@
+"""The shipped models: transformers and the embedded engine say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.messages import EngineRequest
+from trtllm_bls.tokenizer import load_tokenizer
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo"
+NEW_TOKENS = 48
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_both_find_the_same_greedy_tokens(name: str) -> None:
+    """Three demo prompts, all at once in the engine, token for token as ``generate`` has them."""
+    tokenizer = load_tokenizer(DEMO / name)
+    end = tokenizer.eos_id
+    prompts = [
+        tokenizer.encode(prompt, add_special_tokens=True)
+        for prompt in json.loads((DEMO / "prompts.json").read_text())["demo"]
+    ]
+    model = AutoModelForCausalLM.from_pretrained(DEMO / name, dtype=torch.float32)
+    expected = []
+    for ids in prompts:
+        with torch.inference_mode():
+            whole = model.generate(
+                torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=end
+            )
+        said = whole[0, len(ids) :].tolist()
+        expected.append(tuple(said[:-1] if said[-1] == end else said))
+    with EmbeddedEngine(DEMO / name, EmbeddedSettings(max_batch=4, threads=1)) as engine:
+        running = [
+            engine.submit(
+                EngineRequest(
+                    request_id=str(number), input_ids=ids, max_tokens=NEW_TOKENS, end_id=end
+                )
+            )
+            for number, ids in enumerate(prompts)
+        ]
+        found = [tuple(t for chunk in one for t in chunk.token_ids) for one in running]
+    assert found == expected
+    assert all(len(tokens) > 5 for tokens in found)
