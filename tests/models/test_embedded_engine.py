@@ -26,8 +26,7 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.messages import Draft, EngineChunk, EngineRequest, FinishReason, Wants
 
-IDS = prompt(14)
-TRUTH = generated(IDS, 20)
+TRUTH = generated(IDS := prompt(14), 20)
 
 
 def open_engine(**sizes: Any) -> EmbeddedEngine:
