@@ -130,7 +130,7 @@ def serve(verbose: bool, **options: Any) -> None:
 
 @main.command()
 @_model_settings
-@click.option("--max-tokens", default=128, show_default=True, help="Longest answer, in tokens.")
+@click.option("--max-tokens", default=320, show_default=True, help="Longest answer, in tokens.")
 def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
     """Start a server on free ports, show answers as they stream, stop it.
 
