@@ -106,12 +106,15 @@ def test_speculation_changes_nothing_but_speed(
 
 def test_drafts_of_the_shipped_pair_are_accepted(server: TritonServer) -> None:
     """On easy text most drafted tokens are accepted, and the counters on /metrics say so."""
-    before = metric(server.metrics_url, "trtllm_bls_speculation_accepted_total")
+    counter = "trtllm_bls_speculation_accepted_total"
+    before = metric(server.metrics_url, counter)
     answer = generate(server.http_url, text_input=QUESTIONS[1], max_tokens=80, num_draft_tokens=4)
     assert answer["acceptance_rate"] > 0.5
     assert answer["num_draft_rounds"] < 60
-    after = metric(server.metrics_url, "trtllm_bls_speculation_accepted_total")
-    assert after - before == answer["total_accepted_draft_tokens"]
+    expected = before + answer["total_accepted_draft_tokens"]
+    # Counted when the request has ended, which is just after its last response.
+    assert until(lambda: metric(server.metrics_url, counter) >= expected)
+    assert metric(server.metrics_url, counter) == expected
 
 
 def test_what_speculation_cannot_keep_is_refused_by_name(server: TritonServer) -> None:
