@@ -32,15 +32,22 @@ class Fail:
 
 
 HOLD, LINGER = "nothing until the caller leaves", "a while between the last word and the end"
+HANG_UP = "the call ends in the middle of a request"
 
 
 class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers every inference with ``steps``; knows what its callers did."""
+    """Answers every inference with ``steps``; knows what its callers did.
+
+    ``calls`` lists, per call that was opened, the ids of the requests that it carried; ``closed``
+    counts the calls that their callers ended politely, ``cancelled`` tells of the others.
+    """
 
     def __init__(self, *steps: Any, config: Any = None) -> None:
         self.steps = steps
         self.config = config or model_config(ENGINE, {"max_sequence_tokens": "64"})
         self.asked: list[Any] = []
+        self.calls: list[list[str]] = []
+        self.closed = 0
         self.config_asked = 0
         self.loading = False
         self.cancelled = asyncio.Event()
@@ -58,10 +65,15 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelConfigResponse(config=self.config)
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        carried: list[str] = []
+        self.calls.append(carried)
         try:
             async for request in requests:
                 self.asked.append(request)
+                carried.append(request.id)
                 for step in self.steps:
+                    if step is HANG_UP:
+                        return
                     if step is HOLD:
                         await asyncio.Event().wait()
                     elif isinstance(step, asyncio.Event):
@@ -72,6 +84,7 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
                         await context.abort(step, "the wire says so")
                     else:
                         yield self._reply(step)
+            self.closed += 1
         except asyncio.CancelledError:
             self.cancelled.set()
             raise

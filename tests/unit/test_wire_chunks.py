@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtllm_bls.chunks import join_chunks
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.engines.dialect import Dialect, Responses
 from trtllm_bls.errors import EngineError
@@ -27,7 +28,6 @@ from trtllm_bls.wire.engine import (
     ChunkReader,
     ChunkWriter,
     EngineCall,
-    join_chunks,
 )
 from trtllm_bls.wire.text import text_arrays
 

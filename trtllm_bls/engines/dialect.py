@@ -36,10 +36,14 @@ class Dialect:
                 f"model {config.name} is not decoupled; set model_transaction_policy.decoupled "
                 "to true in its config.pbtxt"
             )
+        parameters = {key: value.string_value for key, value in config.parameters.items()}
+        inputs = frozenset(tensor.name for tensor in config.input)
+        if _is_true(parameters.get("exclude_input_in_output")):
+            inputs -= {"exclude_input_in_output"}  # nothing to ask for: it is so by default
         return cls(
-            inputs=frozenset(tensor.name for tensor in config.input),
+            inputs=inputs,
             outputs=frozenset(tensor.name for tensor in config.output),
-            parameters={key: value.string_value for key, value in config.parameters.items()},
+            parameters=parameters,
         )
 
     @property
@@ -54,7 +58,7 @@ class Dialect:
         """Whether a non-streaming answer to this request starts with the prompt."""
         if request.streaming or "exclude_input_in_output" in self.inputs:
             return False  # we always ask for exclusion where it can be asked for
-        return self.parameters.get("exclude_input_in_output", "").lower() not in ("true", "1")
+        return not _is_true(self.parameters.get("exclude_input_in_output"))
 
     def outputs_for(self, request: EngineRequest) -> list[str]:
         """The outputs to ask for; nothing is sent that nobody reads."""
@@ -72,6 +76,10 @@ class Dialect:
     def _number(self, key: str) -> int | None:
         value = self.parameters.get(key, "")
         return int(value) if value.isdigit() else None
+
+
+def _is_true(value: str | None) -> bool:
+    return (value or "").lower() in ("true", "1")
 
 
 class Responses:

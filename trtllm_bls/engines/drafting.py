@@ -44,6 +44,7 @@ class DraftModel:
         self._stats = stats
         self.given_up = engine is None
         self._task: asyncio.Task[Draft] | None = None
+        self._settled: asyncio.Future[None] | None = None  # done with the task, or at its deadline
 
     @property
     def usable(self) -> bool:
@@ -63,17 +64,22 @@ class DraftModel:
     def start(self, request: EngineRequest) -> None:
         """Begin drafting in the background; nothing else may be running."""
         assert self._task is None
-        self._task = asyncio.create_task(self._propose(request))
+        self._settled = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._settle(request, self._settled))
 
     async def result(self) -> Draft | None:
         """What was started, within the deadline from now; ``None`` if it failed.
 
         A draft without tokens means that the draft model expects the end.
         """
-        task = self._task
-        assert task is not None
-        done, _ = await asyncio.wait({task}, timeout=self._deadline_s)
-        if done:
+        task, settled = self._task, self._settled
+        assert task is not None and settled is not None
+        deadline = asyncio.get_running_loop().call_later(self._deadline_s, _wake, settled)
+        try:
+            await settled
+        finally:
+            deadline.cancel()
+        if task.done():
             self._task = None
             return self._outcome(task)
         self._fail("deadline", f"no draft within {self._deadline_s:g} s", rest=True)
@@ -113,6 +119,13 @@ class DraftModel:
         if rest:
             self._shared.rest_draft(_now(), for_ever=why == "vocabulary")
 
+    async def _settle(self, request: EngineRequest, settled: asyncio.Future[None]) -> Draft:
+        """Wakes the waiting request itself: a loop turn sooner than the task's own callbacks."""
+        try:
+            return await self._propose(request)
+        finally:
+            _wake(settled)
+
     async def _propose(self, request: EngineRequest) -> Draft:
         engine = self._engine
         assert engine is not None
@@ -137,6 +150,11 @@ def _check_fit(draft: EngineLimits, target: EngineLimits | None) -> None:
     known = target.vocab_size if target else None
     if draft.vocab_size is not None and known is not None and draft.vocab_size != known:
         raise _Unfit(f"the draft knows {draft.vocab_size} tokens, the target {known}")
+
+
+def _wake(settled: asyncio.Future[None]) -> None:
+    if not settled.done():
+        settled.set_result(None)
 
 
 def _now() -> float:

@@ -1,16 +1,16 @@
 """An engine behind any Triton server's gRPC port, this server's own included.
 
 Preferred where the decoupled BLS API of the running Triton cannot cancel or loses errors: a gRPC
-call cancels for real, delivers every error, and couples no two streams. One channel, one stream
-per request; the request side is closed at once and the reply read to its end, because a cancel
-around the final response leaks the request inside Triton.
+call cancels for real, delivers every error, and couples no two requests. One channel; each running
+request has a call to itself, kept for the next one when it has ended (``streams``). A call is never
+cancelled around its final response, which would leak the request inside Triton.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import grpc
@@ -23,6 +23,7 @@ from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.tensors import NUMPY_TYPES
 from trtllm_bls.engines.dialect import Dialect, Responses
 from trtllm_bls.engines.stall import StallTimer
+from trtllm_bls.engines.streams import Stream, Streams
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, from_wire
 from trtllm_bls.messages import Array, EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.wire.engine import request_arrays
@@ -45,6 +46,7 @@ class GrpcEngine:
         self._stall_seconds = stall_seconds
         self._channel: grpc.aio.Channel | None = None
         self._calls: Any = None
+        self._streams: Streams | None = None
         self._known: Dialect | None = None
 
     async def limits(self) -> EngineLimits:
@@ -74,12 +76,20 @@ class GrpcEngine:
         """See ``Engine.generate``."""
         dialect = await self.dialect()
         message = _infer_request(self.name, request, dialect, self._vocab_size)
-        call = self._stub().ModelStreamInfer(_only(message))
-        timer = StallTimer(self._stall_seconds, call.cancel)
+        self._stub()
+        assert self._streams is not None
+        stream = self._streams.take()
+        timer = StallTimer(self._stall_seconds, stream.call.cancel)
         responses = Responses(request, dialect)
+        over = False
         try:
-            async with aclosing(self._chunks(call, responses, timer)) as chunks:
-                async for chunk in chunks:
+            await stream.call.write(message)
+            while not over:
+                chunks, over = await self._next(stream, responses)
+                timer.feed()
+                if over:  # before the last chunks: whoever leaves with them cancels nothing
+                    self._streams.give_back(stream)
+                for chunk in chunks:
                     yield chunk
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from error
@@ -89,41 +99,25 @@ class GrpcEngine:
             raise EngineStalled(f"{self.name} sent nothing for {self._stall_seconds:g} s") from None
         finally:
             timer.close()
-            if not call.done():
-                call.cancel()
+            if not over:
+                stream.call.cancel()
 
-    async def _chunks(
-        self, call: Any, responses: Responses, timer: StallTimer
-    ) -> AsyncGenerator[EngineChunk, None]:
-        """Read the stream to its very end; only then comes an error, or what the last reply said.
-
-        So whoever leaves with the last chunk cancels nothing.
-        """
-        ended = False
-        failure: Exception | None = None
-        last: list[EngineChunk] = []
-        async for reply in call:
-            timer.feed()
-            if reply.error_message:
-                failure = from_wire(reply.error_message)
-            elif failure is None:
-                response = reply.infer_response
-                ended = response.parameters["triton_final_response"].bool_param
-                chunks = list(responses.chunks(_outputs(response), ended))
-                if ended:
-                    last = chunks
-                    continue
-                for chunk in chunks:
-                    yield chunk
-        if failure is not None:
-            raise failure
-        if not ended:
+    async def _next(self, stream: Stream, responses: Responses) -> tuple[list[EngineChunk], bool]:
+        """The chunks of the next reply, and whether it was the last one."""
+        reply = await stream.read()
+        if reply is None:
             raise EngineError(f"{self.name} ended its stream without a final response")
-        for chunk in last:
-            yield chunk
+        if reply.error_message:
+            await stream.end()  # an error does not say whether more is to come
+            raise from_wire(reply.error_message)
+        response = reply.infer_response
+        ended = response.parameters["triton_final_response"].bool_param
+        return list(responses.chunks(_outputs(response), ended)), ended
 
     async def close(self) -> None:
         """Close the channel; running calls end with it."""
+        if self._streams is not None:
+            await self._streams.close()
         if self._channel is not None:
             await self._channel.close()
 
@@ -132,6 +126,7 @@ class GrpcEngine:
             self._channel = grpc.aio.insecure_channel(self._url, options=_OPTIONS)
             # Kept: making it costs as much as a short call.
             self._calls = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+            self._streams = Streams(self._calls.ModelStreamInfer)
         return self._calls
 
     def _failure(self, error: grpc.aio.AioRpcError) -> EngineError:
@@ -143,24 +138,26 @@ class GrpcEngine:
         return kind(f"{self.name} at {self._url}: {error.details()}")
 
 
-async def _only(message: Any) -> AsyncIterator[Any]:
-    yield message
-
-
 def _infer_request(name: str, request: EngineRequest, dialect: Dialect, vocab_size: int) -> Any:
     message = service_pb2.ModelInferRequest(model_name=name, id=request.request_id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     for tensor, array in request_arrays(request, dialect.inputs, vocab_size).items():
-        dtype = ENGINE.input_named[tensor].dtype
-        text = dtype == "STRING"
-        message.inputs.add(
-            name=tensor, datatype="BYTES" if text else dtype, shape=list(array.shape)
-        )
-        packed = serialize_byte_tensor(array).item() if text else np.ascontiguousarray(array)
-        message.raw_input_contents.append(packed if text else packed.tobytes())
+        message.inputs.append(_header(tensor, array.shape))
+        if ENGINE.input_named[tensor].dtype == "STRING":
+            message.raw_input_contents.append(serialize_byte_tensor(array).item())
+        else:
+            message.raw_input_contents.append(array.tobytes())
     for output in dialect.outputs_for(request):
         message.outputs.add(name=output)
     return message
+
+
+@lru_cache(maxsize=1024)
+def _header(name: str, shape: tuple[int, ...]) -> Any:
+    """A tensor without its numbers; copied where it is used, which is cheaper than made."""
+    dtype = ENGINE.input_named[name].dtype
+    datatype = "BYTES" if dtype == "STRING" else dtype
+    return service_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=shape)
 
 
 def _outputs(response: Any) -> Mapping[str, Array]:

@@ -14,11 +14,10 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 
-import numpy as np
-
+from trtllm_bls.chunks import join_chunks
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.drafting import DraftModel
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, InvalidRequest
@@ -35,6 +34,7 @@ from trtllm_bls.speculative.carry import Carrier, check_speculative, draft_can_f
 from trtllm_bls.speculative.ledger import Ledger
 from trtllm_bls.speculative.lookup import PromptLookup
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.pace import Stopwatch
 from trtllm_bls.speculative.pacer import Pacer
 from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.speculative.shared import SpeculationShared
@@ -79,7 +79,7 @@ class SpeculativeEngine:
                     async for chunk in chunks:
                         yield chunk
                 else:
-                    yield _joined([chunk async for chunk in chunks])
+                    yield join_chunks([chunk async for chunk in chunks])
         finally:
             shared.in_flight -= 1
 
@@ -128,6 +128,7 @@ class _Run:
         self._lookup = PromptLookup(ids, options.min_match) if options.uses_lookup else None
         drafter = engine.draft if options.uses_model and draft_can_follow(request) else None
         self._model = DraftModel(drafter, options.draft_deadline_s, shared, engine.stats)
+        self._asked = 0  # tokens of the running draft, where it continues the answer so far
         self._round_over: float | None = None  # loop time; None = no round just before
         self._waited_s = 0.0  # for the draft model, since then
 
@@ -136,8 +137,11 @@ class _Run:
             while self._progress.finish is None:
                 guess = await self._guess()
                 if guess is not None:
+                    first = self._progress.generated == 0  # delayed by nothing at all
                     chunk = await self._verify(guess)
                     if chunk is not None:
+                        if not first and self._begin_draft():
+                            await asyncio.sleep(0)  # it sets out; then the chunk may take its time
                         yield chunk
                     continue
                 async with aclosing(self._plain()) as stretch:
@@ -150,25 +154,37 @@ class _Run:
 
     async def _guess(self) -> _Guess | None:
         """What to verify next, or ``None`` for plain decoding."""
-        if self._model.running:  # begun a round ago, and all that it built on came true
+        if self._model.running and not self._asked:  # begun a round ago, and all of it came true
             ahead = await self._guess_from_ahead()
             if ahead is not None:
                 return ahead
-        found = self._look_up()
-        if found is not None:
-            return found
-        count = self._model_length()
-        if count == 0:
-            return None
-        if self._progress.generated == 0:  # a first token waits for no draft model
-            return _NO_GUESS
-        self._model.start(self._carrier.draft(self._progress, (), count))
+        if not self._asked:
+            found = self._look_up()
+            if found is not None:
+                return found
+            if self._model_length() == 0:
+                return None
+            if not self._begin_draft():  # a first token waits for no draft model
+                return _NO_GUESS
+        count, self._asked = self._asked, 0
         draft = await self._drafted()
         if draft is None:
             return None
         if draft.token_ids and self._stats.drafted:  # the first also read the prompt
             self._shared.draft_times.add(len(draft.token_ids), self._waited_s)
         return _Guess(self._fitting(draft, count), DraftSource.MODEL)
+
+    def _begin_draft(self) -> bool:
+        """Ask the draft model to go on after the answer so far, if it is its turn."""
+        progress = self._progress
+        if progress.finish is not None or progress.generated == 0 or self._model.running:
+            return False
+        if self._look_up() is not None:
+            return False
+        self._asked = self._model_length()
+        if self._asked:
+            self._model.start(self._carrier.draft(progress, (), self._asked))
+        return self._asked > 0
 
     async def _guess_from_ahead(self) -> _Guess | None:
         count = self._model_length()
@@ -257,7 +273,7 @@ class _Run:
     async def _ask(self, request: EngineRequest) -> EngineChunk:
         self._ledger.begin_request()
         async with aclosing(self._target.generate(request)) as stream:
-            return _joined([chunk async for chunk in stream])
+            return join_chunks([chunk async for chunk in stream])
 
     async def _refuse(self, error: Exception) -> None:
         """The target takes no drafts: were it broken, plain decoding would say so now."""
@@ -284,7 +300,7 @@ class _Run:
         progress = self._progress
         asked, streaming = self._stretch()
         request = self._carrier.plain(progress, asked, streaming)
-        watch = _Stopwatch(_now(), reads_prompt=progress.generated == 0)
+        watch = Stopwatch(_now(), reads_prompt=progress.generated == 0)
         self._ledger.begin_request()
         self._round_over = None
         async with aclosing(self._target.generate(request)) as stream:
@@ -344,49 +360,9 @@ class _Run:
                 sampling=Sampling(top_k=1),
             )
             async with aclosing(self._target.generate(probe)) as stream:
-                answer = _joined([chunk async for chunk in stream])
+                answer = join_chunks([chunk async for chunk in stream])
             self._shared.one_step = len(answer.token_ids) < 2
         return self._shared.one_step
-
-
-class _Stopwatch:
-    """Seconds per token of a plain request, without the reading of its prompt."""
-
-    def __init__(self, begun: float, *, reads_prompt: bool) -> None:
-        self.tokens = 0
-        self._since = begun
-        self._counted = 0
-        self._last = begun
-        self._skip = reads_prompt
-
-    def add(self, tokens: int, now: float) -> None:
-        self.tokens += tokens
-        if self._skip:
-            self._skip, self._since = False, now
-        else:
-            self._counted += tokens
-        self._last = now
-
-    def seconds_per_token(self) -> float | None:
-        return (self._last - self._since) / self._counted if self._counted else None
-
-
-def _joined(chunks: list[EngineChunk]) -> EngineChunk:
-    """One sequence's chunks as one; its figures, where given, belong to all its tokens."""
-    if len(chunks) == 1:
-        return chunks[0]
-    last = chunks[-1]
-    rows = [chunk.generation_logits for chunk in chunks if chunk.generation_logits is not None]
-    log_probs = [chunk.log_probs for chunk in chunks if chunk.log_probs is not None]
-    return replace(
-        last,
-        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-        log_probs=tuple(value for values in log_probs for value in values) if log_probs else None,
-        context_logits=next(
-            (chunk.context_logits for chunk in chunks if chunk.context_logits is not None), None
-        ),
-        generation_logits=np.concatenate(rows) if rows else None,
-    )
 
 
 def _now() -> float:

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
 
+from trtllm_bls.chunks import join_chunks
 from trtllm_bls.door import Call
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import Array, EngineChunk, EngineRequest
 from trtllm_bls.services.rows import end_all
-from trtllm_bls.wire.engine import ChunkWriter, EngineCall, engine_requests, is_stop, join_chunks
+from trtllm_bls.wire.engine import ChunkWriter, EngineCall, engine_requests, is_stop
 
 
 class EngineService:

@@ -95,6 +95,8 @@ class Carrier:
             frequency_penalty=sampling.frequency_penalty,
             min_tokens=sampling.min_tokens,
         )
+        # The prompt's logits come with the first round.
+        self._later_wants = replace(request.wants, context_logits=False)
 
     def plain(self, progress: Progress, num_tokens: int, streaming: bool) -> EngineRequest:
         """Ask the target for tokens as any request does."""
@@ -130,7 +132,6 @@ class Carrier:
         self, progress: Progress, num_tokens: int, streaming: bool, draft: Draft | None
     ) -> EngineRequest:
         first = progress.generated == 0
-        wants = self._request.wants
         return replace(
             self._request,
             request_id=self._request_id("target"),
@@ -139,7 +140,7 @@ class Carrier:
             streaming=streaming,
             sampling=self._sampling(progress.generated, "target"),
             draft=draft,
-            wants=replace(wants, context_logits=wants.context_logits and first),
+            wants=self._request.wants if first else self._later_wants,
         )
 
     def _sampling(self, generated: int, who: str) -> Sampling:

@@ -76,6 +76,31 @@ class RunningTimes:
         return mean_s - slope * mean_n, slope
 
 
+class Stopwatch:
+    """Seconds per token of a plain request, without the reading of its prompt.
+
+    Times are handed in, as everywhere here.
+    """
+
+    def __init__(self, begun: float, *, reads_prompt: bool) -> None:
+        self.tokens = 0
+        self._since = begun
+        self._counted = 0
+        self._last = begun
+        self._skip = reads_prompt
+
+    def add(self, tokens: int, now: float) -> None:
+        self.tokens += tokens
+        if self._skip:
+            self._skip, self._since = False, now
+        else:
+            self._counted += tokens
+        self._last = now
+
+    def seconds_per_token(self) -> float | None:
+        return (self._last - self._since) / self._counted if self._counted else None
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds of a round's parts; ``draft`` is ``None`` where drafting costs nothing."""

@@ -6,8 +6,10 @@ Triton uses ``request_arrays`` and ``ChunkReader``. Both sides meet in the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -157,21 +159,6 @@ def _draft(row: Fields) -> Draft | None:
     )
 
 
-def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
-    """All chunks of one sequence as the single chunk of a non-streaming response."""
-    log_probs = [chunk.log_probs for chunk in chunks if chunk.log_probs is not None]
-    rows = [c.generation_logits for c in chunks if c.generation_logits is not None]
-    totals = [c.cum_log_prob for c in chunks if c.cum_log_prob is not None]
-    return replace(
-        chunks[-1],
-        cum_log_prob=totals[-1] if totals else None,
-        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-        log_probs=tuple(p for some in log_probs for p in some) if log_probs else None,
-        context_logits=chunks[0].context_logits,
-        generation_logits=np.concatenate(rows) if rows else None,
-    )
-
-
 class ChunkWriter:
     """Chunks of one request to arrays; remembers what "so far" means for the log-probs."""
 
@@ -259,9 +246,9 @@ def request_arrays(
     declared = frozenset(declared)
     arrays: dict[str, Array] = {}
     for key, value in _plain_values(request):
-        tensor = _spelling(key, declared)
-        arrays[tensor.name] = np.array([[value]], dtype=tensor.numpy_type)
-    arrays["input_ids"] = np.array([request.input_ids], dtype=np.int32)
+        name = _spelling(key, declared)
+        arrays[name] = _one_of(name, value)
+    arrays["input_ids"] = _ids_row(request.input_ids)
     arrays |= {name: array[None] for name, array in request.extras.items()}
     if request.stop_sequences:
         arrays["stop_words_list"] = pack_words(request.stop_sequences)[None]
@@ -278,14 +265,15 @@ def request_arrays(
         if name not in declared:
             raise InvalidRequest(name, "this engine version has no such input")
     if "exclude_input_in_output" in declared:
-        arrays["exclude_input_in_output"] = np.array([[True]])
+        arrays["exclude_input_in_output"] = _one_of("exclude_input_in_output", True)
     return arrays
 
 
 def _plain_values(request: EngineRequest) -> Iterable[tuple[str, Any]]:
     yield "input_lengths", len(request.input_ids)
     yield "max_tokens", request.max_tokens
-    yield "streaming", request.streaming
+    if request.streaming:  # absent means no
+        yield "streaming", True
     if request.num_return_sequences > 1:
         yield "num_return_sequences", request.num_return_sequences
     for name in ("end_id", "pad_id"):
@@ -300,21 +288,35 @@ def _plain_values(request: EngineRequest) -> Iterable[tuple[str, Any]]:
             yield f"return_{name}", True
 
 
-def _spelling(key: str, declared: frozenset[str]) -> Tensor:
+@lru_cache(maxsize=1024)
+def _spelling(key: str, declared: frozenset[str]) -> str:
     spellings = _SPELLINGS[key]
     for tensor in spellings:
         if tensor.name in declared:
-            return tensor
+            return tensor.name
     raise InvalidRequest(spellings[0].name, "this engine version has no such input")
 
 
+@lru_cache(maxsize=4096)
+def _one_of(name: str, value: Any) -> Array:
+    """``[1, 1]``; kept, since rounds of speculation send the same numbers again and again."""
+    array = np.array([[value]], dtype=ENGINE.input_named[name].numpy_type)
+    array.flags.writeable = False
+    return array
+
+
+def _ids_row(ids: TokenIds) -> Array:
+    """``[1, N]`` int32; three times as fast as numpy's own reading of a tuple."""
+    return np.frombuffer(struct.pack(f"={len(ids)}i", *ids), dtype=np.int32)[None]
+
+
 def _draft_arrays(draft: Draft) -> dict[str, Array]:
-    arrays: dict[str, Array] = {"draft_input_ids": np.array([draft.token_ids], dtype=np.int32)}
+    arrays: dict[str, Array] = {"draft_input_ids": _ids_row(draft.token_ids)}
     if draft.logits is not None:
         arrays["draft_logits"] = np.asarray(draft.logits, dtype=np.float32)[None]
     if draft.acceptance_threshold is not None:
-        threshold = np.array([[draft.acceptance_threshold]], dtype=np.float32)
-        arrays["draft_acceptance_threshold"] = threshold
+        name = "draft_acceptance_threshold"
+        arrays[name] = _one_of(name, draft.acceptance_threshold)
     return arrays
 
 
