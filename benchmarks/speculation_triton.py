@@ -4,7 +4,9 @@
 
 The target takes 20 ms for a step, the draft 2 ms. Every request goes client, gRPC,
 tensorrt_llm_bls, both engines and back; speed-ups are ratios to plain decoding in the same run.
-Overhead of a round = its wall time less what the engines slept.
+Overhead of a round = its wall time less the engines' steps. Beside it stands the least that Triton
+allows: the same two requests made bare, by a gRPC client that does nothing else, one after the
+other to the same engines.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ import platform
 import shutil
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
+import grpc.aio
+import numpy as np
 import psutil
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from trtllm_bls.client import Client, Result
 from trtllm_bls.launcher import TritonServer
@@ -59,6 +65,43 @@ async def ask(url: str, tokens: int, **speculation: int) -> Result:
         )
 
 
+async def bare_rounds(url: str, length: int, rounds: int = 60) -> float:
+    """Milliseconds that a draft and its verification take beyond their steps, median."""
+    drafting = bare_request("tensorrt_llm_draft", length)
+    verifying = bare_request("tensorrt_llm", length + 1, drafted=length)
+    took = []
+    async with grpc.aio.insecure_channel(url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        calls = stub.ModelStreamInfer(), stub.ModelStreamInfer()
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            for call, request in zip(calls, (drafting, verifying), strict=True):
+                await call.write(request)
+                reply = await call.read()
+                assert not reply.error_message, reply.error_message
+            took.append((time.perf_counter() - begun) * 1000 - length * DRAFT_MS - TARGET_MS)
+        for call in calls:
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+    return statistics.median(took)
+
+
+def bare_request(model: str, tokens: int, drafted: int = 0) -> service_pb2.ModelInferRequest:
+    """With the tensors of a round: a prompt as long as the benchmark's half-way."""
+    request = service_pb2.ModelInferRequest(model_name=model, id=model)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    values = {"input_ids": [1] * 150, "input_lengths": [150], "request_output_len": [tokens]}
+    values |= {"end_id": [-1], "pad_id": [0], "runtime_top_k": [1], "min_tokens": [0]}
+    if drafted:
+        values["draft_input_ids"] = [1] * drafted
+    for name, ids in values.items():
+        request.inputs.add(name=name, datatype="INT32", shape=[1, len(ids)])
+        request.raw_input_contents.append(np.array(ids, np.int32).tobytes())
+    for name in ("output_ids", "sequence_length"):
+        request.outputs.add(name=name)
+    return request
+
+
 def seconds(result: Result) -> float:
     return result.events[-1].received_at - result.started_at
 
@@ -91,10 +134,12 @@ def measure(server: TritonServer, rate: float, tokens: int, requests: int) -> No
     cpu = (cpu_seconds() - before) / rounds_in_all * 1e6
     expected = (1 - rate ** (length + 1)) / (1 - rate) / (length * DRAFT_MS / TARGET_MS + 1)
     gain = plain / statistics.median(times)
+    bare = asyncio.run(bare_rounds(server.grpc_url, length))
     print(
         f"a={rate} k={length}: {gain:.2f}x of the formula's {expected:.2f}x, "
         f"{gain / expected:.0%}; "
-        f"round overhead p50 {statistics.median(overheads):.2f} ms, CPU {cpu:.0f} us per round",
+        f"round overhead p50 {statistics.median(overheads):.2f} ms (two bare requests: "
+        f"{bare:.2f} ms), CPU {cpu:.0f} us per round",
         flush=True,
     )
 

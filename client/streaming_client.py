@@ -59,6 +59,7 @@ _FIELDS = (
     ("skip_special_tokens", "Leave special tokens out of the text."),
     ("num_draft_tokens", "Speculation: tokens drafted per round; 0 turns it off."),
     ("use_draft_logits", "Speculation: verify by the draft's logits."),
+    ("timeout_ms", "Let the server end the answer with what there is after this many ms."),
     ("draft_source", "Speculation: where drafts come from (model, ngram, mixed)."),
     ("return_log_probs", "Log probabilities of the tokens; seen with --json."),
     ("return_context_logits", "Logits of the prompt; seen with --json."),

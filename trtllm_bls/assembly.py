@@ -112,6 +112,17 @@ class SequenceText:
             reason = FinishReason.STOP if stop is not None else reason
         return self._chunk(text, chunk, reason, stop)
 
+    def give_up(self, reason: FinishReason, sequence_index: int) -> TextChunk:
+        """End with what there is, held-back text included: nothing can follow that might claim it.
+
+        ``reason`` gives way to a stop string that this text completes.
+        """
+        return self.feed(
+            EngineChunk(
+                token_ids=(), sequence_index=sequence_index, final=True, finish_reason=reason
+            )
+        )
+
     # --- text ---------------------------------------------------------------------------------
 
     def _cut(self, text: str) -> tuple[str, str | None]:

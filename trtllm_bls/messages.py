@@ -26,14 +26,17 @@ NOTHING: Mapping[str, Array] = MappingProxyType({})
 
 
 class FinishReason(str, Enum):
-    """Why a sequence ended; the value is what callers read."""
+    """Why a sequence ended; the value is what callers read.
+
+    After ``CANCELLED`` and ``ERROR`` the request itself still ends, with an error or for nobody.
+    """
 
     STOP = "stop"  # a stop string or stop sequence
     LENGTH = "length"  # max_tokens, or the model's longest sequence
     END_ID = "end_id"  # the model ended by itself
-    CANCELLED = "cancelled"
-    TIMEOUT = "timeout"
-    ERROR = "error"
+    CANCELLED = "cancelled"  # the caller left, or the server is going down
+    TIMEOUT = "timeout"  # the request's own time was up
+    ERROR = "error"  # the engine failed after it had begun to answer
 
 
 # --- to the engine --------------------------------------------------------------------------
@@ -168,6 +171,7 @@ class TextRequest:
 
     ``num_draft_tokens``: ``None`` leaves speculation to the deployment, 0 turns it off, k > 0 asks
     for drafts of exactly k tokens. ``draft_source``: where drafts come from for this request.
+    ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     """
 
     request_id: str
@@ -189,6 +193,7 @@ class TextRequest:
     num_draft_tokens: int | None = None
     use_draft_logits: bool = False
     draft_source: str | None = None
+    timeout_s: float | None = None
     wants: Wants = Wants()
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,11 @@ from trtllm_bls.messages import (
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
 
+if sys.version_info >= (3, 11):
+    from asyncio import timeout_at
+else:
+    from async_timeout import timeout_at
+
 # Tokenising holds the event loop; longer prompts go to a thread so that streams do not notice.
 _LONG_TEXT = 4096
 
@@ -40,6 +46,7 @@ class Defaults:
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     accumulate: bool = False
+    timeout_s: float | None = None  # None: as long as it takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +86,18 @@ class Orchestrator:
         Closing the generator ends the engine's work.
         """
         _refuse(request)
+        deadline = self._deadline(request)
         source = await self._source_for(request)
         try:
-            async with aclosing(self._run(request, source)) as chunks:
+            async with aclosing(self._run(request, source, deadline)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
             source.done()
 
-    async def _run(self, request: TextRequest, source: Source) -> AsyncGenerator[TextChunk, None]:
+    async def _run(
+        self, request: TextRequest, source: Source, deadline: float | None
+    ) -> AsyncGenerator[TextChunk, None]:
         limits = await source.engine.limits()
         prompt = await self._prompt(request, limits)
         sampling = _seeded(request.sampling)
@@ -99,27 +109,26 @@ class Orchestrator:
             SequenceText(rules, self._tokenizer.detokenizer(skip_special_tokens=skip))
             for _ in range(request.num_return_sequences)
         ]
-        engine_request = _engine_request(request, prompt, sampling)
+        # In one piece only where no text and no clock can end it half-way.
+        whole = not (request.stream or request.stop_words or sampling.min_tokens or deadline)
+        answer = _Answer(request, source.engine, sequences, deadline)
         parts: list[list[TextChunk]] = [[] for _ in sequences]
-        cut_short = False
-        async with aclosing(source.engine.generate(engine_request)) as chunks:
-            async for chunk in chunks:
-                sequence = sequences[chunk.sequence_index]
-                if sequence.ended:
-                    continue  # it ended by count; the engine is about to say so itself
-                piece = _with_speculation(sequence.feed(chunk), source)
+        async with aclosing(
+            answer.pieces(_engine_request(request, prompt, sampling, streaming=not whole))
+        ) as pieces:
+            async for unmarked in pieces:
+                piece = _with_speculation(unmarked, source)
                 if request.stream:
                     if _worth_sending(piece):
                         yield piece
-                else:
-                    parts[chunk.sequence_index].append(piece)
-                    if piece.ending is not None:
-                        yield _joined(parts[chunk.sequence_index], self._defaults.accumulate)
-                cut_short = cut_short or _cut_short(piece, chunk, request)
-                if cut_short and all(other.ended for other in sequences):
-                    return  # closing the generator cancels the engine's work
-        if not all(sequence.ended for sequence in sequences):
-            raise EngineError(f"{source.engine.name} fell silent before its last chunk")
+                    continue
+                parts[piece.sequence_index].append(piece)
+                if piece.ending is not None:
+                    yield _joined(parts[piece.sequence_index], self._defaults.accumulate)
+
+    def _deadline(self, request: TextRequest) -> float | None:
+        seconds = self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
+        return None if seconds is None else asyncio.get_running_loop().time() + seconds
 
     # --- the engine's request -----------------------------------------------------------------
 
@@ -156,13 +165,76 @@ class Orchestrator:
         )
 
 
-def _engine_request(request: TextRequest, prompt: Prompt, sampling: Sampling) -> EngineRequest:
+class _Answer:
+    """Reads one engine request into its sequences, until all have ended or something ends them."""
+
+    def __init__(
+        self,
+        request: TextRequest,
+        engine: Engine,
+        sequences: list[SequenceText],
+        deadline: float | None,
+    ) -> None:
+        self._request = request
+        self._engine = engine
+        self._sequences = sequences
+        self._deadline = deadline
+        self._begun = False
+
+    async def pieces(self, request: EngineRequest) -> AsyncGenerator[TextChunk, None]:
+        """Every sequence's last piece has its ending, whatever happens.
+
+        Where a stream that has begun is cancelled or fails, that is told by its last pieces, and
+        the error follows.
+        """
+        try:
+            async with aclosing(self._read(request)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except asyncio.TimeoutError:
+            for piece in self._given_up(FinishReason.TIMEOUT):
+                yield piece
+        except (asyncio.CancelledError, Exception) as error:
+            left = isinstance(error, asyncio.CancelledError)
+            if self._begun and self._request.stream:
+                for piece in self._given_up(FinishReason.CANCELLED if left else FinishReason.ERROR):
+                    yield piece
+            raise
+
+    async def _read(self, request: EngineRequest) -> AsyncGenerator[TextChunk, None]:
+        cut_short = False
+        async with aclosing(self._engine.generate(request)) as chunks:
+            while True:
+                async with timeout_at(self._deadline):
+                    chunk = await anext(chunks, None)
+                if chunk is None:
+                    break
+                self._begun = True
+                sequence = self._sequences[chunk.sequence_index]
+                if sequence.ended:
+                    continue  # it ended by count; the engine is about to say so itself
+                piece = sequence.feed(chunk)
+                yield piece
+                cut_short = cut_short or _cut_short(piece, chunk, self._request)
+                if cut_short and all(sequence.ended for sequence in self._sequences):
+                    return  # closing the generator cancels the engine's work
+        if not all(sequence.ended for sequence in self._sequences):
+            raise EngineError(f"{self._engine.name} fell silent before its last chunk")
+
+    def _given_up(self, reason: FinishReason) -> Iterator[TextChunk]:
+        for index, sequence in enumerate(self._sequences):
+            if not sequence.ended:
+                yield sequence.give_up(reason, index)
+
+
+def _engine_request(
+    request: TextRequest, prompt: Prompt, sampling: Sampling, *, streaming: bool
+) -> EngineRequest:
     return EngineRequest(
         request_id=f"{request.request_id}/{uuid.uuid4().hex[:12]}",
         input_ids=prompt.ids,
         max_tokens=request.max_tokens,
-        # Streamed whenever the text may have to end the engine's work.
-        streaming=request.stream or bool(request.stop_words or sampling.min_tokens),
+        streaming=streaming,
         sampling=sampling,
         num_return_sequences=request.num_return_sequences,
         end_id=prompt.end_id,

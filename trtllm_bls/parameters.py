@@ -111,6 +111,7 @@ class BlsParameters:
     transport: str
     engine_url: str
     stall_seconds: float
+    timeout_seconds: float  # of a request that names none; 0 = no limit
     target: str
     draft: str
     draft_tokenizer_dir: Path | None
@@ -132,6 +133,7 @@ class BlsParameters:
             transport=parameters.choice("engine_transport", ("auto", "bls", "grpc")),
             engine_url=parameters.text("engine_url", "localhost:8001", GRPC_URL),
             stall_seconds=parameters.number("engine_stall_seconds", 120),
+            timeout_seconds=parameters.number("request_timeout_seconds", 0),
             target=parameters.text("tensorrt_llm_model_name", "tensorrt_llm"),
             draft=parameters.text("tensorrt_llm_draft_model_name"),
             draft_tokenizer_dir=parameters.optional_directory(

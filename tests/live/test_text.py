@@ -132,10 +132,25 @@ def test_an_error_after_partial_text_is_an_error(echo: TritonServer, transport: 
     """
     events = generate_stream(echo.http_url, text_input=WORLD, max_tokens=90, seed=ERROR_AFTER_3)
     assert all("text_output" in event for event in events[:-1])
+    assert [event.get("finish_reason") for event in events[-3:]] == [None, "error", None]
     lost = "UNAVAILABLE: tensorrt_llm sent nothing for 20 s"
     assert events[-1] == {"error": lost if transport == "bls" else "INTERNAL: the script says so"}
     with pytest.raises(EngineError, match="the script says so"):
         ask(echo.grpc_url, text_input=WORLD, max_tokens=90, seed=ERROR_AT_ONCE)
+    assert ask(echo.grpc_url, text_input=WORLD, max_tokens=500).text == WORLD
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_whose_time_is_up_ends_with_what_there_is(
+    echo: TritonServer, stream: bool
+) -> None:
+    """An answer, not an error, on every path."""
+    asked = {"text_input": WORLD, "max_tokens": 90, "seed": SILENT_AFTER_3, "timeout_ms": 700}
+    result = ask(echo.grpc_url, stream=stream, **asked)
+    assert result.finish_reason == "timeout" and WORLD.startswith(result.text)
+    body = generate(echo.http_url, **asked)
+    assert body["finish_reason"] == "timeout" and WORLD.startswith(body["text_output"])
+    assert generate_stream(echo.http_url, **asked)[-1]["finish_reason"] == "timeout"
     assert ask(echo.grpc_url, text_input=WORLD, max_tokens=500).text == WORLD
 
 

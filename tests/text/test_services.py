@@ -79,7 +79,8 @@ def test_an_engines_failure_is_told_once_and_without_secrets(
         ask = bench.accept(bench.text(PROMPT, **STREAM)).wait()
     assert ask.error is not None and ask.error.message().startswith(said)
     assert "secret" not in ask.error.message() and "Traceback" not in ask.error.message()
-    assert len(ask.responses) == after
+    assert [r["finish_reason"].item() for r in ask.responses[after:]] == [b"error"] * bool(after)
+    assert all("finish_reason" not in response for response in ask.responses[:after])
 
 
 def test_a_bad_request_costs_the_engine_nothing() -> None:
@@ -98,6 +99,7 @@ def test_a_caller_who_leaves_ends_the_engines_work() -> None:
         ask.leave()
         assert ask.wait().error is None
         assert len(bench.engine.cancelled) == 1
+        assert ask.responses[-1]["finish_reason"].item() == b"cancelled"
 
 
 def test_closing_ends_what_runs() -> None:
@@ -106,6 +108,7 @@ def test_closing_ends_what_runs() -> None:
         bench.engine.fault = SILENT
         ask = bench.accept(bench.text(PROMPT, **STREAM)).wait(responses=2)
     assert ask.wait().error is not None
+    assert ask.responses[-1]["finish_reason"].item() == b"cancelled"
 
 
 class Bumpy:

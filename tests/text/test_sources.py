@@ -53,6 +53,7 @@ def parameters(**more: Any) -> BlsParameters:
         "transport": "grpc",
         "engine_url": "nowhere:1",
         "stall_seconds": 1,
+        "timeout_seconds": 0,
         "target": "tensorrt_llm",
         "draft": "",
         "draft_tokenizer_dir": None,

@@ -26,6 +26,7 @@ OURS = {
     ("ensemble", "inputs"): {"messages", "add_special_tokens"},
     ("tensorrt_llm_bls", "inputs"): {
         *("messages", "add_special_tokens", "skip_special_tokens", "include_stop", "draft_source"),
+        "timeout_ms",
         *("runtime_top_p_min", "runtime_top_p_decay", "runtime_top_p_reset_ids"),
         *("early_stopping", "beam_search_diversity_rate"),
     },

@@ -54,6 +54,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
         "engine_transport": "auto",
         "engine_url": "localhost:8001",
         "engine_stall_seconds": "120",
+        "request_timeout_seconds": "0",
         "tensorrt_llm_model_name": "tensorrt_llm",
         "tensorrt_llm_draft_model_name": "",
         "draft_tokenizer_dir": "",

@@ -11,7 +11,7 @@ from typing import Any
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.door import Call
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array, TextRequest
+from trtllm_bls.messages import Array, FinishReason, TextChunk, TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.rows import end_all
@@ -38,6 +38,7 @@ class TextService:
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
             accumulate=parameters.accumulate_tokens,
+            timeout_s=parameters.timeout_seconds or None,
         )
         return cls(Orchestrator(tokenizer, sources.source_for, defaults), sources.close)
 
@@ -60,9 +61,15 @@ class TextService:
         try:
             async with aclosing(self._orchestrator.run(request)) as chunks:
                 async for chunk in chunks:
-                    run.send(text_arrays(chunk, request, row), ended=chunk.ending is not None)
+                    run.send(text_arrays(chunk, request, row), ended=_ends_call(chunk))
         except InvalidRequest as error:
             raise _in_callers_words(error, request) from error
+
+
+def _ends_call(chunk: TextChunk) -> bool:
+    """Whether its sequence has ended well; otherwise the door's error or bare end follows."""
+    unwell = (FinishReason.CANCELLED, FinishReason.ERROR)
+    return chunk.ending is not None and chunk.ending.finish_reason not in unwell
 
 
 def _in_callers_words(error: InvalidRequest, request: TextRequest) -> InvalidRequest:

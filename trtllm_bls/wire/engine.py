@@ -300,7 +300,7 @@ def _spelling(key: str, declared: frozenset[str]) -> str:
 @lru_cache(maxsize=4096)
 def _one_of(name: str, value: Any) -> Array:
     """``[1, 1]``; kept, since rounds of speculation send the same numbers again and again."""
-    array = np.array([[value]], dtype=ENGINE.input_named[name].numpy_type)
+    array: Array = np.array([[value]], dtype=ENGINE.input_named[name].numpy_type)
     array.flags.writeable = False
     return array
 

@@ -48,6 +48,7 @@ def text_request(row: Fields, request_id: str) -> TextRequest:
         num_draft_tokens=row.get("num_draft_tokens"),
         use_draft_logits=row.get("use_draft_logits", False),
         draft_source=row.get("draft_source"),
+        timeout_s=row["timeout_ms"] / 1000 if "timeout_ms" in row else None,
         wants=wants_of(row),
         extras=extras_of(row),
     )
