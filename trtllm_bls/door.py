@@ -16,6 +16,7 @@ tokens or engines.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import threading
@@ -109,6 +110,10 @@ class Door:
             threading.Thread(target=self._loop.run_forever, name="door-loop", daemon=True),
             threading.Thread(target=self._watch, name="door-watch", daemon=True),
         ]
+        # What loading made stays for good: a full collection would look through all of it and hold
+        # every stream for tens of milliseconds.
+        gc.collect()
+        gc.freeze()
         for thread in self._threads:
             thread.start()
 

@@ -144,12 +144,13 @@ def test_an_error_after_partial_text_is_an_error(echo: TritonServer, transport: 
 def test_a_request_whose_time_is_up_ends_with_what_there_is(
     echo: TritonServer, stream: bool
 ) -> None:
-    """An answer, not an error, on every path."""
+    """An answer, not an error, on every path; it may end inside a character."""
     asked = {"text_input": WORLD, "max_tokens": 90, "seed": SILENT_AFTER_3, "timeout_ms": 700}
     result = ask(echo.grpc_url, stream=stream, **asked)
-    assert result.finish_reason == "timeout" and WORLD.startswith(result.text)
+    assert result.finish_reason == "timeout" and WORLD.startswith(result.text.rstrip("\ufffd"))
     body = generate(echo.http_url, **asked)
-    assert body["finish_reason"] == "timeout" and WORLD.startswith(body["text_output"])
+    assert body["finish_reason"] == "timeout"
+    assert WORLD.startswith(body["text_output"].rstrip("\ufffd"))
     assert generate_stream(echo.http_url, **asked)[-1]["finish_reason"] == "timeout"
     assert ask(echo.grpc_url, text_input=WORLD, max_tokens=500).text == WORLD
 
