@@ -15,11 +15,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from trtllm_bls.engines.embedded.batcher import Batcher
-from trtllm_bls.engines.embedded.checkpoint import load
+from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
 from trtllm_bls.engines.embedded.runner import Runner
-from trtllm_bls.engines.embedded.sequence import Sequence
-from trtllm_bls.engines.embedded.settings import EmbeddedSettings
-from trtllm_bls.engines.embedded.submission import Submission
+from trtllm_bls.engines.embedded.sequence import Sequence, Submission
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineChunk, EngineRequest, Sampling
 
@@ -110,7 +108,7 @@ def request(ids: tuple[int, ...], max_tokens: int = 8, **more: Any) -> EngineReq
 @functools.cache
 def runner(kind: str = "llama") -> Runner:
     """A loaded checkpoint, shared by tests; every ``Steps`` gives it fresh slots."""
-    return load(checkpoint(kind), EmbeddedSettings(threads=1))[0]
+    return load(checkpoint(kind), EmbeddedSettings(threads=1))
 
 
 class Steps:
@@ -120,16 +118,13 @@ class Steps:
         settings = EmbeddedSettings(**{"max_batch": 4, "max_tokens_per_step": 64} | sizes)
         self.runner, self.length = runner(kind), length
         self.runner.allocate(settings.max_batch, length)
-        self.batcher = Batcher(self.runner, settings, length)
+        self.batcher = Batcher(self.runner, settings.max_tokens_per_step)
         self._heard: list[tuple[Submission, EngineChunk | EngineError]] = []
 
     def add(self, asked: EngineRequest) -> Submission:
         submission = Submission(asked.num_return_sequences, None)
-        leader = None
         for index in range(asked.num_return_sequences):
-            sequence = Sequence(asked, index, VOCAB, self.length, submission)
-            sequence.leader, leader = leader, leader or sequence
-            self.batcher.add(sequence)
+            self.batcher.add(Sequence(asked, index, VOCAB, self.length, submission))
         return submission
 
     def step(self, times: int = 1) -> int:
@@ -144,7 +139,7 @@ class Steps:
     def run(self) -> int:
         """Steps until nothing is left to do; returns the rows computed."""
         rows = 0
-        while self.batcher.has_work:
+        while self.batcher.num_present:
             rows += self.step()
         return rows
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from embedded_bench import POISON, Steps, generated, prompt, request
 
-from trtllm_bls.engines.embedded.settings import EmbeddedSettings
-from trtllm_bls.engines.embedded.slots import Claim, SlotTable
+from trtllm_bls.engines.embedded import EmbeddedSettings
+from trtllm_bls.engines.embedded.slots import Slots
 from trtllm_bls.errors import EngineError, SettingsError
 from trtllm_bls.messages import EngineChunk, FinishReason, Wants
 
@@ -51,7 +51,7 @@ def test_requests_start_in_order_of_arrival() -> None:
     steps = Steps(max_batch=2)
     asked = [steps.add(request(prompt(5, start=n), 3 + n)) for n in range(4)]
     started: list[int] = []
-    while steps.batcher.has_work:
+    while steps.batcher.num_present:
         steps.step()
         started += [n for n, s in enumerate(asked) if steps.text(s) and n not in started]
     assert started == [0, 1, 2, 3]
@@ -195,7 +195,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_next_step_works() -> None
         steps.runner.forward = forward  # type: ignore[method-assign]
     for submission in asked:
         assert [type(event) for event in steps.heard(submission)] == [EngineError]
-    assert not steps.batcher.has_work
+    assert not steps.batcher.num_present
     assert steps.answer(request(prompt(5), 5)) == generated(prompt(5), 5)
 
 
@@ -253,50 +253,64 @@ def test_settings_that_could_starve_a_request_are_refused() -> None:
 
 # --- slots alone -----------------------------------------------------------------------------
 
+CPU = torch.device("cpu")
 
-def _held(table: SlotTable, *tokens: int) -> int:
-    slot = table.claim(tokens, reuse=True).slot
-    table.write(slot, 0, tokens)
+
+def _held(slots: Slots, *tokens: int) -> int:
+    """A slot that holds these tokens, each with its own number as its key."""
+    slot, _ = slots.claim(tokens, reuse=True)
+    slots.write(slot, 0, tokens)
+    keys, _ = slots.layer(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    keys[slot, 0, : len(tokens), 0] = torch.tensor(tokens, dtype=torch.float32)
     return slot
+
+
+def _keys(slots: Slots, slot: int, count: int) -> list[float]:
+    keys, _ = slots.layer(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    found: list[float] = keys[slot, 0, :count, 0].tolist()
+    return found
 
 
 def test_a_slot_with_a_longer_conversation_is_copied_from_rather_than_taken() -> None:
     """Sharing little of what a slot holds does not cost that slot its conversation."""
-    table = SlotTable(2, 16)
-    long = _held(table, 1, 2, 3, 4, 5, 6, 7, 8)
-    table.release(long)
-    assert table.claim((1, 2, 9, 9), reuse=True) == Claim(1 - long, 2, long)
+    slots = Slots(2, 16, CPU)
+    long = _held(slots, 1, 2, 3, 4, 5, 6, 7, 8)
+    slots.release(long)
+    assert slots.claim((1, 2, 9, 9), reuse=True) == (1 - long, 2)
+    assert _keys(slots, 1 - long, 3) == [1, 2, 0]
+    assert _keys(slots, long, 8) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_of_slots_that_share_as_much_the_one_idle_longest_is_taken() -> None:
     """A beginning that all conversations share does not make the newest one pay."""
-    table = SlotTable(2, 16)
-    older, newer = _held(table, 1, 2), _held(table, 1, 2, 3)
-    table.release(older)
-    table.release(newer)
-    assert table.claim((1, 2, 9), reuse=True) == Claim(older, 2, None)
+    slots = Slots(2, 16, CPU)
+    older, newer = _held(slots, 1, 2), _held(slots, 1, 2, 3)
+    slots.release(older)
+    slots.release(newer)
+    assert slots.claim((1, 2, 9), reuse=True) == (older, 2)
 
 
 def test_the_last_token_of_a_prompt_is_never_reused() -> None:
     """Its logits are needed, so it must be computed."""
-    table = SlotTable(1, 16)
-    table.release(_held(table, 1, 2, 3))
-    assert table.claim((1, 2, 3), reuse=True) == Claim(0, 2, None)
+    slots = Slots(1, 16, CPU)
+    slots.release(_held(slots, 1, 2, 3))
+    assert slots.claim((1, 2, 3), reuse=True) == (0, 2)
 
 
-def test_a_forgotten_slot_shares_nothing() -> None:
-    """Its tokens are still written there, but they no longer count."""
-    table = SlotTable(1, 16)
-    slot = _held(table, 1, 2, 3, 4, 5)
-    table.forget(slot)
-    table.release(slot)
-    assert table.claim((1, 2, 3, 4, 5), reuse=True).reused == 0
+def test_a_scrubbed_slot_shares_nothing() -> None:
+    """Its tokens are still written there, but they no longer count, and its keys are gone."""
+    slots = Slots(1, 16, CPU)
+    slot = _held(slots, 1, 2, 3, 4, 5)
+    slots.scrub(slot)
+    slots.release(slot)
+    assert slots.claim((1, 2, 3, 4, 5), reuse=True) == (slot, 0)
+    assert _keys(slots, slot, 5) == [0, 0, 0, 0, 0]
 
 
 def test_without_reuse_the_slot_idle_longest_is_taken() -> None:
     """A request that computes all of its prompt does not spoil the slot of another."""
-    table = SlotTable(2, 16)
-    first, second = _held(table, 1, 2), _held(table, 3, 4)
-    table.release(second)
-    table.release(first)
-    assert table.claim((1, 2, 3), reuse=False) == Claim(second, 0, None)
+    slots = Slots(2, 16, CPU)
+    first, second = _held(slots, 1, 2), _held(slots, 3, 4)
+    slots.release(second)
+    slots.release(first)
+    assert slots.claim((1, 2, 3), reuse=False) == (second, 0)

@@ -10,8 +10,7 @@ import pytest
 from embedded_bench import VOCAB, Steps, generated, prompt, request
 
 from trtllm_bls.engines.embedded.sampling import Chooser
-from trtllm_bls.engines.embedded.sequence import Sequence
-from trtllm_bls.engines.embedded.submission import Submission
+from trtllm_bls.engines.embedded.sequence import Sequence, Submission
 from trtllm_bls.messages import (
     Array,
     Draft,

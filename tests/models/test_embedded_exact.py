@@ -18,10 +18,8 @@ from embedded_bench import (
 )
 from torch import nn
 
-from trtllm_bls.engines.embedded.attention import Segment
-from trtllm_bls.engines.embedded.checkpoint import load
-from trtllm_bls.engines.embedded.packed import pack_linears
-from trtllm_bls.engines.embedded.settings import EmbeddedSettings
+from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load, pack_linears
+from trtllm_bls.engines.embedded.runner import Segment
 from trtllm_bls.errors import CheckpointError, SettingsError
 
 LENGTHS = (1, 30, 9, 90, 2, 17)
@@ -75,7 +73,7 @@ def test_a_model_that_does_not_bear_packing_keeps_its_layers(
         return 1
 
     monkeypatch.setattr("trtllm_bls.engines.embedded.checkpoint.pack_linears", broken)
-    loaded, _ = load(checkpoint(), EmbeddedSettings(threads=1))
+    loaded = load(checkpoint(), EmbeddedSettings(threads=1))
     logits = loaded.forward([Segment(0, 0, prompt(9), 1)])
     assert int(logits.argmax()) == generated(prompt(9), 1)[0]
 
@@ -173,8 +171,8 @@ def test_the_kv_cache_is_cut_to_the_memory_allowed_or_refused() -> None:
     """A default length gives way to the memory limit; a length that was asked for does not."""
     per_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, kv heads, head size, fp32
     limit = 4 * per_token * 100
-    _, length = load(checkpoint(), EmbeddedSettings(max_batch=4, max_kv_bytes=limit))
-    assert length == 100
+    loaded = load(checkpoint(), EmbeddedSettings(max_batch=4, max_kv_bytes=limit))
+    assert loaded.slots.length == 100
     with pytest.raises(SettingsError, match="lower max_batch"):
         load(
             checkpoint(),
@@ -211,7 +209,7 @@ def test_lengths_that_would_be_computed_otherwise_are_not_offered(
     """Where position or window rules change with the batch's length, the limit stays below."""
     directory = _copy(tmp_path)
     _rewrite(directory, **change)
-    assert load(directory, EmbeddedSettings())[1] == longest
+    assert load(directory, EmbeddedSettings()).slots.length == longest
 
 
 def test_copied_rows_are_the_rows() -> None:
@@ -221,6 +219,8 @@ def test_copied_rows_are_the_rows() -> None:
     ids = prompt(10)
     expected = model.forward([Segment(0, 0, ids, 1)])
     model.allocate(2, 32)
-    model.forward([Segment(0, 0, ids[:9], 1)])
-    model.cache.copy(0, 1, 9)
-    torch.testing.assert_close(model.forward([Segment(1, 9, ids[9:], 1)]), expected)
+    taken, _ = model.slots.claim(ids, reuse=True)
+    model.forward([Segment(taken, 0, ids[:9], 1)])
+    other, reused = model.slots.claim(ids, reuse=True)
+    assert (other, reused) == (1 - taken, 9)
+    torch.testing.assert_close(model.forward([Segment(other, 9, ids[9:], 1)]), expected)

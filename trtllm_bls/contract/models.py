@@ -15,6 +15,7 @@ _NOT_NEGATIVE = Bounds(low=0)
 _POSITIVE = Bounds(low=0, above=True)
 _FINITE = Bounds()
 _SHARE = Bounds(low=0, high=1, above=True)
+_SEED = Bounds(low=0, high=2**64 - 1)
 
 # field, name in text models, name in tensorrt_llm, dtype, bounds. top_p <= 0 means "not set" on
 # the wire, so its lower bound is open downwards.
@@ -29,8 +30,8 @@ _SAMPLING = (
     ("min_tokens", "min_length", "min_length", "INT32", _NOT_NEGATIVE),
     ("presence_penalty", "presence_penalty", "presence_penalty", "FP32", _FINITE),
     ("frequency_penalty", "frequency_penalty", "frequency_penalty", "FP32", _FINITE),
-    ("seed", "seed", "seed", "UINT64", None),
-    ("seed", "random_seed", "random_seed", "UINT64", None),
+    ("seed", "seed", "seed", "UINT64", _SEED),
+    ("seed", "random_seed", "random_seed", "UINT64", _SEED),
 )
 # Only tensorrt_llm has these upstream; the text models take them under the same names (ours).
 _FINE_SAMPLING = (
@@ -111,7 +112,14 @@ ENGINE = Model(
     inputs=(
         Tensor("input_ids", "INT32", (-1,), required=True, ragged=True),
         Tensor("input_lengths", "INT32", required=True, scalar=True),
-        Tensor("request_output_len", "INT32", field="max_tokens", required=True, scalar=True),
+        Tensor(
+            "request_output_len",
+            "INT32",
+            field="max_tokens",
+            required=True,
+            scalar=True,
+            bounds=_COUNT,
+        ),
         Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES),
         Tensor("draft_input_ids", "INT32", (-1,), ragged=True),
         Tensor("draft_logits", "FP32", (-1, -1), ragged=True),

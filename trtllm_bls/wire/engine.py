@@ -84,10 +84,6 @@ def _engine_call(row: Fields, request_id: str, streaming: bool) -> EngineCall:
         raise InvalidRequest(
             "input_lengths", f"{length} is not allowed; input_ids holds {len(ids)} ids"
         )
-    if row["max_tokens"] < 1:
-        raise InvalidRequest(
-            "request_output_len", f"{row['max_tokens']} is not allowed; it must be at least 1"
-        )
     request = EngineRequest(
         request_id=request_id,
         input_ids=tuple(ids[:length].tolist()),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trtllm_bls.contract import Model, Tensor
+from trtllm_bls.contract.checks import check_value
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import Array
 
@@ -62,8 +63,7 @@ def _read_value(tensor: Tensor, element: Any) -> Any:
     if not tensor.single:
         return values
     value = _only(tensor, values.tolist())
-    if tensor.bounds is not None and not tensor.bounds.allow(value):
-        raise InvalidRequest(tensor.name, f"{value} is not allowed; it must be {tensor.bounds}")
+    check_value(tensor, value)
     return bool(value) if tensor.dtype == "BOOL" else value
 
 

@@ -1,15 +1,15 @@
 """An in-flight-batching engine over a local Hugging Face checkpoint, in this process.
 
-    engine  thread, submissions, delivery      batcher    which rows each step computes
-    runner  one model's forward pass           sequence   one sequence, its end, its chunks
-    attention  KV slots, attention over them   sampling   a row of logits to a token
-    slots   what the slots hold, reuse         checkpoint loading, probing, sizing
+    engine    thread, queue limit, delivery      runner      one forward pass over many sequences
+    batcher   which rows each step computes      slots       tokens, keys and values; their reuse
+    sequence  one sequence, its end, its chunks  checkpoint  sizes, loading, probing
+    sampling  a row of logits to a token
 
 Importing this package imports torch and transformers: only the engine's own process should.
 """
 
+from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings
 from trtllm_bls.engines.embedded.engine import EmbeddedEngine
-from trtllm_bls.engines.embedded.settings import EmbeddedSettings
-from trtllm_bls.engines.embedded.submission import Submission
+from trtllm_bls.engines.embedded.sequence import Submission
 
 __all__ = ["EmbeddedEngine", "EmbeddedSettings", "Submission"]

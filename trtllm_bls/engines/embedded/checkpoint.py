@@ -1,29 +1,27 @@
 """From a checkpoint directory to a ``Runner`` that is known to compute what the model computes.
 
-Loads with transformers, chooses number format and longest sequence, and probes: a few tokens
-through our slots must give the logits of the model's own eager attention. An architecture that
-does not pass is refused at load, since a silently wrong one would look plausible for ever.
-Must not know of requests.
+Loads with transformers, chooses number format and longest sequence, packs weights and probes: a
+few tokens through our slots must give the logits of the model's own eager attention. An
+architecture that does not pass is refused at load, since a silently wrong one would look
+plausible for ever. Must not know of requests.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import timeit
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trtllm_bls.engines.embedded.attention import Segment
-from trtllm_bls.engines.embedded.packed import pack_linears
-from trtllm_bls.engines.embedded.runner import Runner
-from trtllm_bls.engines.embedded.settings import EmbeddedSettings
+from trtllm_bls.engines.embedded.runner import Runner, Segment
 from trtllm_bls.errors import CheckpointError, SettingsError
 
 _log = logging.getLogger(__name__)
@@ -35,55 +33,99 @@ _PROBE = 12  # tokens
 _PROBE_STEPS = ((0, 6), (6, 10), (10, 11), (11, 12))  # a prompt, a chunk, two single tokens
 
 
-def default_threads(num_weights: int) -> int:
-    """Half of the cores that this process may use; one for a model too small to share out.
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedSettings:
+    """Sizes of one engine; each is memory or delay. Raises ``SettingsError`` for impossible ones.
 
-    Its layers take less than a barrier costs once another process wants the same core.
+    ``max_batch``: sequences that run at once, each in a KV slot of its own.
+    ``max_queue_size``: sequences that may wait; one more is refused with ``Overloaded``.
+    ``max_tokens_per_step``: rows of one forward pass, prompts and running sequences together; so
+    many can hold up the streams that already run.
+    ``max_sequence_tokens``: prompt and completion together; ``None`` = what the checkpoint
+    allows, at most 4096, or less if the KV cache would not fit ``max_kv_bytes``.
+    ``max_kv_bytes``: limit of the KV cache; ``None`` = half of the memory available at load.
+    ``threads``: of torch's own pool; ``None`` = half of the cores, since its spinning barriers
+    collapse when another process wants the same core; 1 for a model of under 50 M weights, whose
+    layers take less than such a barrier.
+    ``device``: ``None`` = CUDA if torch can use it, else the CPU.
     """
-    return 1 if num_weights < _SMALL else max(1, len(os.sched_getaffinity(0)) // 2)
+
+    name: str = "embedded"
+    max_batch: int = 32
+    max_queue_size: int = 1024
+    max_tokens_per_step: int = 512
+    max_sequence_tokens: int | None = None
+    max_draft_len: int = 16
+    max_kv_bytes: int | None = None
+    threads: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        least = {"max_batch": 1, "max_queue_size": 1, "max_draft_len": 0}
+        least |= {"max_sequence_tokens": 2, "max_kv_bytes": 1, "threads": 1}
+        # Every running sequence gets its row in every step, and the oldest waiting one at least
+        # room for its draft: so nothing starves.
+        least |= {"max_tokens_per_step": self.max_batch + self.max_draft_len + 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                why = " (max_batch + max_draft_len + 1)" * (name == "max_tokens_per_step")
+                raise SettingsError(f"{name} is {value}; it must be at least {bound}{why}")
 
 
-def load(model_dir: str | Path, settings: EmbeddedSettings) -> tuple[Runner, int]:
-    """The model with its slots allocated, and the longest sequence in tokens.
+def load(model_dir: str | Path, settings: EmbeddedSettings) -> Runner:
+    """The model with its slots allocated.
 
     Raises ``CheckpointError`` naming the directory for anything wrong with the checkpoint, and
     ``SettingsError`` when the sizes asked for cannot be had.
     """
-    torch.set_num_threads(settings.threads or default_threads(_SMALL))
+    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    torch.set_num_threads(settings.threads or half)
+    transformers.utils.logging.set_verbosity_error()  # our reports are one line each
+    transformers.utils.logging.disable_progress_bar()
     directory = Path(model_dir)
     if not (directory / "config.json").is_file():
         missing = "has no config.json" if directory.is_dir() else "is not a directory"
         raise CheckpointError(f"{directory} {missing}; it must be a Hugging Face checkpoint")
     device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    with _quiet():
-        runner, config = _load_model(directory, device)
-        length = _longest(config, runner, settings)
-    runner.allocate(settings.max_batch, length)
-    runner.threads = settings.threads or default_threads(runner.num_weights)
-    return runner, length
-
-
-def _load_model(directory: Path, device: torch.device, *, pack: bool = True) -> tuple[Runner, Any]:
-    """The probed runner; with packed linears if the model still computes the same with them."""
-    model, config = _pretrained(directory, device)
-    tokens = [(7919 * i + 1) % int(config.vocab_size) for i in range(_PROBE)]
-    model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits
-    expected = expected[0].float()
-    if not bool(expected.isfinite().all()):
-        raise CheckpointError(f"{directory}: its weights give logits that are not finite")
-    runner = Runner(model, device)
-    if not _computes(runner, tokens, expected):
-        runner.close()
+    # Some models look into their layers and do not bear packing: those keep the stock ones.
+    probed = _probed(directory, device, pack=True) or _probed(directory, device, pack=False)
+    if probed is None:
         raise CheckpointError(
             f"{directory}: with this engine's attention the model does not give its own logits; "
             "its architecture is not supported"
         )
-    if pack and pack_linears(model) and not _computes(runner, tokens, expected):
-        runner.close()  # some models look into their layers; those keep the stock ones
-        return _load_model(directory, device, pack=False)
-    return runner, config
+    runner, config, num_weights = probed
+    runner.allocate(settings.max_batch, _longest(config, runner, settings))
+    runner.threads = settings.threads or (1 if num_weights < _SMALL else half)
+    return runner
+
+
+def _probed(directory: Path, device: torch.device, *, pack: bool) -> tuple[Runner, Any, int] | None:
+    """Runner, text config and number of weights; ``None`` if the logits are not the model's."""
+    model, config = _pretrained(directory, device)
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    tokens = [(7919 * i + 1) % int(config.vocab_size) for i in range(_PROBE)]
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits
+    if not bool(expected.isfinite().all()):
+        raise CheckpointError(f"{directory}: its weights give logits that are not finite")
+    runner = Runner(model, device)
+    if pack:
+        pack_linears(model)
+    runner.allocate(1, len(tokens))
+    tolerance = 2e-3 if model.dtype is torch.float32 else 8e-2
+    try:
+        steps = [Segment(0, a, tokens[a:b], b - a) for a, b in _PROBE_STEPS]
+        got = torch.cat([runner.forward([segment]) for segment in steps])
+        close = (got - expected[0].float()).abs() <= tolerance * expected.abs().max()
+        if bool(close.all()) and runner.slots.bytes_per_token > 0:
+            return runner, config, num_weights
+    except Exception:  # an architecture we do not know may fail in any way
+        _log.debug("the probe failed", exc_info=True)
+    runner.close()
+    return None
 
 
 def _pretrained(directory: Path, device: torch.device) -> tuple[Any, Any]:
@@ -91,23 +133,19 @@ def _pretrained(directory: Path, device: torch.device) -> tuple[Any, Any]:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         text_config = config.get_text_config(decoder=True)
-        if config.is_encoder_decoder:
-            raise CheckpointError(f"{directory} is an encoder-decoder, not a causal language model")
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=_dtype(directory, text_config, device),
             local_files_only=True,
             output_loading_info=True,
         )
-    except CheckpointError:
-        raise
     except Exception as error:  # transformers and safetensors raise whatever they like
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{directory} cannot be loaded: {reason}") from error
-    for what in ("missing_keys", "mismatched_keys"):
-        if report.get(what):
-            example = sorted(str(key) for key in report[what])[0]
-            raise CheckpointError(f"{directory} lacks fitting weights, for one {example}")
+    if config.is_encoder_decoder:
+        raise CheckpointError(f"{directory} is an encoder-decoder, not a causal language model")
+    for key in sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
+        raise CheckpointError(f"{directory} lacks fitting weights, for one {key}")
     return model.eval().to(device), text_config
 
 
@@ -123,45 +161,23 @@ def _dtype(directory: Path, config: Any, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-def _computes(runner: Runner, tokens: list[int], expected: torch.Tensor) -> bool:
-    """Whether the tokens, through our slots in several steps, give the expected logits."""
-    runner.allocate(1, len(tokens))
-    tolerance = 2e-3 if runner.dtype is torch.float32 else 8e-2
-    try:
-        got = torch.cat(
-            [runner.forward([Segment(0, a, tokens[a:b], b - a)]) for a, b in _PROBE_STEPS]
-        )
-        close = (got - expected).abs() <= tolerance * expected.abs().max()
-    except Exception:  # an architecture we do not know may fail in any way
-        _log.debug("the probe failed", exc_info=True)
-        return False
-    return bool(close.all()) and runner.cache.bytes_per_token > 0
-
-
 def _longest(config: Any, runner: Runner, settings: EmbeddedSettings) -> int:
     """Tokens per slot: what model, memory and settings allow. Logs the KV cache's size."""
-    possible = _exact_length(config, runner.cache.windowed)
-    asked = settings.max_sequence_tokens
+    possible, asked = _exact_length(config, runner.windowed), settings.max_sequence_tokens
     if asked is not None and asked > possible:
         raise SettingsError(f"max_sequence_tokens is {asked}; the model allows {possible}")
     length = asked or min(possible, _DEFAULT_LENGTH)
-    per_token = runner.cache.bytes_per_token * settings.max_batch
+    per_token = runner.slots.bytes_per_token * settings.max_batch
     limit = settings.max_kv_bytes or psutil.virtual_memory().available // 2
-    if length * per_token > limit:
-        fits = int(limit // per_token)
-        if asked is not None or fits < 2:
-            raise SettingsError(
-                f"max_sequence_tokens {length} in {settings.max_batch} slots needs "
-                f"{length * per_token} bytes of KV cache; {limit} are allowed: lower max_batch"
-            )
-        length = fits
-    _log.info(
-        "KV cache: %d slots of %d tokens, up to %.0f MiB",
-        settings.max_batch,
-        length,
-        length * per_token / 2**20,
-    )
-    return length
+    fits = min(length, limit // per_token)
+    if fits < (asked or 2):
+        raise SettingsError(
+            f"max_sequence_tokens {length} in {settings.max_batch} slots needs "
+            f"{length * per_token} bytes of KV cache; {limit} are allowed: lower max_batch"
+        )
+    size = fits * per_token / 2**20
+    _log.info("KV cache: %d slots of %d tokens, up to %.0f MiB", settings.max_batch, fits, size)
+    return fits
 
 
 def _exact_length(config: Any, windowed: bool) -> int:
@@ -181,16 +197,66 @@ def _exact_length(config: Any, windowed: bool) -> int:
     return longest
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars and load reports: ours are one line each."""
-    logger = transformers.utils.logging
-    level, bars = logger.get_verbosity(), logger.is_progress_bar_enabled()
-    logger.set_verbosity_error()
-    logger.disable_progress_bar()
+class _PackedLinear(nn.Module):  # type: ignore[misc]  # torch is untyped for mypy here
+    """``nn.Linear`` for inference with oneDNN's own weight layout, on a CPU.
+
+    Faster from a few rows on. For a single row the better layout depends on processor and shape:
+    ``single`` is the stock layer where that is faster. The operators are torch's own but
+    underscored, so nothing is relied upon: where they fail, the stock layer stays.
+    """
+
+    def __init__(self, stock: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = stock.in_features, stock.out_features
+        self.single: nn.Linear | None = None
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(stock.weight.detach(), None)
+        self._bias = None if stock.bias is None else stock.bias.detach()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Rows [..., in features] to [..., out features]."""
+        if self.single is not None and rows.numel() == self.in_features:
+            return self.single(rows)
+        operator = torch.ops.mkldnn._linear_pointwise.default
+        return operator(rows, self._packed, self._bias, "none", [], "")
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replace the plain linear layers of a CPU model in place; returns how many, maybe 0."""
+    room = psutil.virtual_memory().available // 4  # for weights in both layouts
+    stock_wins: dict[torch.Size, bool] = {}
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, stock in list(parent.named_children()):
+            # Only the very class: a subclass or a hooked layer does more than multiply.
+            if type(stock) is not nn.Linear or stock.weight.device.type != "cpu":
+                continue
+            packed = _packed_or_none(stock)
+            if packed is None:
+                continue
+            setattr(parent, name, packed)
+            replaced += 1
+            shape = stock.weight.shape
+            if shape not in stock_wins:
+                row = torch.ones(1, stock.in_features, dtype=stock.weight.dtype)
+                stock_wins[shape] = _seconds(stock, row) < _seconds(packed, row)
+            if stock_wins[shape] and stock.weight.nbytes <= room:
+                room -= stock.weight.nbytes
+                packed.single = stock
+    return replaced
+
+
+def _packed_or_none(stock: nn.Linear) -> _PackedLinear | None:
     try:
-        yield
-    finally:
-        logger.set_verbosity(level)
-        if bars:
-            logger.enable_progress_bar()
+        packed = _PackedLinear(stock)
+        sample = torch.linspace(-1, 1, 2 * stock.in_features).view(2, -1).to(stock.weight.dtype)
+        bound = 1e-4 if sample.dtype is torch.float32 else 2e-2
+        same = torch.allclose(packed(sample), stock(sample), rtol=bound, atol=bound)
+    except (RuntimeError, AttributeError):
+        return None
+    return packed if same else None
+
+
+def _seconds(layer: nn.Module, row: Tensor) -> float:
+    """The shortest of a few calls."""
+    with torch.inference_mode():
+        return min(timeit.repeat(lambda: layer(row), number=1, repeat=12))

@@ -12,17 +12,15 @@ import logging
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from types import TracebackType
 
+import numpy as np
 import torch
 
+from trtllm_bls.contract.checks import check_request
 from trtllm_bls.engines.embedded.batcher import Batcher
-from trtllm_bls.engines.embedded.checkpoint import load
-from trtllm_bls.engines.embedded.sequence import Sequence
-from trtllm_bls.engines.embedded.settings import EmbeddedSettings
-from trtllm_bls.engines.embedded.submission import Event, Submission
-from trtllm_bls.engines.embedded.validation import validate
-from trtllm_bls.errors import EngineUnavailable, Overloaded
+from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
+from trtllm_bls.engines.embedded.sequence import Event, Sequence, Submission
+from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 
 _log = logging.getLogger(__name__)
@@ -38,14 +36,13 @@ class EmbeddedEngine:
     def __init__(self, model_dir: str | Path, settings: EmbeddedSettings | None = None) -> None:
         self.settings = settings or EmbeddedSettings()
         self.name = self.settings.name
-        runner, length = load(model_dir, self.settings)
-        self._runner, self._length = runner, length
+        self._runner = load(model_dir, self.settings)
         self._limits = EngineLimits(
-            vocab_size=runner.vocab_size,
-            max_sequence_tokens=length,
+            vocab_size=self._runner.vocab_size,
+            max_sequence_tokens=self._runner.slots.length,
             max_draft_tokens=self.settings.max_draft_len,
         )
-        self._batcher = Batcher(runner, self.settings, length)
+        self._batcher = Batcher(self._runner, self.settings.max_tokens_per_step)
         self._inbox: list[Sequence] = []
         self._closing = False
         self._changed = threading.Condition()  # guards inbox and closing
@@ -87,32 +84,22 @@ class EmbeddedEngine:
     def __enter__(self) -> EmbeddedEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.shutdown()
 
     def _submit(self, request: EngineRequest, loop: asyncio.AbstractEventLoop | None) -> Submission:
-        validate(request, self._limits)
-        wanted = len(request.input_ids) + request.max_tokens
-        if wanted > self._length:
-            _log.warning(
-                "%s: prompt and completion of %d tokens are cut to %d",
-                request.request_id,
-                wanted,
-                self._length,
-            )
+        check_request(request, self._limits)
+        _check_supported(request)
+        wanted, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
+        if wanted > length:
+            note = "%s: prompt and completion of %d tokens are cut to %d"
+            _log.warning(note, request.request_id, wanted, length)
         count = request.num_return_sequences
         submission = Submission(count, loop)
         sequences = [
-            Sequence(request, index, self._runner.vocab_size, self._length, submission)
+            Sequence(request, index, self._runner.vocab_size, length, submission)
             for index in range(count)
         ]
-        for follower in sequences[1:]:
-            follower.leader = sequences[0]
         with self._changed:
             if self._closing:
                 raise EngineUnavailable("the engine is closed")
@@ -141,7 +128,9 @@ class EmbeddedEngine:
     def _take_inbox(self) -> bool:
         """Wait until there is something to do; false when that is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._inbox or self._batcher.has_work)
+            self._changed.wait_for(
+                lambda: self._closing or self._inbox or self._batcher.num_present
+            )
             for sequence in self._inbox:
                 self._batcher.add(sequence)
             self._inbox.clear()
@@ -150,15 +139,14 @@ class EmbeddedEngine:
     def _deliver(self) -> None:
         """Hand the step's events over, one wake-up per event loop."""
         events, self._batcher.events = self._batcher.events, []
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Submission, Event]]] = {}
+        loops: dict[asyncio.AbstractEventLoop | None, list[tuple[Submission, Event]]] = {}
         for owner, event in events:
-            if owner.loop is None:
-                owner.deliver(event)
-            else:
-                loops.setdefault(owner.loop, []).append((owner, event))
+            loops.setdefault(owner.loop, []).append((owner, event))
         for loop, batch in loops.items():
             try:
-                loop.call_soon_threadsafe(_deliver_all, batch)
+                _deliver_all(batch) if loop is None else loop.call_soon_threadsafe(
+                    _deliver_all, batch
+                )
             except RuntimeError:  # the loop is closed: nobody will read
                 for owner, _ in batch:
                     owner.cancel()
@@ -167,3 +155,14 @@ class EmbeddedEngine:
 def _deliver_all(batch: list[tuple[Submission, Event]]) -> None:
     for owner, event in batch:
         owner.deliver(event)
+
+
+def _check_supported(request: EngineRequest) -> None:
+    """Raises ``Unsupported`` for what other engines can do."""
+    if (request.sampling.beam_width or 1) > 1:
+        # Beams rewrite what was already sent and share one width per batch; samples do neither.
+        problem = f"{request.sampling.beam_width}; this engine has no beam search"
+        raise Unsupported("beam_width", f"{problem}, use num_return_sequences")
+    for name, array in request.extras.items():
+        if np.size(array):
+            raise Unsupported(name, "this engine cannot honour it")

@@ -1,58 +1,88 @@
-"""One model with its KV slots: a step's segments in, logits of the wanted rows out.
+"""One model over its KV slots: a step's segments in, logits of the wanted rows out.
 
-Registers the slots' attention with transformers under a name of its own, so that engines in one
-process do not meet. Owns the forward pass; must not know why a segment is computed.
+All rows of a step go through the model as one sequence of T tokens. In its attention, which is
+ours (registered with transformers under a name of its own, so that engines in one process do not
+meet), the rows are parted again into groups, each over the slots it may see.
+Owns the forward pass; must not know of requests, text or sampling.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from trtllm_bls.engines.embedded.attention import Segment, SlotCache
+from trtllm_bls.engines.embedded.slots import Slots
+from trtllm_bls.messages import Array
 
 _numbers = itertools.count()
 
 
+class Segment(NamedTuple):
+    """Consecutive tokens of one slot, from position ``start``; logits of the last ``keep``."""
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    keep: int
+
+    @property
+    def end(self) -> int:
+        """How many tokens the slot holds after this step."""
+        return self.start + len(self.tokens)
+
+
 class Runner:
-    """Runs steps on the thread that calls; ``close`` forgets the registered name."""
+    """Runs steps on the thread that calls; ``close`` frees the model.
+
+    ``windowed``: whether any layer ever asked for a sliding window. ``threads``: of torch's pool.
+    """
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device = model, device
-        self.cache = SlotCache(0, 0, device)
+        self.slots = Slots(0, 0, device)
         self.vocab_size = 0  # known after the first step
-        self.dtype: torch.dtype = model.dtype
-        self.num_weights = sum(weight.numel() for weight in model.parameters())
+        self.windowed = False
         self.threads = 1
+        self._groups: list[_Group] = []
+        self._places: tuple[Tensor, ...] = ()  # slot and position of each row, [T]
         self._name = f"trtllm_bls_{next(_numbers)}"
         AttentionInterface.register(self._name, self._attend)
         model.set_attn_implementation(self._name)
 
     def allocate(self, slots: int, length: int) -> None:
         """Drop all slots for ``slots`` new ones of ``length`` tokens."""
-        self.cache = SlotCache(slots, length, self._device)
+        self.slots = Slots(slots, length, self._device)
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
-        """Logits [sum of ``keep``, vocab] of the last rows of each segment, in order."""
-        positions = self.cache.begin(segments)
-        tokens = [token for segment in segments for token in segment.tokens]
+        """Logits [sum of ``keep``, vocab], fp32, of the last rows of each segment, in order."""
+        placed: list[tuple[int, Segment]] = []  # with the row of the step it begins at
+        tokens: list[int] = []
         wanted: list[int] = []
-        first = 0
         for segment in segments:
-            first += len(segment.tokens)
-            wanted.extend(range(first - segment.keep, first))
+            placed.append((len(tokens), segment))
+            tokens += segment.tokens
+            wanted += range(len(tokens) - segment.keep, len(tokens))
+        self._groups = _grouped(placed, self._device)
+        slots = np.repeat([s.slot for s in segments], [len(s.tokens) for s in segments])
+        positions = np.concatenate([np.arange(s.start, s.end) for s in segments])
+        self._places = tuple(torch.from_numpy(each).to(self._device) for each in (slots, positions))
         with torch.inference_mode():
             logits: Tensor = self._model(
                 input_ids=torch.tensor([tokens], device=self._device),
-                position_ids=positions.unsqueeze(0),
+                position_ids=self._places[1].unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self._device),
+                logits_to_keep=torch.tensor(wanted, device=self._device),
             ).logits[0]
+        for segment in segments:
+            self.slots.write(segment.slot, segment.start, segment.tokens)
         self.vocab_size = logits.shape[-1]
         return logits.float()
 
@@ -62,5 +92,109 @@ class Runner:
         self._model = None
         self.allocate(0, 0)
 
-    def _attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        return self.cache.attend(*args, **kwargs)
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,  # [1, heads, T, size]
+        key: Tensor,  # [1, kv heads, T, size]
+        value: Tensor,  # [1, kv heads, T, value size]
+        attention_mask: Tensor | None,  # None: the groups know better
+        **asked: Any,
+    ) -> tuple[Tensor, None]:
+        """Store the rows' keys and values; returns the attention output [1, T, heads, size]."""
+        slots, positions = self._places
+        keys, values = self.slots.layer(int(module.layer_idx), key, value)
+        keys[slots, :, positions] = key[0].transpose(0, 1)
+        values[slots, :, positions] = value[0].transpose(0, 1)
+        self.windowed |= asked.get("sliding_window") is not None
+        rows = query[0].transpose(0, 1)
+        # One row more, for what a padded group computes without need.
+        out = query.new_empty(rows.shape[0] + 1, rows.shape[1], value.shape[-1])
+        for group in self._groups:
+            out[group.rows] = group.attend(rows, keys, values, asked)
+        return out[:-1].unsqueeze(0), None
+
+
+@dataclass
+class _Group:
+    """Rows that are attended together: as many of each slot, of consecutive slots."""
+
+    rows: slice | Tensor  # of the step, slot by slot; -1 where a slot has no row and one is due
+    slots: slice
+    positions: Array  # [slots, rows per slot]; 0 for rows that are not there
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, asked: Mapping[str, Any]
+    ) -> Tensor:
+        """Query [T, heads, size] over whole layers to [rows of the group, heads, value size].
+
+        The query heads that share a kv head are further rows of it.
+        """
+        (slots, count), (heads, kv_heads) = self.positions.shape, (query.shape[1], keys.shape[1])
+        shared, window = heads // kv_heads, asked.get("sliding_window")
+        parted = query[self.rows].reshape(slots, count, kv_heads, shared, -1)
+        packed = parted.permute(0, 2, 3, 1, 4).reshape(slots, kv_heads, shared * count, -1)
+        seen = self.slots, slice(None), slice(int(self.positions.max()) + 1)
+        if (window, shared) not in self.masks:
+            self.masks[window, shared] = self._mask(window, shared).to(query)
+        got = _attention(packed, keys[seen], values[seen], self.masks[window, shared], asked)
+        parted = got.reshape(slots, kv_heads, shared, count, -1).permute(0, 3, 1, 2, 4)
+        return parted.reshape(slots * count, heads, -1)
+
+    def _mask(self, window: int | None, shared: int) -> Tensor:
+        """Additive [slots, 1, shared * rows per slot, tokens]; all layers of a step use it."""
+        own, seen = self.positions[:, :, None], np.arange(self.positions.max() + 1)
+        allowed = seen <= own
+        if window is not None:
+            allowed &= seen > own - window
+        mask = torch.from_numpy(np.where(allowed, np.float32(0), np.float32(-np.inf)))
+        return mask[:, None, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
+
+
+def _grouped(placed: list[tuple[int, Segment]], device: torch.device) -> list[_Group]:
+    """One group for all one-row segments where that pays, and one for each other segment."""
+    single = [(first, segment) for first, segment in placed if len(segment.tokens) == 1]
+    slots, ends = [s.slot for _, s in single], [s.end for _, s in single]
+    # One padded view of the slots, unless it reads several times what the rows need.
+    if len(single) > 1 and (max(slots) + 1 - min(slots)) * max(ends) <= 4 * sum(ends):
+        several = [_group([part], device) for part in placed if len(part[1].tokens) > 1]
+        return [_group(single, device), *several]
+    return [_group([part], device) for part in placed]
+
+
+def _group(parts: list[tuple[int, Segment]], device: torch.device) -> _Group:
+    """``parts``: segments of one length, each after its first row."""
+    low, high = min(s.slot for _, s in parts), max(s.slot + 1 for _, s in parts)
+    count = len(parts[0][1].tokens)
+    rows, positions = np.full((high - low, count), -1), np.zeros((high - low, count), np.int64)
+    for first, segment in parts:
+        rows[segment.slot - low] = np.arange(first, first + count)
+        positions[segment.slot - low] = np.arange(segment.start, segment.end)
+    first, flat = int(rows[0, 0]), rows.ravel()
+    if (np.diff(flat) == 1).all():  # a view instead of a copy
+        return _Group(slice(first, first + len(flat)), slice(low, high), positions)
+    return _Group(torch.from_numpy(flat).to(device), slice(low, high), positions)
+
+
+def _attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, asked: Mapping[str, Any]
+) -> Tensor:
+    """Attention of [slots, kv heads, rows, size] over [slots, kv heads, tokens, size].
+
+    ``asked``: what the layer wants beside plain causal attention, in transformers' names.
+    """
+    scale, softcap, sinks = (asked.get(name) for name in ("scaling", "softcap", "s_aux"))
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+    scores = torch.matmul(query, keys.transpose(2, 3)) * (scale or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = (scores + mask).float()
+    if sinks is not None:  # [heads]; one more place to look at, which holds no value
+        slots, kv_heads, rows, _ = scores.shape
+        sinks = sinks.to(scores).view(1, kv_heads, -1, 1)
+        sinks = sinks.repeat_interleave(rows // sinks.shape[2], dim=2)
+        scores = torch.cat([scores, sinks.expand(slots, -1, -1, -1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
+    return torch.matmul(weights.to(values.dtype), values)

@@ -21,52 +21,36 @@ Knows one sequence; must not know of slots, streams or other requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import Array, EngineRequest, Sampling
+from trtllm_bls.messages import Array, EngineRequest
 
 _DRAWS, _ACCEPTANCE = 0, 1  # number streams
-
-
-def is_greedy(sampling: Sampling) -> bool:
-    """Whether the best token is taken instead of a draw."""
-    if sampling.temperature is None and not sampling.top_k and not top_p_of(sampling):
-        return True
-    return sampling.temperature == 0 or sampling.top_k == 1
-
-
-def top_p_of(sampling: Sampling) -> float | None:
-    """Top-p, or ``None`` where it limits nothing: absent, or by the contract not above 0."""
-    return sampling.top_p if sampling.top_p is not None and sampling.top_p > 0 else None
 
 
 class Chooser:
     """Chooses the tokens of one sequence, each from a row of raw logits [vocab], fp32."""
 
     def __init__(self, request: EngineRequest, index: int, vocab_size: int) -> None:
-        self._request, self._index = request, index
+        s = request.sampling
+        self._request, self._sampling, self._index = request, s, index
         self._text = list(request.input_ids)
-        self._greedy = is_greedy(request.sampling)
-        self._top_p = top_p_of(request.sampling)
+        # By the contract, a top-p that is not above 0 is as good as absent.
+        self._first_top_p = self._top_p = s.top_p if s.top_p is not None and s.top_p > 0 else None
+        unlimited = s.temperature is None and not s.top_k and self._top_p is None
+        self._greedy = unlimited or s.temperature == 0 or s.top_k == 1
+        penalised = s.repetition_penalty not in (None, 1) or s.presence_penalty
+        penalised = penalised or s.frequency_penalty
+        # Occurrences of each token in the text.
+        self._counts = np.bincount(self._text, minlength=vocab_size) if penalised else None
         self._bias = np.asarray(request.embedding_bias, dtype=np.float64).reshape(-1, 2)
-        self._counts = self._count(vocab_size)
-        self.needs_row = bool(
-            not self._greedy
-            or len(self._bias)
-            or self._counts is not None
-            or request.sampling.min_tokens
-            or request.bad_sequences
-        )
+        altered = penalised or request.embedding_bias or request.bad_sequences or s.min_tokens
+        self.needs_row = bool(altered or not self._greedy)
 
     def choose(self, row: Array) -> int:
         """The model's own next token."""
-        scores = self.processed(row)
-        if self._greedy:
-            return int(scores.argmax())
-        return _draw(self._probabilities(scores), self._uniform(_DRAWS))
+        return _draw(self._distribution(row), self._uniform(_DRAWS))
 
     def verify(self, row: Array, drafted: int, draft_row: Array, threshold: float | None) -> int:
         """``drafted`` if it is accepted by the by-logits rule, else its correction.
@@ -75,17 +59,14 @@ class Chooser:
         draw from max(0, p - q). One number serves both: below the ratio it accepts, and what is
         left of its range above the ratio is uniform again.
         """
-        target = self._distribution(row)
-        draft = self._distribution(draft_row)
+        target, draft = self._distribution(row), self._distribution(draft_row)
         p, q = float(target[drafted]), float(draft[drafted])
         ratio = p / q if q > 0 else float(p > 0)
         uniform = self._uniform(_ACCEPTANCE)
-        if threshold is None:
-            if uniform < ratio:
-                return drafted
-            uniform = (uniform - ratio) / (1 - ratio)
-        elif ratio >= threshold:
+        if (uniform < ratio) if threshold is None else (ratio >= threshold):
             return drafted
+        if threshold is None:
+            uniform = (uniform - ratio) / (1 - ratio)
         residual = np.maximum(target - draft, 0)
         return _draw(residual if residual.any() else target, uniform)
 
@@ -94,63 +75,44 @@ class Chooser:
         self._text.append(token)
         if self._counts is not None:
             self._counts[token] += 1
-        sampling = self._request.sampling
-        if self._top_p is not None and sampling.top_p_decay is not None:
-            self._top_p = max(self._top_p * sampling.top_p_decay, sampling.top_p_min or 1e-6)
-            if token == sampling.top_p_reset_id:
-                self._top_p = top_p_of(sampling)
-
-    def _count(self, vocab_size: int) -> Array | None:
-        """Occurrences of each token in the text, if any penalty wants to know."""
-        s = self._request.sampling
-        if s.repetition_penalty in (None, 1) and not s.presence_penalty and not s.frequency_penalty:
-            return None
-        return np.bincount(self._text, minlength=vocab_size)
+        if self._top_p is not None and self._sampling.top_p_decay is not None:
+            decayed = self._top_p * self._sampling.top_p_decay
+            reset = token == self._sampling.top_p_reset_id
+            self._top_p = (
+                self._first_top_p if reset else max(decayed, self._sampling.top_p_min or 1e-6)
+            )
 
     def processed(self, row: Array) -> Array:
         """Rules 1 to 4 on a copy of the row."""
-        sampling = self._request.sampling
-        row = row.copy()
-        if len(self._bias):
-            np.add.at(row, self._bias[:, 0].astype(np.int64), self._bias[:, 1].astype(row.dtype))
-        if sampling.temperature:
-            row /= sampling.temperature
+        s, row = self._sampling, row.copy()
+        np.add.at(row, self._bias[:, 0].astype(np.int64), self._bias[:, 1].astype(row.dtype))
+        if s.temperature:
+            row /= s.temperature
         if self._counts is not None:
-            self._penalise(row, self._counts)
-        generated = len(self._text) - len(self._request.input_ids)
-        end_id = self._request.end_id
-        if end_id is not None and end_id >= 0 and generated < (sampling.min_tokens or 0):
+            seen = self._counts.nonzero()[0]
+            scores, penalty = row[seen], s.repetition_penalty or 1.0
+            scores = np.where(scores < 0, scores * penalty, scores / penalty)
+            scores -= s.presence_penalty or 0.0
+            row[seen] = scores - (s.frequency_penalty or 0.0) * self._counts[seen]
+        end_id, generated = self._request.end_id, len(self._text) - len(self._request.input_ids)
+        if end_id is not None and end_id >= 0 and generated < (s.min_tokens or 0):
             row[end_id] = -np.inf
         for *before, last in self._request.bad_sequences:
-            if not before or self._text[-len(before) :] == before:
+            if self._text[len(self._text) - len(before) :] == before:
                 row[last] = -np.inf
         if row.max() == -np.inf:
             raise EngineError("bias and bad words leave no token to choose")
         return row
 
-    def _penalise(self, row: Array, counts: Array) -> None:
-        sampling = self._request.sampling
-        seen = counts.nonzero()[0]
-        scores = row[seen]
-        penalty = sampling.repetition_penalty or 1.0
-        scores = np.where(scores < 0, scores * penalty, scores / penalty)
-        scores -= sampling.presence_penalty or 0.0
-        scores -= (sampling.frequency_penalty or 0.0) * counts[seen]
-        row[seen] = scores
-
     def _distribution(self, row: Array) -> Array:
-        """What the next token is drawn from; all on one token when greedy."""
+        """What the next token is drawn from, in double precision; rule 5."""
         scores = self.processed(row)
-        if not self._greedy:
-            return self._probabilities(scores)
-        certain = np.zeros(len(scores))
-        certain[scores.argmax()] = 1
-        return certain
-
-    def _probabilities(self, scores: Array) -> Array:
-        """Rule 5's limits on the distribution, in double precision."""
+        if self._greedy:
+            certain = np.zeros(len(scores))
+            certain[scores.argmax()] = 1
+            return certain
         weights: Array = np.exp(scores - scores.max(), dtype=np.float64)
-        top_k = self._request.sampling.top_k
+        top_k = self._sampling.top_k
         if top_k and top_k < len(weights):
             weights[weights < np.partition(weights, -top_k)[-top_k]] = 0
         weights /= weights.sum()
@@ -161,7 +123,7 @@ class Chooser:
 
     def _uniform(self, stream: int) -> float:
         """In [0, 1); one number per seed, sequence, stream and position."""
-        key = np.array([self._request.sampling.seed or 0, 2 * self._index + stream], np.uint64)
+        key = np.array([self._sampling.seed or 0, 2 * self._index + stream], np.uint64)
         bits = np.random.Philox(key=key, counter=len(self._text)).random_raw()
         return int(bits >> 11) * 2.0**-53
 
@@ -190,8 +152,3 @@ def log_prob(row: Array, token: int) -> float:
     """
     highest = float(row.max())
     return float(row[token]) - highest - float(np.log(np.exp(row - highest).sum()))
-
-
-def ends_with(text: Sequence[int], sequence: Sequence[int]) -> bool:
-    """Whether ``text`` ends with the whole ``sequence``."""
-    return len(text) >= len(sequence) and tuple(text[-len(sequence) :]) == tuple(sequence)

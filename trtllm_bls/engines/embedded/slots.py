@@ -1,77 +1,91 @@
-"""Which tokens each KV slot holds, and which slot a new prompt should take.
+"""The KV slots: which tokens each one holds, their keys and values, and who may take it.
 
 A finished sequence leaves its tokens in the slot, so that the next request with the same
-beginning computes only what is new. Pure bookkeeping: knows neither model nor requests.
+beginning computes only what is new. Knows neither model nor requests; one thread uses it.
+
+Slots start as zeros and never hold anything but finite numbers (``scrub``): a masked NaN would
+still leak through attention's weighted sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from trtllm_bls.messages import Array
 
 
-class Claim(NamedTuple):
-    """A slot for a prompt; its first ``reused`` tokens need not be computed.
+class Slots:
+    """``count`` slots of ``length`` tokens; layers are made on first use, as only then head
+    counts and sizes are known.
 
-    ``copy_from``: the slot whose first ``reused`` tokens are to be copied in first.
+    Rejected drafts need no undoing: keys and values fit the tokens written here, and the next
+    claim keeps no more of them than it shares.
     """
 
-    slot: int
-    reused: int
-    copy_from: int | None
-
-
-class SlotTable:
-    """Tokens per slot, and which slots are taken. Only the engine's thread touches it.
-
-    Rejected drafts need no undoing: a slot's keys and values fit the tokens written here, and
-    the next claim keeps no more of them than it shares.
-    """
-
-    def __init__(self, slots: int, length: int) -> None:
-        self._tokens = np.zeros((slots, length), dtype=np.int32)
-        self._lengths = np.zeros(slots, dtype=np.int64)
-        self._left_at = np.zeros(slots, dtype=np.int64)  # a counter, not a clock
-        self._free = set(range(slots))
+    def __init__(self, count: int, length: int, device: torch.device) -> None:
+        self.length = length
+        self._device = device
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tokens = np.zeros((count, length), dtype=np.int32)
+        self._lengths = np.zeros(count, dtype=np.int64)
+        self._left_at = np.zeros(count, dtype=np.int64)  # a counter, not a clock
         self._departures = 0
+        self._free = set(range(count))
 
     @property
     def has_free(self) -> bool:
         """Whether a claim can be made."""
         return bool(self._free)
 
-    def claim(self, prompt: Sequence[int], *, reuse: bool) -> Claim:
-        """Take a free slot: the one that shares the longest beginning, else the one idle longest.
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes over all layers seen so far."""
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in self._tensors())
 
-        The last prompt token is never reused, since its logits are needed.
+    def claim(self, prompt: Sequence[int], *, reuse: bool) -> tuple[int, int]:
+        """Take a free slot; returns it, and how many tokens of the prompt it holds already.
+
+        It is the one that shares the longest beginning, else the one idle longest, into which a
+        beginning that another slot holds is copied. The last prompt token is never reused, since
+        its logits are needed.
         """
         shared = self._shared(np.asarray(prompt[:-1], dtype=np.int32))
         source = max(range(len(shared)), key=lambda slot: self._rank(slot, int(shared[slot])))
         reused = int(shared[source]) if reuse else 0
-        idle = min(self._free, key=lambda slot: (self._left_at[slot], slot))
+        slot = min(self._free, key=lambda slot: (self._left_at[slot], slot))
         # A slot with far more than what is shared serves its own conversation better untouched.
-        spare = source in self._free and (idle == source or 2 * reused >= self._lengths[source])
-        slot = source if reused and spare else idle
+        if reused and source in self._free and 2 * reused >= self._lengths[source]:
+            slot = source
         self._free.discard(slot)
         self._lengths[slot] = reused
         if reused and slot != source:
             self._tokens[slot, :reused] = self._tokens[source, :reused]
-            return Claim(slot, reused, source)
-        return Claim(slot, reused, None)
+            with torch.inference_mode():
+                for tensor in self._tensors():
+                    tensor[slot, :, :reused] = tensor[source, :, :reused]
+        return slot, reused
 
     def write(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """The slot now holds ``tokens`` from ``start`` on, and nothing after them."""
-        end = start + len(tokens)
-        self._tokens[slot, start:end] = tokens
-        self._lengths[slot] = end
+        self._lengths[slot] = start + len(tokens)
+        self._tokens[slot, start : self._lengths[slot]] = tokens
 
-    def forget(self, slot: int) -> None:
-        """Nothing the slot holds may be reused."""
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [slots, kv heads, length, size] for rows [1, kv heads, T, size]."""
+        if index not in self._layers:
+            self._layers[index] = self._zeros(key), self._zeros(value)
+        return self._layers[index]
+
+    def scrub(self, slot: int) -> None:
+        """Empty a slot that may hold non-finite numbers."""
         self._lengths[slot] = 0
+        with torch.inference_mode():
+            for tensor in self._tensors():
+                tensor[slot].zero_()
 
     def release(self, slot: int) -> None:
         """The slot is free; what it holds stays for reuse."""
@@ -81,11 +95,20 @@ class SlotTable:
 
     def _shared(self, prompt: Array) -> Array:
         """Per slot, the length of the common beginning with ``prompt``."""
-        if not len(prompt):
-            return np.zeros_like(self._lengths)
-        wrong = self._tokens[:, : len(prompt)] != prompt
-        first_wrong = np.where(wrong.any(axis=1), wrong.argmax(axis=1), len(prompt))
-        return np.minimum(first_wrong, self._lengths)
+        differs = np.ones((len(self._tokens), len(prompt) + 1), dtype=np.bool_)
+        np.not_equal(self._tokens[:, : len(prompt)], prompt, out=differs[:, :-1])
+        return np.minimum(differs.argmax(axis=1), self._lengths)
 
     def _rank(self, slot: int, shared: int) -> tuple[int, bool, int]:
         return shared, slot in self._free, -int(self._left_at[slot])
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for pair in self._layers.values() for tensor in pair]
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        shape = (len(self._tokens), like.shape[1], self.length, like.shape[3])
+        if self._device.type != "cpu":
+            return torch.zeros(shape, dtype=like.dtype, device=self._device)
+        # numpy's zeros are the kernel's own: pages of slots never used are never committed.
+        flat = np.zeros(int(np.prod(shape)) * like.element_size(), dtype=np.uint8)
+        return torch.from_numpy(flat).view(like.dtype).view(shape)

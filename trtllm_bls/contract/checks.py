@@ -1,0 +1,85 @@
+"""Whether what is asked for may be: the table's bounds, and what an engine says it can take.
+
+Values that came over the wire and requests made in plain Python meet the same rules here, and
+the same words.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from trtllm_bls.contract.models import ENGINE
+from trtllm_bls.contract.tensors import Tensor
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.messages import Draft, EngineLimits, EngineRequest
+
+
+def check_value(tensor: Tensor, value: float) -> None:
+    """Raises ``InvalidRequest`` where the value is outside the tensor's bounds."""
+    if tensor.bounds is not None and not tensor.bounds.allow(value):
+        raise InvalidRequest(tensor.name, f"{value} is not allowed; it must be {tensor.bounds}")
+
+
+def check_request(request: EngineRequest, limits: EngineLimits) -> None:
+    """Raises ``InvalidRequest`` by wire name for anything that no engine with these limits runs.
+
+    What the limits do not tell is not checked.
+    """
+    draft = request.draft or Draft(token_ids=())
+    _check_bounds(
+        vars(request)
+        | vars(request.sampling)
+        | {"draft_acceptance_threshold": draft.acceptance_threshold}
+    )
+    if not request.input_ids:
+        raise InvalidRequest("input_ids", "the prompt is empty")
+    if limits.max_sequence_tokens is not None:
+        _check_length("input_ids", request.input_ids, limits.max_sequence_tokens - 1)
+    if limits.max_draft_tokens is not None:
+        _check_length("draft_input_ids", draft.token_ids, limits.max_draft_tokens)
+    if not all(request.stop_sequences):
+        raise InvalidRequest("stop_words_list", "holds an empty sequence")
+    if not all(request.bad_sequences):
+        raise InvalidRequest("bad_words_list", "holds an empty sequence")
+    if any(math.isnan(bias) or bias == math.inf for _, bias in request.embedding_bias):
+        raise InvalidRequest("embedding_bias", "holds NaN or infinity")
+    _check_ids(request, draft, sys.maxsize if limits.vocab_size is None else limits.vocab_size)
+    if draft.logits is not None:
+        shape = (len(draft.token_ids), limits.vocab_size or draft.logits.shape[-1])
+        if draft.logits.shape != shape:
+            raise InvalidRequest("draft_logits", f"shape {draft.logits.shape} is not {shape}")
+        if not (draft.logits < np.inf).all():
+            raise InvalidRequest("draft_logits", "holds NaN or infinity")
+
+
+def _check_bounds(values: Mapping[str, Any]) -> None:
+    """``values`` by field name; ``None`` where nothing was said."""
+    for tensor in ENGINE.inputs:
+        if tensor.bounds is not None and values.get(tensor.key) is not None:
+            check_value(tensor, values[tensor.key])
+
+
+def _check_length(name: str, ids: tuple[int, ...], most: int) -> None:
+    if len(ids) > most:
+        raise InvalidRequest(name, f"{len(ids)} tokens; at most {most} are allowed")
+
+
+def _check_ids(request: EngineRequest, draft: Draft, vocab_size: int) -> None:
+    said: dict[str, Iterable[int | None]] = {
+        "input_ids": request.input_ids,
+        "end_id": {request.end_id} - {-1},  # no token ends the text
+        "stop_words_list": (token for word in request.stop_sequences for token in word),
+        "bad_words_list": (token for word in request.bad_sequences for token in word),
+        "embedding_bias": (token for token, _ in request.embedding_bias),
+        "runtime_top_p_reset_ids": {request.sampling.top_p_reset_id},
+        "draft_input_ids": draft.token_ids,
+    }
+    for name, ids in said.items():
+        for token in ids:
+            if token is not None and not 0 <= token < vocab_size:
+                raise InvalidRequest(name, f"token {token} is not in 0..{vocab_size - 1}")
