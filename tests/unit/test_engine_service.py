@@ -65,6 +65,18 @@ def test_a_stop_right_behind_its_request_is_heard() -> None:
         assert stop.wait().error is None
 
 
+def test_a_bias_is_measured_against_the_engines_own_vocabulary() -> None:
+    """One value too many is the caller's mistake, and said before anything runs."""
+    with engine_door(3, 4) as bench:
+        size = bench.engine.script.vocab_size
+        long = np.zeros((1, size + 1), np.float32)
+        ask = bench.accept(bench.tokens(embedding_bias=long)).wait()
+        problem = f"INVALID_ARG: embedding_bias: holds {size + 1} values; the vocabulary has {size}"
+        assert ask.error is not None and ask.error.message().startswith(problem)
+        fitting = bench.accept(bench.tokens(embedding_bias=long[:, 1:])).wait()
+        assert ids(fitting) == [[3, 4]]
+
+
 def test_stopping_what_does_not_run_is_no_error_but_needs_an_id() -> None:
     """It may just have ended; without an id nobody knows what is meant."""
     with engine_door(3) as bench:

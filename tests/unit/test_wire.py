@@ -60,7 +60,7 @@ def engine(**more: Any) -> EngineRequest:
         "request_output_len": column(4),
         **more,
     }
-    (call,) = engine_requests(inputs, "r")
+    (call,) = engine_requests(inputs, "r", None)
     return call.request
 
 
@@ -242,6 +242,7 @@ def test_each_row_of_a_batch_is_a_request() -> None:
             "stop_words_list": np.stack([pack_words([(5,)]), pack_words([], 1)]),
         },
         "r",
+        None,
     )
     assert [row.request.input_ids for row in rows] == [(1, 2, 3), (4,)]
     assert [row.request.streaming for row in rows] == [True, True]
@@ -267,13 +268,27 @@ def test_an_engine_request_that_cannot_be_meant_is_refused(more: Any, problem: s
         engine(**more)
 
 
+@pytest.mark.parametrize("length", [1, 8, 10])
+def test_a_bias_that_does_not_fit_the_vocabulary_is_refused(length: int) -> None:
+    """With both lengths; an empty one is as good as absent."""
+    inputs = {"input_ids": np.array([[7]], np.int32), "request_output_len": column(4)}
+    biased = {**inputs, "embedding_bias": np.ones((1, length), np.float32)}
+    with pytest.raises(InvalidRequest, match=f"^embedding_bias: holds {length} .* has 9 tokens"):
+        engine_requests(biased, "r", 9)
+    (call,) = engine_requests({**inputs, "embedding_bias": np.zeros((1, 0), np.float32)}, "r", 9)
+    assert call.request.embedding_bias == ()
+    fitting = {**inputs, "embedding_bias": np.ones((1, 9), np.float32)}
+    (call,) = engine_requests(fitting, "r", 9)
+    assert len(call.request.embedding_bias) == 9
+
+
 @pytest.mark.parametrize("missing", ["input_ids", "request_output_len"])
 def test_a_missing_input_is_named_as_the_wire_names_it(missing: str) -> None:
     """Not by our own field name."""
     inputs = {"input_ids": np.array([[7]], np.int32), "request_output_len": column(4)}
     del inputs[missing]
     with pytest.raises(InvalidRequest, match=f"^{missing}: is missing"):
-        engine_requests(inputs, "r")
+        engine_requests(inputs, "r", None)
 
 
 def test_a_stop_request_is_told_by_its_flag() -> None:
@@ -335,7 +350,7 @@ def test_a_request_comes_back_as_it_was_sent(request: EngineRequest, reshaped: b
         assert array.dtype == tensor.numpy_type and array.shape[0] == 1
         if tensor.scalar and reshaped:
             arrays[name] = array.reshape(1)
-    (call,) = engine_requests(arrays, "r")
+    (call,) = engine_requests(arrays, "r", None)
     assert (call.request, call.exclude_input) == (request, True)
 
 

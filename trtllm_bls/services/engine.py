@@ -37,7 +37,8 @@ class EngineService:
         for output in ("output_ids", "sequence_length"):
             if output not in call.wanted:  # upstream refuses too: padding could not be told
                 raise InvalidRequest(output, "must be among the requested outputs")
-        calls = engine_requests(call.arrays, call.id)
+        limits = await self._engine.limits()
+        calls = engine_requests(call.arrays, call.id, limits.vocab_size)
         run = _Run(call, len(calls) * calls[0].request.num_return_sequences)
         for row, one in enumerate(calls):
             writer = ChunkWriter(

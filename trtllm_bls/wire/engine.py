@@ -65,15 +65,22 @@ def is_stop(arrays: Mapping[str, Array]) -> bool:
     return stop is not None and bool(np.asarray(stop).reshape(-1)[:1].any())
 
 
-def engine_requests(arrays: Mapping[str, Array], request_id: str) -> list[EngineCall]:
-    """One call per batch row. Raises ``InvalidRequest`` naming the tensor."""
+def engine_requests(
+    arrays: Mapping[str, Array], request_id: str, vocab_size: int | None
+) -> list[EngineCall]:
+    """One call per batch row. Raises ``InvalidRequest`` naming the tensor.
+
+    ``vocab_size``: the length an embedding bias must have; ``None`` where the engine is silent.
+    """
     rows = read_rows(ENGINE, arrays)
     # The wire's rule: with several rows, the first row's flag applies to all.
     streaming = bool(rows[0].get("streaming", False))
-    return [_engine_call(row, request_id, streaming) for row in rows]
+    return [_engine_call(row, request_id, streaming, vocab_size) for row in rows]
 
 
-def _engine_call(row: Fields, request_id: str, streaming: bool) -> EngineCall:
+def _engine_call(
+    row: Fields, request_id: str, streaming: bool, vocab_size: int | None
+) -> EngineCall:
     for required in ("input_ids", "max_tokens"):
         if required not in row:
             name = next(tensor.name for tensor in ENGINE.inputs if tensor.key == required)
@@ -95,7 +102,7 @@ def _engine_call(row: Fields, request_id: str, streaming: bool) -> EngineCall:
         pad_id=row.get("pad_id"),
         stop_sequences=_words(row, "stop_sequences", "stop_words_list"),
         bad_sequences=_words(row, "bad_sequences", "bad_words_list"),
-        embedding_bias=_sparse(row.get("embedding_bias")),
+        embedding_bias=_sparse(row.get("embedding_bias"), vocab_size),
         draft=_draft(row),
         wants=wants_of(row),
         extras=extras_of(row),
@@ -133,9 +140,13 @@ def _words(row: Fields, key: str, name: str) -> tuple[TokenIds, ...]:
     return unpack_words(name, row[key]) if key in row else ()
 
 
-def _sparse(bias: Array | None) -> tuple[tuple[int, float], ...]:
-    if bias is None:
+def _sparse(bias: Array | None, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
+    if bias is None or not bias.size:
         return ()
+    if vocab_size is not None and len(bias) != vocab_size:
+        raise InvalidRequest(
+            "embedding_bias", f"holds {len(bias)} values; the vocabulary has {vocab_size} tokens"
+        )
     if not np.isfinite(bias).all():
         raise InvalidRequest("embedding_bias", "holds a value that is not finite")
     (where,) = np.nonzero(bias)
