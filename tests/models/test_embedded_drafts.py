@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from embedded_bench import VOCAB, Steps, generated, prompt, request
 
-from trtllm_bls.engines.embedded.sampling import Chooser
 from trtllm_bls.engines.embedded.sequence import Sequence, Submission
+from trtllm_bls.engines.sampling import Chooser
 from trtllm_bls.messages import (
     Array,
     Draft,

@@ -10,7 +10,7 @@ import torch
 from embedded_bench import Steps, generated, prompt, request
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from trtllm_bls.engines.embedded.sampling import Chooser, log_prob
+from trtllm_bls.engines.sampling import Chooser, log_prob
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import Array, EngineRequest, Sampling
 

@@ -171,6 +171,19 @@ def test_limits_on_sampling_are_kept() -> None:
         assert set(ids(ask(engine, replace(request, sampling=sampling)))) == {1, 2}
 
 
+def test_top_p_decays_with_every_token() -> None:
+    """From the second token on, half of it leaves the likeliest one only."""
+    engine = ScriptedEngine(lambda _: [0.1, 0.5, 0.4], Script(vocab_size=3))
+    request = EngineRequest(request_id="r", input_ids=(1,), max_tokens=6)
+    first = set()
+    for seed in range(20):
+        sampling = Sampling(top_p=0.95, top_p_decay=0.5, seed=seed)
+        text = ids(ask(engine, replace(request, sampling=sampling)))
+        first.add(text[0])
+        assert text[1:] == [1] * 5
+    assert first == {0, 1, 2}
+
+
 def test_asked_figures_belong_to_the_tokens_of_their_chunk() -> None:
     """Log-probs, logits and metrics come when asked for, the prompt's logits once."""
     wants = Wants(log_probs=True, context_logits=True, generation_logits=True, perf_metrics=True)
@@ -200,7 +213,6 @@ def test_it_plays_engines_that_end_after_one_step_or_give_no_reason() -> None:
         ({"draft": Draft(token_ids=(1, 2, 3))}, InvalidRequest),
         ({"draft": Draft(token_ids=(1,), logits=np.zeros((2, 50)))}, InvalidRequest),
         ({"sampling": Sampling(beam_width=2)}, Unsupported),
-        ({"sampling": Sampling(top_p_decay=0.5)}, Unsupported),
     ],
 )
 def test_what_it_cannot_do_it_refuses(change: dict[str, object], error: type[Exception]) -> None:

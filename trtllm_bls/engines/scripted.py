@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trtllm_bls.contract.checks import check_request
 from trtllm_bls.engines.scripted_tokens import Choice, Chooser, Rule
 from trtllm_bls.errors import EngineUnavailable, InvalidRequest, Unsupported
 from trtllm_bls.messages import (
@@ -77,22 +78,23 @@ class ScriptedEngine:
         self.cancelled: list[str] = []
         self.live = 0
         self._rule = rule
+        self._limits = EngineLimits(
+            vocab_size=self.script.vocab_size,
+            max_sequence_tokens=self.script.max_sequence_tokens,
+            max_draft_tokens=self.script.max_draft_tokens,
+        )
         self._closed = False
         self._free_at = 0.0  # loop time at which the batch has room again
 
     async def limits(self) -> EngineLimits:
         if self.fault is not None and self.fault.limits:
             await _go_wrong(self.fault)
-        return EngineLimits(
-            vocab_size=self.script.vocab_size,
-            max_sequence_tokens=self.script.max_sequence_tokens,
-            max_draft_tokens=self.script.max_draft_tokens,
-        )
+        return self._limits
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         number = len(self.requests)
         self.requests.append(request)
-        self._check(request)
+        _check(request, self._limits)
         self.live += 1
         answered = False
         try:
@@ -134,38 +136,13 @@ class ScriptedEngine:
             return
         await _go_wrong(fault)
 
-    def _check(self, request: EngineRequest) -> None:
-        if request.max_tokens < 1:
-            raise InvalidRequest("request_output_len", f"{request.max_tokens} is not above 0")
-        if not request.input_ids:
-            raise InvalidRequest("input_ids", "the prompt has no tokens")
-        longest = self.script.max_sequence_tokens
-        if longest is not None and len(request.input_ids) >= longest:
-            raise InvalidRequest("input_ids", f"the prompt fills all {longest} tokens")
-        self._check_ids("input_ids", request.input_ids)
-        _check_sampling(request)
-        if request.draft is None:
-            return
-        ids, logits = request.draft.token_ids, request.draft.logits
-        most = self.script.max_draft_tokens
-        if not ids or (most is not None and len(ids) > most):
-            raise InvalidRequest("draft_input_ids", f"{len(ids)} tokens; 1 to {most} are allowed")
-        self._check_ids("draft_input_ids", ids)
-        if logits is not None and logits.shape != (len(ids), self.script.vocab_size):
-            raise InvalidRequest("draft_logits", f"shape {logits.shape} does not fit the draft")
 
-    def _check_ids(self, field: str, ids: tuple[int, ...]) -> None:
-        if min(ids) < 0 or max(ids) >= self.script.vocab_size:
-            raise InvalidRequest(field, f"an id is outside the {self.script.vocab_size} known ones")
-
-
-def _check_sampling(request: EngineRequest) -> None:
-    sampling = request.sampling
-    if (sampling.beam_width or 1) > 1:
+def _check(request: EngineRequest, limits: EngineLimits) -> None:
+    check_request(request, limits)
+    if request.draft is not None and not request.draft.token_ids:
+        raise InvalidRequest("draft_input_ids", "a draft without tokens")
+    if (request.sampling.beam_width or 1) > 1:
         raise Unsupported("beam_width", "the scripted engine has no beam search")
-    decays = (sampling.top_p_min, sampling.top_p_decay, sampling.top_p_reset_id)
-    if decays != (None, None, None):
-        raise Unsupported("runtime_top_p_decay", "the scripted engine keeps top-p as it is")
 
 
 async def _go_wrong(fault: Fault) -> None:
@@ -235,7 +212,7 @@ class _Sequence:
                 break
             self._accepted += 1
         else:
-            self._add(self._chooser.choose(self._context, self.generated))
+            self._add(self._chooser.choose(self._context))
         self.done = self.done or bool(drafted) or self._script.one_step
 
     def take_chunk(self) -> EngineChunk:
@@ -265,8 +242,8 @@ class _Sequence:
     def _judged(self, place: int) -> Choice:
         draft = self._request.draft
         if draft is None or draft.logits is None:
-            return self._chooser.choose(self._context, self.generated)
-        return self._chooser.judge(self._context, self.generated, place)
+            return self._chooser.choose(self._context)
+        return self._chooser.judge(self._context, place)
 
     def _add(self, choice: Choice) -> None:
         request = self._request
@@ -274,6 +251,7 @@ class _Sequence:
             self.done, self._reason = True, FinishReason.END_ID
             return
         self._context.append(choice.token)
+        self._chooser.push(choice.token)
         self._chosen.append(choice)
         self.generated += 1
         if self._stops():

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from trtllm_bls.engines.embedded.runner import Segment
-from trtllm_bls.engines.embedded.sampling import Chooser, log_prob
+from trtllm_bls.engines.sampling import Chooser, log_prob
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import Array, EngineChunk, EngineMetrics, EngineRequest, FinishReason
 from trtllm_bls.stopping import StopSequences

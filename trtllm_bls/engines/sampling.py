@@ -21,6 +21,8 @@ Knows one sequence; must not know of slots, streams or other requests.
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 
 from trtllm_bls.errors import EngineError
@@ -45,8 +47,10 @@ class Chooser:
         # Occurrences of each token in the text.
         self._counts = np.bincount(self._text, minlength=vocab_size) if penalised else None
         self._bias = np.asarray(request.embedding_bias, dtype=np.float64).reshape(-1, 2)
-        altered = penalised or request.embedding_bias or request.bad_sequences or s.min_tokens
-        self.needs_row = bool(altered or not self._greedy)
+        self.alters_scores = bool(
+            penalised or request.embedding_bias or request.bad_sequences or s.min_tokens
+        )
+        self.needs_row = self.alters_scores or not self._greedy
 
     def choose(self, row: Array) -> int:
         """The model's own next token."""
@@ -85,7 +89,8 @@ class Chooser:
     def processed(self, row: Array) -> Array:
         """Rules 1 to 4 on a copy of the row."""
         s, row = self._sampling, row.copy()
-        np.add.at(row, self._bias[:, 0].astype(np.int64), self._bias[:, 1].astype(row.dtype))
+        if len(self._bias):
+            np.add.at(row, self._bias[:, 0].astype(np.int64), self._bias[:, 1].astype(row.dtype))
         if s.temperature:
             row /= s.temperature
         if self._counts is not None:
@@ -123,9 +128,9 @@ class Chooser:
 
     def _uniform(self, stream: int) -> float:
         """In [0, 1); one number per seed, sequence, stream and position."""
-        key = np.array([self._sampling.seed or 0, 2 * self._index + stream], np.uint64)
-        bits = np.random.Philox(key=key, counter=len(self._text)).random_raw()
-        return int(bits >> 11) * 2.0**-53
+        key = f"{self._sampling.seed or 0} {self._index} {stream} {len(self._text)}"
+        bits = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        return (int.from_bytes(bits, "big") >> 11) * 2.0**-53
 
 
 def _nucleus_edge(weights: Array, mass: float) -> float:
