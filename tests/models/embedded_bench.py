@@ -123,8 +123,12 @@ class Steps:
 
     def add(self, asked: EngineRequest) -> Submission:
         submission = Submission(asked.num_return_sequences, None)
-        for index in range(asked.num_return_sequences):
-            self.batcher.add(Sequence(asked, index, VOCAB, self.length, submission))
+        self.batcher.add(
+            [
+                Sequence(asked, index, VOCAB, self.length, submission)
+                for index in range(asked.num_return_sequences)
+            ]
+        )
         return submission
 
     def step(self, times: int = 1) -> int:

@@ -214,9 +214,11 @@ def test_a_threshold_accepts_by_ratio_alone() -> None:
         ids = set()
         for seed in range(40):
             sampling = Sampling(temperature=1.0, seed=seed)
-            ask = EngineRequest(request_id="t", input_ids=(0,), max_tokens=2, sampling=sampling)
-            chooser = Chooser(ask, 0, 3)
-            ids.add(chooser.verify(target[0], drafted, guess[0], threshold))
+            draft = Draft(token_ids=(drafted,), logits=guess, acceptance_threshold=threshold)
+            ask = EngineRequest(
+                request_id="t", input_ids=(0,), max_tokens=2, sampling=sampling, draft=draft
+            )
+            ids.add(Chooser(ask, 0, 3).choose(target[0], 0))
         return ids
 
     assert answers(2, threshold=0.3) == {2}

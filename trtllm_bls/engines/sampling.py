@@ -47,31 +47,31 @@ class Chooser:
         # Occurrences of each token in the text.
         self._counts = np.bincount(self._text, minlength=vocab_size) if penalised else None
         self._bias = np.asarray(request.embedding_bias, dtype=np.float64).reshape(-1, 2)
-        self.alters_scores = bool(
-            penalised or request.embedding_bias or request.bad_sequences or s.min_tokens
-        )
-        self.needs_row = self.alters_scores or not self._greedy
+        altered = penalised or request.embedding_bias or request.bad_sequences or s.min_tokens
+        by_logits = request.draft is not None and request.draft.logits is not None
+        self.alters = bool(altered or by_logits)  # what the best row says, and not only how
+        self.needs_row = self.alters or not self._greedy
 
-    def choose(self, row: Array) -> int:
-        """The model's own next token."""
-        return _draw(self._distribution(row), self._uniform(_DRAWS))
+    def choose(self, row: Array, place: int | None = None) -> int:
+        """The next token. ``place`` is that of the draft's token to be verified by its logits.
 
-    def verify(self, row: Array, drafted: int, draft_row: Array, threshold: float | None) -> int:
-        """``drafted`` if it is accepted by the by-logits rule, else its correction.
-
-        Accepted where p/q is above a uniform number, or at least ``threshold``; corrected by a
-        draw from max(0, p - q). One number serves both: below the ratio it accepts, and what is
-        left of its range above the ratio is uniform again.
+        That one is accepted where p/q is above a uniform number, or at least the draft's
+        threshold; else corrected by a draw from max(0, p - q). One number serves both: below the
+        ratio it accepts, and what is left of its range above the ratio is uniform again.
         """
-        target, draft = self._distribution(row), self._distribution(draft_row)
-        p, q = float(target[drafted]), float(draft[drafted])
+        target, draft = self._distribution(row), self._request.draft
+        if draft is None or draft.logits is None or place is None or place == len(draft.token_ids):
+            return _draw(target, self._uniform(_DRAWS))
+        drafted, threshold = draft.token_ids[place], draft.acceptance_threshold
+        guess = self._distribution(np.asarray(draft.logits[place], dtype=row.dtype))
+        p, q = float(target[drafted]), float(guess[drafted])
         ratio = p / q if q > 0 else float(p > 0)
         uniform = self._uniform(_ACCEPTANCE)
         if (uniform < ratio) if threshold is None else (ratio >= threshold):
             return drafted
         if threshold is None:
             uniform = (uniform - ratio) / (1 - ratio)
-        residual = np.maximum(target - draft, 0)
+        residual = np.maximum(target - guess, 0)
         return _draw(residual if residual.any() else target, uniform)
 
     def push(self, token: int) -> None:

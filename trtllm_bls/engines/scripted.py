@@ -207,7 +207,7 @@ class _Sequence:
         """One pass: one token, or the accepted part of the draft and one more."""
         drafted = self._request.draft.token_ids if self._request.draft else ()
         for place, guess in enumerate(drafted):
-            self._add(self._judged(place))
+            self._add(self._chooser.choose(self._context, place))
             if self.done or self._context[-1] != guess:
                 break
             self._accepted += 1
@@ -238,12 +238,6 @@ class _Sequence:
             ),
             metrics=self._metrics() if wants.perf_metrics and self.done else None,
         )
-
-    def _judged(self, place: int) -> Choice:
-        draft = self._request.draft
-        if draft is None or draft.logits is None:
-            return self._chooser.choose(self._context)
-        return self._chooser.judge(self._context, place)
 
     def _add(self, choice: Choice) -> None:
         request = self._request

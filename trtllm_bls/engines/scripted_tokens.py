@@ -98,28 +98,18 @@ class Chooser:
     def __init__(self, rule: Rule, request: EngineRequest, vocab_size: int, index: int) -> None:
         self._rule, self._request, self._vocab_size = rule, request, vocab_size
         self._sampler = sampling.Chooser(request, index, vocab_size)
-        drafted_logits = request.draft is not None and request.draft.logits is not None
         # Otherwise an id that the rule gives is what comes.
-        self._opened = (
-            request.wants.generation_logits or drafted_logits or self._sampler.alters_scores
-        )
+        self._opened = request.wants.generation_logits or self._sampler.alters
 
-    def choose(self, context: Sequence[int]) -> Choice:
-        """The engine's own next token."""
+    def choose(self, context: Sequence[int], place: int | None = None) -> Choice:
+        """What comes next; ``place`` is that of the draft's token to be verified, if any."""
         value = self._rule(context)
         if isinstance(value, int) and not self._opened:
             return Choice(value, 0.0)
         logits = self._logits(value)
-        return self._choice(logits, self._sampler.choose(logits))
-
-    def judge(self, context: Sequence[int], place: int) -> Choice:
-        """Accept the draft's token at ``place`` by the by-logits rule, or correct it."""
-        draft = self._request.draft
-        assert draft is not None and draft.logits is not None
-        logits, guess = self._logits(self._rule(context)), np.asarray(draft.logits[place])
-        threshold = draft.acceptance_threshold
-        token = self._sampler.verify(logits, draft.token_ids[place], guess, threshold)
-        return self._choice(logits, token)
+        token = self._sampler.choose(logits, place)
+        wanted = self._request.wants.log_probs
+        return Choice(token, sampling.log_prob(logits, token) if wanted else 0.0, logits)
 
     def push(self, token: int) -> None:
         """The token now belongs to the text."""
@@ -129,10 +119,6 @@ class Chooser:
         """The raw logits after each prompt token: [prompt tokens, vocab]."""
         places = range(1, len(prompt) + 1)
         return np.stack([self._logits(self._rule(prompt[:place])) for place in places])
-
-    def _choice(self, logits: Array, token: int) -> Choice:
-        wanted = self._request.wants.log_probs
-        return Choice(token, sampling.log_prob(logits, token) if wanted else 0.0, logits)
 
     def _logits(self, value: int | Sequence[float]) -> Array:
         if not isinstance(value, int):

@@ -41,9 +41,9 @@ class Batcher:
         """Sequences that wait or run."""
         return len(self._waiting) + len(self._running)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue it; it starts in order of arrival, as soon as a slot is free."""
-        self._waiting.append(sequence)
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue them; they start in order of arrival, as soon as a slot is free."""
+        self._waiting += sequences
 
     def step(self) -> None:
         """One forward pass. Never raises for what a request or the model did wrong."""
@@ -87,7 +87,7 @@ class Batcher:
         read = {id(s.request) for s in self._running if s.reads_prompt}
         for sequence in self._waiting.copy():
             reuse = not sequence.request.wants.context_logits
-            if not self._slots.has_free:
+            if not self._slots.free:
                 break
             if reuse and id(sequence.request) in read:
                 continue

@@ -202,7 +202,8 @@ class _PackedLinear(nn.Module):  # type: ignore[misc]  # torch is untyped for my
 
     Faster from a few rows on. For a single row the better layout depends on processor and shape:
     ``single`` is the stock layer where that is faster. The operators are torch's own but
-    underscored, so nothing is relied upon: where they fail, the stock layer stays.
+    underscored, so nothing is relied upon: ``RuntimeError`` or ``AttributeError`` where they are
+    missing, refuse, or give other numbers.
     """
 
     def __init__(self, stock: nn.Linear) -> None:
@@ -211,6 +212,10 @@ class _PackedLinear(nn.Module):  # type: ignore[misc]  # torch is untyped for my
         self.single: nn.Linear | None = None
         self._packed = torch.ops.mkldnn._reorder_linear_weight(stock.weight.detach(), None)
         self._bias = None if stock.bias is None else stock.bias.detach()
+        sample = torch.linspace(-1, 1, 2 * stock.in_features).view(2, -1).to(stock.weight.dtype)
+        bound = 1e-4 if sample.dtype is torch.float32 else 2e-2
+        if not torch.allclose(self(sample), stock(sample), rtol=bound, atol=bound):
+            raise RuntimeError("the packed layer gives other numbers")
 
     def forward(self, rows: Tensor) -> Tensor:
         """Rows [..., in features] to [..., out features]."""
@@ -230,30 +235,19 @@ def pack_linears(model: nn.Module) -> int:
             # Only the very class: a subclass or a hooked layer does more than multiply.
             if type(stock) is not nn.Linear or stock.weight.device.type != "cpu":
                 continue
-            packed = _packed_or_none(stock)
-            if packed is None:
+            try:
+                packed = _PackedLinear(stock)
+            except (RuntimeError, AttributeError):
                 continue
             setattr(parent, name, packed)
             replaced += 1
-            shape = stock.weight.shape
+            shape, size = stock.weight.shape, stock.weight.nbytes
             if shape not in stock_wins:
                 row = torch.ones(1, stock.in_features, dtype=stock.weight.dtype)
                 stock_wins[shape] = _seconds(stock, row) < _seconds(packed, row)
-            if stock_wins[shape] and stock.weight.nbytes <= room:
-                room -= stock.weight.nbytes
-                packed.single = stock
+            if stock_wins[shape] and size <= room:
+                packed.single, room = stock, room - size
     return replaced
-
-
-def _packed_or_none(stock: nn.Linear) -> _PackedLinear | None:
-    try:
-        packed = _PackedLinear(stock)
-        sample = torch.linspace(-1, 1, 2 * stock.in_features).view(2, -1).to(stock.weight.dtype)
-        bound = 1e-4 if sample.dtype is torch.float32 else 2e-2
-        same = torch.allclose(packed(sample), stock(sample), rtol=bound, atol=bound)
-    except (RuntimeError, AttributeError):
-        return None
-    return packed if same else None
 
 
 def _seconds(layer: nn.Module, row: Tensor) -> float:

@@ -128,12 +128,10 @@ class EmbeddedEngine:
     def _take_inbox(self) -> bool:
         """Wait until there is something to do; false when that is to end."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closing or self._inbox or self._batcher.num_present
-            )
-            for sequence in self._inbox:
-                self._batcher.add(sequence)
-            self._inbox.clear()
+            present = self._batcher.num_present
+            self._changed.wait_for(lambda: self._closing or self._inbox or present)
+            self._batcher.add(self._inbox)
+            self._inbox = []
             return not self._closing
 
     def _deliver(self) -> None:
@@ -144,9 +142,10 @@ class EmbeddedEngine:
             loops.setdefault(owner.loop, []).append((owner, event))
         for loop, batch in loops.items():
             try:
-                _deliver_all(batch) if loop is None else loop.call_soon_threadsafe(
-                    _deliver_all, batch
-                )
+                if loop is None:
+                    _deliver_all(batch)
+                else:
+                    loop.call_soon_threadsafe(_deliver_all, batch)
             except RuntimeError:  # the loop is closed: nobody will read
                 for owner, _ in batch:
                     owner.cancel()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -34,24 +34,21 @@ class Submission:
         self.cancelled = False
         self.loop = loop
         self._unfinished = sequences
-        self._here: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._there: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: Any = queue.SimpleQueue() if loop is None else asyncio.Queue()
+        # Called by the engine, on the reader's loop if there is one.
+        self.deliver: Callable[[Event], None] = self._events.put_nowait
 
     def cancel(self) -> None:
         """End the request within a step; its last chunks say so. Harmless when it has ended."""
         self.cancelled = True  # the engine looks before every step
 
-    def deliver(self, event: Event) -> None:
-        """Called by the engine, on the reader's loop if there is one."""
-        (self._here if self.loop is None else self._there).put_nowait(event)
-
     def __iter__(self) -> Iterator[EngineChunk]:
         while self._unfinished:
-            yield self._opened(self._here.get())
+            yield self._opened(self._events.get())
 
     async def __aiter__(self) -> AsyncIterator[EngineChunk]:
         while self._unfinished:
-            yield self._opened(await self._there.get())
+            yield self._opened(await self._events.get())
 
     def _opened(self, event: Event) -> EngineChunk:
         if isinstance(event, EngineError):
@@ -62,8 +59,7 @@ class Submission:
 
 
 class Sequence:
-    """Number ``index`` of its request; ``owner`` receives the chunks. Holds up to ``length``
-    tokens, prompt included."""
+    """Number ``index`` of its request, up to ``length`` tokens long; ``owner`` gets its chunks."""
 
     def __init__(
         self, request: EngineRequest, index: int, vocab_size: int, length: int, owner: Submission
@@ -79,11 +75,10 @@ class Sequence:
         self._end = min(len(self.tokens) + request.max_tokens, length)
         room = length - len(self.tokens)
         self._draft = request.draft.token_ids[:room] if request.draft else ()
-        wants, by_logits = request.wants, request.draft and request.draft.logits is not None
-        self.needs_rows = bool(  # raw logits, beyond the best token of each row
-            (self._chooser.needs_row or by_logits)
-            or (wants.log_probs or wants.generation_logits or wants.context_logits)
-        )
+        wants = request.wants
+        wanted = wants.log_probs or wants.generation_logits or wants.context_logits
+        # Whether it needs raw logits, beyond the best token of each row.
+        self.needs_rows = wanted or self._chooser.needs_row
         self._reported = len(self.tokens)
         self._accepted = 0
         self._cum_log_prob = 0.0
@@ -130,12 +125,11 @@ class Sequence:
         self.computed = end
         if end < len(self.tokens):
             return
-        kept = 1 + len(self._draft)
         for place, drafted in enumerate([*self._draft, None]):
-            row = None if rows is None else rows[place - kept]
-            token = best[place - kept]
-            if row is not None:
-                token = self._choose(row, place, token)
+            row = None if rows is None else rows[place - len(self._draft) - 1]
+            token = best[place - len(self._draft) - 1]
+            if row is not None and self._chooser.needs_row:
+                token = self._chooser.choose(row, place)
             self._accepted += token == drafted
             self._take(token, row)
             if self.finish or token != drafted:
@@ -174,15 +168,6 @@ class Sequence:
         self._reported = len(self.tokens)
         self._log_probs, self._logits, self._context = [], [], []
         return chunk
-
-    def _choose(self, row: Array, place: int, best: int) -> int:
-        """The token after ``place`` drafted ones; ``best`` is the row's own."""
-        draft = self.request.draft
-        if draft is not None and draft.logits is not None and place < len(self._draft):
-            said = np.asarray(draft.logits[place], dtype=np.float32)
-            drafted, threshold = self._draft[place], draft.acceptance_threshold
-            return self._chooser.verify(row, drafted, said, threshold)
-        return self._chooser.choose(row) if self._chooser.needs_row else best
 
     def _take(self, token: int, row: Array | None) -> None:
         """Make the token part of the text, unless it is the end token, and see whether it ends."""

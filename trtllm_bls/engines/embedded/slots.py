@@ -34,12 +34,7 @@ class Slots:
         self._lengths = np.zeros(count, dtype=np.int64)
         self._left_at = np.zeros(count, dtype=np.int64)  # a counter, not a clock
         self._departures = 0
-        self._free = set(range(count))
-
-    @property
-    def has_free(self) -> bool:
-        """Whether a claim can be made."""
-        return bool(self._free)
+        self.free = set(range(count))
 
     @property
     def bytes_per_token(self) -> int:
@@ -54,13 +49,16 @@ class Slots:
         its logits are needed.
         """
         shared = self._shared(np.asarray(prompt[:-1], dtype=np.int32))
-        source = max(range(len(shared)), key=lambda slot: self._rank(slot, int(shared[slot])))
+        source = max(
+            range(len(shared)),
+            key=lambda slot: (shared[slot], slot in self.free, -self._left_at[slot]),
+        )
         reused = int(shared[source]) if reuse else 0
-        slot = min(self._free, key=lambda slot: (self._left_at[slot], slot))
+        slot = min(self.free, key=lambda slot: (self._left_at[slot], slot))
         # A slot with far more than what is shared serves its own conversation better untouched.
-        if reused and source in self._free and 2 * reused >= self._lengths[source]:
+        if reused and source in self.free and 2 * reused >= self._lengths[source]:
             slot = source
-        self._free.discard(slot)
+        self.free.discard(slot)
         self._lengths[slot] = reused
         if reused and slot != source:
             self._tokens[slot, :reused] = self._tokens[source, :reused]
@@ -91,16 +89,13 @@ class Slots:
         """The slot is free; what it holds stays for reuse."""
         self._departures += 1
         self._left_at[slot] = self._departures
-        self._free.add(slot)
+        self.free.add(slot)
 
     def _shared(self, prompt: Array) -> Array:
         """Per slot, the length of the common beginning with ``prompt``."""
         differs = np.ones((len(self._tokens), len(prompt) + 1), dtype=np.bool_)
         np.not_equal(self._tokens[:, : len(prompt)], prompt, out=differs[:, :-1])
         return np.minimum(differs.argmax(axis=1), self._lengths)
-
-    def _rank(self, slot: int, shared: int) -> tuple[int, bool, int]:
-        return shared, slot in self._free, -int(self._left_at[slot])
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for pair in self._layers.values() for tensor in pair]
