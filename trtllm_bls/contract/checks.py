@@ -15,8 +15,8 @@ import numpy as np
 
 from trtllm_bls.contract.models import ENGINE
 from trtllm_bls.contract.tensors import Tensor
-from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Draft, EngineLimits, EngineRequest
+from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.messages import Array, Draft, EngineLimits, EngineRequest
 
 
 def check_value(tensor: Tensor, value: float) -> None:
@@ -26,7 +26,8 @@ def check_value(tensor: Tensor, value: float) -> None:
 
 
 def check_request(request: EngineRequest, limits: EngineLimits) -> None:
-    """Raises ``InvalidRequest`` by wire name for anything that no engine with these limits runs.
+    """Raises ``InvalidRequest`` by wire name for anything that no engine with these limits runs,
+    and ``Unsupported`` for beam search, which none of this package's own engines has.
 
     What the limits do not tell is not checked.
     """
@@ -36,25 +37,26 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
         | vars(request.sampling)
         | {"draft_acceptance_threshold": draft.acceptance_threshold}
     )
+    if (request.sampling.beam_width or 1) > 1:
+        # Beams rewrite what was already sent and share one width per batch; samples do neither.
+        problem = f"{request.sampling.beam_width}; this engine has no beam search"
+        raise Unsupported("beam_width", f"{problem}, use num_return_sequences")
     if not request.input_ids:
         raise InvalidRequest("input_ids", "the prompt is empty")
     if limits.max_sequence_tokens is not None:
         _check_length("input_ids", request.input_ids, limits.max_sequence_tokens - 1)
     if limits.max_draft_tokens is not None:
         _check_length("draft_input_ids", draft.token_ids, limits.max_draft_tokens)
-    if not all(request.stop_sequences):
-        raise InvalidRequest("stop_words_list", "holds an empty sequence")
-    if not all(request.bad_sequences):
-        raise InvalidRequest("bad_words_list", "holds an empty sequence")
-    if any(math.isnan(bias) or bias == math.inf for _, bias in request.embedding_bias):
-        raise InvalidRequest("embedding_bias", "holds NaN or infinity")
-    _check_ids(request, draft, sys.maxsize if limits.vocab_size is None else limits.vocab_size)
+    for name, words in (
+        ("stop_words_list", request.stop_sequences),
+        ("bad_words_list", request.bad_sequences),
+    ):
+        if not all(words):
+            raise InvalidRequest(name, "holds an empty sequence")
+    _check_tokens(request, draft, sys.maxsize if limits.vocab_size is None else limits.vocab_size)
     if draft.logits is not None:
-        shape = (len(draft.token_ids), limits.vocab_size or draft.logits.shape[-1])
-        if draft.logits.shape != shape:
-            raise InvalidRequest("draft_logits", f"shape {draft.logits.shape} is not {shape}")
-        if not (draft.logits < np.inf).all():
-            raise InvalidRequest("draft_logits", "holds NaN or infinity")
+        vocab_size = limits.vocab_size or draft.logits.shape[-1]
+        _check_logits(draft.logits, (len(draft.token_ids), vocab_size))
 
 
 def _check_bounds(values: Mapping[str, Any]) -> None:
@@ -69,7 +71,14 @@ def _check_length(name: str, ids: tuple[int, ...], most: int) -> None:
         raise InvalidRequest(name, f"{len(ids)} tokens; at most {most} are allowed")
 
 
-def _check_ids(request: EngineRequest, draft: Draft, vocab_size: int) -> None:
+def _check_logits(logits: Array, shape: tuple[int, int]) -> None:
+    if logits.shape != shape:
+        raise InvalidRequest("draft_logits", f"shape {logits.shape} is not {shape}")
+    if not (logits < np.inf).all():
+        raise InvalidRequest("draft_logits", "holds NaN or infinity")
+
+
+def _check_tokens(request: EngineRequest, draft: Draft, vocab_size: int) -> None:
     said: dict[str, Iterable[int | None]] = {
         "input_ids": request.input_ids,
         "end_id": {request.end_id} - {-1},  # no token ends the text
@@ -83,3 +92,5 @@ def _check_ids(request: EngineRequest, draft: Draft, vocab_size: int) -> None:
         for token in ids:
             if token is not None and not 0 <= token < vocab_size:
                 raise InvalidRequest(name, f"token {token} is not in 0..{vocab_size - 1}")
+    if any(math.isnan(bias) or bias == math.inf for _, bias in request.embedding_bias):
+        raise InvalidRequest("embedding_bias", "holds NaN or infinity")

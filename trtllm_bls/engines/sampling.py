@@ -49,7 +49,8 @@ class Chooser:
         self._bias = np.asarray(request.embedding_bias, dtype=np.float64).reshape(-1, 2)
         altered = penalised or request.embedding_bias or request.bad_sequences or s.min_tokens
         by_logits = request.draft is not None and request.draft.logits is not None
-        self.alters = bool(altered or by_logits)  # what the best row says, and not only how
+        # Whether another token than the highest may be due, were it only greedy.
+        self.alters = bool(altered or by_logits)
         self.needs_row = self.alters or not self._greedy
 
     def choose(self, row: Array, place: int | None = None) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 from trtllm_bls.contract.checks import check_request
 from trtllm_bls.engines.scripted_tokens import Choice, Chooser, Rule
-from trtllm_bls.errors import EngineUnavailable, InvalidRequest, Unsupported
+from trtllm_bls.errors import EngineUnavailable, InvalidRequest
 from trtllm_bls.messages import (
     EngineChunk,
     EngineLimits,
@@ -141,8 +141,6 @@ def _check(request: EngineRequest, limits: EngineLimits) -> None:
     check_request(request, limits)
     if request.draft is not None and not request.draft.token_ids:
         raise InvalidRequest("draft_input_ids", "a draft without tokens")
-    if (request.sampling.beam_width or 1) > 1:
-        raise Unsupported("beam_width", "the scripted engine has no beam search")
 
 
 async def _go_wrong(fault: Fault) -> None:

@@ -29,8 +29,7 @@ _log = logging.getLogger(__name__)
 _DEFAULT_LENGTH = 4096  # tokens; longer ones must be asked for, as every slot is that long
 _FP32_PARAMETERS = 1_200_000_000  # "about 1B": up to here exactness is worth the memory
 _SMALL = 50_000_000  # weights
-_PROBE = 12  # tokens
-_PROBE_STEPS = ((0, 6), (6, 10), (10, 11), (11, 12))  # a prompt, a chunk, two single tokens
+_PROBE = ((0, 6), (6, 10), (10, 11), (11, 12))  # a prompt, a chunk, two single tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,20 +104,19 @@ def _probed(directory: Path, device: torch.device, *, pack: bool) -> tuple[Runne
     """Runner, text config and number of weights; ``None`` if the logits are not the model's."""
     model, config = _pretrained(directory, device)
     num_weights = sum(weight.numel() for weight in model.parameters())
-    tokens = [(7919 * i + 1) % int(config.vocab_size) for i in range(_PROBE)]
+    tokens = [(7919 * i + 1) % int(config.vocab_size) for i in range(_PROBE[-1][1])]
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits
     if not bool(expected.isfinite().all()):
         raise CheckpointError(f"{directory}: its weights give logits that are not finite")
-    runner = Runner(model, device)
-    if pack:
-        pack_linears(model)
-    runner.allocate(1, len(tokens))
     tolerance = 2e-3 if model.dtype is torch.float32 else 8e-2
+    runner = Runner(model, device)
+    runner.allocate(1, len(tokens))
     try:
-        steps = [Segment(0, a, tokens[a:b], b - a) for a, b in _PROBE_STEPS]
-        got = torch.cat([runner.forward([segment]) for segment in steps])
+        if pack:
+            pack_linears(model)
+        got = torch.cat([runner.forward([Segment(0, a, tokens[a:b], b - a)]) for a, b in _PROBE])
         close = (got - expected[0].float()).abs() <= tolerance * expected.abs().max()
         if bool(close.all()) and runner.slots.bytes_per_token > 0:
             return runner, config, num_weights

@@ -65,8 +65,8 @@ class EmbeddedEngine:
         """The seam's stream; leaving it early cancels the request."""
         submission = self._submit(request, asyncio.get_running_loop())
         try:
-            async for chunk in submission:
-                yield chunk
+            while submission.unfinished:
+                yield submission.opened(await submission.events.get())
         finally:
             submission.cancel()
 
@@ -89,7 +89,9 @@ class EmbeddedEngine:
 
     def _submit(self, request: EngineRequest, loop: asyncio.AbstractEventLoop | None) -> Submission:
         check_request(request, self._limits)
-        _check_supported(request)
+        for name, array in request.extras.items():
+            if np.size(array):
+                raise Unsupported(name, "this engine cannot honour it")
         wanted, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
         if wanted > length:
             note = "%s: prompt and completion of %d tokens are cut to %d"
@@ -153,15 +155,4 @@ class EmbeddedEngine:
 
 def _deliver_all(batch: list[tuple[Submission, Event]]) -> None:
     for owner, event in batch:
-        owner.deliver(event)
-
-
-def _check_supported(request: EngineRequest) -> None:
-    """Raises ``Unsupported`` for what other engines can do."""
-    if (request.sampling.beam_width or 1) > 1:
-        # Beams rewrite what was already sent and share one width per batch; samples do neither.
-        problem = f"{request.sampling.beam_width}; this engine has no beam search"
-        raise Unsupported("beam_width", f"{problem}, use num_return_sequences")
-    for name, array in request.extras.items():
-        if np.size(array):
-            raise Unsupported(name, "this engine cannot honour it")
+        owner.events.put_nowait(event)

@@ -53,9 +53,9 @@ class Runner:
         self.threads = 1
         self._groups: list[_Group] = []
         self._places: tuple[Tensor, ...] = ()  # slot and position of each row, [T]
-        self._name = f"trtllm_bls_{next(_numbers)}"
-        AttentionInterface.register(self._name, self._attend)
-        model.set_attn_implementation(self._name)
+        name = f"trtllm_bls_{next(_numbers)}"
+        AttentionInterface.register(name, self._attend)
+        model.set_attn_implementation(name)
 
     def allocate(self, slots: int, length: int) -> None:
         """Drop all slots for ``slots`` new ones of ``length`` tokens."""
@@ -87,8 +87,7 @@ class Runner:
         return logits.float()
 
     def close(self) -> None:
-        """Free the slots and the model."""
-        AttentionInterface._global_mapping.pop(self._name, None)
+        """Free the slots and the model; transformers keeps the name and this empty object."""
         self._model = None
         self.allocate(0, 0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,37 +24,32 @@ Event: TypeAlias = EngineChunk | EngineError
 
 
 class Submission:
-    """The chunks of one request; iterate over them once, with ``for`` or ``async for``.
+    """The chunks of one request; iterate over them once.
 
     Iterating waits for the next chunk and raises ``EngineError`` where the engine failed.
-    ``loop``: the event loop of an asynchronous reader.
+    ``loop``: the event loop of an asynchronous reader, who awaits ``events`` there.
     """
 
     def __init__(self, sequences: int, loop: asyncio.AbstractEventLoop | None) -> None:
         self.cancelled = False
         self.loop = loop
-        self._unfinished = sequences
-        self._events: Any = queue.SimpleQueue() if loop is None else asyncio.Queue()
-        # Called by the engine, on the reader's loop if there is one.
-        self.deliver: Callable[[Event], None] = self._events.put_nowait
+        self.unfinished = sequences
+        self.events: Any = queue.SimpleQueue() if loop is None else asyncio.Queue()
 
     def cancel(self) -> None:
         """End the request within a step; its last chunks say so. Harmless when it has ended."""
         self.cancelled = True  # the engine looks before every step
 
     def __iter__(self) -> Iterator[EngineChunk]:
-        while self._unfinished:
-            yield self._opened(self._events.get())
+        while self.unfinished:
+            yield self.opened(self.events.get())
 
-    async def __aiter__(self) -> AsyncIterator[EngineChunk]:
-        while self._unfinished:
-            yield self._opened(await self._events.get())
-
-    def _opened(self, event: Event) -> EngineChunk:
+    def opened(self, event: Event) -> EngineChunk:
+        """The chunk, counted; raises what is an error."""
         if isinstance(event, EngineError):
-            self._unfinished = 0
+            self.unfinished = 0
             raise event
-        self._unfinished -= event.final
+        self.unfinished -= event.final
         return event
 
 
