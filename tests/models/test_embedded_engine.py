@@ -278,7 +278,7 @@ def test_a_reader_whose_loop_is_gone_does_not_hold_the_engine() -> None:
     gone = asyncio.new_event_loop()
     gone.close()
     with open_engine(max_batch=1) as small:
-        abandoned = small._submit(request(IDS, 110), gone)
+        abandoned = small.submit(request(IDS, 110), gone)
         assert read(small, request(IDS, 2))[0] == TRUTH[:2]
         assert abandoned.cancelled
         assert small._batcher.num_computed_tokens < 20  # one step of it, two of the other

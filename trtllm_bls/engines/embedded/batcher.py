@@ -2,8 +2,8 @@
 
 One ``step`` is one forward pass over all running sequences: the next token of each, drafts to be
 verified, and as much of waiting prompts as fits. Sequences join and leave between any two steps.
-What happens goes to ``events``; delivering them is the engine's business. Single-threaded: only
-the engine's thread may call it.
+What happens goes to ``events``; delivering them is the engine's business. Only the engine's thread
+may call it; ``add`` and ``num_present`` may be called from any.
 """
 
 from __future__ import annotations
@@ -18,21 +18,16 @@ from trtllm_bls.messages import Array, FinishReason
 
 _log = logging.getLogger(__name__)
 
-# Rows of a draft round or of a chat's next turn: cheap enough to pass a long prompt in the queue.
-_SHORT = 64
+_SHORT = 64  # rows; a draft round or a chat's next turn: cheap enough to pass a long prompt
 
 
 class Batcher:
-    """``events`` holds what happened since they were last taken, in order.
-
-    ``max_rows``: of one step, prompts and running sequences together.
-    """
+    """``events``: what happened since they were last taken. ``max_rows`` is of one step."""
 
     def __init__(self, runner: Runner, max_rows: int) -> None:
         self.events: list[tuple[Submission, Event]] = []
         self.num_computed_tokens = 0  # rows of all forward passes so far
-        self._runner, self._slots = runner, runner.slots
-        self._max_rows = max_rows
+        self._runner, self._slots, self._max_rows = runner, runner.slots, max_rows
         self._waiting: list[Sequence] = []  # in order of arrival, like those that run
         self._running: list[Sequence] = []
 
@@ -43,7 +38,7 @@ class Batcher:
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue them; they start in order of arrival, as soon as a slot is free."""
-        self._waiting += sequences
+        self._waiting.extend(sequences)
 
     def step(self) -> None:
         """One forward pass. Never raises for what a request or the model did wrong."""
@@ -70,12 +65,12 @@ class Batcher:
         kept = slice(0, 0)
         for sequence, segment in planned:
             kept = slice(kept.stop, kept.stop + segment.keep)
-            if not all(map(math.isfinite, highest[kept])):
+            if all(map(math.isfinite, highest[kept])):
+                rows = host[kept] if host is not None and sequence.needs_rows else None
+                self._go_on(sequence, segment.end, best[kept], rows)
+            else:
                 self._slots.scrub(segment.slot)  # its keys and values are no better
                 self._fail(sequence, "the model gave logits that are not finite")
-                continue
-            rows = host[kept] if host is not None and sequence.needs_rows else None
-            self._go_on(sequence, segment.end, best[kept], rows)
 
     def fail_all(self, problem: str) -> None:
         """End everything with an ``EngineError``."""
@@ -93,8 +88,8 @@ class Batcher:
                 continue
             slot, reused = self._slots.claim(sequence.tokens, reuse=reuse)
             sequence.start(slot, reused)
-            self._waiting.remove(sequence)
             self._running.append(sequence)
+            self._waiting.remove(sequence)
             if reused < len(sequence.tokens) - 1:
                 read.add(id(sequence.request))
 

@@ -38,14 +38,12 @@ class EmbeddedSettings:
 
     ``max_batch``: sequences that run at once, each in a KV slot of its own.
     ``max_queue_size``: sequences that may wait; one more is refused with ``Overloaded``.
-    ``max_tokens_per_step``: rows of one forward pass, prompts and running sequences together; so
-    many can hold up the streams that already run.
+    ``max_tokens_per_step``: rows of one forward pass; so many of a prompt hold up the streams.
     ``max_sequence_tokens``: prompt and completion together; ``None`` = what the checkpoint
     allows, at most 4096, or less if the KV cache would not fit ``max_kv_bytes``.
     ``max_kv_bytes``: limit of the KV cache; ``None`` = half of the memory available at load.
-    ``threads``: of torch's own pool; ``None`` = half of the cores, since its spinning barriers
-    collapse when another process wants the same core; 1 for a model of under 50 M weights, whose
-    layers take less than such a barrier.
+    ``threads``: of torch's pool; ``None`` = half of the cores, since its spinning barriers collapse
+    when another process wants a core; 1 under 50 M weights: a layer takes less than a barrier.
     ``device``: ``None`` = CUDA if torch can use it, else the CPU.
     """
 
@@ -196,12 +194,11 @@ def _exact_length(config: Any, windowed: bool) -> int:
 
 
 class _PackedLinear(nn.Module):  # type: ignore[misc]  # torch is untyped for mypy here
-    """``nn.Linear`` for inference with oneDNN's own weight layout, on a CPU.
+    """``nn.Linear`` for inference with oneDNN's weight layout, on a CPU: for a few rows and more.
 
-    Faster from a few rows on. For a single row the better layout depends on processor and shape:
-    ``single`` is the stock layer where that is faster. The operators are torch's own but
-    underscored, so nothing is relied upon: ``RuntimeError`` or ``AttributeError`` where they are
-    missing, refuse, or give other numbers.
+    ``single``: the stock layer, where that is faster for one row; it depends on processor and
+    shape. The operators are torch's own but underscored, so nothing is relied upon: raises
+    ``RuntimeError`` or ``AttributeError`` where they are missing or give other numbers.
     """
 
     def __init__(self, stock: nn.Linear) -> None:

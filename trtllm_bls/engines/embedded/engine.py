@@ -43,19 +43,41 @@ class EmbeddedEngine:
             max_draft_tokens=self.settings.max_draft_len,
         )
         self._batcher = Batcher(self._runner, self.settings.max_tokens_per_step)
-        self._inbox: list[Sequence] = []
         self._closing = False
-        self._changed = threading.Condition()  # guards inbox and closing
+        self._changed = threading.Condition()  # of closing, or of what the batcher has to do
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
 
-    def submit(self, request: EngineRequest) -> Submission:
-        """Start a request; may be called from any thread.
+    def submit(
+        self, request: EngineRequest, loop: asyncio.AbstractEventLoop | None = None
+    ) -> Submission:
+        """Start a request, from any thread. ``loop``: the one on which its events are awaited.
 
         Raises ``InvalidRequest``, ``Unsupported``, ``Overloaded``, or ``EngineUnavailable`` once
         the engine is closed.
         """
-        return self._submit(request, None)
+        check_request(request, self._limits)
+        for name, array in request.extras.items():
+            if np.size(array):
+                raise Unsupported(name, "this engine cannot honour it")
+        wanted, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
+        if wanted > length:
+            note = "%s: prompt and completion of %d tokens are cut to %d"
+            _log.warning(note, request.request_id, wanted, length)
+        count, limit = request.num_return_sequences, self.settings.max_queue_size
+        submission = Submission(count, loop)
+        sequences = [
+            Sequence(request, index, self._runner.vocab_size, length, submission)
+            for index in range(count)
+        ]
+        with self._changed:
+            if self._closing:
+                raise EngineUnavailable("the engine is closed")
+            if self._batcher.num_present + count > self.settings.max_batch + limit:
+                raise Overloaded(f"Maximum queue size of {limit} is reached; try again later")
+            self._batcher.add(sequences)
+            self._changed.notify()
+        return submission
 
     async def limits(self) -> EngineLimits:
         """Known since the load."""
@@ -63,7 +85,7 @@ class EmbeddedEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         """The seam's stream; leaving it early cancels the request."""
-        submission = self._submit(request, asyncio.get_running_loop())
+        submission = self.submit(request, asyncio.get_running_loop())
         try:
             while submission.unfinished:
                 yield submission.opened(await submission.events.get())
@@ -87,36 +109,10 @@ class EmbeddedEngine:
     def __exit__(self, *raised: object) -> None:
         self.shutdown()
 
-    def _submit(self, request: EngineRequest, loop: asyncio.AbstractEventLoop | None) -> Submission:
-        check_request(request, self._limits)
-        for name, array in request.extras.items():
-            if np.size(array):
-                raise Unsupported(name, "this engine cannot honour it")
-        wanted, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
-        if wanted > length:
-            note = "%s: prompt and completion of %d tokens are cut to %d"
-            _log.warning(note, request.request_id, wanted, length)
-        count = request.num_return_sequences
-        submission = Submission(count, loop)
-        sequences = [
-            Sequence(request, index, self._runner.vocab_size, length, submission)
-            for index in range(count)
-        ]
-        with self._changed:
-            if self._closing:
-                raise EngineUnavailable("the engine is closed")
-            present = len(self._inbox) + self._batcher.num_present
-            limit = self.settings.max_queue_size
-            if present + count > self.settings.max_batch + limit:
-                raise Overloaded(f"Maximum queue size of {limit} is reached; try again later")
-            self._inbox += sequences
-            self._changed.notify()
-        return submission
-
     def _run(self) -> None:
         """The engine's thread: a step after the other while there is work."""
         torch.set_num_threads(self._runner.threads)  # torch keeps it per thread
-        while self._take_inbox():
+        while self._has_work():
             try:
                 self._batcher.step()
             except Exception:  # a mistake of ours; the engine lives on
@@ -127,13 +123,10 @@ class EmbeddedEngine:
         self._deliver()
         self._runner.close()
 
-    def _take_inbox(self) -> bool:
+    def _has_work(self) -> bool:
         """Wait until there is something to do; false when that is to end."""
         with self._changed:
-            present = self._batcher.num_present
-            self._changed.wait_for(lambda: self._closing or self._inbox or present)
-            self._batcher.add(self._inbox)
-            self._inbox = []
+            self._changed.wait_for(lambda: self._closing or self._batcher.num_present)
             return not self._closing
 
     def _deliver(self) -> None:

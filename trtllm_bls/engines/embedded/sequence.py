@@ -72,8 +72,7 @@ class Sequence:
         self._draft = request.draft.token_ids[:room] if request.draft else ()
         wants = request.wants
         wanted = wants.log_probs or wants.generation_logits or wants.context_logits
-        # Whether it needs raw logits, beyond the best token of each row.
-        self.needs_rows = wanted or self._chooser.needs_row
+        self.needs_rows = wanted or self._chooser.needs_row  # beyond the best token of each
         self._reported = len(self.tokens)
         self._accepted = 0
         self._cum_log_prob = 0.0
