@@ -19,6 +19,7 @@ import psutil
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trtllm_bls.engines.embedded.runner import Runner, Segment
@@ -196,7 +197,7 @@ def _exact_length(config: Any, windowed: bool) -> int:
 class _PackedLinear(nn.Module):  # type: ignore[misc]  # torch is untyped for mypy here
     """``nn.Linear`` for inference with oneDNN's weight layout, on a CPU: for a few rows and more.
 
-    ``single``: the stock layer, where that is faster for one row; it depends on processor and
+    ``single``: the stock weights, where those are faster for one row; it depends on processor and
     shape. The operators are torch's own but underscored, so nothing is relied upon: raises
     ``RuntimeError`` or ``AttributeError`` where they are missing or give other numbers.
     """
@@ -204,7 +205,7 @@ class _PackedLinear(nn.Module):  # type: ignore[misc]  # torch is untyped for my
     def __init__(self, stock: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = stock.in_features, stock.out_features
-        self.single: nn.Linear | None = None
+        self.single: Tensor | None = None
         self._packed = torch.ops.mkldnn._reorder_linear_weight(stock.weight.detach(), None)
         self._bias = None if stock.bias is None else stock.bias.detach()
         sample = torch.linspace(-1, 1, 2 * stock.in_features).view(2, -1).to(stock.weight.dtype)
@@ -215,7 +216,7 @@ class _PackedLinear(nn.Module):  # type: ignore[misc]  # torch is untyped for my
     def forward(self, rows: Tensor) -> Tensor:
         """Rows [..., in features] to [..., out features]."""
         if self.single is not None and rows.numel() == self.in_features:
-            return self.single(rows)
+            return linear(rows, self.single, self._bias)
         operator = torch.ops.mkldnn._linear_pointwise.default
         return operator(rows, self._packed, self._bias, "none", [], "")
 
@@ -241,7 +242,7 @@ def pack_linears(model: nn.Module) -> int:
                 row = torch.ones(1, stock.in_features, dtype=stock.weight.dtype)
                 stock_wins[shape] = _seconds(stock, row) < _seconds(packed, row)
             if stock_wins[shape] and size <= room:
-                packed.single, room = stock, room - size
+                packed.single, room = stock.weight.detach(), room - size
     return replaced
 
 

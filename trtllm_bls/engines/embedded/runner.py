@@ -106,11 +106,10 @@ class Runner:
         keys[slots, :, positions] = key[0].transpose(0, 1)
         values[slots, :, positions] = value[0].transpose(0, 1)
         self.windowed |= asked.get("sliding_window") is not None
-        rows = query[0].transpose(0, 1)
         # One row more, for what a padded group computes without need.
-        out = query.new_empty(rows.shape[0] + 1, rows.shape[1], value.shape[-1])
+        out = query.new_empty(query.shape[2] + 1, query.shape[1], value.shape[-1])
         for group in self._groups:
-            out[group.rows] = group.attend(rows, keys, values, asked)
+            out[group.rows] = group.attend(query[0], keys, values, asked)
         return out[:-1].unsqueeze(0), None
 
 
@@ -119,25 +118,25 @@ class _Group:
     """Rows that are attended together: as many of each slot, of consecutive slots."""
 
     rows: slice | Tensor  # of the step, slot by slot; -1 where a slot has no row and one is due
-    slots: slice
+    seen: tuple[slice, slice, slice]  # of a layer: slots, all heads, tokens
     positions: Array  # [slots, rows per slot]; 0 for rows that are not there
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, asked: Mapping[str, Any]
     ) -> Tensor:
-        """Query [T, heads, size] over whole layers to [rows of the group, heads, value size].
+        """Query [heads, T, size] over whole layers to [rows of the group, heads, value size].
 
         The query heads that share a kv head are further rows of it.
         """
-        (slots, count), (heads, kv_heads) = self.positions.shape, (query.shape[1], keys.shape[1])
+        (slots, count), kv_heads, heads = self.positions.shape, keys.shape[1], query.shape[0]
         shared, window = heads // kv_heads, asked.get("sliding_window")
-        parted = query[self.rows].reshape(slots, count, kv_heads, shared, -1)
-        packed = parted.permute(0, 2, 3, 1, 4).reshape(slots, kv_heads, shared * count, -1)
-        seen = self.slots, slice(None), slice(int(self.positions.max()) + 1)
-        if (window, shared) not in self.masks:
-            self.masks[window, shared] = self._mask(window, shared).to(query)
-        got = _attention(packed, keys[seen], values[seen], self.masks[window, shared], asked)
+        mask = self.masks.get((window, shared))
+        if mask is None:
+            mask = self.masks[window, shared] = self._mask(window, shared).to(query)
+        parted = query[:, self.rows].reshape(kv_heads, shared, slots, count, -1)
+        packed = parted.permute(2, 0, 1, 3, 4).reshape(slots, kv_heads, shared * count, -1)
+        got = _attention(packed, keys[self.seen], values[self.seen], mask, asked)
         parted = got.reshape(slots, kv_heads, shared, count, -1).permute(0, 3, 1, 2, 4)
         return parted.reshape(slots * count, heads, -1)
 
@@ -171,9 +170,10 @@ def _group(parts: list[tuple[int, Segment]], device: torch.device) -> _Group:
         rows[segment.slot - low] = np.arange(first, first + count)
         positions[segment.slot - low] = np.arange(segment.start, segment.end)
     first, flat = int(rows[0, 0]), rows.ravel()
-    if (np.diff(flat) == 1).all():  # a view instead of a copy
-        return _Group(slice(first, first + len(flat)), slice(low, high), positions)
-    return _Group(torch.from_numpy(flat).to(device), slice(low, high), positions)
+    dense = bool((np.diff(flat) == 1).all())  # then a view does, instead of a copy
+    where = slice(first, first + len(flat)) if dense else torch.from_numpy(flat).to(device)
+    seen = slice(low, high), slice(None), slice(max(segment.end for _, segment in parts))
+    return _Group(where, seen, positions)
 
 
 def _attention(
