@@ -16,29 +16,34 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
 from trtllm_bls.errors import InvalidRequest, TokenizerError
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _MAX_ID = 2**31 - 1  # ids are int32 on the wire
 
 
 class Tokenizer:
     """A loaded tokenizer; made by ``load_tokenizer``. Safe to share between threads.
 
-    ``vocab_size`` counts every token of the table, added ones included. ``eos_id`` and
+    ``vocab_size`` counts every token of the table, added ones included; ``model_vocab_size`` is
+    how many logits the model has, which may be more (padded embeddings). ``eos_id`` and
     ``pad_id`` are ``None`` where the directory names none (``pad_id`` falls back to ``eos_id``);
     ``end_ids`` are all ids that end a sequence, ``eos_id`` first.
     """
 
-    def __init__(self, hf: Any, generation_eos: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, hf: Any, generation_eos: tuple[int, ...] = (), config_vocab_size: int = 0
+    ) -> None:
         self._hf = hf
         self._backend = getattr(hf, "backend_tokenizer", None)  # tokenizers in Python have none
         self._warned_of_bos = False
         self.vocab_size = len(hf)
+        self.model_vocab_size = max(self.vocab_size, config_vocab_size)
         self.added_ids: frozenset[int] = frozenset(hf.added_tokens_decoder)
         self.special_ids: frozenset[int] = frozenset(
             token_id for token_id, token in hf.added_tokens_decoder.items() if token.special
@@ -192,7 +197,7 @@ def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> To
     path = Path(directory)
     if not path.is_dir():
         raise TokenizerError(f"{path}: no such directory; give the model's tokenizer directory")
-    generation_eos = _generation_eos(path)
+    generation_eos, config_vocab_size = _generation_eos(path), _config_vocab_size(path)
     try:
         with _torch_unseen():
             from transformers import AutoTokenizer
@@ -200,7 +205,7 @@ def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> To
             hf = AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=trust_remote_code
             )
-        return Tokenizer(hf, generation_eos)
+        return Tokenizer(hf, generation_eos, config_vocab_size)
     except Exception as error:  # the libraries raise anything, also for a missing file
         problem = f"cannot be loaded as a tokenizer ({_one_line(error)})"
         mend = "copy tokenizer.json and tokenizer_config.json of the model into it"
@@ -229,15 +234,32 @@ def _torch_unseen() -> Iterator[None]:
 
 def _generation_eos(path: Path) -> tuple[int, ...]:
     """The end ids that generation_config.json names: none, one or several."""
-    source = path / "generation_config.json"
-    if not source.is_file():
-        return ()
-    try:
-        named = json.loads(source.read_text(encoding="utf-8")).get("eos_token_id")
+
+    def ids(config: dict[str, Any]) -> tuple[int, ...]:
+        named = config.get("eos_token_id")
         listed = [] if named is None else named if isinstance(named, list) else [named]
         return tuple(int(token_id) for token_id in listed)
+
+    return _from_json(path, "generation_config.json", ids, ())
+
+
+def _config_vocab_size(path: Path) -> int:
+    """The model's own count of logits, where its configuration lies here too; else 0."""
+
+    def size(config: dict[str, Any]) -> int:
+        return int((config.get("text_config") or config).get("vocab_size") or 0)
+
+    return _from_json(path, "config.json", size, 0)
+
+
+def _from_json(path: Path, name: str, read: Callable[[dict[str, Any]], _T], absent: _T) -> _T:
+    source = path / name
+    if not source.is_file():
+        return absent
+    try:
+        return read(json.loads(source.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        problem = f"generation_config.json cannot be read ({_one_line(error)})"
+        problem = f"{name} cannot be read ({_one_line(error)})"
         raise TokenizerError(f"{path}: {problem}; mend or remove it") from error
 
 

@@ -212,6 +212,25 @@ def test_every_end_id_is_known(tmp_path: Path, named: Any, more: tuple[int, ...]
     assert (tokenizer.pad_id,) == tokenizer.encode_word("<|pad|>")
 
 
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ({"vocab_size": 5000}, 5000),
+        ({"text_config": {"vocab_size": 5000}, "vocab_size": 1}, 5000),
+        ({"vocab_size": 1}, 0),
+        ({}, 0),
+    ],
+)
+def test_a_model_may_have_more_logits_than_its_tokenizer_has_tokens(
+    tmp_path: Path, bytes_made: Tokenizer, config: dict[str, Any], more: int
+) -> None:
+    """Padded embeddings: a bias must be as long as those."""
+    config |= {"model_type": "llama"}
+    tokenizer = load_tokenizer(copied(tmp_path, config=config))
+    assert tokenizer.vocab_size == bytes_made.vocab_size
+    assert tokenizer.model_vocab_size == (more or bytes_made.vocab_size)
+
+
 def test_a_tokenizer_without_eos_takes_the_models(tmp_path: Path) -> None:
     """And pads with it, if it has no pad token either."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -38,7 +38,7 @@ class Sources:
             transport=parameters.transport,
             url=parameters.engine_url,
             pb_utils=pb_utils,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=tokenizer.model_vocab_size,
             max_streams=parameters.max_streams,
             stall_seconds=parameters.stall_seconds,
         )

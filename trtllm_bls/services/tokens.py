@@ -26,7 +26,7 @@ class Preprocessor:
     def __init__(self, tokenizer: Tokenizer, add_special_tokens: bool) -> None:
         self._prompts = PromptMaker(tokenizer, add_special_tokens)
         self._pad_id = tokenizer.pad_id or 0
-        self._vocab_size = tokenizer.vocab_size
+        self._vocab_size = tokenizer.model_vocab_size
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs for all batch rows; shorter rows are padded on the right."""
