@@ -100,7 +100,7 @@ class Orchestrator:
     ) -> AsyncGenerator[TextChunk, None]:
         limits = await source.engine.limits()
         prompt = await self._prompt(request, limits)
-        sampling = _seeded(request.sampling)
+        sampling = _drawable(request.sampling)
         rules = self._rules(request, prompt, sampling, limits)
         skip = self._defaults.skip_special_tokens
         if request.skip_special_tokens is not None:
@@ -257,12 +257,19 @@ def _refuse(request: TextRequest) -> None:
         )
 
 
-def _seeded(sampling: Sampling) -> Sampling:
-    """A fresh seed where sampling is asked for without one; greedy decoding needs none."""
-    greedy = sampling.top_k == 1 or sampling.temperature == 0
+def _drawable(sampling: Sampling) -> Sampling:
+    """Sampling as it was meant, on an engine that takes things literally; greedy needs nothing.
+
+    TensorRT-LLM stays greedy with a temperature alone, so "all tokens" is said aloud; and its
+    default seed gives the same text every time, so a fresh one is chosen.
+    """
     asked = (sampling.temperature, sampling.top_k, sampling.top_p) != (None, None, None)
-    if sampling.seed is None and asked and not greedy:
-        return replace(sampling, seed=secrets.randbits(63))
+    if not asked or sampling.top_k == 1 or sampling.temperature == 0:
+        return sampling
+    if not sampling.top_k and sampling.top_p is None:
+        sampling = replace(sampling, top_p=1.0)
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=secrets.randbits(63))
     return sampling
 
 

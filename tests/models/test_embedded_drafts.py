@@ -82,7 +82,11 @@ def test_a_draft_that_would_not_fit_the_longest_sequence_is_cut() -> None:
 @pytest.mark.parametrize("hits", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize(
     "rules",
-    [{}, {"temperature": 1.3, "seed": 4}, {"repetition_penalty": 1.5, "frequency_penalty": 0.5}],
+    [
+        {},
+        {"temperature": 1.3, "top_p": 1.0, "seed": 4},
+        {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    ],
 )
 def test_rounds_of_drafts_give_the_plain_text(hits: float, rules: dict[str, Any]) -> None:
     """Right, mixed and wrong drafts: token for token what plain decoding says, sampled or not."""
@@ -191,7 +195,7 @@ def test_pairs_of_tokens_across_rounds_follow_the_target(
     """Chi-square on neighbouring tokens, most pairs across two rounds that share their seed."""
     counts = np.zeros((TOKENS - 1, SIZE, SIZE))
     for seed in range(TEXTS):
-        sampling = Sampling(temperature=1.0, top_k=top_k, seed=seed)
+        sampling = Sampling(temperature=1.0, top_k=top_k, top_p=1.0, seed=seed)
         text = speculated(count, by_logits, sampling)
         for place, (left, right) in enumerate(itertools.pairwise(text)):
             counts[place, left, right] += 1
@@ -213,7 +217,7 @@ def test_a_threshold_accepts_by_ratio_alone() -> None:
     def answers(drafted: int, threshold: float) -> set[int]:
         ids = set()
         for seed in range(40):
-            sampling = Sampling(temperature=1.0, seed=seed)
+            sampling = Sampling(temperature=1.0, top_p=1.0, seed=seed)
             draft = Draft(token_ids=(drafted,), logits=guess, acceptance_threshold=threshold)
             ask = EngineRequest(
                 request_id="t", input_ids=(0,), max_tokens=2, sampling=sampling, draft=draft

@@ -34,22 +34,31 @@ def shares(row: Array = ROW, draws: int = 4000, **asked: Any) -> list[float]:
 
 @pytest.mark.parametrize(
     "rules",
-    [{}, {"top_k": 1}, {"temperature": 0.0, "top_k": 4}, {"top_k": 0}, {"top_p": 0.0}],
+    [
+        {},
+        {"top_k": 1},
+        {"temperature": 0.0, "top_k": 4},
+        {"temperature": 2.0},
+        {"top_k": 0},
+        {"top_p": 0.0},
+    ],
 )
 def test_without_a_wish_to_sample_the_best_token_is_taken(rules: dict[str, Any]) -> None:
-    """Nothing given, top-k 1 and temperature 0 are greedy, whatever the seed."""
+    """Neither top-k nor top-p given, top-k 1 and temperature 0 are greedy, whatever the seed."""
     assert {chooser(seed=seed, **rules).choose(ROW) for seed in range(50)} == {1}
 
 
-def test_temperature_alone_samples_the_whole_distribution() -> None:
+def test_a_whole_top_p_samples_the_whole_distribution() -> None:
     """Every token comes up as often as its probability says."""
-    assert shares(temperature=1.0) == pytest.approx([0.05, 0.4, 0.3, 0.2, 0.05], abs=0.025)
+    assert shares(temperature=1.0, top_p=1.0) == pytest.approx(
+        [0.05, 0.4, 0.3, 0.2, 0.05], abs=0.025
+    )
 
 
 def test_temperature_sharpens() -> None:
     """Dividing logits by one half squares the odds."""
     squares = np.exp(2 * ROW) / np.exp(2 * ROW).sum()
-    assert shares(temperature=0.5) == pytest.approx(list(squares), abs=0.025)
+    assert shares(temperature=0.5, top_p=1.0) == pytest.approx(list(squares), abs=0.025)
 
 
 def test_top_k_and_top_p_limit_one_after_the_other() -> None:
@@ -106,7 +115,7 @@ def test_penalties_count_prompt_and_generated_tokens_alike() -> None:
 
 def test_temperature_acts_before_penalties() -> None:
     """As in TensorRT-LLM, a presence penalty is not scaled by the temperature."""
-    picker = chooser((1,), temperature=0.5, presence_penalty=1.0)
+    picker = chooser((1,), temperature=0.5, top_p=1.0, presence_penalty=1.0)
     assert picker.processed(ROW)[1] == pytest.approx(ROW[1] / 0.5 - 1)
 
 
@@ -138,13 +147,13 @@ def test_embedding_bias_is_added_before_anything_else() -> None:
 def test_a_request_that_bars_every_token_is_an_error() -> None:
     """There is no token to choose, and none is made up."""
     with pytest.raises(EngineError, match="leave no token"):
-        chooser(bad_sequences=tuple((t,) for t in range(5)), temperature=1.0).choose(ROW)
+        chooser(bad_sequences=tuple((t,) for t in range(5)), temperature=1.0, top_p=1.0).choose(ROW)
 
 
 def test_tokens_without_probability_are_never_drawn() -> None:
     """Rounding at the ends of the distribution does not reach barred tokens."""
     row = np.array([-np.inf, 0, 0, -np.inf, -np.inf], dtype=np.float32)
-    assert {chooser(seed=s, temperature=1.0).choose(row) for s in range(200)} == {1, 2}
+    assert {chooser(seed=s, temperature=1.0, top_p=1.0).choose(row) for s in range(200)} == {1, 2}
 
 
 def test_log_prob_is_of_the_models_own_distribution() -> None:
@@ -154,7 +163,7 @@ def test_log_prob_is_of_the_models_own_distribution() -> None:
 
 # --- what a seed promises ---------------------------------------------------------------------
 
-SAMPLED = {"temperature": 1.2, "seed": 11}
+SAMPLED = {"temperature": 1.2, "top_p": 1.0, "seed": 11}
 
 
 def test_a_seed_gives_one_text_whatever_else_runs() -> None:
@@ -162,7 +171,9 @@ def test_a_seed_gives_one_text_whatever_else_runs() -> None:
     alone = Steps().answer(request(prompt(12), 15, sampling=SAMPLED))
     busy = Steps(max_tokens_per_step=22)
     for n in (1, 2):
-        busy.add(request(prompt(30, start=n), 9, sampling={"temperature": 1.0, "seed": n}))
+        busy.add(
+            request(prompt(30, start=n), 9, sampling={"temperature": 1.0, "top_p": 1.0, "seed": n})
+        )
     busy.step(2)
     asked = busy.add(request(prompt(12), 15, sampling=SAMPLED))
     busy.run()
@@ -191,6 +202,8 @@ def test_other_seeds_and_other_sequences_read_otherwise() -> None:
 
 def test_an_absent_seed_is_seed_zero() -> None:
     """The contract's default: unseeded requests repeat themselves."""
-    unseeded = Steps().answer(request(prompt(12), 9, sampling={"temperature": 1.0}))
-    seeded = Steps().answer(request(prompt(12), 9, sampling={"temperature": 1.0, "seed": 0}))
+    unseeded = Steps().answer(request(prompt(12), 9, sampling={"temperature": 1.0, "top_p": 1.0}))
+    seeded = Steps().answer(
+        request(prompt(12), 9, sampling={"temperature": 1.0, "top_p": 1.0, "seed": 0})
+    )
     assert unseeded == seeded

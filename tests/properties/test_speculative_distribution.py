@@ -26,7 +26,7 @@ async def chi_square(sampling: Sampling | None, **options: object) -> float:
     counts = np.zeros((3, 3))
     engines = pair(table(TARGET), table(GUESS), Script(vocab_size=3), vocab_size=3)
     for seed in range(ANSWERS):
-        drawn = Sampling(temperature=1.0, seed=seed) if sampling is None else sampling
+        drawn = Sampling(temperature=1.0, top_p=1.0, seed=seed) if sampling is None else sampling
         request = ask((0, 1, 2, 1, 0), max_tokens=TOKENS, sampling=drawn)
         answer = [0, *ids(await read(engines.speculative(**options), request))]
         assert len(answer) == TOKENS + 1
@@ -56,7 +56,7 @@ def test_without_a_seed_no_round_repeats_another() -> None:
 
     async def listen() -> None:
         engines = pair(lambda _: [0.5, 0.5], lambda _: 0, vocab_size=2)
-        request = ask((0,), max_tokens=80, sampling=Sampling(temperature=1.0))
+        request = ask((0,), max_tokens=80, sampling=Sampling(temperature=1.0, top_p=1.0))
         answer = ids(await read(engines.speculative(num_draft_tokens=1), request))
         seeds = [request.sampling.seed for request in engines.target.requests]
         assert None not in seeds and len(set(seeds)) == len(seeds)

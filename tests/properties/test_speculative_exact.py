@@ -271,7 +271,9 @@ def test_sampling_by_one_seed_repeats() -> None:
         engines = pair(lambda _: [0.25] * 4, lambda _: 0, vocab_size=4)
         answers = []
         for seed in (5, 5, 6):
-            request = ask((1,), max_tokens=30, sampling=Sampling(temperature=1.0, seed=seed))
+            request = ask(
+                (1,), max_tokens=30, sampling=Sampling(temperature=1.0, top_p=1.0, seed=seed)
+            )
             answers.append(ids(await read(engines.speculative(num_draft_tokens=2), request)))
         assert answers[0] == answers[1] != answers[2]
 

@@ -137,6 +137,24 @@ def test_a_seed_is_drawn_where_sampling_is_asked_for_without_one(
     assert (seeds == {None}) is not fresh
 
 
+@pytest.mark.parametrize(
+    ("sampling", "told"),
+    [
+        (Sampling(temperature=0.8), 1.0),
+        (Sampling(temperature=0.8, top_k=0), 1.0),
+        (Sampling(temperature=0.8, top_k=5), None),
+        (Sampling(temperature=0.8, top_p=0.5), 0.5),
+        (Sampling(temperature=0.0), None),
+        (Sampling(), None),
+    ],
+)
+def test_a_temperature_alone_samples(sampling: Sampling, told: float | None) -> None:
+    """TensorRT-LLM would stay greedy, so it is told to draw from all tokens."""
+    engine = saying("hi")
+    ask(engine, asking(sampling=sampling, max_tokens=1))
+    assert engine.requests[0].sampling.top_p == told
+
+
 def test_a_callers_seed_is_used() -> None:
     """Zero included."""
     engine = saying("hi")

@@ -25,7 +25,7 @@ END = 0
 PROMPT = (7, 8)
 ASK = EngineRequest(request_id="r", input_ids=PROMPT, max_tokens=10, end_id=END)
 COIN = table([[0.0, 0.5, 0.5]] * 3)
-SAMPLED = Sampling(temperature=1.0, seed=5)
+SAMPLED = Sampling(temperature=1.0, top_p=1.0, seed=5)
 
 
 def saying(*answer: int, **script: object) -> ScriptedEngine:
@@ -140,7 +140,7 @@ def test_a_draft_by_logits_leaves_the_targets_distribution() -> None:
         for seed in range(2000):
             guess = int(rng.choice(3, p=drafted))
             draft = Draft(token_ids=(guess,), logits=np.log([drafted]))
-            sampling = Sampling(temperature=1.0, seed=seed)
+            sampling = Sampling(temperature=1.0, top_p=1.0, seed=seed)
             request = EngineRequest(
                 request_id="r", input_ids=(0,), max_tokens=2, draft=draft, sampling=sampling
             )
@@ -156,7 +156,9 @@ def test_sampling_repeats_with_its_seed_and_only_with_it() -> None:
     engine = ScriptedEngine(COIN, Script(vocab_size=3))
     request = EngineRequest(request_id="r", input_ids=(1,), max_tokens=40, sampling=SAMPLED)
     first, again = ids(ask(engine, request)), ids(ask(engine, request))
-    other = ids(ask(engine, replace(request, sampling=Sampling(temperature=1.0, seed=6))))
+    other = ids(
+        ask(engine, replace(request, sampling=Sampling(temperature=1.0, top_p=1.0, seed=6)))
+    )
     assert first == again != other
     several = ask(engine, replace(request, num_return_sequences=2, streaming=False))
     assert several[0].token_ids == tuple(first) != several[1].token_ids

@@ -8,8 +8,9 @@ The rules, in the order in which they act on a row:
    TensorRT-LLM's kernel counts them: a request split into several means the same;
 4. the end token is barred until ``min_tokens`` tokens are generated; bad sequences are barred
    where the text (prompt included) ends with all but their last token;
-5. greedy (no temperature, top-k or top-p given; or temperature 0; or top-k 1): the best token.
-   Otherwise top-k, then top-p within what is left, then a draw.
+5. greedy (neither top-k nor top-p given, whatever the temperature, as in TensorRT-LLM; or
+   temperature 0; or top-k 1): the best token. Otherwise top-k, then top-p within what is left,
+   then a draw.
 
 A draw uses one uniform number that is a function of seed, sequence and the token's *position* in
 the text, so results depend neither on the batch nor on how a text is split into requests, and
@@ -40,8 +41,8 @@ class Chooser:
         self._text = list(request.input_ids)
         # By the contract, a top-p that is not above 0 is as good as absent.
         self._first_top_p = self._top_p = s.top_p if s.top_p is not None and s.top_p > 0 else None
-        unlimited = s.temperature is None and not s.top_k and self._top_p is None
-        self._greedy = unlimited or s.temperature == 0 or s.top_k == 1
+        no_draw = not s.top_k and self._top_p is None
+        self._greedy = no_draw or s.temperature == 0 or s.top_k == 1
         penalised = s.repetition_penalty not in (None, 1) or s.presence_penalty
         penalised = penalised or s.frequency_penalty
         # Occurrences of each token in the text.
