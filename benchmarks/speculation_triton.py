@@ -1,6 +1,7 @@
 """Speculation through the real tritonserver, on scripted engines: what a round costs beside them.
 
     python benchmarks/speculation_triton.py [--tokens 300] [--requests 3] [--transport grpc|bls]
+                                             [--overlap]
 
 The target takes 20 ms for a step, the draft 2 ms. Every request goes client, gRPC,
 tensorrt_llm_bls, both engines and back; speed-ups are ratios to plain decoding in the same run.
@@ -35,7 +36,9 @@ TARGET_MS, DRAFT_MS = 20, 2
 BEST = {0.6: 3, 0.8: 5, 0.9: 8}  # draft length that the formula calls best, near enough
 
 
-def settings(repository: Path, agrees: float, transport: str) -> ServeSettings:
+def settings(
+    repository: Path, agrees: float, transport: str, *, overlap: bool = False
+) -> ServeSettings:
     """A server whose two engines are scripts."""
     shutil.copytree(ROOT / "models", repository)
     for model in ("tensorrt_llm", "tensorrt_llm_draft"):
@@ -54,6 +57,7 @@ def settings(repository: Path, agrees: float, transport: str) -> ServeSettings:
             Override("tensorrt_llm_draft", "agrees", str(agrees)),
             Override("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "tensorrt_llm_draft"),
             Override("tensorrt_llm_bls", "engine_transport", transport),
+            Override("tensorrt_llm_bls", "overlap_drafts", str(overlap).lower()),
         ),
     )
 
@@ -149,15 +153,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--requests", type=int, default=3)
     parser.add_argument("--transport", choices=("grpc", "bls"), default="grpc")
+    parser.add_argument("--overlap", action="store_true", help="draft while the target verifies")
     given = parser.parse_args()
     print(
         f"Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.0f}; "
         f"target {TARGET_MS} ms, draft {DRAFT_MS} ms, {given.tokens} tokens, {given.transport}"
+        f"{', overlapped' if given.overlap else ''}"
     )
     for rate in BEST:
         with tempfile.TemporaryDirectory() as scratch:
-            chosen = settings(Path(scratch) / "models", rate, given.transport)
+            repository = Path(scratch) / "models"
+            chosen = settings(repository, rate, given.transport, overlap=given.overlap)
             with TritonServer(chosen) as server:
                 measure(server, rate, given.tokens, given.requests)
 
