@@ -1,7 +1,7 @@
 """Speculation through the real tritonserver, on scripted engines: what a round costs beside them.
 
     python benchmarks/speculation_triton.py [--tokens 300] [--requests 3] [--transport grpc|bls]
-                                             [--overlap]
+                                             [--overlap off|on|auto]
 
 The target takes 20 ms for a step, the draft 2 ms. Every request goes client, gRPC,
 tensorrt_llm_bls, both engines and back; speed-ups are ratios to plain decoding in the same run.
@@ -37,7 +37,7 @@ BEST = {0.6: 3, 0.8: 5, 0.9: 8}  # draft length that the formula calls best, nea
 
 
 def settings(
-    repository: Path, agrees: float, transport: str, *, overlap: bool = False
+    repository: Path, agrees: float, transport: str, *, overlap: str = "off"
 ) -> ServeSettings:
     """A server whose two engines are scripts."""
     shutil.copytree(ROOT / "models", repository)
@@ -57,7 +57,7 @@ def settings(
             Override("tensorrt_llm_draft", "agrees", str(agrees)),
             Override("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "tensorrt_llm_draft"),
             Override("tensorrt_llm_bls", "engine_transport", transport),
-            Override("tensorrt_llm_bls", "overlap_drafts", str(overlap).lower()),
+            Override("tensorrt_llm_bls", "overlap_drafts", overlap),
         ),
     )
 
@@ -153,13 +153,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--requests", type=int, default=3)
     parser.add_argument("--transport", choices=("grpc", "bls"), default="grpc")
-    parser.add_argument("--overlap", action="store_true", help="draft while the target verifies")
+    parser.add_argument("--overlap", choices=("off", "on", "auto"), default="auto")
     given = parser.parse_args()
     print(
         f"Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.0f}; "
-        f"target {TARGET_MS} ms, draft {DRAFT_MS} ms, {given.tokens} tokens, {given.transport}"
-        f"{', overlapped' if given.overlap else ''}"
+        f"target {TARGET_MS} ms, draft {DRAFT_MS} ms, {given.tokens} tokens, {given.transport}, "
+        f"overlap {given.overlap}"
     )
     for rate in BEST:
         with tempfile.TemporaryDirectory() as scratch:

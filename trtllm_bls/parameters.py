@@ -100,6 +100,9 @@ class Parameters:
         return SettingsError(f"model {self._model}: parameter {key} = '{value}': {mend}")
 
 
+_OVERLAP = {"auto": None, "on": True, "off": False}
+
+
 @dataclass(frozen=True)
 class BlsParameters:
     """What ``tensorrt_llm_bls`` can be told."""
@@ -119,7 +122,7 @@ class BlsParameters:
     num_draft_tokens: int | None
     max_draft_tokens: int
     draft_deadline_seconds: float
-    overlap_drafts: bool
+    overlap_drafts: bool | None  # None: where it measures faster
     max_streams: int
 
     @classmethod
@@ -143,7 +146,7 @@ class BlsParameters:
             num_draft_tokens=parameters.count("num_draft_tokens", 0) or None,
             max_draft_tokens=parameters.count("max_draft_len", 10),
             draft_deadline_seconds=parameters.number("draft_deadline_seconds", 0.5),
-            overlap_drafts=parameters.flag("overlap_drafts", False),
+            overlap_drafts=_OVERLAP[parameters.choice("overlap_drafts", tuple(_OVERLAP))],
             max_streams=parameters.count("max_streams", 256, least=1, env=MAX_STREAMS),
         )
 

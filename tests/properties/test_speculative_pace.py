@@ -19,6 +19,7 @@ from trtllm_bls.speculative.pace import (
     RunningTimes,
     best_length,
     most_at_load,
+    overlap_gains,
 )
 from trtllm_bls.speculative.pacer import FIRST_REST, LONGEST_REST, PROBE, Pacer
 
@@ -260,6 +261,49 @@ def test_a_request_that_does_not_stream_asks_again_often_enough() -> None:
         assert [asked.max_tokens for asked in engines.target.requests] == [64, 64, 22]
 
     run(listen())
+
+
+def test_overlap_gains_where_it_saves_more_than_it_slows() -> None:
+    """What it saves: the draft's time, as often as all guesses and the next one are right."""
+    known = costs(draft=0.002, verify=0.02)
+    assert overlap_gains(0.9, 4, known, times((4, 0.02)))  # a device of its own: it is free
+    assert overlap_gains(0.9, 4, known, times((4, 0.024)))  # 0.59 * 8 ms against 4 ms
+    assert not overlap_gains(0.9, 4, known, times((4, 0.025)))
+    assert not overlap_gains(0.5, 4, known, times((4, 0.021)))
+    assert overlap_gains(0.9, 4, known, times()) is None
+    assert overlap_gains(0.9, 4, Costs(None, times(), times(), times()), times((1, 1))) is None
+
+
+@pytest.mark.parametrize(("beside", "share"), [(0.02, 15 / 16), (0.04, 1 / 16)])
+def test_overlap_is_measured_and_then_chosen(beside: float, share: float) -> None:
+    """One turn in two at first, one turn in sixteen the other way for ever after."""
+    shared = SpeculationShared()
+    paced = pacer(shared, overlap=None)
+    learning = [paced.overlaps(4) for _ in range(8)]
+    assert learning == [False, True] * 4
+    shared.draft_times.add(4, 0.008)
+    shared.verify_times.add(4, 0.02)
+    shared.ahead_times.add(4, beside)
+    turns = [paced.overlaps(4) for _ in range(160)]
+    assert sum(turns) / len(turns) == pytest.approx(share)
+    shared.in_flight = 5
+    assert not any(paced.overlaps(4) for _ in range(32))
+
+
+def test_overlap_is_chosen_by_itself_where_the_draft_has_a_device_of_its_own() -> None:
+    """All but the turns that learn find their draft ready."""
+    rule = hashed(VOCAB)
+
+    async def compare() -> None:
+        engines = timed(rule, rule)
+        took = {
+            overlap: await seconds(engines.speculative(num_draft_tokens=4, overlap=overlap), 401)
+            for overlap in (False, True, None)
+        }
+        assert took[True] < took[None] < took[False]
+        assert took[None] - took[True] < 0.25 * (took[False] - took[True])
+
+    run(compare())
 
 
 def test_overlap_hides_the_drafting_of_a_good_draft() -> None:

@@ -62,7 +62,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
         "num_draft_tokens": "0",
         "max_draft_len": "10",
         "draft_deadline_seconds": "0.5",
-        "overlap_drafts": "false",
+        "overlap_drafts": "auto",
         "max_streams": "256",
     },
     "ensemble": {},

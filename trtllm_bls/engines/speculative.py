@@ -241,7 +241,7 @@ class _Run:
         begun, later = _now(), progress.generated > 0  # the first also reads the prompt
         if self._round_over is not None:
             self._shared.overhead_times.add(0, begun - self._round_over - self._waited_s)
-        self._start_ahead(drafted)
+        ahead = self._start_ahead(drafted)
         request = (
             self._carrier.verify(progress, guess.draft)
             if drafted
@@ -257,18 +257,23 @@ class _Run:
         self._round_over, self._waited_s = _now(), 0.0
         verdict = progress.take_round(drafted, chunk.token_ids, chunk.finish_reason)
         if later:
-            self._shared.verify_times.add(len(drafted), self._round_over - begun)
+            times = self._shared.ahead_times if ahead else self._shared.verify_times
+            times.add(len(drafted), self._round_over - begun)
         self._count(guess, verdict.accepted)
         if self._model.running and verdict.accepted < len(drafted):
             await self._model.cancel()
             self._stats.overlap_wasted += 1
         return self._ledger.enter(chunk, verdict.kept, progress.finish)
 
-    def _start_ahead(self, drafted: TokenIds) -> None:
+    def _start_ahead(self, drafted: TokenIds) -> bool:
         """Let the draft model guess the target's own token after ``drafted``, and what follows."""
-        count = self._model_length() if self._options.overlap else 0
-        if count and self._progress.remaining > len(drafted) + 2:
-            self._model.start(self._carrier.draft(self._progress, drafted, count + 1))
+        if self._options.overlap is False or self._progress.remaining <= len(drafted) + 2:
+            return False
+        count = self._model_length()
+        if not count or not self._pacer.overlaps(len(drafted)):
+            return False
+        self._model.start(self._carrier.draft(self._progress, drafted, count + 1))
+        return True
 
     async def _ask(self, request: EngineRequest) -> EngineChunk:
         self._ledger.begin_request()

@@ -27,7 +27,8 @@ class SpeculationOptions:
 
     ``num_draft_tokens`` absent means as many as pay off, none included; a number is kept whatever
     the load. ``max_draft_tokens`` is a ceiling beside the engine's own. ``overlap`` lets the draft
-    model work while the target does. ``min_match`` is the fewest tokens an n-gram must share.
+    model work while the target does: always, never, or (``None``) where that measures faster.
+    ``min_match`` is the fewest tokens an n-gram must share.
     """
 
     num_draft_tokens: int | None = None
@@ -35,7 +36,7 @@ class SpeculationOptions:
     draft_source: DraftSource = DraftSource.MODEL
     max_draft_tokens: int = 16
     draft_deadline_s: float = 0.5
-    overlap: bool = False
+    overlap: bool | None = False
     min_match: int = 3
     load_schedule: tuple[tuple[int, int], ...] = LOAD_SCHEDULE
 

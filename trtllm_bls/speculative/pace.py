@@ -129,6 +129,20 @@ def best_length(rate: float, costs: Costs, most: int) -> int:
     return best
 
 
+def overlap_gains(rate: float, length: int, costs: Costs, ahead: RunningTimes) -> bool | None:
+    """Whether drafting on while ``length`` tokens are verified saves more than it slows.
+
+    A draft begun ahead is of use where all ``length`` tokens and the next one are accepted: then
+    it saves its whole time. On a device of its own it slows nothing; on the target's, ``ahead``
+    tells. ``None`` before both kinds of verification have been seen.
+    """
+    drafting = costs.draft.at(length) if costs.draft else None
+    alone, beside = costs.verify.at(length), ahead.at(length)
+    if drafting is None or alone is None or beside is None:
+        return None
+    return rate ** (length + 1) * drafting > beside - alone
+
+
 def most_at_load(schedule: Sequence[tuple[int, int]], in_flight: int) -> int:
     """The longest draft allowed beside so many requests; 0 above the schedule's last row."""
     return next((length for requests, length in schedule if in_flight <= requests), 0)

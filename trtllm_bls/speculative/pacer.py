@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
-from trtllm_bls.speculative.pace import Acceptance, best_length, most_at_load
+from trtllm_bls.speculative.pace import Acceptance, best_length, most_at_load, overlap_gains
 from trtllm_bls.speculative.shared import SpeculationShared
 
 FIRST_REST = 32  # plain tokens before drafting is tried again; doubles while it does not pay
 LONGEST_REST = 256
+FIRST_TURNS, OTHER_TURN = 8, 16  # to learn about overlap: one turn in two, then one in so many
 PROBE = 2  # tokens drafted to see whether acceptance has changed
 
 
@@ -63,6 +64,24 @@ class Pacer:
         elif best == 0:
             return min(PROBE, most)
         return best
+
+    def overlaps(self, length: int) -> bool:
+        """Whether the draft model should work on while the target verifies ``length`` tokens.
+
+        Where that is measured, some turns go the other way, so that both are known. Only few
+        requests may: what is drafted in vain would have served others.
+        """
+        shared = self._shared
+        if self._options.overlap is not None:
+            return self._options.overlap
+        if shared.in_flight > max(self._options.load_schedule[0][0], 1):
+            return False
+        shared.overlap_turns += 1
+        if shared.overlap_turns <= FIRST_TURNS:
+            return shared.overlap_turns % 2 == 0
+        rate, costs = self._sources[DraftSource.MODEL].rate.rate, shared.costs(DraftSource.MODEL)
+        gains = overlap_gains(rate, length, costs, shared.ahead_times)
+        return bool(gains) != (shared.overlap_turns % OTHER_TURN == 0)
 
     def rest_until(self, source: DraftSource) -> int:
         """The number of generated tokens before which ``length`` stays 0."""

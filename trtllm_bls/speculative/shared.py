@@ -21,7 +21,8 @@ class SpeculationShared:
     """Measured seconds, acceptance per source, totals, and whether the draft may be asked.
 
     ``one_step`` tells whether the target ends every request after one step, as engines built for
-    external drafts do; ``None`` until it is known.
+    external drafts do; ``None`` until it is known. ``ahead_times`` are of verifications beside
+    which the draft model worked, ``verify_times`` of the others; ``overlap_turns`` counts both.
     """
 
     in_flight: int = 0
@@ -32,11 +33,13 @@ class SpeculationShared:
     failures: Counter[str] = field(default_factory=Counter)
     draft_times: RunningTimes = field(default_factory=lambda: RunningTimes(proportional=True))
     verify_times: RunningTimes = field(default_factory=RunningTimes)
+    ahead_times: RunningTimes = field(default_factory=RunningTimes)
     overhead_times: RunningTimes = field(default_factory=RunningTimes)
     plain_times: RunningTimes = field(default_factory=RunningTimes)
     rates: dict[DraftSource, Acceptance] = field(
         default_factory=lambda: {source: Acceptance() for source in DraftSource}
     )
+    overlap_turns: int = 0
     _draft_off_until: float = 0.0
 
     def costs(self, source: DraftSource) -> Costs:
