@@ -34,7 +34,7 @@ class FinishReason(str, Enum):
     STOP = "stop"  # a stop string or stop sequence
     LENGTH = "length"  # max_tokens, or the model's longest sequence
     END_ID = "end_id"  # the model ended by itself
-    CANCELLED = "cancelled"  # the caller left, or the server is going down
+    CANCELLED = "cancelled"  # the caller left, the server goes down, or its batch failed
     TIMEOUT = "timeout"  # the request's own time was up
     ERROR = "error"  # the engine failed after it had begun to answer
 

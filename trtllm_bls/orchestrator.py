@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import sys
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -18,6 +18,7 @@ from trtllm_bls.assembly import SequenceText, TextRules
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import EngineError, InvalidRequest, Unsupported
 from trtllm_bls.messages import (
+    Ending,
     EngineChunk,
     EngineLimits,
     EngineRequest,
@@ -34,6 +35,9 @@ if sys.version_info >= (3, 11):
     from asyncio import timeout_at
 else:
     from async_timeout import timeout_at
+
+# The time was up before the engine was asked, perhaps before the prompt's tokens were counted.
+_TOO_LATE = Ending(finish_reason=FinishReason.TIMEOUT, prompt_tokens=0, completion_tokens=0)
 
 # Tokenising holds the event loop; longer prompts go to a thread so that streams do not notice.
 _LONG_TEXT = 4096
@@ -87,19 +91,34 @@ class Orchestrator:
         """
         _refuse(request)
         deadline = self._deadline(request)
-        source = await self._source_for(request)
+        source: Source | None = None
         try:
-            async with aclosing(self._run(request, source, deadline)) as chunks:
+            try:
+                async with timeout_at(deadline):
+                    source = await self._source_for(request)
+                    limits = await source.engine.limits()
+                    prompt = await self._prompt(request, limits)
+            except asyncio.TimeoutError:
+                if not _is_past(deadline):
+                    raise
+                for index in range(request.num_return_sequences):
+                    yield TextChunk(text="", sequence_index=index, ending=_TOO_LATE)
+                return
+            async with aclosing(self._run(request, source, prompt, limits, deadline)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
-            source.done()
+            if source is not None:
+                source.done()
 
     async def _run(
-        self, request: TextRequest, source: Source, deadline: float | None
+        self,
+        request: TextRequest,
+        source: Source,
+        prompt: Prompt,
+        limits: EngineLimits,
+        deadline: float | None,
     ) -> AsyncGenerator[TextChunk, None]:
-        limits = await source.engine.limits()
-        prompt = await self._prompt(request, limits)
         sampling = _drawable(request.sampling)
         rules = self._rules(request, prompt, sampling, limits)
         skip = self._defaults.skip_special_tokens
@@ -191,15 +210,20 @@ class _Answer:
             async with aclosing(self._read(request)) as pieces:
                 async for piece in pieces:
                     yield piece
-        except asyncio.TimeoutError:
-            for piece in self._given_up(FinishReason.TIMEOUT):
-                yield piece
         except (asyncio.CancelledError, Exception) as error:
-            left = isinstance(error, asyncio.CancelledError)
-            if self._begun and self._request.stream:
-                for piece in self._given_up(FinishReason.CANCELLED if left else FinishReason.ERROR):
-                    yield piece
-            raise
+            reason = self._reason(error)
+            if reason is FinishReason.TIMEOUT or (self._begun and self._request.stream):
+                for index, sequence in enumerate(self._sequences):
+                    if not sequence.ended:
+                        yield sequence.give_up(reason, index)
+            if reason is not FinishReason.TIMEOUT:
+                raise
+
+    def _reason(self, error: BaseException) -> FinishReason:
+        if isinstance(error, asyncio.CancelledError):
+            return FinishReason.CANCELLED
+        timeout = isinstance(error, asyncio.TimeoutError) and _is_past(self._deadline)
+        return FinishReason.TIMEOUT if timeout else FinishReason.ERROR
 
     async def _read(self, request: EngineRequest) -> AsyncGenerator[TextChunk, None]:
         cut_short = False
@@ -221,10 +245,10 @@ class _Answer:
         if not all(sequence.ended for sequence in self._sequences):
             raise EngineError(f"{self._engine.name} fell silent before its last chunk")
 
-    def _given_up(self, reason: FinishReason) -> Iterator[TextChunk]:
-        for index, sequence in enumerate(self._sequences):
-            if not sequence.ended:
-                yield sequence.give_up(reason, index)
+
+def _is_past(deadline: float | None) -> bool:
+    """Whether a ``TimeoutError`` is the deadline's, and not somebody else's."""
+    return deadline is not None and asyncio.get_running_loop().time() >= deadline
 
 
 def _engine_request(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config
+from trtllm_bls.engines.grpc import GrpcEngine
+from trtllm_bls.messages import EngineChunk, EngineRequest
 
 
 @dataclass(frozen=True)
@@ -120,3 +122,23 @@ async def serving(triton: Triton) -> AsyncIterator[Triton]:
 
 def run(dialogue: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(dialogue, 20))
+
+
+ASK = EngineRequest(request_id="mine", input_ids=(7, 8), max_tokens=9)
+
+
+@asynccontextmanager
+async def reaching(
+    *steps: Any, config: Any = None, stall: float = 0, name: str = "tensorrt_llm"
+) -> AsyncIterator[tuple[GrpcEngine, Triton]]:
+    async with serving(Triton(*steps, config=config)) as triton:
+        engine = GrpcEngine(triton.url, name, vocab_size=50, stall_seconds=stall)
+        try:
+            yield engine, triton
+        finally:
+            await engine.close()
+
+
+async def read(engine: GrpcEngine, request: EngineRequest = ASK) -> list[EngineChunk]:
+    async with aclosing(engine.generate(request)) as chunks:
+        return [chunk async for chunk in chunks]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +11,12 @@ import grpc
 import numpy as np
 import pytest
 from clock import Clock, run_by_the_clock, settle
-from engine_server import HANG_UP, HOLD, LINGER, Fail, Say, Triton, run, serving
+from engine_server import ASK, HANG_UP, HOLD, LINGER, Fail, Say, reaching, read, run
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config
 from trtllm_bls.engines.grpc import GrpcEngine
 from trtllm_bls.engines.stall import StallTimer
-from trtllm_bls.engines.streams import Streams
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -26,27 +24,8 @@ from trtllm_bls.errors import (
     InvalidRequest,
     TrtllmBlsError,
 )
-from trtllm_bls.messages import EngineChunk, EngineMetrics, EngineRequest, Sampling, Wants
+from trtllm_bls.messages import EngineChunk, EngineMetrics, Sampling, Wants
 from trtllm_bls.wire.engine import ChunkWriter, EngineCall
-
-ASK = EngineRequest(request_id="mine", input_ids=(7, 8), max_tokens=9)
-
-
-@asynccontextmanager
-async def reaching(
-    *steps: Any, config: Any = None, stall: float = 0, name: str = "tensorrt_llm"
-) -> AsyncIterator[tuple[GrpcEngine, Triton]]:
-    async with serving(Triton(*steps, config=config)) as triton:
-        engine = GrpcEngine(triton.url, name, vocab_size=50, stall_seconds=stall)
-        try:
-            yield engine, triton
-        finally:
-            await engine.close()
-
-
-async def read(engine: GrpcEngine, request: EngineRequest = ASK) -> list[EngineChunk]:
-    async with aclosing(engine.generate(request)) as chunks:
-        return [chunk async for chunk in chunks]
 
 
 def inputs(message: Any) -> dict[str, Any]:
@@ -161,82 +140,6 @@ def test_many_streams_share_one_channel() -> None:
             answers = await asyncio.gather(*(read(engine) for _ in range(50)))
             assert {tuple(c.token_ids for c in chunks) for chunks in answers} == {((3,), (4,))}
             assert triton.config_asked <= 50 and len(triton.asked) == 50
-
-    run(dialogue())
-
-
-# --- calls that are kept ----------------------------------------------------------------------
-
-
-def named(request_id: str) -> EngineRequest:
-    return replace(ASK, request_id=request_id)
-
-
-def test_a_request_goes_over_the_call_that_the_one_before_it_left() -> None:
-    """Opening a call costs more than a short request; one that fails or leaves takes its call."""
-
-    async def dialogue() -> None:
-        async with reaching(Say((3,)), Say((4,), final=True)) as (engine, triton):
-            for name in "abc":
-                await read(engine, named(name))
-            assert triton.calls == [["a", "b", "c"]]
-            async with aclosing(engine.generate(named("leaves"))) as chunks:
-                await anext(chunks)
-            await read(engine, named("d"))
-            assert triton.calls == [["a", "b", "c", "leaves"], ["d"]]
-            triton.steps = (Fail("out of blocks"),)
-            with pytest.raises(EngineError):
-                await read(engine, named("fails"))
-            with pytest.raises(EngineError):
-                await read(engine, named("fails too"))
-            assert triton.calls[1:] == [["d", "fails"], ["fails too"]]
-
-    run(dialogue())
-
-
-def test_no_two_requests_share_a_call_at_a_time() -> None:
-    """A cancel ends a whole call."""
-
-    async def dialogue() -> None:
-        async with reaching(Say((3,)), LINGER, Say((4,), final=True)) as (engine, triton):
-            await asyncio.gather(*(read(engine, named(name)) for name in "abcd"))
-            assert sorted(triton.calls) == [["a"], ["b"], ["c"], ["d"]]
-            await asyncio.gather(*(read(engine, named(name)) for name in "efgh"))
-            assert sorted(map(len, triton.calls)) == [2, 2, 2, 2]
-
-    run(dialogue())
-
-
-def test_a_call_that_the_server_ended_is_not_used_again() -> None:
-    """A server may restart between two requests."""
-
-    class Call:
-        ended = False
-
-        def done(self) -> bool:
-            return self.ended
-
-    streams = Streams(Call)
-    first, second = streams.take(), streams.take()
-    streams.give_back(first)
-    streams.give_back(second)
-    second.call.ended = True
-    assert streams.take() is first
-    assert streams.take() not in (first, second)
-
-
-def test_a_long_used_call_is_ended_politely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton keeps memory for every reply until the call ends; a cancel would leak the request."""
-    monkeypatch.setattr("trtllm_bls.engines.streams.MAX_REPLIES", 4)
-
-    async def dialogue() -> None:
-        async with reaching(Say((3,)), Say((4,), final=True)) as (engine, triton):
-            for name in "abc":
-                await read(engine, named(name))
-            assert triton.calls == [["a", "b"], ["c"]]
-            while not triton.closed:
-                await asyncio.sleep(0)
-            assert not triton.cancelled.is_set()
 
     run(dialogue())
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.servers import DEMO, ROOT, free_ports
 from trtllm_bls.launcher import TritonServer
-from trtllm_bls.settings import Override
+from trtllm_bls.settings import Override, ServeSettings
 
 # BLS loses some errors of Triton 24.10, which then end by this timer; longer than a busy machine
 # may take to a first token.
@@ -26,11 +27,16 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def echo(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    repository = tmp_path_factory.mktemp("echo") / "models"
+    with TritonServer(echo_settings(tmp_path_factory.mktemp("echo"), transport)) as running:
+        yield running
+
+
+def echo_settings(scratch: Path, transport: str) -> ServeSettings:
+    repository = scratch / "models"
     shutil.copytree(ROOT / "models", repository)
     shutil.rmtree(repository / "tensorrt_llm" / "1")
     shutil.copytree(ROOT / "tests" / "live" / "scripted" / "1", repository / "tensorrt_llm" / "1")
-    settings = free_ports(
+    return free_ports(
         model=DEMO / "target",
         model_repository=repository,
         overrides=(
@@ -39,5 +45,3 @@ def echo(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
             Override("tensorrt_llm", "step_ms", "5"),
         ),
     )
-    with TritonServer(settings) as running:
-        yield running

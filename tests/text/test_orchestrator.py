@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from clock import Clock, run_by_the_clock, settle
 from saying import (
     PROMPT,
     asking,
@@ -337,94 +336,6 @@ def test_an_engines_error_comes_after_the_text_it_had_said() -> None:
         asyncio.run(listen())
     assert "".join(heard) and "one two three".startswith("".join(heard))
     assert engine.live == 0
-
-
-def test_a_stream_that_fails_has_its_ending_before_the_error() -> None:
-    """With the counts of what was said; nothing is held back any more."""
-    engine = saying("one two three")
-    engine.fault = Fault(error=EngineUnavailable("gone"), after_tokens=2)
-    heard: list[TextChunk] = []
-
-    async def listen(request: TextRequest) -> None:
-        async for chunk in orchestrator(engine).run(request):
-            heard.append(chunk)
-
-    with pytest.raises(EngineUnavailable):
-        asyncio.run(listen(asking(stream=True, stop_words=("three",))))
-    assert ending(heard) == (FinishReason.ERROR, None, 2)
-    heard.clear()
-    with pytest.raises(EngineUnavailable):
-        asyncio.run(listen(asking()))
-    assert heard == []  # one answer, one response: the error is it
-
-
-def test_a_stream_that_is_cancelled_has_its_ending_too() -> None:
-    """After the engine's work has ended; then the cancellation goes on."""
-    engine = saying("one two three")
-    engine.fault = Fault(after_tokens=2)
-    heard: list[TextChunk] = []
-
-    async def listen() -> None:
-        async for chunk in orchestrator(engine).run(asking(stream=True)):
-            heard.append(chunk)
-            assert chunk.ending is None or engine.live == 0
-
-    async def run() -> None:
-        task = asyncio.create_task(listen())
-        while len(heard) < 2:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
-    assert ending(heard) == (FinishReason.CANCELLED, None, 2)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("said", [0, 2])
-def test_an_answer_ends_with_what_there_is_when_its_time_is_up(stream: bool, said: int) -> None:
-    """Also before the first token; text held back for a stop string is text after all."""
-    engine = saying("one two three")
-    whole = text_of(ask(saying("one two three"), asking(max_tokens=max(1, said)))) if said else ""
-    engine.fault = Fault(after_tokens=said)
-    request = asking(stream=stream, timeout_s=5, stop_words=(whole + "!",))
-
-    async def dialogue(clock: Clock) -> None:
-        reading = asyncio.create_task(read(engine, request))
-        while engine.requests == []:
-            await settle()
-        for now in (4.9, 5.1):
-            for _ in range(20):
-                await settle()
-            assert not reading.done()
-            clock.now = now
-        chunks = await reading
-        assert text_of(chunks) == whole
-        assert ending(chunks) == (FinishReason.TIMEOUT, None, said)
-        assert engine.live == 0 and len(engine.cancelled) == 1
-
-    run_by_the_clock(dialogue)
-
-
-def test_a_deployments_time_limit_is_for_requests_that_name_none() -> None:
-    """A request's own goes before it."""
-
-    async def dialogue(clock: Clock) -> None:
-        engine = saying("one two three")
-        engine.fault = Fault(after_tokens=2)
-        defaults = Defaults(timeout_s=1)
-        own = asyncio.create_task(read(engine, asking(timeout_s=9), defaults=defaults))
-        theirs = asyncio.create_task(read(engine, asking(), defaults=defaults))
-        while len(engine.requests) < 2:
-            await settle()
-        clock.now = 2
-        assert ending(await theirs)[0] is FinishReason.TIMEOUT
-        assert not own.done()
-        clock.now = 10
-        assert ending(await own)[0] is FinishReason.TIMEOUT
-
-    run_by_the_clock(dialogue)
 
 
 def test_an_engine_that_cannot_tell_its_limits_is_not_asked_for_more() -> None:

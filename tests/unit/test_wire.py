@@ -27,7 +27,7 @@ from trtllm_bls.wire.engine import (
 )
 from trtllm_bls.wire.fields import read_rows
 from trtllm_bls.wire.text import text_requests
-from trtllm_bls.wire.words import pack_words, unpack_words
+from trtllm_bls.wire.words import pack_words
 
 VOCAB = 50
 DECLARED = Dialect().inputs
@@ -62,63 +62,6 @@ def engine(**more: Any) -> EngineRequest:
     }
     (call,) = engine_requests(inputs, "r", None)
     return call.request
-
-
-# --- word lists -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("said", "columns", "ids", "offsets"),
-    [
-        (((10, 11), (12,)), 0, [10, 11, 12], [2, 3, -1]),
-        (((5,),), 0, [5], [1]),
-        (((7,), (8,), (9,)), 0, [7, 8, 9], [1, 2, 3]),
-        ((), 0, [], []),
-        (((), (5,), ()), 0, [5], [1]),
-        (((5,),), 3, [5, 0, 0], [1, -1, -1]),
-        ((), 2, [0, 0], [-1, -1]),
-    ],
-)
-def test_word_lists_have_the_wires_layout(
-    said: tuple[tuple[int, ...], ...], columns: int, ids: list[int], offsets: list[int]
-) -> None:
-    """All ids end to end above, running end offsets below, then -1; batches are padded."""
-    packed = pack_words(said, columns)
-    assert packed.dtype == np.int32 and packed.tolist() == [ids, offsets]
-    assert unpack_words("stop_words_list", packed) == tuple(word for word in said if word)
-
-
-@pytest.mark.parametrize(
-    ("packed", "said"),
-    [
-        ([[0], [-1]], ()),
-        ([[10, 11, 12, 13], [2, -1, -1, -1]], ((10, 11),)),
-        ([[1, 2, 3], [1, 3, -1]], ((1,), (2, 3))),
-    ],
-)
-def test_word_lists_of_others_are_read(packed: Any, said: Any) -> None:
-    """An empty list spelt as 0 over -1, and ids after the last offset, which do not count."""
-    assert unpack_words("stop_words_list", np.array(packed, np.int32)) == said
-
-
-@pytest.mark.parametrize(
-    "packed",
-    [
-        [[1, 2], [3, -1]],
-        [[1, 2], [0, -1]],
-        [[1, 2], [2, 1]],
-        [[1, 2], [1, 1]],
-        [[1, 2], [-1, 2]],
-        [[1, 2], [-2, -1]],
-        [[1, 2]],
-        [[1], [1], [1]],
-        [1, 2],
-    ],
-)
-def test_a_malformed_word_list_is_refused(packed: Any) -> None:
-    """Offsets rise strictly, stay within the ids and end in -1 only; the shape is [2, N]."""
-    with pytest.raises(InvalidRequest, match="bad_words_list"):
-        unpack_words("bad_words_list", np.array(packed, np.int32))
 
 
 # --- fields ---------------------------------------------------------------------------------

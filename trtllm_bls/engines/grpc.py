@@ -23,7 +23,7 @@ from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.tensors import NUMPY_TYPES
 from trtllm_bls.engines.dialect import Dialect, Responses
 from trtllm_bls.engines.stall import StallTimer
-from trtllm_bls.engines.streams import Stream, Streams
+from trtllm_bls.engines.streams import Carried, Streams
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, from_wire
 from trtllm_bls.messages import Array, EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.wire.engine import request_arrays
@@ -76,21 +76,18 @@ class GrpcEngine:
         """See ``Engine.generate``."""
         dialect = await self.dialect()
         message = _infer_request(self.name, request, dialect, self._vocab_size)
-        self._stub()
-        assert self._streams is not None
-        stream = self._streams.take()
-        timer = StallTimer(self._stall_seconds, stream.call.cancel)
-        responses = Responses(request, dialect)
-        over = False
+        carried, responses = Carried(self._kept_streams()), Responses(request, dialect)
+        timer = StallTimer(self._stall_seconds, carried.cancel)
         try:
-            await stream.call.write(message)
-            while not over:
-                chunks, over = await self._next(stream, responses)
+            reply = await carried.ask(message)
+            while not carried.over:
                 timer.feed()
-                if over:  # before the last chunks: whoever leaves with them cancels nothing
-                    self._streams.give_back(stream)
+                # Over before its last chunks: whoever leaves with them cancels nothing.
+                chunks = self._chunks(reply, carried, responses)
                 for chunk in chunks:
                     yield chunk
+                if not carried.over:
+                    reply = await carried.read()
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from error
         except asyncio.CancelledError:
@@ -99,20 +96,18 @@ class GrpcEngine:
             raise EngineStalled(f"{self.name} sent nothing for {self._stall_seconds:g} s") from None
         finally:
             timer.close()
-            if not over:
-                stream.call.cancel()
+            carried.cancel()
 
-    async def _next(self, stream: Stream, responses: Responses) -> tuple[list[EngineChunk], bool]:
-        """The chunks of the next reply, and whether it was the last one."""
-        reply = await stream.read()
+    def _chunks(self, reply: Any, carried: Carried, responses: Responses) -> list[EngineChunk]:
         if reply is None:
             raise EngineError(f"{self.name} ended its stream without a final response")
         if reply.error_message:
-            await stream.end()  # an error does not say whether more is to come
+            carried.fail()
             raise from_wire(reply.error_message)
         response = reply.infer_response
-        ended = response.parameters["triton_final_response"].bool_param
-        return list(responses.chunks(_outputs(response), ended)), ended
+        if response.parameters["triton_final_response"].bool_param:
+            carried.finish()
+        return list(responses.chunks(_outputs(response), last=carried.over))
 
     async def close(self) -> None:
         """Close the channel; running calls end with it."""
@@ -121,12 +116,16 @@ class GrpcEngine:
         if self._channel is not None:
             await self._channel.close()
 
+    def _kept_streams(self) -> Streams:
+        if self._streams is None:
+            self._streams = Streams(self._stub().ModelStreamInfer)
+        return self._streams
+
     def _stub(self) -> Any:
         if self._channel is None:  # made on first use: it belongs to the running event loop
             self._channel = grpc.aio.insecure_channel(self._url, options=_OPTIONS)
             # Kept: making it costs as much as a short call.
             self._calls = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-            self._streams = Streams(self._calls.ModelStreamInfer)
         return self._calls
 
     def _failure(self, error: grpc.aio.AioRpcError) -> EngineError:

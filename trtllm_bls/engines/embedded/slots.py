@@ -58,13 +58,13 @@ class Slots:
         # A slot with far more than what is shared serves its own conversation better untouched.
         if reused and source in self.free and 2 * reused >= self._lengths[source]:
             slot = source
-        self.free.discard(slot)
         self._lengths[slot] = reused
         if reused and slot != source:
             self._tokens[slot, :reused] = self._tokens[source, :reused]
             with torch.inference_mode():
                 for tensor in self._tensors():
                     tensor[slot, :, :reused] = tensor[source, :, :reused]
+        self.free.discard(slot)  # last: a copy that fails leaves the slot free
         return slot, reused
 
     def write(self, slot: int, start: int, tokens: Sequence[int]) -> None:

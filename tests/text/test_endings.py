@@ -1,0 +1,155 @@
+"""How answers end before the engine's own end: time is up, the caller leaves, the engine fails."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from clock import Clock, run_by_the_clock, settle
+from saying import asking, orchestrator, saying, tokenizer
+
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.scripted import Fault
+from trtllm_bls.errors import EngineUnavailable
+from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
+from trtllm_bls.orchestrator import Defaults, Orchestrator, Source
+
+
+async def read(engine: Engine, request: TextRequest, **more: Any) -> list[TextChunk]:
+    async with aclosing(orchestrator(engine, **more).run(request)) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def text_of(chunks: list[TextChunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+def ending(chunks: list[TextChunk]) -> tuple[Any, Any, int]:
+    (found,) = [chunk.ending for chunk in chunks if chunk.ending is not None]
+    return found.finish_reason, found.stop_reason, found.completion_tokens
+
+
+def test_a_stream_that_fails_has_its_ending_before_the_error() -> None:
+    """With the counts of what was said; nothing is held back any more."""
+    engine = saying("one two three")
+    engine.fault = Fault(error=EngineUnavailable("gone"), after_tokens=2)
+    heard: list[TextChunk] = []
+
+    async def listen(request: TextRequest) -> None:
+        async for chunk in orchestrator(engine).run(request):
+            heard.append(chunk)
+
+    with pytest.raises(EngineUnavailable):
+        asyncio.run(listen(asking(stream=True, stop_words=("three",))))
+    assert ending(heard) == (FinishReason.ERROR, None, 2)
+    heard.clear()
+    with pytest.raises(EngineUnavailable):
+        asyncio.run(listen(asking()))
+    assert heard == []  # one answer, one response: the error is it
+
+
+def test_a_stream_that_is_cancelled_has_its_ending_too() -> None:
+    """After the engine's work has ended; then the cancellation goes on."""
+    engine = saying("one two three")
+    engine.fault = Fault(after_tokens=2)
+    heard: list[TextChunk] = []
+
+    async def listen() -> None:
+        async for chunk in orchestrator(engine).run(asking(stream=True)):
+            heard.append(chunk)
+            assert chunk.ending is None or engine.live == 0
+
+    async def run() -> None:
+        task = asyncio.create_task(listen())
+        while len(heard) < 2:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert ending(heard) == (FinishReason.CANCELLED, None, 2)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("said", [0, 2])
+def test_an_answer_ends_with_what_there_is_when_its_time_is_up(stream: bool, said: int) -> None:
+    """Also before the first token; text held back for a stop string is text after all."""
+    engine = saying("one two three")
+    limited = asyncio.run(read(saying("one two three"), asking(max_tokens=max(1, said))))
+    whole = text_of(limited) if said else ""
+    engine.fault = Fault(after_tokens=said)
+    request = asking(stream=stream, timeout_s=5, stop_words=(whole + "!",))
+
+    async def dialogue(clock: Clock) -> None:
+        reading = asyncio.create_task(read(engine, request))
+        while engine.requests == []:
+            await settle()
+        for now in (4.9, 5.1):
+            for _ in range(20):
+                await settle()
+            assert not reading.done()
+            clock.now = now
+        chunks = await reading
+        assert text_of(chunks) == whole
+        assert ending(chunks) == (FinishReason.TIMEOUT, None, said)
+        assert engine.live == 0 and len(engine.cancelled) == 1
+
+    run_by_the_clock(dialogue)
+
+
+def test_a_deployments_time_limit_is_for_requests_that_name_none() -> None:
+    """A request's own goes before it."""
+
+    async def dialogue(clock: Clock) -> None:
+        engine = saying("one two three")
+        engine.fault = Fault(after_tokens=2)
+        defaults = Defaults(timeout_s=1)
+        own = asyncio.create_task(read(engine, asking(timeout_s=9), defaults=defaults))
+        theirs = asyncio.create_task(read(engine, asking(), defaults=defaults))
+        while len(engine.requests) < 2:
+            await settle()
+        clock.now = 2
+        assert ending(await theirs)[0] is FinishReason.TIMEOUT
+        assert not own.done()
+        clock.now = 10
+        assert ending(await own)[0] is FinishReason.TIMEOUT
+
+    run_by_the_clock(dialogue)
+
+
+def test_waiting_for_the_engine_counts() -> None:
+    """The engine is not asked any more once the time is up; each sequence has its ending."""
+    engine = saying("one two three")
+
+    async def dialogue(clock: Clock) -> None:
+        found = asyncio.Event()
+
+        async def source_for(request: TextRequest) -> Source:
+            await found.wait()
+            return Source(engine=engine)
+
+        request = asking(timeout_s=5, num_return_sequences=2)
+        chunks = Orchestrator(tokenizer(), source_for, Defaults()).run(request)
+        reading = asyncio.create_task(anext(chunks))
+        await settle()
+        clock.now = 5.1
+        read = [await reading, await anext(chunks)]
+        assert await anext(chunks, None) is None
+        assert [(c.sequence_index, c.text, ending([c])) for c in read] == [
+            (index, "", (FinishReason.TIMEOUT, None, 0)) for index in (0, 1)
+        ]
+        assert engine.requests == []
+
+    run_by_the_clock(dialogue)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 1000.0])
+def test_a_timeout_that_is_not_the_requests_own_is_an_error(timeout_s: float | None) -> None:
+    """A socket's, say."""
+    engine = saying("one two three")
+    engine.fault = Fault(error=TimeoutError("the socket's"), after_tokens=2)
+    with pytest.raises(TimeoutError, match="the socket's"):
+        asyncio.run(read(engine, asking(timeout_s=timeout_s)))
