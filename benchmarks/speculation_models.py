@@ -1,6 +1,6 @@
 """Speculation with real weights on the embedded engine, through the real tritonserver.
 
-    python benchmarks/speculation_models.py [--pad-layers 120] [--tokens 128] [--prompts 4]
+    python benchmarks/speculation_models.py [--pad-layers 90] [--tokens 128] [--prompts 4]
 
 Runs the demo pair, and the demo pair whose target has extra layers that add zero: the same
 function at several times the cost, as a large target would have it. Wall-clock ratios to plain
@@ -81,7 +81,7 @@ def measure(name: str, model: Path, given: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pad-layers", type=int, default=120)
+    parser.add_argument("--pad-layers", type=int, default=90)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=4)
     given = parser.parse_args()
