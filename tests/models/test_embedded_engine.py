@@ -393,8 +393,5 @@ def test_an_empty_extra_is_as_good_as_absent(engine: EmbeddedEngine) -> None:
 def test_the_seam_refuses_before_the_first_chunk(engine: EmbeddedEngine) -> None:
     """The error comes out of the first step of the stream."""
 
-    async def story() -> None:
-        with pytest.raises(InvalidRequest, match="request_output_len"):
-            await anext(engine.generate(request(IDS, 0)))
-
-    run(story())
+    with pytest.raises(InvalidRequest, match="request_output_len"):
+        run(anext(engine.generate(request(IDS, 0))))

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
-from typing import Any
 
 import pytest
 from clock import Clock, run_by_the_clock, settle
-from saying import asking, orchestrator, saying, tokenizer
+from saying import (
+    asking,
+    ending,
+    orchestrator,
+    read,
+    saying,
+    text_of,
+    tokenizer,
+)
 
-from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.scripted import Fault
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator, Source
-
-
-async def read(engine: Engine, request: TextRequest, **more: Any) -> list[TextChunk]:
-    async with aclosing(orchestrator(engine, **more).run(request)) as chunks:
-        return [chunk async for chunk in chunks]
-
-
-def text_of(chunks: list[TextChunk]) -> str:
-    return "".join(chunk.text for chunk in chunks)
-
-
-def ending(chunks: list[TextChunk]) -> tuple[Any, Any, int]:
-    (found,) = [chunk.ending for chunk in chunks if chunk.ending is not None]
-    return found.finish_reason, found.stop_reason, found.completion_tokens
 
 
 def test_a_stream_that_fails_has_its_ending_before_the_error() -> None:

@@ -8,21 +8,22 @@ import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from saying import (
     PROMPT,
+    ask,
     asking,
+    ending,
     orchestrator,
     prompt_ids,
     reciting_ids,
     saying,
+    text_of,
     tokenizer,
     tokenizer_of_two_ends,
 )
 
-from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineError, EngineUnavailable
@@ -32,32 +33,12 @@ from trtllm_bls.messages import (
     EngineRequest,
     FinishReason,
     Sampling,
-    TextChunk,
-    TextRequest,
     Wants,
 )
 from trtllm_bls.orchestrator import Defaults
 
 STOP, LENGTH, END_ID = FinishReason.STOP, FinishReason.LENGTH, FinishReason.END_ID
 SENTENCE = "It wasn't fun: 世界 🙂!\n"
-
-
-async def read(engine: Engine, request: TextRequest, **more: Any) -> list[TextChunk]:
-    async with aclosing(orchestrator(engine, **more).run(request)) as chunks:
-        return [chunk async for chunk in chunks]
-
-
-def ask(engine: Engine, request: TextRequest | None = None, **more: Any) -> list[TextChunk]:
-    return asyncio.run(read(engine, request or asking(), **more))
-
-
-def text_of(chunks: list[TextChunk], index: int = 0) -> str:
-    return "".join(chunk.text for chunk in chunks if chunk.sequence_index == index)
-
-
-def ending(chunks: list[TextChunk]) -> tuple[Any, Any, int]:
-    (found,) = [chunk.ending for chunk in chunks if chunk.ending is not None]
-    return found.finish_reason, found.stop_reason, found.completion_tokens
 
 
 # --- text -----------------------------------------------------------------------------------

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import aclosing
 from typing import Any
 
 import pytest
 from saying import (
     PROMPT,
+    ask,
     asking,
-    orchestrator,
     prompt_ids,
     saying,
+    text_of,
     tokenizer,
 )
 
-from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import (
     Sampling,
-    TextChunk,
-    TextRequest,
 )
 from trtllm_bls.orchestrator import Defaults
-
-
-async def read(engine: Engine, request: TextRequest, **more: Any) -> list[TextChunk]:
-    async with aclosing(orchestrator(engine, **more).run(request)) as chunks:
-        return [chunk async for chunk in chunks]
-
-
-def ask(engine: Engine, request: TextRequest | None = None, **more: Any) -> list[TextChunk]:
-    return asyncio.run(read(engine, request or asking(), **more))
-
-
-def text_of(chunks: list[TextChunk], index: int = 0) -> str:
-    return "".join(chunk.text for chunk in chunks if chunk.sequence_index == index)
-
-
-def ending(chunks: list[TextChunk]) -> tuple[Any, Any, int]:
-    (found,) = [chunk.ending for chunk in chunks if chunk.ending is not None]
-    return found.finish_reason, found.stop_reason, found.completion_tokens
-
 
 # --- refused --------------------------------------------------------------------------------
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -15,7 +17,7 @@ from tokenizers_made import directory
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.scripted import Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import reciting
-from trtllm_bls.messages import TextRequest
+from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator, Source
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
@@ -66,3 +68,22 @@ def orchestrator(
 
 def asking(text: str | None = PROMPT, **more: Any) -> TextRequest:
     return TextRequest(**{"request_id": "r", "text": text, "max_tokens": 100, **more})
+
+
+async def read(engine: Engine, request: TextRequest, **more: Any) -> list[TextChunk]:
+    async with aclosing(orchestrator(engine, **more).run(request)) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def ask(engine: Engine, request: TextRequest | None = None, **more: Any) -> list[TextChunk]:
+    return asyncio.run(read(engine, request or asking(), **more))
+
+
+def text_of(chunks: list[TextChunk], index: int = 0) -> str:
+    return "".join(chunk.text for chunk in chunks if chunk.sequence_index == index)
+
+
+def ending(chunks: list[TextChunk]) -> tuple[Any, Any, int]:
+    """Of the one sequence: why, at which stop string, after how many tokens."""
+    (found,) = [chunk.ending for chunk in chunks if chunk.ending is not None]
+    return found.finish_reason, found.stop_reason, found.completion_tokens
