@@ -198,6 +198,19 @@ def test_a_prompt_that_cannot_be_excluded_is_taken_off(parameter: str, said: Any
     run(dialogue())
 
 
+def test_what_the_model_excludes_anyway_is_not_asked_for() -> None:
+    """One tensor fewer on every request; without the parameter it is asked for."""
+
+    async def dialogue(parameter: str) -> bool:
+        config = model_config(ENGINE, {"exclude_input_in_output": parameter})
+        async with reaching(Say((3,), final=True), config=config) as (engine, triton):
+            (chunk,) = await read(engine, replace(ASK, streaming=False))
+            assert chunk.token_ids == (3,)
+            return "exclude_input_in_output" in inputs(triton.asked[0])
+
+    assert [run(dialogue(parameter)) for parameter in ("true", "false", "")] == [False, True, True]
+
+
 def test_limits_are_the_models_parameters() -> None:
     """Asked for once; what is no number is not known."""
 

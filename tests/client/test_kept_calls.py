@@ -41,6 +41,20 @@ def test_a_request_goes_over_the_call_that_the_one_before_it_left() -> None:
     run(dialogue())
 
 
+def test_a_call_that_told_of_an_error_is_ended_politely() -> None:
+    """The error may be the last of it or not; a cancel then would leak the request."""
+
+    async def dialogue() -> None:
+        async with reaching(Say((3,)), Fail("out of blocks")) as (engine, triton):
+            with pytest.raises(EngineError, match="out of blocks"):
+                await read(engine)
+            while not triton.closed:
+                await asyncio.sleep(0)
+            assert not triton.cancelled.is_set()
+
+    run(dialogue())
+
+
 def test_no_two_requests_share_a_call_at_a_time() -> None:
     """A cancel ends a whole call."""
 

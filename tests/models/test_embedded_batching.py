@@ -290,6 +290,20 @@ def test_of_slots_that_share_as_much_the_one_idle_longest_is_taken() -> None:
     assert slots.claim((1, 2, 9), reuse=True) == (older, 2)
 
 
+def test_a_copy_that_fails_leaves_its_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory, say: nobody else would give it back."""
+    slots = Slots(2, 16, CPU)
+    _held(slots, 1, 2, 3)
+
+    def out_of_memory() -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+        patched.setattr(slots, "_tensors", out_of_memory)
+        slots.claim((1, 2, 9), reuse=True)
+    assert slots.claim((7, 8), reuse=True) == (1, 0)
+
+
 def test_the_last_token_of_a_prompt_is_never_reused() -> None:
     """Its logits are needed, so it must be computed."""
     slots = Slots(1, 16, CPU)

@@ -205,6 +205,21 @@ def test_a_first_token_waits_for_no_draft_model() -> None:
     run(listen())
 
 
+def test_a_draft_sets_out_before_the_round_before_it_is_read() -> None:
+    """What a reader does with a chunk, the draft model's time goes on beside it."""
+
+    async def listen() -> None:
+        engines = hashed_pair()
+        stream = engines.speculative(num_draft_tokens=4).generate(ask())
+        await stream.__anext__()  # the first token, then one round
+        await stream.__anext__()
+        assert len(engines.draft.requests) == 2
+        await stream.aclose()
+        assert engines.draft.live == 0
+
+    run(listen())
+
+
 def test_an_ngram_may_come_with_the_first_request() -> None:
     """It costs nothing, so the first answer can already hold several tokens."""
 

@@ -103,7 +103,7 @@ def test_a_deployments_time_limit_is_for_requests_that_name_none() -> None:
         while len(engine.requests) < 2:
             await settle()
         clock.now = 2
-        assert ending(await theirs)[0] is FinishReason.TIMEOUT
+        assert ending(await theirs) == (FinishReason.TIMEOUT, None, 2)
         assert not own.done()
         clock.now = 10
         assert ending(await own)[0] is FinishReason.TIMEOUT

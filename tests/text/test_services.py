@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from saying import PROMPT, prompt_ids, saying, tokenizer
+from saying import PROMPT, prompt_ids, saying, tokenizer, tokenizer_of_padded_model
 from served import SILENT, STREAM, text_door, words
 
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
@@ -200,9 +200,9 @@ def test_preprocessing_makes_the_orchestrators_prompt() -> None:
 
 
 def test_a_bias_is_dense_when_one_row_asks_for_it() -> None:
-    """A word of several tokens biases each; a token met twice gets both weights."""
+    """A token met twice gets both weights; there is a value for each of the model's logits."""
     (a,) = tokenizer().encode_word("a")
-    arrays = Preprocessor(tokenizer(), True).arrays(
+    arrays = Preprocessor(tokenizer_of_padded_model(), True).arrays(
         {
             "QUERY": np.array([[b"x"]], np.object_),
             "REQUEST_OUTPUT_LEN": np.array([[5]], np.int32),
@@ -211,7 +211,7 @@ def test_a_bias_is_dense_when_one_row_asks_for_it() -> None:
         }
     )
     bias = arrays["EMBEDDING_BIAS"]
-    assert bias.shape == (1, tokenizer().vocab_size)
+    assert bias.shape == (1, tokenizer().vocab_size + 64)
     assert (bias[0, a], bias.sum()) == (3.5, 3.5)
 
 

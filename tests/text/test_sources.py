@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from saying import tokenizer
+from saying import tokenizer, tokenizer_of_padded_model
 from tokenizers_made import directory
 
 from trtllm_bls.engines.scripted import ScriptedEngine
@@ -112,6 +112,12 @@ def test_plain_unless_asked(words: Tokenizer) -> None:
     assert not isinstance(chosen(on, num_draft_tokens=0).engine, SpeculativeEngine)
     assert not isinstance(chosen(on, draft_source="off").engine, SpeculativeEngine)
     assert engine_of(chosen(on)).options.draft_source is DraftSource.NGRAM
+
+
+def test_engines_are_sent_a_bias_for_each_of_the_models_logits() -> None:
+    """Which may be more than the tokenizer has tokens."""
+    made = Sources(parameters(), FakeMetrics, tokenizer_of_padded_model())
+    assert made._target._route.vocab_size == tokenizer().vocab_size + 64
 
 
 def test_a_number_of_drafts_is_kept(words: Tokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 import threading
@@ -310,3 +311,15 @@ def test_a_model_that_loads_twice_logs_once() -> None:
         assert triton.lines == [("info", "[bls] once")]
     finally:
         logger.handlers, logger.level, logger.propagate = before
+
+
+def test_what_loading_made_is_never_collected_again() -> None:
+    """A full collection over a tokenizer's objects would hold every stream."""
+    gc.unfreeze()
+
+    async def handle(call: Call) -> None:
+        call.finish()
+
+    with opened(FakeTriton(), handle):
+        assert gc.get_freeze_count() > 0
+    gc.unfreeze()

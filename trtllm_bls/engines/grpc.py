@@ -82,9 +82,8 @@ class GrpcEngine:
             reply = await carried.ask(message)
             while not carried.over:
                 timer.feed()
-                # Over before its last chunks: whoever leaves with them cancels nothing.
-                chunks = self._chunks(reply, carried, responses)
-                for chunk in chunks:
+                # The call is given back first: whoever leaves with a last chunk cancels nothing.
+                for chunk in self._chunks(reply, carried, responses):
                     yield chunk
                 if not carried.over:
                     reply = await carried.read()
