@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from engine_server import ASK, Fail, Say, reaching, read, run
+from engine_server import ASK, LINGER, Fail, Say, reaching, read, run
 
 from trtllm_bls.engines.streams import Carried, Streams
 from trtllm_bls.errors import EngineError
@@ -45,12 +45,13 @@ def test_a_call_that_told_of_an_error_is_ended_politely() -> None:
     """The error may be the last of it or not; a cancel then would leak the request."""
 
     async def dialogue() -> None:
-        async with reaching(Say((3,)), Fail("out of blocks")) as (engine, triton):
+        told = Say((3,)), Fail("out of blocks"), LINGER, Say(final=True, empty=True)
+        async with reaching(*told) as (engine, triton):
             with pytest.raises(EngineError, match="out of blocks"):
                 await read(engine)
-            while not triton.closed:
+            while not triton.closed and not triton.cancelled.is_set():
                 await asyncio.sleep(0)
-            assert not triton.cancelled.is_set()
+            assert triton.closed == 1
 
     run(dialogue())
 
