@@ -97,6 +97,11 @@ class DeadlineExceeded(ClientError):
     """The deadline that the caller gave, in seconds, passed before the answer was complete."""
 
 
+# What Triton's scheduler and TensorRT-LLM's executor say of a full queue; a stream loses their
+# code.
+_FULL_QUEUE = ("Maximum queue size of", "Exceeds maximum queue size", "exceeds maximum queue size")
+
+
 def to_wire(error: TrtllmBlsError) -> str:
     """The error as one line for a caller: its status first, since streams lose Triton's code."""
     return f"{error.status}: {' '.join(str(error).split())}"
@@ -115,4 +120,6 @@ def from_wire(text: str) -> TrtllmBlsError:
             return known(field, problem)
     if status == Overloaded.status and rest:
         return Overloaded(rest)
+    if any(words in text for words in _FULL_QUEUE):
+        return Overloaded(text)
     return EngineError(text.removeprefix(f"{EngineError.status}: "))

@@ -1,4 +1,4 @@
-"""The values that travel between rooms: plain, frozen, and free of Triton and numpy.
+"""The values that pass between modules: plain, frozen, and free of Triton and numpy.
 
 Grouped by receiver: what an engine takes and gives (token ids), then what the orchestrator
 takes and gives (text). ``None`` in a field always means "the caller did not say", and is never
@@ -62,6 +62,16 @@ class Sampling:
     early_stopping: bool | None = None
     beam_search_diversity_rate: float | None = None
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken, as TensorRT-LLM reads these fields.
+
+        A temperature by itself does not make it sample: that takes ``top_k`` above 1 or ``top_p``.
+        """
+        if self.temperature == 0 or self.top_k == 1:
+            return True
+        return not self.top_k and (self.top_p is None or self.top_p <= 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wants:
@@ -85,12 +95,27 @@ class Draft:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationRequest:
+    """What a caller asks of speculative decoding; ``None`` leaves it to the deployment.
+
+    ``num_draft_tokens``: 0 turns it off, k > 0 asks for drafts of exactly k tokens.
+    ``draft_source``: where drafts come from: ``off``, ``model``, ``ngram`` or ``mixed``.
+    ``use_draft_logits``: verify against the draft model's logits, not only its token ids.
+    """
+
+    num_draft_tokens: int | None = None
+    draft_source: str | None = None
+    use_draft_logits: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     """One prompt as token ids, for any engine.
 
     ``request_id`` is unique among running requests. ``embedding_bias`` is sparse:
-    ``(token id, added logit)`` pairs. ``extras`` holds further engine tensors by wire name
-    (LoRA, prompt tables, guided decoding, ...) which are carried unopened.
+    ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by itself
+    (``engines.routing``); ``draft`` for one that verifies. ``extras`` holds further engine tensors
+    by wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
     """
 
     request_id: str
@@ -105,6 +130,7 @@ class EngineRequest:
     bad_sequences: tuple[TokenIds, ...] = ()
     embedding_bias: tuple[tuple[int, float], ...] = ()
     draft: Draft | None = None
+    speculation: SpeculationRequest = SpeculationRequest()
     wants: Wants = Wants()
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
@@ -114,7 +140,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMetrics:
-    """Figures of one finished engine request; ``None`` where the engine does not tell.
+    """Figures of one engine request; ``None`` where the engine does not tell.
 
     Times are steady-clock nanoseconds; blocks are KV-cache blocks.
     """
@@ -131,12 +157,21 @@ class EngineMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationCounts:
+    """What speculative decoding did for one request, over all its rounds; counts of tokens."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineChunk:
     """Tokens new since the last chunk of the same sequence; may be none.
 
-    ``log_probs`` and ``generation_logits`` belong to exactly these ``token_ids``.
-    ``context_logits`` comes once, on a sequence's first chunk. ``final`` marks the last chunk of
-    a sequence; ``finish_reason`` is ``None`` even there when the engine's wire does not say.
+    ``log_probs`` and ``generation_logits`` belong to exactly these ``token_ids``. ``final`` marks
+    the last chunk of a sequence; ``finish_reason`` is ``None`` even there when the engine's wire
+    does not say. ``speculation`` counts all rounds so far; ``None`` where there are none.
     """
 
     token_ids: TokenIds
@@ -148,18 +183,22 @@ class EngineChunk:
     context_logits: Array | None = None  # [prompt tokens, vocab]
     generation_logits: Array | None = None  # [len(token_ids), vocab]
     metrics: EngineMetrics | None = None
+    speculation: SpeculationCounts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
     """What an engine can take; ``None`` where it does not tell.
 
-    ``max_sequence_tokens`` counts prompt and completion together.
+    ``max_sequence_tokens`` counts prompt and completion together. ``one_step``: the engine ends
+    every request after one step, as older engines built for external drafts do.
     """
 
     vocab_size: int | None = None
     max_sequence_tokens: int | None = None
+    max_prompt_tokens: int | None = None
     max_draft_tokens: int | None = None
+    one_step: bool | None = None
 
 
 # --- to the orchestrator --------------------------------------------------------------------
@@ -169,9 +208,8 @@ class EngineLimits:
 class TextRequest:
     """One prompt as text, or one conversation (``messages``, JSON), with everything asked of it.
 
-    ``num_draft_tokens``: ``None`` leaves speculation to the deployment, 0 turns it off, k > 0 asks
-    for drafts of exactly k tokens. ``draft_source``: where drafts come from for this request.
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
+    ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     """
 
     request_id: str
@@ -190,24 +228,14 @@ class TextRequest:
     exclude_input_in_output: bool = True
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
-    num_draft_tokens: int | None = None
-    use_draft_logits: bool = False
-    draft_source: str | None = None
+    speculation: SpeculationRequest = SpeculationRequest()
     timeout_s: float | None = None
+    stream_interval: int = 1
     wants: Wants = Wants()
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
 
 # --- from the orchestrator ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speculation:
-    """What drafting did for one request, over all its rounds; counts of tokens."""
-
-    rounds: int
-    drafted: int
-    accepted: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +251,7 @@ class Ending:
     completion_tokens: int
     stop_reason: str | None = None  # the stop string that fired
     seed: int | None = None
-    metrics: EngineMetrics | None = None
-    speculation: Speculation | None = None  # None: the request ran without it
+    speculation: SpeculationCounts | None = None  # None: the request ran without it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +259,8 @@ class TextChunk:
     """Text new since the last chunk of the same sequence, or all so far when accumulating.
 
     Scores belong to tokens whose whole text has left: ``log_probs`` are all of them so far (the
-    wire's rule), ``generation_logits`` only those of this chunk.
+    wire's rule), ``generation_logits`` only those of this chunk. ``context_logits`` and
+    ``metrics`` are on every chunk from the first that has them, as TensorRT-LLM sends them.
     """
 
     text: str
@@ -241,4 +269,5 @@ class TextChunk:
     cum_log_prob: float | None = None
     context_logits: Array | None = None
     generation_logits: Sequence[Array] | None = None  # one row [vocab] per token
+    metrics: EngineMetrics | None = None
     ending: Ending | None = None

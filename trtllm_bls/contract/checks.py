@@ -14,15 +14,8 @@ from typing import Any
 import numpy as np
 
 from trtllm_bls.contract.models import ENGINE
-from trtllm_bls.contract.tensors import Tensor
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import Array, Draft, EngineLimits, EngineRequest
-
-
-def check_value(tensor: Tensor, value: float) -> None:
-    """Raises ``InvalidRequest`` where the value is outside the tensor's bounds."""
-    if tensor.bounds is not None and not tensor.bounds.allow(value):
-        raise InvalidRequest(tensor.name, f"{value} is not allowed; it must be {tensor.bounds}")
 
 
 def check_request(request: EngineRequest, limits: EngineLimits) -> None:
@@ -63,7 +56,7 @@ def _check_bounds(values: Mapping[str, Any]) -> None:
     """``values`` by field name; ``None`` where nothing was said."""
     for tensor in ENGINE.inputs:
         if tensor.bounds is not None and values.get(tensor.key) is not None:
-            check_value(tensor, values[tensor.key])
+            tensor.check(values[tensor.key])
 
 
 def _check_length(name: str, ids: tuple[int, ...], most: int) -> None:

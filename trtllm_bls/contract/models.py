@@ -252,6 +252,7 @@ BLS = Model(
         *_flags("include_stop", "skip_special_tokens", scalar=False),  # ours
         Tensor("draft_source", "STRING"),  # ours: off, model, ngram or mixed
         Tensor("timeout_ms", "INT32", bounds=_COUNT),  # ours
+        Tensor("stream_interval", "INT32", bounds=_COUNT),  # ours
         *_TEXT_PROMPT_TABLE,
         *_LORA,
         Tensor("guided_decoding_guide_type", "STRING"),

@@ -9,6 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
+from trtllm_bls.errors import InvalidRequest
+
 NUMPY_TYPES: Mapping[str, type] = {
     "BOOL": np.bool_,
     "UINT8": np.uint8,
@@ -69,6 +71,11 @@ class Tensor:
     def numpy_type(self) -> type:
         """The numpy scalar type of the tensor's elements (``object`` for STRING)."""
         return NUMPY_TYPES[self.dtype]
+
+    def check(self, value: float) -> None:
+        """Raises ``InvalidRequest`` where the value is outside the tensor's bounds."""
+        if self.bounds is not None and not self.bounds.allow(value):
+            raise InvalidRequest(self.name, f"{value} is not allowed; it must be {self.bounds}")
 
     @property
     def single(self) -> bool:

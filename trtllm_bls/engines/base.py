@@ -1,15 +1,26 @@
-"""The seam: what orchestrator and doors know of an engine, and all they know.
+"""What the orchestrator and the Triton models know of an engine, and all they know.
 
-Engines behind it: ``grpc`` and ``bls`` (a Triton model), ``embedded`` (this process, torch),
-``scripted`` (tests and benchmarks), ``speculative`` (two engines made to look like one).
+Engines: ``triton_grpc`` and ``triton_bls`` (a Triton model), ``embedded`` (this process, torch),
+``scripted`` (tests and benchmarks), ``routing`` (a target, alone or with a draft model).
+
+An engine produces chunks at its own pace; a reader takes all that have arrived at once. So a reader
+that is held up, by a send that takes long, say, catches up in one turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Protocol
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
+import numpy as np
+
+from trtllm_bls.errors import EngineError, Overloaded
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
+
+MAX_WAITING_CHUNKS = 16_384  # of one stream; a reader that far behind is given up
 
 
 class Engine(Protocol):
@@ -20,14 +31,171 @@ class Engine(Protocol):
     async def limits(self) -> EngineLimits:
         """What the engine can take. Raises ``EngineUnavailable`` if it cannot be asked."""
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
-        """Yield chunks until every sequence of the request has had its ``final`` chunk.
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        """Start a request; call it on the event loop, once ``limits`` has answered.
 
-        A non-streaming request yields one chunk per sequence. Closing the generator
-        (``aclose``) or cancelling the task that reads it ends the engine's work at once; both
-        may happen at any await. Raises ``InvalidRequest`` before the first chunk for a request
-        the engine refuses, ``EngineError`` at any time when the engine fails.
+        A non-streaming request has one chunk per sequence. Raises ``InvalidRequest`` for a request
+        that the engine refuses, here or in the stream before its first chunk; in the stream,
+        ``EngineError`` at any time when the engine fails.
         """
 
     async def close(self) -> None:
         """End what runs and free what is held. The engine is not used again."""
+
+
+class ChunkStream(ABC):
+    """The chunks of one request, until every sequence has had its ``final`` one.
+
+    Also an async iterator over single chunks, for readers that are never held up.
+    """
+
+    @abstractmethod
+    async def wait(self) -> None:
+        """Return once ``take`` has something to give. Raises what the engine raises.
+
+        A reader that is cancelled here may still ``take`` what has arrived.
+        """
+
+    @abstractmethod
+    def take(self) -> list[EngineChunk]:
+        """All chunks that have arrived since the last call; after ``wait``, none means the end."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End the engine's work at once, unless it has ended. May be called twice."""
+
+    async def __aiter__(self) -> AsyncIterator[EngineChunk]:
+        await self.wait()
+        while chunks := self.take():
+            for chunk in chunks:
+                yield chunk
+            await self.wait()
+
+
+class GeneratedChunks(ChunkStream):
+    """A ``ChunkStream`` over an async generator, which runs no further than it is read."""
+
+    def __init__(self, chunks: AsyncGenerator[EngineChunk, None]) -> None:
+        self._chunks = chunks
+        self._arrived: list[EngineChunk] = []
+
+    async def wait(self) -> None:
+        if not self._arrived:
+            chunk = await anext(self._chunks, None)
+            if chunk is not None:
+                self._arrived.append(chunk)
+
+    def take(self) -> list[EngineChunk]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
+
+
+class QueuedChunks(ChunkStream):
+    """A ``ChunkStream`` that is filled, on the event loop, while it is read; filling never waits.
+
+    ``cancel`` is called when the reader leaves before the end, or is too far behind.
+    """
+
+    def __init__(self, cancel: Callable[[], object] | None = None) -> None:
+        self._cancel = cancel
+        self._arrived: list[EngineChunk] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        self._error: Exception | None = None
+
+    def put(self, chunks: Iterable[EngineChunk]) -> None:
+        """More chunks; ignored once the stream has ended."""
+        if self._ended:
+            return
+        self._arrived.extend(chunks)
+        if len(self._arrived) > MAX_WAITING_CHUNKS:
+            self._arrived.clear()
+            self._leave()
+            self.fail(Overloaded(f"its reader is more than {MAX_WAITING_CHUNKS} tokens behind"))
+        self._wake()
+
+    def end(self) -> None:
+        """No more chunks."""
+        self._ended = True
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """No more chunks: ``wait`` raises ``error`` once those that have arrived are taken."""
+        if not self._ended:
+            self._error = error
+            self.end()
+
+    async def wait(self) -> None:
+        if not self._arrived and not self._ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._error is not None and not self._arrived:
+            error, self._error = self._error, None
+            raise error
+
+    def take(self) -> list[EngineChunk]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    async def aclose(self) -> None:
+        if not self._ended:
+            self._leave()
+            self._ended = True
+
+    def _leave(self) -> None:
+        if self._cancel is not None:
+            self._cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class TaskChunks(QueuedChunks):
+    """Chunks that a coroutine of its own makes: ``work`` fills the stream it is given."""
+
+    def __init__(self, work: Callable[[QueuedChunks], Coroutine[Any, Any, None]]) -> None:
+        super().__init__()
+        self._task = asyncio.create_task(self._run(work))
+
+    async def _run(self, work: Callable[[QueuedChunks], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work(self)
+        except Exception as error:
+            self.fail(error)
+        else:
+            self.end()
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+
+def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
+    """One sequence's chunks as a single one: all tokens, scores and logits in order.
+
+    The ending and the figures are the last chunk's. Raises ``EngineError`` where there is none.
+    """
+    if not chunks:
+        raise EngineError("the engine ended without a chunk")
+    if len(chunks) == 1:
+        return chunks[0]
+    log_probs = [chunk.log_probs for chunk in chunks if chunk.log_probs is not None]
+    totals = [chunk.cum_log_prob for chunk in chunks if chunk.cum_log_prob is not None]
+    rows = [chunk.generation_logits for chunk in chunks if chunk.generation_logits is not None]
+    contexts = (chunk.context_logits for chunk in chunks if chunk.context_logits is not None)
+    return replace(
+        chunks[-1],
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        log_probs=tuple(value for values in log_probs for value in values) if log_probs else None,
+        cum_log_prob=totals[-1] if totals else None,
+        context_logits=next(contexts, None),
+        generation_logits=np.concatenate(rows) if rows else None,
+    )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trtllm_bls.contract.checks import check_request
+from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.engines.scripted_tokens import Choice, Chooser, Rule
 from trtllm_bls.errors import EngineUnavailable, InvalidRequest
 from trtllm_bls.messages import (
@@ -91,7 +92,11 @@ class ScriptedEngine:
             await _go_wrong(self.fault)
         return self._limits
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        """See ``Engine.generate``."""
+        return GeneratedChunks(self._chunks(request))
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         number = len(self.requests)
         self.requests.append(request)
         _check(request, self._limits)

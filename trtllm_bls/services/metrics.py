@@ -15,17 +15,21 @@ _COUNTERS = {
 
 
 class SpeculationMetrics:
-    """Families ``trtllm_bls_speculation_*_total``; acceptance rate = accepted / drafted."""
+    """Families ``trtllm_bls_speculation_*_total``; acceptance rate = accepted / drafted.
+
+    Without ``pb_utils``, outside of Triton, there is nothing to count into.
+    """
 
     def __init__(self, pb_utils: Any) -> None:
         # Families and metrics must both stay referenced, or Triton drops them.
+        counters = {} if pb_utils is None else _COUNTERS
         self._families = {
             name: pb_utils.MetricFamily(
                 name=f"trtllm_bls_speculation_{name}_total",
                 description=text,
                 kind=pb_utils.MetricFamily.COUNTER,
             )
-            for name, text in _COUNTERS.items()
+            for name, text in counters.items()
         }
         self._metrics = {
             name: family.Metric(labels={"model": "tensorrt_llm_bls"})

@@ -67,9 +67,9 @@ class Postprocessor:
         self._skip_special_tokens = skip_special_tokens
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """``OUTPUT`` ``[B, beams]``."""
+        """``OUTPUT`` ``[B * beams]``, as TensorRT-LLM's own model sends it."""
         rows = read_rows(POSTPROCESSING, inputs)
-        texts = [[self._text(ids).encode("utf-8") for ids in _beams(row)] for row in rows]
+        texts = [self._text(ids).encode("utf-8") for row in rows for ids in _beams(row)]
         return {"OUTPUT": np.array(texts, dtype=np.object_)}
 
     def _text(self, ids: TokenIds) -> str:

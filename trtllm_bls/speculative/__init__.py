@@ -1,16 +1,18 @@
-"""Speculative decoding as decisions without I/O; the loop that acts on them is an engine.
+"""Speculative decoding as decisions without I/O; ``engines.speculative`` acts on them.
 
-``options`` what the caller may choose and is told; ``progress`` what one round means; ``carry``
-the requests of each round; ``ledger`` figures over all rounds; ``lookup`` drafts from the text
-itself; ``pace`` how many tokens to draft; ``shared`` what requests learn from one another.
+``rounds`` what to do next, the state machine that all the others serve; ``options`` what callers
+may choose and are told; ``progress`` what one round means; ``round_requests`` the engine requests
+of each round; ``answer_figures`` sums over all rounds; ``prompt_lookup`` drafts from the text
+itself; ``cost_model`` and ``draft_length`` how many tokens to draft; ``shared`` what requests learn
+from one another.
 """
 
-from trtllm_bls.speculative.carry import check_speculative
 from trtllm_bls.speculative.options import (
     DraftSource,
     SpeculationOptions,
     SpeculationStats,
 )
+from trtllm_bls.speculative.round_requests import check_speculative
 from trtllm_bls.speculative.shared import SpeculationShared
 
 __all__ = [

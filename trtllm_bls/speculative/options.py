@@ -1,11 +1,13 @@
-"""What a caller may choose about speculation, and what a caller is told afterwards."""
+"""What a deployment and its callers choose about speculation, and what they are told afterwards."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.messages import EngineRequest
+from trtllm_bls.speculative.round_requests import check_speculative
 
 # In-flight requests -> longest draft, read as "up to so many requests"; none above the last row.
 # The shape of TensorRT-LLM's draft_len_schedule and vLLM's table, at the small end of both:
@@ -44,6 +46,39 @@ class SpeculationOptions:
         if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
             raise InvalidRequest("num_draft_tokens", f"{self.num_draft_tokens} is below 0")
 
+    def for_request(
+        self, request: EngineRequest, *, by_default: bool, has_draft_model: bool
+    ) -> SpeculationOptions | None:
+        """These defaults with what the request asks for; ``None`` for plain decoding.
+
+        ``by_default``: requests that ask for nothing are speculated too, those excepted that
+        speculation cannot keep. One that asks for it is refused by name instead: raises
+        ``Unsupported``, and ``InvalidRequest`` for an unknown source.
+        """
+        asked = request.speculation
+        if asked.num_draft_tokens == 0 or asked.draft_source == "off":
+            return None
+        explicit = asked.num_draft_tokens is not None or asked.draft_source is not None
+        if not explicit and not by_default:
+            return None
+        source = self.draft_source
+        if asked.draft_source is not None:
+            source = _source(asked.draft_source)
+        elif not by_default:
+            source = DraftSource.MODEL if has_draft_model else DraftSource.NGRAM
+        try:
+            check_speculative(request)
+        except Unsupported:
+            if explicit:
+                raise
+            return None
+        return replace(
+            self,
+            draft_source=source,
+            num_draft_tokens=asked.num_draft_tokens or self.num_draft_tokens,
+            use_draft_logits=asked.use_draft_logits,
+        )
+
     @property
     def uses_model(self) -> bool:
         return self.draft_source != DraftSource.NGRAM
@@ -51,6 +86,14 @@ class SpeculationOptions:
     @property
     def uses_lookup(self) -> bool:
         return self.draft_source != DraftSource.MODEL
+
+
+def _source(name: str) -> DraftSource:
+    try:
+        return DraftSource(name)
+    except ValueError:
+        known = ", ".join(["off", *(source.value for source in DraftSource)])
+        raise InvalidRequest("draft_source", f"'{name}' is unknown; send one of: {known}") from None
 
 
 @dataclass

@@ -1,10 +1,12 @@
 """What one answer has so far, and what a round of verification adds to it.
 
 An engine sees the tokens of earlier rounds as prompt, and its wire does not say why it ended. So
-the truth is told by the ids. With k drafted tokens, m ids in the answer and a of them equal to the
-draft's beginning, the target ends each round with one token of its own: m = a + 1. Only where the
-sequence ended is that token missing: m = a. Stop sequences and the limit are counted here, over all
-rounds.
+the ids must tell. With k drafted tokens, m ids in the answer and a of them equal to the draft's
+beginning, the target ends each round with one token of its own: m = a + 1. Only where the sequence
+ended is that token missing: m = a. Stop sequences and the limits are counted here, over all rounds.
+
+A round that is verified by logits shows its end id instead, because there a missing token would be
+ambiguous: some runtimes draw the very token again that they have just rejected.
 
 Owns one sequence's ids and its end. Knows no engine.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
-from trtllm_bls.messages import EngineRequest, FinishReason, TokenIds
+from trtllm_bls.messages import EngineLimits, EngineRequest, FinishReason, TokenIds
 from trtllm_bls.stopping import StopSequences
 
 
@@ -29,14 +31,17 @@ class Verdict:
 class Progress:
     """The prompt and the answer so far; ``finish`` is set once the answer is complete."""
 
-    def __init__(self, request: EngineRequest, max_sequence_tokens: int | None = None) -> None:
+    def __init__(self, request: EngineRequest, limits: EngineLimits | None = None) -> None:
+        limits = limits or EngineLimits()
         self.ids = list(request.input_ids)
         self.generated = 0
         self.finish: FinishReason | None = None
-        self._room = max_sequence_tokens
+        self._longest = limits.max_sequence_tokens
+        self._longest_prompt = limits.max_prompt_tokens
         self._limit = request.max_tokens
-        if max_sequence_tokens is not None:  # a prompt too long is for the target to refuse
-            self._limit = min(self._limit, max(1, max_sequence_tokens - len(self.ids)))
+        if self._longest is not None:  # a prompt too long is for the target to refuse
+            self._limit = min(self._limit, max(1, self._longest - len(self.ids)))
+        self._end_id = request.end_id
         self._stops = StopSequences(request.stop_sequences)
         self._min_tokens = request.sampling.min_tokens or 0
 
@@ -46,19 +51,42 @@ class Progress:
         return self._limit - self.generated
 
     @property
+    def may_end(self) -> bool:
+        """Whether an end id counts from the next token on."""
+        return self.generated >= self._min_tokens
+
+    @property
     def max_draft(self) -> int:
         """The longest draft whose whole round the answer and the engine have room for.
 
-        The engine counts prompt, draft and new tokens against its longest sequence.
+        The engine counts prompt, draft and new tokens against its longest sequence. What follows
+        the round has the answer so far as its prompt, which may not exceed the longest prompt.
         """
-        if self._room is None:
-            return self.remaining - 1
-        return max(0, min(self.remaining - 1, (self._room - len(self.ids) - 1) // 2))
+        most = self.remaining - 1
+        if self._longest is not None:
+            most = min(most, (self._longest - len(self.ids) - 1) // 2)
+        if self._longest_prompt is not None:
+            most = min(most, self._longest_prompt - len(self.ids) - 1)
+        return max(0, most)
+
+    def stretch(self, tokens: int) -> int:
+        """How many tokens to decode plainly where ``tokens`` are meant.
+
+        All that remain, if the answer would then be longer than the longest prompt, since no
+        further request could continue it.
+        """
+        longest = self._longest_prompt
+        if longest is not None and len(self.ids) + tokens > longest:
+            return self.remaining
+        return min(self.remaining, tokens)
 
     def take(self, ids: TokenIds) -> int:
         """Append ids until the answer ends; how many were kept."""
         for kept, token in enumerate(ids):
             if self.finish is not None:
+                return kept
+            if token == self._end_id and self.may_end:
+                self.finish = FinishReason.END_ID
                 return kept
             self.ids.append(token)
             self.generated += 1
@@ -68,12 +96,23 @@ class Progress:
                 self.finish = FinishReason.LENGTH
         return len(ids)
 
-    def take_round(self, drafted: TokenIds, ids: TokenIds, reason: FinishReason | None) -> Verdict:
-        """Append what the target answered to ``drafted``; ``reason`` as the engine gave it."""
+    def take_round(
+        self,
+        drafted: TokenIds,
+        ids: TokenIds,
+        reason: FinishReason | None,
+        *,
+        shows_end: bool = False,
+    ) -> Verdict:
+        """Append what the target answered to ``drafted``; ``reason`` as the engine gave it.
+
+        ``shows_end``: the target was told of no end id, so it is among ``ids`` if it was drawn.
+        """
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(drafted, ids, strict=False))
         accepted = sum(1 for _ in equal)
         kept = self.take(ids)
-        if self.finish is None and _ended(len(drafted), len(ids), accepted, reason):
+        missing = not shows_end and _ended(len(drafted), len(ids), accepted, reason)
+        if self.finish is None and missing:
             self.finish = reason or FinishReason.END_ID
         return Verdict(accepted=accepted, kept=kept)
 

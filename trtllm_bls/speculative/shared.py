@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from trtllm_bls.messages import EngineLimits
+from trtllm_bls.speculative.cost_model import Acceptance, Costs, RunningTimes
 from trtllm_bls.speculative.options import DraftSource, SpeculationStats
-from trtllm_bls.speculative.pace import Acceptance, Costs, RunningTimes
 
 DRAFT_COOL_DOWN_S = 5.0
 
@@ -21,8 +21,8 @@ class SpeculationShared:
     """Measured seconds, acceptance per source, totals, and whether the draft may be asked.
 
     ``one_step`` tells whether the target ends every request after one step, as engines built for
-    external drafts do; ``None`` until it is known. ``ahead_times`` are of verifications beside
-    which the draft model worked, ``verify_times`` of the others; ``overlap_turns`` counts both.
+    external drafts do; ``None`` until it is known. ``overlapped_times`` are of verifications beside
+    which the draft model worked, ``verify_times`` of the others; ``overlap_rounds`` counts both.
     """
 
     in_flight: int = 0
@@ -33,13 +33,13 @@ class SpeculationShared:
     failures: Counter[str] = field(default_factory=Counter)
     draft_times: RunningTimes = field(default_factory=lambda: RunningTimes(proportional=True))
     verify_times: RunningTimes = field(default_factory=RunningTimes)
-    ahead_times: RunningTimes = field(default_factory=RunningTimes)
+    overlapped_times: RunningTimes = field(default_factory=RunningTimes)
     overhead_times: RunningTimes = field(default_factory=RunningTimes)
     plain_times: RunningTimes = field(default_factory=RunningTimes)
     rates: dict[DraftSource, Acceptance] = field(
         default_factory=lambda: {source: Acceptance() for source in DraftSource}
     )
-    overlap_turns: int = 0
+    overlap_rounds: int = 0
     _draft_off_until: float = 0.0
 
     def costs(self, source: DraftSource) -> Costs:
@@ -53,6 +53,6 @@ class SpeculationShared:
         self.failures[why] += 1
         self.totals.add_failure(why)
 
-    def rest_draft(self, now: float, *, for_ever: bool = False) -> None:
+    def pause_draft(self, now: float, *, for_ever: bool = False) -> None:
         """Ask the draft nothing for a while, so that not every request waits for its deadline."""
         self._draft_off_until = float("inf") if for_ever else now + DRAFT_COOL_DOWN_S

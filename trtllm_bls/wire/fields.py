@@ -7,16 +7,29 @@ cannot know: ranges, UTF-8, one value where one is meant, two spellings that con
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from trtllm_bls.contract import Model, Tensor
-from trtllm_bls.contract.checks import check_value
+from trtllm_bls.contract import ENGINE, Model, Tensor
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array
+from trtllm_bls.messages import Array, Sampling, Wants
 
 Fields = dict[str, Any]
+
+_SAMPLING = tuple(field.name for field in fields(Sampling))
+_WANTS = tuple(field.name for field in fields(Wants))
+# Opened by this package's messages; every other engine input is passed on as an extra.
+_OPENED = {
+    *(f"return_{name}" for name in _WANTS),
+    *_SAMPLING,
+    *("input_ids", "input_lengths", "max_tokens", "streaming", "num_return_sequences"),
+    *("end_id", "pad_id", "stop_sequences", "bad_sequences", "embedding_bias"),
+    *("draft_input_ids", "draft_logits", "draft_acceptance_threshold"),
+    *("exclude_input_in_output", "stop"),
+}
+EXTRAS = tuple(tensor for tensor in ENGINE.inputs if tensor.key not in _OPENED)
 
 
 def read_rows(model: Model, arrays: Mapping[str, Array]) -> list[Fields]:
@@ -40,19 +53,19 @@ def read_rows(model: Model, arrays: Mapping[str, Array]) -> list[Fields]:
 
 
 def _read_row(known: list[tuple[Tensor, Array]], row: int) -> Fields:
-    fields: Fields = {}
+    values: Fields = {}
     spelt: dict[str, str] = {}
     for tensor, array in known:
         value = _read_value(tensor, array[row])
-        if tensor.key in spelt and fields[tensor.key] != value:
+        if tensor.key in spelt and values[tensor.key] != value:
             raise InvalidRequest(
                 tensor.name,
-                f"{value} contradicts {spelt[tensor.key]} = {fields[tensor.key]}; "
+                f"{value} contradicts {spelt[tensor.key]} = {values[tensor.key]}; "
                 "they are two names of one option, send one of them",
             )
-        fields[tensor.key] = value
+        values[tensor.key] = value
         spelt[tensor.key] = tensor.name
-    return fields
+    return values
 
 
 def _read_value(tensor: Tensor, element: Any) -> Any:
@@ -63,7 +76,7 @@ def _read_value(tensor: Tensor, element: Any) -> Any:
     if not tensor.single:
         return values
     value = _only(tensor, values.tolist())
-    check_value(tensor, value)
+    tensor.check(value)
     return bool(value) if tensor.dtype == "BOOL" else value
 
 
@@ -80,3 +93,29 @@ def _text(name: str, item: Any) -> str:
         return bytes(item).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest(name, f"not valid UTF-8 at byte {error.start}") from None
+
+
+def sampling_of(row: Fields) -> Sampling:
+    """The sampling options of one row; ``top_p <= 0`` counts as not set."""
+    values = {name: row[name] for name in _SAMPLING if name in row}
+    if values.get("top_p", 1) <= 0:
+        del values["top_p"]
+    return Sampling(**values)
+
+
+def wants_of(row: Fields) -> Wants:
+    """Which outputs beside the tokens one row asks for."""
+    return Wants(**{name: row.get(f"return_{name}", False) for name in _WANTS})
+
+
+def extras_of(row: Fields) -> dict[str, Array]:
+    """The inputs that are passed on unopened, as arrays without batch dimension."""
+    return {
+        tensor.name: _unopened(tensor, row[tensor.key]) for tensor in EXTRAS if tensor.key in row
+    }
+
+
+def _unopened(tensor: Tensor, value: Any) -> Array:
+    if tensor.single:
+        value = [value.encode() if tensor.dtype == "STRING" else value]
+    return np.asarray(value, dtype=tensor.numpy_type)

@@ -8,15 +8,15 @@ import numpy as np
 
 from trtllm_bls.contract import BLS
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array, EngineMetrics, TextChunk, TextRequest
-from trtllm_bls.wire.engine import (
-    extras_of,
-    generation_logits,
-    metrics_arrays,
-    sampling_of,
-    wants_of,
+from trtllm_bls.messages import (
+    Array,
+    EngineMetrics,
+    SpeculationRequest,
+    TextChunk,
+    TextRequest,
 )
-from trtllm_bls.wire.fields import Fields, read_rows
+from trtllm_bls.wire.fields import Fields, extras_of, read_rows, sampling_of, wants_of
+from trtllm_bls.wire.scores import metrics_arrays, score_arrays
 
 
 def text_requests(arrays: Mapping[str, Array], request_id: str) -> list[TextRequest]:
@@ -45,9 +45,12 @@ def text_request(row: Fields, request_id: str) -> TextRequest:
         exclude_input_in_output=row.get("exclude_input_in_output", True),
         add_special_tokens=row.get("add_special_tokens"),
         skip_special_tokens=row.get("skip_special_tokens"),
-        num_draft_tokens=row.get("num_draft_tokens"),
-        use_draft_logits=row.get("use_draft_logits", False),
-        draft_source=row.get("draft_source"),
+        speculation=SpeculationRequest(
+            num_draft_tokens=row.get("num_draft_tokens"),
+            draft_source=row.get("draft_source"),
+            use_draft_logits=row.get("use_draft_logits", False),
+        ),
+        stream_interval=row.get("stream_interval", 1),
         timeout_s=row["timeout_ms"] / 1000 if "timeout_ms" in row else None,
         wants=wants_of(row),
         extras=extras_of(row),
@@ -74,7 +77,7 @@ def bias_of(row: Fields) -> tuple[tuple[str, float], ...]:
 
 
 def text_arrays(chunk: TextChunk, request: TextRequest, row: int | None) -> dict[str, Array]:
-    """Every output this chunk can fill, batch dimension 1 included.
+    """Every output this chunk can fill; all but the texts have a batch dimension of 1.
 
     ``row`` is the batch row, ``None`` when the request had only one.
     """
@@ -83,16 +86,16 @@ def text_arrays(chunk: TextChunk, request: TextRequest, row: int | None) -> dict
         arrays["batch_index"] = np.array([[row]], dtype=np.int32)
     if request.num_return_sequences > 1:
         arrays["sequence_index"] = np.array([[chunk.sequence_index]], dtype=np.int32)
-    if chunk.log_probs is not None:
-        arrays["output_log_probs"] = np.array([[chunk.log_probs]], dtype=np.float32)
-    if chunk.cum_log_prob is not None:
-        arrays["cum_log_probs"] = np.array([[chunk.cum_log_prob]], dtype=np.float32)
-    if chunk.context_logits is not None:
-        arrays["context_logits"] = np.asarray(chunk.context_logits, dtype=np.float32)[None]
-    if chunk.generation_logits is not None:
-        arrays["generation_logits"] = generation_logits(
-            np.asarray(chunk.generation_logits), request.stream
+    if chunk.log_probs or chunk.generation_logits or chunk.context_logits is not None:
+        arrays |= score_arrays(
+            chunk.log_probs,
+            chunk.cum_log_prob,
+            chunk.context_logits,
+            chunk.generation_logits,
+            streaming=request.stream,
         )
+    if chunk.metrics is not None:
+        arrays |= metrics_arrays(chunk.metrics)
     if chunk.ending is not None:
         arrays |= _ending_arrays(chunk, request)
     return arrays
@@ -110,8 +113,6 @@ def _ending_arrays(chunk: TextChunk, request: TextRequest) -> dict[str, Array]:
         arrays["num_input_tokens"] = np.array([[ending.prompt_tokens]], dtype=np.int32)
     if request.wants.num_output_tokens:
         arrays["num_output_tokens"] = np.array([[ending.completion_tokens]], dtype=np.int32)
-    if ending.metrics is not None:
-        arrays |= metrics_arrays(ending.metrics)
     if ending.speculation is not None:  # over all rounds, not the last one's as the engine sees it
         done = ending.speculation
         arrays["num_draft_rounds"] = np.array([[done.rounds]], dtype=np.int32)
@@ -124,4 +125,5 @@ def _ending_arrays(chunk: TextChunk, request: TextRequest) -> dict[str, Array]:
 
 
 def _text(text: str) -> Array:
-    return np.array([[text.encode("utf-8")]], dtype=np.object_)
+    """``[1]``: as TensorRT-LLM's own models send text, without a batch dimension."""
+    return np.array([text.encode("utf-8")], dtype=np.object_)

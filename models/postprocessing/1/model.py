@@ -1,4 +1,4 @@
-"""Door of ``postprocessing``: tensors in, ``services.tokens.Postprocessor``, tensors out."""
+"""Model ``postprocessing``: tensors in, ``services.tokens.Postprocessor``, tensors out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.door import answer_each, log_to_triton
 from trtllm_bls.parameters import MODEL_DIR, Parameters
+from trtllm_bls.python_backend import answer_each, log_to_triton
 from trtllm_bls.services.tokens import Postprocessor
 from trtllm_bls.tokenizer import load_tokenizer
 

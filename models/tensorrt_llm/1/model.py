@@ -1,4 +1,4 @@
-"""Door of ``tensorrt_llm`` where there is no GPU: the embedded engine with the same tensors.
+"""Model ``tensorrt_llm`` where there is no GPU: the embedded engine with the same tensors.
 
 ``trtllm-bls configure`` puts TensorRT-LLM's C++ backend in this slot for production.
 """
@@ -9,10 +9,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.door import Door, log_to_triton
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.parameters import EngineParameters, Parameters
-from trtllm_bls.services.engine import EngineService
+from trtllm_bls.python_backend import RequestServer, log_to_triton
+from trtllm_bls.services.engine_service import EngineService
 
 
 class TritonPythonModel:
@@ -24,10 +24,10 @@ class TritonPythonModel:
         settings = EmbeddedSettings(name=args["model_name"], **parameters.sizes)
         self._engine = EmbeddedEngine(parameters.model_dir, settings)
         service = EngineService(self._engine, exclude_input=parameters.exclude_input)
-        self._door = Door(pb_utils, service.handle)
+        self._server = RequestServer(pb_utils, service.handle)
 
     def execute(self, requests: list[Any]) -> None:
-        self._door.accept(requests)
+        self._server.accept(requests)
 
     def finalize(self) -> None:
-        self._door.close(self._engine.close)
+        self._server.close(self._engine.close)

@@ -1,14 +1,16 @@
-"""Door of ``tensorrt_llm_bls``: text in, text out, through the orchestrator."""
+"""Model ``tensorrt_llm_bls``: text in, text out, through the orchestrator."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.door import Door, log_to_triton
 from trtllm_bls.parameters import BlsParameters, Parameters
-from trtllm_bls.services.text import TextService
+from trtllm_bls.python_backend import RequestServer, log_to_triton
+from trtllm_bls.services.deployment import Deployment
+from trtllm_bls.services.text_service import TextService
 
 
 class TritonPythonModel:
@@ -16,11 +18,15 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
-        self._service = TextService.assemble(BlsParameters.read(Parameters(args)), pb_utils)
-        self._door = Door(pb_utils, self._service.handle)
+        self._deployment = Deployment(BlsParameters.read(Parameters(args)), pb_utils)
+        decoupled = pb_utils.using_decoupled_model_transaction_policy(
+            json.loads(args["model_config"])
+        )
+        service = TextService(self._deployment.orchestrator, decoupled=decoupled)
+        self._server = RequestServer(pb_utils, service.handle)
 
     def execute(self, requests: list[Any]) -> None:
-        self._door.accept(requests)
+        self._server.accept(requests)
 
     def finalize(self) -> None:
-        self._door.close(self._service.close)
+        self._server.close(self._deployment.close)

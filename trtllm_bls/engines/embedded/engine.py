@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from trtllm_bls.contract.checks import check_request
+from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.engines.embedded.batcher import Batcher
 from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
 from trtllm_bls.engines.embedded.sequence import Event, Sequence, Submission
@@ -83,8 +84,12 @@ class EmbeddedEngine:
         """Known since the load."""
         return self._limits
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
-        """The seam's stream; leaving it early cancels the request."""
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        """See ``Engine.generate``."""
+        return GeneratedChunks(self._chunks(request))
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        """Leaving it early cancels the request."""
         submission = self.submit(request, asyncio.get_running_loop())
         try:
             while submission.unfinished:

@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_bls.engines.dialect import Dialect, Responses
-from trtllm_bls.engines.stall import StallTimer
+from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.errors import EngineError, EngineStalled, from_wire
 from trtllm_bls.messages import Array, EngineChunk, EngineLimits, EngineRequest
-from trtllm_bls.wire.engine import request_arrays
+from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs
 
 _STOP_TRIES = 5
 _STOP_WAIT_SECONDS = 0.5
@@ -39,13 +38,13 @@ class BlsEngine:
     """The ``tensorrt_llm`` model named ``name`` in this very server."""
 
     def __init__(
-        self, pb_utils: Any, name: str, dialect: Dialect, vocab_size: int, threads: int
+        self, pb_utils: Any, name: str, model: DeployedModel, vocab_size: int, threads: int
     ) -> None:
         self.name = name
         self.stall_seconds = 0.0
         self._pb = pb_utils
-        self._dialect = dialect
-        self._vocab_size = vocab_size
+        self._model = model
+        self._vocab = vocab_size
         # Two pools: a stop must not wait behind the very streams that it would end.
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix=f"bls-{name}")
         self._stoppers = ThreadPoolExecutor(threads, thread_name_prefix=f"bls-stop-{name}")
@@ -54,24 +53,31 @@ class BlsEngine:
 
     async def limits(self) -> EngineLimits:
         """What the model's parameters tell, where they are known."""
-        return self._dialect.limits
+        return self._model.limits
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+    def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""
-        inputs = request_arrays(request, self._dialect.inputs, self._vocab_size)
-        outputs = self._dialect.outputs_for(request)
-        responses = Responses(request, self._dialect)
+        return GeneratedChunks(self._chunks(request))
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        inputs = {
+            name: array for name, _, array in request_inputs(request, self._model, self._vocab)
+        }
+        outputs = self._model.outputs_for(request)
+        responses = ResponseReader(request, self._model)
         inbox = _Inbox()
         reading = self._readers.submit(
             self._read, request.request_id, inputs, outputs, inbox.put_from_thread
         )
-        timer = StallTimer(self.stall_seconds, inbox.wake)
-        over = False
+        over = begun = False
         try:
-            while (item := await inbox.take()) is not _END:
-                if timer.stalled:
+            # The API loses errors in the middle of a stream, so there silence must be taken for
+            # one. A first response may take any time: the request may be queued, or be answered
+            # whole.
+            while (item := await inbox.take(self.stall_seconds if begun else 0)) is not _END:
+                if item is _SILENCE:
                     raise EngineStalled(f"{self.name} sent nothing for {self.stall_seconds:g} s")
-                timer.feed()
+                begun = True
                 if isinstance(item, Exception):
                     over = True  # an error is the last thing a child says
                     raise item
@@ -81,7 +87,6 @@ class BlsEngine:
             for chunk in responses.rest():
                 yield chunk
         finally:
-            timer.close()
             if not over and not reading.done() and not reading.cancel():
                 self._stoppers.submit(self._stop, request.request_id, reading)
 
@@ -161,6 +166,7 @@ class BlsEngine:
 
 
 _END = object()
+_SILENCE = object()
 
 
 class _Inbox:
@@ -175,13 +181,12 @@ class _Inbox:
         self._items.append(item)
         self._loop.call_soon_threadsafe(self._some.set)
 
-    def wake(self) -> None:
-        """Make ``take`` return ``None`` although nothing came."""
-        self._items.append(None)
-        self._some.set()
-
-    async def take(self) -> Any:
+    async def take(self, seconds: float) -> Any:
+        """The next item, or ``_SILENCE`` if none comes within ``seconds`` (0 = however long)."""
         while not self._items:
             self._some.clear()
-            await self._some.wait()
+            try:
+                await asyncio.wait_for(self._some.wait(), seconds or None)
+            except asyncio.TimeoutError:
+                return _SILENCE
         return self._items.popleft()

@@ -1,4 +1,4 @@
-"""How many tokens to draft: measured times, observed acceptance, and the choice between lengths.
+"""What a draft costs and gains: measured times, observed acceptance, the best length of a draft.
 
 With acceptance a for each token, a draft of k tokens yields E = 1 + a + ... + a^k tokens on
 average, in the time of k drafted tokens, one verification and the round's overhead. The length with

@@ -1,4 +1,4 @@
-"""Behind the ``tensorrt_llm`` door: any ``Engine`` served with TensorRT-LLM's own tensors.
+"""Behind the ``tensorrt_llm`` model: any ``Engine`` served with TensorRT-LLM's own tensors.
 
 Owns what belongs to the wire rather than to running tokens: batch rows, the prompt in front of
 non-streaming output, stop requests by request id, and which response is the last.
@@ -7,17 +7,15 @@ non-streaming output, stop requests by request id, and which response is the las
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
 
-from trtllm_bls.chunks import join_chunks
-from trtllm_bls.door import Call
-from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array, EngineChunk, EngineRequest
-from trtllm_bls.services.rows import end_all
-from trtllm_bls.wire.engine import ChunkWriter, EngineCall, engine_requests, is_stop
+from trtllm_bls.messages import EngineChunk, EngineRequest
+from trtllm_bls.python_backend import Call
+from trtllm_bls.services.batch import BatchCall, run_rows
+from trtllm_bls.wire.engine_server import ChunkWriter, engine_requests, is_stop
 
 
 class EngineService:
@@ -27,7 +25,7 @@ class EngineService:
         self._engine = engine
         self._exclude_input = exclude_input
         # By the client's request id; of several with one id only the newest can be stopped.
-        self._running: dict[str, _Run] = {}
+        self._running: dict[str, _RunningCall] = {}
 
     async def handle(self, call: Call) -> None:
         """Answer one call: a request, or a stop request for another."""
@@ -38,40 +36,45 @@ class EngineService:
             if output not in call.wanted:  # upstream refuses too: padding could not be told
                 raise InvalidRequest(output, "must be among the requested outputs")
         limits = await self._engine.limits()
-        calls = engine_requests(call.arrays, call.id, limits.vocab_size)
-        run = _Run(call, len(calls) * calls[0].request.num_return_sequences)
-        for row, one in enumerate(calls):
+        rows = engine_requests(call.arrays, call.id, limits.vocab_size)
+        batch = BatchCall(call, len(rows) * rows[0].request.num_return_sequences)
+        running = _RunningCall()
+        for number, row in enumerate(rows):
             writer = ChunkWriter(
-                one,
-                self._exclude_input if one.exclude_input is None else one.exclude_input,
-                row if len(calls) > 1 else None,
+                row,
+                self._exclude_input if row.exclude_input is None else row.exclude_input,
+                number if len(rows) > 1 else None,
             )
             # Always streamed inside, so that a stopped request can answer with what there is.
-            request = replace(one.request, request_id=f"{call.id}/{row}", streaming=True)
-            sequences = run.add_row(writer, one)
-            run.rows.append(asyncio.create_task(self._row(request, sequences)))
-        await self._finish(call, run)
+            request = replace(row.request, request_id=f"{call.id}/{number}", streaming=True)
+            sequences = [
+                _Sequence(batch, writer, index, row.request.streaming)
+                for index in range(row.request.num_return_sequences)
+            ]
+            running.sequences += sequences
+            running.rows.append(asyncio.create_task(self._row(request, sequences)))
+        await self._finish(call, running)
 
-    async def _finish(self, call: Call, run: _Run) -> None:
+    async def _finish(self, call: Call, running: _RunningCall) -> None:
         if call.client_id:
-            self._running[call.client_id] = run
+            self._running[call.client_id] = running
         try:
-            await asyncio.gather(*run.rows)
+            await run_rows(running.rows)
         except asyncio.CancelledError:
-            if not run.stopped:
+            if not running.stopped:
                 raise
         finally:
-            if self._running.get(call.client_id) is run:
+            if self._running.get(call.client_id) is running:
                 del self._running[call.client_id]
-            await end_all(run.rows)
-        run.send_rest()
+        for sequence in running.sequences:
+            sequence.end()
 
     def _stop(self, call: Call) -> None:
         if not call.client_id:
             raise InvalidRequest("stop", "needs the request id of the request that is to stop")
-        run = self._running.get(call.client_id)
-        if run is not None:
-            run.stop()
+        running = self._running.get(call.client_id)
+        if running is not None:
+            running.stop()
         call.finish()
 
     async def _row(self, request: EngineRequest, sequences: list[_Sequence]) -> None:
@@ -80,23 +83,13 @@ class EngineService:
                 sequences[chunk.sequence_index].add(chunk)
 
 
-class _Run:
-    """One call being answered: its sequences, and how many of them have not ended."""
+class _RunningCall:
+    """One call being answered: its rows' tasks, and its sequences."""
 
-    def __init__(self, call: Call, sequences: int) -> None:
+    def __init__(self) -> None:
         self.stopped = False
         self.rows: list[asyncio.Task[None]] = []
-        self._call = call
-        self._left = sequences
-        self._sequences: list[_Sequence] = []
-
-    def add_row(self, writer: ChunkWriter, one: EngineCall) -> list[_Sequence]:
-        new = [
-            _Sequence(self, writer, index, one.request.streaming)
-            for index in range(one.request.num_return_sequences)
-        ]
-        self._sequences += new
-        return new
+        self.sequences: list[_Sequence] = []
 
     def stop(self) -> None:
         """End the work; every sequence still ends with its normal last response."""
@@ -104,20 +97,12 @@ class _Run:
         for row in self.rows:
             row.cancel()
 
-    def send(self, arrays: Mapping[str, Array], ended: bool) -> None:
-        self._left -= ended
-        self._call.send(arrays, final=self._left == 0)
-
-    def send_rest(self) -> None:
-        for sequence in self._sequences:
-            sequence.end()
-
 
 class _Sequence:
     """One sequence on its way out: chunk by chunk, or collected into a single response."""
 
-    def __init__(self, run: _Run, writer: ChunkWriter, index: int, streaming: bool) -> None:
-        self._run = run
+    def __init__(self, batch: BatchCall, writer: ChunkWriter, index: int, streaming: bool) -> None:
+        self._batch = batch
         self._writer = writer
         self._index = index
         self._streaming = streaming
@@ -131,7 +116,7 @@ class _Sequence:
             if not chunk.final:
                 return
             chunk = join_chunks(self._collected)
-        self._run.send(self._writer.arrays(chunk), ended=chunk.final)
+        self._batch.send(self._writer.arrays(chunk), ended=chunk.final)
 
     def end(self) -> None:
         if not self._ended:

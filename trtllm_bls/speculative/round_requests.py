@@ -1,8 +1,8 @@
 """The requests of each round, so that a caller's fields mean over all rounds what they say.
 
 A round is a new engine request whose prompt holds what was generated so far. What counts from the
-start of the answer is handed on as what is left of it; what an engine counts over prompt and
-answer alike is handed on as it is; what starts afresh in each request is refused.
+start of the answer is passed on as what is left of it; what an engine counts over prompt and
+answer alike is passed on as it is; what starts afresh in each request is refused.
 
 Owns those three groups. Knows no engine.
 """
@@ -76,17 +76,16 @@ def round_seed(seed: int, generated: int, who: str = "target") -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class Carrier:
+class RoundRequests:
     """Makes the engine requests of one caller's request."""
 
     def __init__(self, request: EngineRequest, use_draft_logits: bool) -> None:
         self._request = request
         self._made = 0
         sampling = request.sampling
-        self._greedy = sampling.top_k == 1 or sampling.temperature == 0
-        self._by_logits = use_draft_logits and not self._greedy
+        self._by_logits = use_draft_logits and not sampling.is_greedy
         self._seed = sampling.seed
-        if self._seed is None and not self._greedy:  # the engine's default would repeat each round
+        if self._seed is None and not sampling.is_greedy:  # the default would repeat each round
             self._seed = secrets.randbits(63)
         self._likeliest = Sampling(
             top_k=1,
@@ -103,28 +102,43 @@ class Carrier:
         return self._target(progress, num_tokens, streaming, None)
 
     def verify(self, progress: Progress, draft: Draft) -> EngineRequest:
-        """Ask the target to verify ``draft`` in one pass."""
-        return self._target(progress, len(draft.token_ids) + 1, False, draft)
+        """Ask the target to verify ``draft`` in one pass.
 
-    def draft(self, progress: Progress, ahead: Sequence[int], num_tokens: int) -> EngineRequest:
-        """Ask the draft model to go on after the answer so far and the guesses ``ahead``.
+        With logits the draft may end with the end id, which is accepted or replaced like any
+        token; the target is told of none, so that the answer shows it (``Progress``).
+        """
+        request = self._target(progress, len(draft.token_ids) + 1, False, draft)
+        return replace(request, end_id=-1) if draft.logits is not None else request
+
+    def by_logits(self, progress: Progress) -> bool:
+        """Whether the next draft is drawn and verified with its logits.
+
+        Not while a minimum of tokens forbids the end id, which only the engine can do.
+        """
+        return self._by_logits and progress.may_end
+
+    def draft(self, progress: Progress, guessed: Sequence[int], num_tokens: int) -> EngineRequest:
+        """Ask the draft model to continue the answer so far, taking ``guessed`` as accepted.
 
         It decodes greedily, since its likeliest token is accepted most often whatever the target
-        draws; only where its logits are used must it draw as it says.
+        draws. Only where its logits are used must it draw as it says; then the end id is a token
+        like any other, since leaving it out would make the target's distribution another one.
         """
-        request, generated = self._request, progress.generated + len(ahead)
-        if self._by_logits:
+        request, generated = self._request, progress.generated + len(guessed)
+        by_logits = self.by_logits(progress)
+        if by_logits:
             sampling = self._sampling(generated, "draft")
         else:
             sampling = _with_minimum(self._likeliest, generated)
         return replace(
             request,
             request_id=self._request_id("draft"),
-            input_ids=(*progress.ids, *ahead),
+            input_ids=(*progress.ids, *guessed),
             max_tokens=num_tokens,
             streaming=False,
             sampling=sampling,
-            wants=Wants(generation_logits=self._by_logits),
+            end_id=-1 if by_logits else request.end_id,
+            wants=Wants(generation_logits=by_logits),
             extras={},
         )
 

@@ -1,37 +1,41 @@
 """The draft length of each round of one request: fixed, or what pays off at this load.
 
-Owns the request's own acceptance rates and its rests from drafting. Knows no engine and no clock.
+Owns the request's own acceptance rates and its pauses from drafting. Knows no engine and no clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trtllm_bls.speculative.cost_model import Acceptance, best_length, most_at_load, overlap_gains
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
-from trtllm_bls.speculative.pace import Acceptance, best_length, most_at_load, overlap_gains
 from trtllm_bls.speculative.shared import SpeculationShared
 
-FIRST_REST = 32  # plain tokens before drafting is tried again; doubles while it does not pay
-LONGEST_REST = 256
-FIRST_TURNS, OTHER_TURN = 8, 16  # to learn about overlap: one turn in two, then one in so many
+FIRST_PAUSE = 32  # plain tokens before drafting is tried again; doubles while it does not pay
+LONGEST_PAUSE = 256
+# To measure overlap, rounds with and without it are needed: of the first so many rounds every
+# second one overlaps, later one in so many goes against the better choice.
+TRIAL_ROUNDS, TRIAL_INTERVAL = 8, 16
 PROBE = 2  # tokens drafted to see whether acceptance has changed
 
 
 @dataclass
-class _Source:
+class _SourceState:
+    """Of one draft source, in one request."""
+
     rate: Acceptance
-    rest: int = 0  # length of the current or last rest; 0 = never rested since it paid off
-    rest_until: int = 0  # generated tokens
+    pause: int = 0  # length of the current or last pause; 0: none since drafting paid off
+    paused_until: int = 0  # generated tokens
 
 
-class Pacer:
-    """Answers "how many now?" for each source; ``ceiling`` is what options and engine allow."""
+class DraftLength:
+    """How many tokens each source drafts next, within what options and engine allow."""
 
     def __init__(self, options: SpeculationOptions, shared: SpeculationShared) -> None:
         self._options = options
         self._shared = shared
         self._sources = {
-            source: _Source(Acceptance(shared.rates[source].rate)) for source in DraftSource
+            source: _SourceState(Acceptance(shared.rates[source].rate)) for source in DraftSource
         }
         limits = shared.target_limits
         engine_most = limits.max_draft_tokens if limits else None
@@ -54,13 +58,13 @@ class Pacer:
         """Tokens to draft after ``generated`` ones, at most ``room``; 0 = decode plainly."""
         most = min(room, self.most())
         own = self._sources[source]
-        if most < 1 or generated < own.rest_until:
+        if most < 1 or generated < own.paused_until:
             return 0
         if self._options.num_draft_tokens is not None:
             return most
         best = best_length(own.rate.rate, self._shared.costs(source), most)
-        if best == 0 and own.rest == 0:
-            self._rest(own, generated, FIRST_REST)
+        if best == 0 and own.pause == 0:
+            self._pause(own, generated, FIRST_PAUSE)
         elif best == 0:
             return min(PROBE, most)
         return best
@@ -68,7 +72,7 @@ class Pacer:
     def overlaps(self, length: int) -> bool:
         """Whether the draft model should work on while the target verifies ``length`` tokens.
 
-        Where that is measured, some turns go the other way, so that both are known. Only few
+        Where that is measured, some rounds go the other way, so that both are known. Only few
         requests may: what is drafted in vain would have served others.
         """
         shared = self._shared
@@ -76,31 +80,31 @@ class Pacer:
             return self._options.overlap
         if shared.in_flight > max(self._options.load_schedule[0][0], 1):
             return False
-        shared.overlap_turns += 1
-        if shared.overlap_turns <= FIRST_TURNS:
-            return shared.overlap_turns % 2 == 0
+        shared.overlap_rounds += 1
+        if shared.overlap_rounds <= TRIAL_ROUNDS:
+            return shared.overlap_rounds % 2 == 0
         rate, costs = self._sources[DraftSource.MODEL].rate.rate, shared.costs(DraftSource.MODEL)
-        gains = overlap_gains(rate, length, costs, shared.ahead_times)
-        return bool(gains) != (shared.overlap_turns % OTHER_TURN == 0)
+        gains = overlap_gains(rate, length, costs, shared.overlapped_times)
+        return bool(gains) != (shared.overlap_rounds % TRIAL_INTERVAL == 0)
 
-    def rest_until(self, source: DraftSource) -> int:
+    def paused_until(self, source: DraftSource) -> int:
         """The number of generated tokens before which ``length`` stays 0."""
-        return self._sources[source].rest_until
+        return self._sources[source].paused_until
 
     def add_round(self, source: DraftSource, drafted: int, accepted: int, generated: int) -> None:
         """Learn from a round that ended at ``generated`` tokens."""
         own = self._sources[source]
         own.rate.add(drafted, accepted)
         self._shared.rates[source].add(drafted, accepted)
-        if own.rest == 0:
+        if own.pause == 0:
             return
         pays = best_length(own.rate.rate, self._shared.costs(source), max(1, self.most()))
         if pays:
-            own.rest = 0
+            own.pause = 0
         else:
-            self._rest(own, generated, min(2 * own.rest, LONGEST_REST))
+            self._pause(own, generated, min(2 * own.pause, LONGEST_PAUSE))
 
     @staticmethod
-    def _rest(own: _Source, generated: int, rest: int) -> None:
-        own.rest = rest
-        own.rest_until = generated + rest
+    def _pause(own: _SourceState, generated: int, tokens: int) -> None:
+        own.pause = tokens
+        own.paused_until = generated + tokens

@@ -1,7 +1,7 @@
 """Figures of one answer over all its rounds: log-probabilities, logits, the engine's metrics.
 
-Every round is a request of its own and reports only itself. The ledger turns each round's chunk
-into the answer's: cut where the answer ended, sums running on, the prompt's logits only once.
+Every round is a request of its own and reports only itself. Here each round's chunk becomes the
+answer's: cut where the answer ended, sums running on, the prompt's logits only once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from trtllm_bls.messages import EngineChunk, EngineMetrics, FinishReason
 
 
-class Ledger:
+class AnswerFigures:
     """Rewrites the chunks of many requests as the chunks of one."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Ledger:
     def begin_request(self) -> None:
         self._cum_before = self._cum_log_prob
 
-    def enter(self, chunk: EngineChunk, kept: int, finish: FinishReason | None) -> EngineChunk:
+    def add(self, chunk: EngineChunk, kept: int, finish: FinishReason | None) -> EngineChunk:
         """The chunk as the caller sees it: its first ``kept`` tokens, final if ``finish``."""
         if chunk.log_probs is not None:
             self._cum_log_prob += sum(chunk.log_probs[:kept])
@@ -40,7 +40,7 @@ class Ledger:
             log_probs=None if chunk.log_probs is None else chunk.log_probs[:kept],
             cum_log_prob=self._cum_log_prob if counted else None,
             generation_logits=None if logits is None else logits[:kept],
-            metrics=None if finish is None else self._metrics,
+            metrics=self._metrics,
         )
 
 

@@ -1,0 +1,90 @@
+"""The draft engine as one request sees it: a proposal in time, or a reason why there is none.
+
+Drafting only ever saves time, so nothing that goes wrong here may reach the caller, whatever the
+draft engine does. Owns the one running draft of a request and its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+
+from trtllm_bls.engines.base import Engine, join_chunks
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.messages import Array, Draft, EngineLimits, EngineRequest, TokenIds
+from trtllm_bls.speculative.rounds import DraftFailure
+from trtllm_bls.speculative.shared import SpeculationShared
+
+log = logging.getLogger("trtllm_bls.speculation")
+
+
+class DraftModel:
+    """Drafts one at a time: ``start``, then ``result`` or ``cancel``; always ``cancel`` at the
+    end.
+    """
+
+    def __init__(self, engine: Engine, deadline_s: float, shared: SpeculationShared) -> None:
+        self._engine = engine
+        self._deadline_s = deadline_s
+        self._shared = shared
+        self._task: asyncio.Task[Draft | DraftFailure] | None = None
+
+    def start(self, request: EngineRequest | None) -> None:
+        """Begin drafting in the background; without a request, what runs already goes on."""
+        if request is None:
+            return
+        assert self._task is None
+        self._task = asyncio.create_task(self._propose(request))
+
+    async def result(self) -> Draft | DraftFailure:
+        """What was started, within the deadline from now.
+
+        A draft without tokens means that the draft model expects the end.
+        """
+        task = self._task
+        assert task is not None
+        await asyncio.wait({task}, timeout=self._deadline_s)
+        if task.done():
+            self._task = None
+            outcome = task.result()
+        else:
+            outcome = DraftFailure("deadline", f"no draft within {self._deadline_s:g} s")
+            await self.cancel()
+        if isinstance(outcome, DraftFailure):
+            log.warning("no drafts (%s), decoding plainly: %s", outcome.why, outcome.problem)
+        return outcome
+
+    async def cancel(self) -> None:
+        """End the running draft, if any."""
+        task, self._task = self._task, None
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _propose(self, request: EngineRequest) -> Draft | DraftFailure:
+        try:
+            limits = self._shared.draft_limits = await self._engine.limits()
+            if (problem := _mismatch(limits, self._shared.target_limits)) is not None:
+                return DraftFailure("vocabulary", problem)
+            async with aclosing(self._engine.generate(request)) as stream:
+                chunk = join_chunks([chunk async for chunk in stream])
+            return _draft(request, chunk.token_ids, chunk.generation_logits)
+        except InvalidRequest as error:  # of this request alone: others may draft on
+            return DraftFailure("refused", str(error), pause=False)
+        except Exception as error:  # a draft engine may answer anything at all
+            return DraftFailure("error", f"{type(error).__name__}: {error}")
+
+
+def _draft(request: EngineRequest, ids: TokenIds, logits: Array | None) -> Draft:
+    ids = ids[: request.max_tokens]
+    if logits is None or len(logits) < len(ids):
+        return Draft(token_ids=ids)  # verified by id, which is as lossless
+    return Draft(token_ids=ids, logits=logits[: len(ids)])
+
+
+def _mismatch(draft: EngineLimits, target: EngineLimits | None) -> str | None:
+    known = target.vocab_size if target else None
+    if draft.vocab_size is None or known is None or draft.vocab_size == known:
+        return None
+    return f"the draft knows {draft.vocab_size} tokens, the target {known}"

@@ -1,0 +1,91 @@
+"""One engine made of a target and of what may draft for it: each request takes the way that suits
+it.
+
+A request that speculates runs in rounds over both engines (``engines.speculative``); any other goes
+straight to the target. A target that ends every request after one step, as older engines built for
+external drafts do, is asked for one token after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
+from trtllm_bls.engines.speculative import SpeculativeRun
+from trtllm_bls.errors import Unsupported
+from trtllm_bls.messages import EngineLimits, EngineRequest
+from trtllm_bls.speculative import (
+    SpeculationOptions,
+    SpeculationShared,
+    SpeculationStats,
+    check_speculative,
+)
+
+_PLAIN = SpeculationOptions(num_draft_tokens=0)
+
+
+def _ignore(stats: SpeculationStats) -> None:
+    pass
+
+
+class RoutingEngine:
+    """An ``Engine`` over ``target``, with drafts from ``draft`` or from the text itself.
+
+    ``options`` are the deployment's; ``by_default``: requests that ask for nothing are speculated
+    too. ``on_end`` is told what speculation did for each request that used it. The engines stay the
+    caller's but for ``close``.
+    """
+
+    def __init__(
+        self,
+        target: Engine,
+        draft: Engine | None = None,
+        options: SpeculationOptions | None = None,
+        *,
+        by_default: bool = False,
+        on_end: Callable[[SpeculationStats], None] = _ignore,
+        shared: SpeculationShared | None = None,
+    ) -> None:
+        self.name = target.name
+        self.shared = shared or SpeculationShared()
+        self._target = target
+        self._draft = draft
+        self._options = options or SpeculationOptions()
+        self._by_default = by_default
+        self._on_end = on_end
+
+    async def limits(self) -> EngineLimits:
+        """The target's."""
+        limits = await self._target.limits()
+        if limits.one_step is not None:
+            self.shared.one_step = limits.one_step
+        return limits
+
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        """See ``Engine.generate``; refuses by name what speculation was asked for but cannot do."""
+        options = self._options.for_request(
+            request, by_default=self._by_default, has_draft_model=self._draft is not None
+        )
+        on_end = self._on_end
+        if options is None:
+            if not self.shared.one_step or request.draft is not None:
+                return self._target.generate(request)
+            _check_one_step(request)
+            options, on_end = _PLAIN, _ignore
+        run = SpeculativeRun(request, self._target, self._draft, self.shared)
+        return TaskChunks(partial(run.run, options, on_end))
+
+    async def close(self) -> None:
+        """Close both engines."""
+        engines = [self._target] if self._draft is None else [self._target, self._draft]
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+
+def _check_one_step(request: EngineRequest) -> None:
+    try:
+        check_speculative(request)
+    except Unsupported as error:
+        problem = "the deployed engine, built for external drafts, gives one token per request"
+        raise Unsupported(error.field, f"cannot be honoured: {problem}") from None

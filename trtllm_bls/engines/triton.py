@@ -1,0 +1,150 @@
+"""A Triton model as an engine, over gRPC or over Triton's BLS API, whichever suits.
+
+The choice is made at the first request: while models load, the server's port is not open yet. A
+choice of BLS that was made for want of a port is looked at again later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from trtllm_bls.engines.base import ChunkStream, Engine
+from trtllm_bls.engines.triton_bls import BlsEngine
+from trtllm_bls.engines.triton_grpc import GrpcEngine
+from trtllm_bls.errors import EngineError, EngineUnavailable
+from trtllm_bls.messages import EngineLimits, EngineRequest
+from trtllm_bls.wire.engine_client import DeployedModel
+
+_CONNECT_SECONDS = 5.0
+_LOOK_AGAIN_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How engines are reached. ``transport``: auto, bls or grpc; ``url``: host:port.
+
+    ``repository`` is the model repository on disk, where the configuration of a model is read that
+    cannot be asked for over gRPC.
+    """
+
+    transport: str
+    url: str
+    pb_utils: Any
+    vocab_size: int
+    max_streams: int
+    stall_seconds: float
+    tls: ssl.SSLContext | None = None
+    repository: Path | None = None
+
+
+class TritonEngine:
+    """The model ``name``, opened when its limits are first asked for."""
+
+    def __init__(self, name: str, route: Route) -> None:
+        self.name = name
+        self._route = route
+        self._grpc = GrpcEngine(route.url, name, route.vocab_size, route.stall_seconds, route.tls)
+        self._bls: BlsEngine | None = None
+        self._chosen: Engine | None = None
+        self._look_again_at = float("inf")
+        self._lock = asyncio.Lock()
+
+    async def limits(self) -> EngineLimits:
+        """Opens the engine if need be. Raises ``EngineUnavailable``; the next call tries again."""
+        if self._chosen is None or asyncio.get_running_loop().time() > self._look_again_at:
+            async with self._lock:
+                self._chosen = await self._choose()
+        return await self._chosen.limits()
+
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        """See ``Engine.generate``."""
+        if self._chosen is None:
+            raise EngineUnavailable(f"{self.name}: not asked for its limits yet")
+        return self._chosen.generate(request)
+
+    async def close(self) -> None:
+        """Close what was opened."""
+        await self._grpc.close()
+        if self._bls is not None:
+            await self._bls.close()
+
+    async def _choose(self) -> Engine:
+        transport, route = self._route.transport, self._route
+        if transport == "bls":
+            return self._by_bls("as configured")
+        if transport == "auto" and _is_foreign(route.url):
+            return self._by_bls(f"another process than this server listens at {route.url}")
+        try:
+            await self._grpc.model(_CONNECT_SECONDS)
+        except EngineUnavailable as error:
+            # A server without the model may have it soon; without a server there is only BLS.
+            if transport == "grpc" or await self._grpc.server_answers(_CONNECT_SECONDS):
+                raise
+            return self._by_bls(f"no gRPC: {error}")
+        self._look_again_at = float("inf")
+        why = "as configured"
+        if transport == "auto":
+            why = "it cancels for real and delivers every error; Triton's BLS API does not"
+        log.info("%s: engine transport grpc at %s (%s)", self.name, route.url, why)
+        return self._grpc
+
+    def _by_bls(self, why: str) -> Engine:
+        route = self._route
+        if route.transport == "auto":
+            self._look_again_at = asyncio.get_running_loop().time() + _LOOK_AGAIN_SECONDS
+        if self._bls is None:
+            if route.pb_utils is None:
+                raise EngineUnavailable(f"{self.name}: {why}")
+            model = _declared_on_disk(route.repository, self.name)
+            self._bls = BlsEngine(
+                route.pb_utils, self.name, model, route.vocab_size, route.max_streams
+            )
+            self._bls.stall_seconds = route.stall_seconds
+            log.warning("%s: engine transport bls (%s)", self.name, why)
+        return self._bls
+
+
+def _declared_on_disk(repository: Path | None, name: str) -> DeployedModel:
+    """What the model's configuration file declares; TensorRT-LLM's last form if there is none."""
+    path = repository / name / "config.pbtxt" if repository else None
+    if path is None or not path.is_file():
+        log.warning("%s: its config.pbtxt is not there; the last release's tensors assumed", name)
+        return DeployedModel()
+    config = model_config_pb2.ModelConfig()
+    try:
+        text_format.Parse(path.read_text(encoding="utf-8"), config)
+    except (text_format.ParseError, UnicodeDecodeError) as error:
+        raise EngineError(f"{name}: its config.pbtxt cannot be read: {error}") from error
+    return DeployedModel.of(config)
+
+
+def _is_foreign(url: str) -> bool:
+    """Whether a port of this machine belongs to a process that this one does not descend from.
+
+    With host networking another Triton may own the default port. A port that nobody listens at, or
+    whose owner cannot be seen, is not foreign.
+    """
+    host, _, port = url.rpartition(":")
+    if host.strip("[]") not in ("localhost", "127.0.0.1", "::1") or not port.isdigit():
+        return False
+    import psutil
+
+    listeners = {
+        connection.pid
+        for connection in psutil.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == int(port)
+    }
+    known = listeners - {None}
+    ancestors = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    return bool(known) and not known & ancestors

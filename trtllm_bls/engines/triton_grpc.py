@@ -1,0 +1,255 @@
+"""An engine behind any Triton server's gRPC port, this server's own included.
+
+Preferred where the decoupled BLS API of the running Triton cannot cancel or loses errors: a gRPC
+call cancels for real, delivers every error, and couples no two requests. One connection; each
+running request has a call to itself, kept for the next one when it has ended (``stream_pool``). A
+call is never cancelled around its final response, which would leak the request inside Triton.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+
+from tritonclient.grpc import service_pb2
+
+from trtllm_bls.engines.base import QueuedChunks
+from trtllm_bls.engines.grpc_transport import Connection, GrpcError
+from trtllm_bls.engines.stream_pool import StreamPool
+from trtllm_bls.errors import (
+    EngineError,
+    EngineStalled,
+    EngineUnavailable,
+    TrtllmBlsError,
+    from_wire,
+)
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
+from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs
+from trtllm_bls.wire.infer_message import infer_message
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_CONFIG_SECONDS = 10.0  # for the model's configuration to be told
+_PROBE_SECONDS = 5.0  # for a silent server to say that it is alive
+_REFRESH_SECONDS = 30.0  # after which the configuration is asked for again: models are reloaded
+
+log = logging.getLogger(__name__)
+
+
+class GrpcEngine:
+    """The ``tensorrt_llm`` model named ``name`` at ``url`` (host:port).
+
+    ``vocab_size`` is the length of a dense embedding bias. When nothing at all has arrived for
+    ``stall_seconds`` (0 = never) although requests run, the server is asked whether it is alive; if
+    it does not answer, they fail. So no answer ends for being long or queued.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        vocab_size: int,
+        stall_seconds: float = 0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.name = name
+        self.url = url
+        self.vocab_size = vocab_size
+        self._stall_seconds = stall_seconds
+        self._connection = Connection(url, tls=tls)
+        self.pool = StreamPool(self._connection)
+        self._known: DeployedModel | None = None
+        self._known_at = 0.0
+        self._asking: asyncio.Task[DeployedModel] | None = None
+        self._running: set[GrpcChunks] = set()
+        self._last_heard = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+        self._probe: asyncio.Task[None] | None = None
+
+    async def limits(self) -> EngineLimits:
+        """What the model's parameters tell."""
+        return (await self.model()).limits
+
+    async def model(self, timeout: float = _CONFIG_SECONDS) -> DeployedModel:
+        """What the model declares; known for a while once asked for. Raises ``EngineError``."""
+        if self._known is None:
+            return await self._ask_model(timeout)
+        if _now() - self._known_at > _REFRESH_SECONDS and self._asking is None:
+            self._asking = asyncio.create_task(self._ask_model(timeout))
+            self._asking.add_done_callback(self._asked)
+        return self._known
+
+    def forget_model(self) -> None:
+        """The model may have been reloaded: ask again before the next request."""
+        self._known = None
+
+    async def server_answers(self, timeout: float) -> bool:
+        """Whether there is a Triton at the address, whatever its models do."""
+        try:
+            await self._connection.unary(_SERVICE + "ServerLive", b"", timeout)
+        except GrpcError:
+            return False
+        return True
+
+    def generate(self, request: EngineRequest) -> GrpcChunks:
+        """See ``Engine.generate``."""
+        if self._known is None:
+            raise EngineUnavailable(f"{self.name} at {self.url}: not asked for its limits yet")
+        chunks = GrpcChunks(self, request, self._known)
+        self._running.add(chunks)
+        if self._watch is None and self._stall_seconds:
+            self.heard()
+            self._watch_in(self._stall_seconds)
+        return chunks
+
+    async def close(self) -> None:
+        """Close the connection; running calls end with it."""
+        for pending in (self._watch, self._probe, self._asking):
+            if pending is not None:
+                pending.cancel()
+        self.pool.close()
+        await self._connection.close()
+
+    # --- used by the running requests ---------------------------------------------------------
+
+    def heard(self) -> None:
+        """Something has arrived."""
+        self._last_heard = _now()
+
+    def ended(self, chunks: GrpcChunks) -> None:
+        """A request is over."""
+        self._running.discard(chunks)
+
+    def failure(self, error: GrpcError) -> EngineError:
+        """A transport's error as an engine's."""
+        unreachable = error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+        kind = EngineUnavailable if unreachable else EngineError
+        return kind(f"{self.name} at {self.url}: {error.details}")
+
+    # --- the model and the server -------------------------------------------------------------
+
+    async def _ask_model(self, timeout: float) -> DeployedModel:
+        request = service_pb2.ModelConfigRequest(name=self.name).SerializeToString()
+        try:
+            answer = await self._connection.unary(_SERVICE + "ModelConfig", request, timeout)
+        except GrpcError as error:
+            raise self.failure(error) from error
+        self._known = DeployedModel.of(service_pb2.ModelConfigResponse.FromString(answer).config)
+        self._known_at = _now()
+        return self._known
+
+    def _asked(self, task: asyncio.Task[DeployedModel]) -> None:
+        self._asking = None
+        if not task.cancelled() and task.exception() is not None:
+            self.forget_model()
+
+    def _watch_in(self, seconds: float) -> None:
+        self._watch = asyncio.get_running_loop().call_later(seconds, self._check)
+
+    def _check(self) -> None:
+        self._watch = None
+        if not self._running:
+            return
+        left = self._last_heard + self._stall_seconds - _now()
+        if left > 0:
+            self._watch_in(left)
+        else:
+            self._probe = asyncio.create_task(self._probe_server())
+
+    async def _probe_server(self) -> None:
+        silent_since = self._last_heard
+        if await self.server_answers(_PROBE_SECONDS):
+            self.heard()
+        elif self._last_heard == silent_since:
+            problem = f"{self.name} at {self.url}: its server does not answer"
+            log.error("%s; %d requests fail", problem, len(self._running))
+            for chunks in list(self._running):
+                chunks.stall(EngineStalled(problem))
+        self._watch_in(self._stall_seconds)
+
+
+class GrpcChunks(QueuedChunks):
+    """One request on its way over one call."""
+
+    def __init__(self, engine: GrpcEngine, request: EngineRequest, model: DeployedModel) -> None:
+        super().__init__(self._cancel_call)
+        self._engine = engine
+        self._id = request.request_id
+        self._running = True
+        self._reader = ResponseReader(request, model)
+        inputs = request_inputs(request, model, engine.vocab_size)
+        self._message = infer_message(
+            engine.name, self._id, inputs, model.outputs_for(request)
+        ).SerializeToString()
+        self._begin()
+
+    def stall(self, error: EngineStalled) -> None:
+        """Give the request up."""
+        self._cancel_call()
+        self.fail(error)
+
+    def _begin(self) -> None:
+        self._call = self._engine.pool.take()
+        self._replies_before = self._call.replies
+        self._call.on_messages, self._call.on_end = self._on_messages, self._on_end
+        self._call.send(self._message)
+
+    def _on_messages(self, messages: list[bytes]) -> None:
+        self._engine.heard()
+        chunks: list[EngineChunk] = []
+        last = False
+        try:
+            for message in messages:
+                reply = service_pb2.ModelStreamInferResponse.FromString(message)
+                if reply.error_message:
+                    # It does not say whether more is to come, so the call is not used again.
+                    self._over()
+                    self._engine.pool.end(self._call)
+                    raise from_wire(reply.error_message)
+                if reply.infer_response.id != self._id:
+                    raise EngineError(f"{self._engine.name} answered to another request's id")
+                new, last = self._reader.read(reply.infer_response)
+                chunks += new
+                if last:
+                    break
+        except Exception as error:
+            self.put(chunks)
+            self._fail(error)
+            return
+        # The call is given back first: whoever leaves with a last chunk cancels nothing.
+        if last:
+            self._over()
+            self._engine.pool.give_back(self._call)
+        self.put(chunks)
+        if last:
+            self.end()
+
+    def _on_end(self, error: GrpcError | None) -> None:
+        if self._replies_before and self._call.replies == self._replies_before:
+            self._begin()  # a kept call had ended before it took the request: take a new one
+        elif error is not None:
+            self._fail(self._engine.failure(error))
+        else:
+            self._fail(EngineError(f"{self._engine.name} ended its stream without a last response"))
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, TrtllmBlsError):
+            error = EngineError(f"{self._engine.name}: its response cannot be read: {error}")
+        if isinstance(error, EngineError):
+            self._engine.forget_model()
+        self._cancel_call()
+        self.fail(error)
+
+    def _cancel_call(self) -> None:
+        """End the request's work, unless it is over."""
+        if self._running:
+            self._over()
+            self._call.cancel()
+
+    def _over(self) -> None:
+        self._running = False
+        self._engine.ended(self)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

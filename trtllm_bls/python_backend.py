@@ -1,0 +1,366 @@
+"""What every ``model.py`` does with Triton's requests: answer each exactly once.
+
+One event loop in a thread of its own runs one task per request. Sending is a round trip to the
+server that blocks its thread, so a few sender threads do it; at most one send per request is in
+flight, and what its task has to say meanwhile is answered together (``Call.ready``). One watcher
+thread asks Triton which callers have gone and cancels their tasks. The rules that a response sender
+must obey (docs/architecture.md names the defects behind them) are kept here and nowhere else:
+
+- every request ends in exactly one FINAL, on every path, also where a send fails;
+- an error is the last thing sent and carries FINAL in the same send;
+- only outputs the caller asked for are sent;
+- nobody asks ``is_cancelled`` of a sender that has been closed: both are done under one lock.
+
+``pb_utils`` comes in as an argument, so tests can pass a fake. Knows nothing of text, tokens or
+engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import gc
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
+from trtllm_bls.messages import Array
+
+SENDERS = 4  # threads; each waits for the server most of its time
+# Asking for a caller costs a round trip, so all calls share so many questions: each is asked every
+# 50 ms while there are at most 60 calls, and every 250 ms while there are 300.
+WATCH_SECONDS, WATCHED_AT_ONCE = 0.05, 60
+_FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_RETRY_SECONDS = 0.2  # between attempts to end a call whose every send fails
+
+log = logging.getLogger(__name__)
+
+
+class Call:
+    """One Triton request and its answer; ``arrays`` are its inputs, once they have been read.
+
+    ``wanted``: the outputs asked for, which are all if the caller named none. ``send``, ``fail``
+    and ``finish`` are called on the event loop and never wait.
+    """
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, pb_utils: Any, request: Any, senders: SenderThreads) -> None:
+        self._pb = pb_utils
+        self._sender = request.get_response_sender()
+        self._senders = senders
+        self.wanted: frozenset[str] = frozenset(request.requested_output_names())
+        self._lock = threading.Lock()  # of Triton's sender
+        self._closed = False
+        self._queue_lock = threading.Lock()
+        self._queue: collections.deque[tuple[Callable[[], Any] | None, bool]] = collections.deque()
+        self._sending = False
+        self._ended = False  # the last response is queued
+        self._waiters: list[asyncio.Future[None]] = []
+        self.on_broken: Callable[[], object] = _nothing  # called once if a response cannot be sent
+        self.client_id: str = request.request_id()
+        # Unique in this process, whatever ids clients choose; it names the call in log lines.
+        self.id = f"{self.client_id or 'request'}-{next(self._numbers)}"
+        self.arrays: Mapping[str, Array] = MappingProxyType({})
+
+    def read(self, request: Any) -> None:
+        """Copy the inputs: Triton may free its own any time."""
+        self.arrays = MappingProxyType(
+            {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+        )
+
+    def send(self, arrays: Mapping[str, Array], final: bool = False) -> None:
+        """Send one response; with ``final`` it is the last. Ignored once the call has ended."""
+        self._put(lambda: self._response(arrays), final)
+
+    def fail(self, error: Exception) -> None:
+        """End the call with an error; ignored once it has ended."""
+        self._put(lambda: self._error(error), final=True)
+
+    def finish(self) -> None:
+        """End the call without another response; ignored once it has ended."""
+        self._put(None, final=True)
+
+    async def ready(self) -> None:
+        """Return once everything has been sent; without suspending if nothing is being sent."""
+        if not self._sending:
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        with self._queue_lock:
+            if not self._sending:
+                return
+            self._waiters.append(waiter)
+        await waiter
+
+    def gone(self) -> bool:
+        """Whether the caller no longer waits. The only place that may ask Triton."""
+        if not self._lock.acquire(blocking=False):
+            return False  # a response is on its way just now
+        try:
+            return not self._closed and bool(self._sender.is_cancelled())
+        except Exception as error:  # whatever Triton raises, the watch goes on
+            log.warning("%s: cannot ask for its caller: %s", self.id, error)
+            return False
+        finally:
+            self._lock.release()
+
+    def _response(self, arrays: Mapping[str, Array]) -> Any:
+        tensors = [
+            self._pb.Tensor(name, array) for name, array in arrays.items() if name in self.wanted
+        ]
+        return self._pb.InferenceResponse(tensors)
+
+    def _error(self, error: Exception) -> Any:
+        return self._pb.InferenceResponse([], error=as_triton_error(self._pb, error, self.id))
+
+    def _put(self, response: Callable[[], Any] | None, final: bool) -> None:
+        if self._ended:
+            return
+        self._ended = final
+        with self._queue_lock:
+            self._queue.append((response, final))
+            if self._sending:
+                return
+            self._sending = True
+        self._senders.work_on(self)
+
+    # --- in a sender thread -------------------------------------------------------------------
+
+    def send_queued(self) -> list[asyncio.Future[None]]:
+        """Send all that is queued; who waits for that."""
+        while True:
+            with self._queue_lock:
+                if not self._queue:
+                    self._sending = False
+                    waiters, self._waiters = self._waiters, []
+                    return waiters
+                response, final = self._queue.popleft()
+            if not self._send(response, final):
+                with self._queue_lock:
+                    self._queue.appendleft((None, True))
+                self._senders.later(_RETRY_SECONDS, self)
+                return []
+
+    def _send(self, response: Callable[[], Any] | None, final: bool) -> bool:
+        """Send one response; false if not even the end could be sent."""
+        with self._lock:
+            if self._closed:
+                return True
+            try:
+                if response is None:
+                    self._sender.send(flags=_FINAL)
+                else:
+                    self._sender.send(response(), flags=_FINAL if final else 0)
+                self._closed = final
+                return True
+            except Exception as error:  # Triton raises types of its own
+                log.error("%s: a response could not be sent: %s", self.id, error)
+                self._closed = self._end_broken()
+        self.on_broken()
+        return self._closed
+
+    def _end_broken(self) -> bool:
+        """End the call with little: an error, or only the end. Whether one of them was taken."""
+        problem = EngineUnavailable("a response could not be sent; the server's log tells why")
+        for responses in ([self._error(problem)], []):
+            try:
+                self._sender.send(*responses, flags=_FINAL)
+                return True
+            except Exception as error:
+                log.error("%s: its end could not be sent: %s", self.id, error)
+        return False
+
+
+class SenderThreads:
+    """Threads that send what calls have queued, each call by one thread at a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
+        self._loop = loop
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def work_on(self, call: Call) -> None:
+        """Send what ``call`` has queued."""
+        self._calls.put(call)
+
+    def later(self, seconds: float, call: Call) -> None:
+        """The same, after a while."""
+        timer = threading.Timer(seconds, self.work_on, [call])
+        timer.daemon = True
+        timer.start()
+
+    def close(self) -> None:
+        """Send what is queued, then end the threads."""
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if waiters := call.send_queued():
+                self._loop.call_soon_threadsafe(_wake, waiters)
+
+
+class RequestServer:
+    """Runs ``handle(call)`` for every request, all at once, until closed."""
+
+    def __init__(self, pb_utils: Any, handle: Callable[[Call], Awaitable[None]]) -> None:
+        self._pb = pb_utils
+        self._handle = handle
+        self._open: dict[asyncio.Task[None], Call] = {}
+        self._loop = asyncio.new_event_loop()
+        self._senders = SenderThreads(self._loop, SENDERS)
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True),
+            threading.Thread(target=self._watch, name="watcher", daemon=True),
+        ]
+        # What loading made stays for good: a full collection would look through all of it and hold
+        # every stream for tens of milliseconds.
+        gc.collect()
+        gc.freeze()
+        for thread in self._threads:
+            thread.start()
+
+    def accept(self, requests: Iterable[Any]) -> None:
+        """Take requests from Triton's ``execute``; returns at once."""
+        for request in requests:
+            call = Call(self._pb, request, self._senders)
+            try:
+                call.read(request)
+            except Exception as error:  # raised to Triton, it would answer the whole batch twice
+                call.fail(error)
+            else:
+                self._loop.call_soon_threadsafe(self._start, call)
+
+    def close(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """End every call still open with an error, run ``finish``, then end the threads."""
+        self._closing.set()
+        self._run(self._cancel_all())
+        self._run(finish())
+        self._senders.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        for thread in self._threads:
+            thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _start(self, call: Call) -> None:
+        task = self._loop.create_task(self._answer(call))
+        self._open[task] = call
+        call.on_broken = lambda: self._loop.call_soon_threadsafe(task.cancel)
+        task.add_done_callback(self._open.pop)
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            await self._handle(call)
+        except asyncio.CancelledError:
+            if call.gone():
+                log.info("%s: cancelled by its caller", call.id)
+            else:  # a silent end would look like a whole answer
+                call.fail(EngineUnavailable("the server is shutting down"))
+        except Exception as error:
+            if isinstance(error, TrtllmBlsError):
+                log.info("%s: refused or failed: %s", call.id, to_wire(error))
+            call.fail(error)
+        finally:
+            call.finish()
+
+    async def _cancel_all(self) -> None:
+        tasks = list(self._open)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _watch(self) -> None:
+        waiting: list[tuple[asyncio.Task[None], Call]] = []
+        while not self._closing.wait(WATCH_SECONDS):
+            if not waiting:
+                # copy() is atomic under the GIL; a call that ends meanwhile says "not gone".
+                waiting = list(self._open.copy().items())
+            asked, waiting = waiting[:WATCHED_AT_ONCE], waiting[WATCHED_AT_ONCE:]
+            for task, call in asked:
+                if call.gone():
+                    self._loop.call_soon_threadsafe(task.cancel)
+
+
+def answer_each(
+    pb_utils: Any,
+    requests: Iterable[Any],
+    answer: Callable[[Mapping[str, Array]], Mapping[str, Array]],
+) -> list[Any]:
+    """One response per request of a model that is not decoupled; a failure is its own answer."""
+    return [_answered(pb_utils, request, answer) for request in requests]
+
+
+def _answered(
+    pb_utils: Any, request: Any, answer: Callable[[Mapping[str, Array]], Mapping[str, Array]]
+) -> Any:
+    try:
+        arrays = answer({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
+    except Exception as error:
+        failure = as_triton_error(pb_utils, error, request.request_id() or "request")
+        return pb_utils.InferenceResponse([], error=failure)
+    wanted = request.requested_output_names()
+    tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in wanted]
+    return pb_utils.InferenceResponse(tensors)
+
+
+def as_triton_error(pb_utils: Any, error: Exception, call_id: str) -> Any:
+    """What a caller is told of a failure: our own errors as they are, of others only the kind."""
+    if not isinstance(error, TrtllmBlsError):
+        log.error("%s: unexpected error", call_id, exc_info=error)
+        kind = type(error).__name__
+        error = TrtllmBlsError(f"unexpected {kind}; the server's log tells more under {call_id}")
+    return pb_utils.TritonError(to_wire(error), getattr(pb_utils.TritonError, error.status))
+
+
+def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+
+
+def _nothing() -> None:
+    pass
+
+
+class TritonLogHandler(logging.Handler):
+    """Sends the package's log records to Triton's log, level kept."""
+
+    def __init__(self, pb_utils: Any, model_name: str) -> None:
+        super().__init__()
+        self._logger = pb_utils.Logger
+        self._model_name = model_name
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = f"[{self._model_name}] {self.format(record)}"
+        if record.levelno >= logging.ERROR:
+            self._logger.log_error(text)
+        elif record.levelno >= logging.WARNING:
+            self._logger.log_warn(text)
+        else:
+            self._logger.log_info(text)
+
+
+def log_to_triton(pb_utils: Any, model_name: str) -> None:
+    """Route this package's logging to Triton; called by each model's ``initialize``."""
+    logger = logging.getLogger("trtllm_bls")
+    logger.handlers = [TritonLogHandler(pb_utils, model_name)]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

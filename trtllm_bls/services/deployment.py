@@ -1,0 +1,81 @@
+"""From a deployment's parameters to its orchestrator, for a Triton model or any other process."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.engines.triton import Route, TritonEngine
+from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.parameters import BlsParameters
+from trtllm_bls.services.metrics import SpeculationMetrics
+from trtllm_bls.speculative import DraftSource, SpeculationOptions
+from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Deployment:
+    """One orchestrator and the engines it owns.
+
+    ``pb_utils`` are Triton's utilities inside a Python model, ``None`` elsewhere: then there are no
+    metrics of Triton's and engines are reached over gRPC alone. Raises ``SetupError``.
+    """
+
+    def __init__(self, parameters: BlsParameters, pb_utils: Any = None) -> None:
+        tokenizer = load_tokenizer(parameters.tokenizer_dir)
+        self.engine = _engine(parameters, pb_utils, tokenizer)
+        defaults = Defaults(
+            add_special_tokens=parameters.add_special_tokens,
+            skip_special_tokens=parameters.skip_special_tokens,
+            accumulate=parameters.accumulate_tokens,
+            timeout_s=parameters.timeout_seconds or None,
+        )
+        self.orchestrator = Orchestrator(tokenizer, self.engine, defaults)
+
+    async def close(self) -> None:
+        """Close the engines."""
+        await self.engine.close()
+
+
+def _engine(parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer) -> RoutingEngine:
+    route = Route(
+        transport=parameters.transport,
+        url=parameters.engine_url,
+        pb_utils=pb_utils,
+        vocab_size=tokenizer.model_vocab_size,
+        max_streams=parameters.max_streams,
+        stall_seconds=parameters.stall_seconds,
+    )
+    draft: Engine | None = None
+    if parameters.draft and _same_vocabulary(parameters, tokenizer):
+        draft = TritonEngine(parameters.draft, route)
+    source = parameters.draft_source
+    options = SpeculationOptions(
+        draft_source=DraftSource(source) if source != "off" else DraftSource.MODEL,
+        num_draft_tokens=parameters.num_draft_tokens,
+        max_draft_tokens=parameters.max_draft_tokens,
+        draft_deadline_s=parameters.draft_deadline_seconds,
+        overlap=parameters.overlap_drafts,
+    )
+    return RoutingEngine(
+        TritonEngine(parameters.target, route),
+        draft,
+        options,
+        by_default=source != "off",
+        on_end=SpeculationMetrics(pb_utils).add,
+    )
+
+
+def _same_vocabulary(parameters: BlsParameters, tokenizer: Tokenizer) -> bool:
+    directory = parameters.draft_tokenizer_dir
+    if directory is None or load_tokenizer(directory).fingerprint == tokenizer.fingerprint:
+        return True
+    log.warning(
+        "draft model %s is not used: its tokenizer in %s has another token table than the target's",
+        parameters.draft,
+        directory,
+    )
+    return False

@@ -1,0 +1,451 @@
+"""Speculative decoding of one request as a state machine without I/O.
+
+The theory. A round proposes k tokens cheaply, has the target compute all k + 1 positions in one
+pass, and keeps the proposed tokens up to the first that the target would not have chosen, plus one
+token of the target's own. Every token of the answer is thus the target's; a proposal (a *guess*)
+only decides how many come out of one pass. Guesses come from the text itself (prompt lookup, free)
+or from a draft model, which can also work while the target verifies: it then continues after the
+guess as if all of it were accepted (*early*), which is of use only if that comes true. Where
+guessing does not pay, the target decodes plainly, in one stream that is left as soon as guessing
+may pay again.
+
+The states, and what leads from one to the next:
+
+    READY       nothing is under way            next() -> VERIFYING, DRAFTING, DECODING, ENDED
+    DRAFTING    the draft model continues       drafted() -> GUESSED or READY
+    GUESSED     a guess is at hand              next() -> VERIFYING
+    VERIFYING   the target checks the guess     verified() -> READY, EARLY or STALE
+                                                refused() -> READY or STALE
+    EARLY       all of it came true, so the     next() -> DRAFTING, or READY without it
+                early draft may be of use
+    STALE       not all of it came true, so the next() -> READY
+                early draft continues another text
+    DECODING    the target streams plainly      decoded() ... stopped() -> READY or PROBING
+    PROBING     does the target end every       probed() -> READY
+                request after one token?
+    ENDED       the answer is complete
+
+``next`` says what to do as one action; whoever does it reports with the method of that action and
+asks again. A first token waits for no draft model: it is asked for as plain decoding would. Times
+are loop seconds, handed in. Knows no engine; ``engines.speculative`` performs the actions.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from itertools import takewhile
+from typing import TypeAlias
+
+from trtllm_bls.messages import (
+    Draft,
+    EngineChunk,
+    EngineLimits,
+    EngineRequest,
+    FinishReason,
+    Sampling,
+    SpeculationCounts,
+)
+from trtllm_bls.speculative.answer_figures import AnswerFigures
+from trtllm_bls.speculative.cost_model import Stopwatch
+from trtllm_bls.speculative.draft_length import DraftLength
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.progress import Progress
+from trtllm_bls.speculative.prompt_lookup import PromptLookup
+from trtllm_bls.speculative.round_requests import RoundRequests, draft_can_follow
+from trtllm_bls.speculative.shared import SpeculationShared
+
+UNSTREAMED_STRETCH = 64  # plain tokens per request that cannot be left half-way
+
+
+class State(Enum):
+    """See the top of this file."""
+
+    READY = auto()
+    DRAFTING = auto()
+    GUESSED = auto()
+    VERIFYING = auto()
+    EARLY = auto()
+    STALE = auto()
+    DECODING = auto()
+    PROBING = auto()
+    ENDED = auto()
+
+
+@dataclass(frozen=True)
+class AskDraft:
+    """Have the draft model answer ``request``; report ``drafted``.
+
+    Without a request: wait for the draft that was begun early.
+    """
+
+    request: EngineRequest | None
+
+
+@dataclass(frozen=True)
+class DropDraft:
+    """End the draft model's work, which is of no use; report nothing."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Have the target answer ``request``, whole; report ``verified`` or ``refused``.
+
+    ``early``: what the draft model is to begin meanwhile.
+    """
+
+    request: EngineRequest
+    early: EngineRequest | None = None
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Stream ``request`` from the target; report each chunk by ``decoded``, then ``stopped``."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Have the target answer ``request``, whole; report ``probed``."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True)
+class End:
+    """Nothing is left to do."""
+
+
+Action: TypeAlias = AskDraft | DropDraft | Verify | Decode | Probe | End
+
+
+@dataclass(frozen=True)
+class DraftFailure:
+    """Why there is no draft: one word, one line, and whether other requests should pause too."""
+
+    why: str
+    problem: str
+    pause: bool = True
+
+
+@dataclass(frozen=True)
+class _Guess:
+    """Tokens to verify, and the source they come from; no tokens = it expects the end here."""
+
+    draft: Draft
+    source: DraftSource
+
+
+class SpeculativeRounds:
+    """The decisions of one request. ``stats`` may be read at any time."""
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        options: SpeculationOptions,
+        shared: SpeculationShared,
+        *,
+        has_draft_model: bool,
+    ) -> None:
+        limits = shared.target_limits or EngineLimits()
+        self.state = State.READY
+        self.stats = SpeculationStats()
+        self._request = request
+        self._options = options
+        self._shared = shared
+        self._vocab_size = limits.vocab_size
+        self._progress = Progress(request, limits)
+        self._requests = RoundRequests(request, options.use_draft_logits)
+        self._figures = AnswerFigures()
+        self._lengths = DraftLength(options, shared)
+        self._lookup: PromptLookup | None = None
+        if options.uses_lookup:
+            self._lookup = PromptLookup(self._progress.ids, options.min_match)
+        usable = has_draft_model and options.uses_model and draft_can_follow(request)
+        self._model_given_up = not usable
+        self._guess: _Guess | None = None  # to verify, or being verified
+        self._asked = 0  # tokens asked of the draft model
+        self._early = False  # the draft model works, or has worked, on what follows the guess
+        self._begun = 0.0  # when the running action began
+        self._round_over: float | None = None  # None: no round just before
+        self._draft_wait = 0.0  # seconds spent waiting for the draft model since then
+        self._stretch = 0  # tokens asked for by the plain stretch
+        self._watch = Stopwatch(0.0, reads_prompt=False)
+
+    # --- what next ----------------------------------------------------------------------------
+
+    def next(self, now: float) -> Action:
+        """The next action, which begins ``now``."""
+        self._begun = now
+        if self._progress.finish is not None:
+            return self._end()
+        if self.state is State.EARLY:
+            if self._model_length(now):
+                self.state = State.DRAFTING
+                self._asked = self._model_length(now) + 1  # the target's own token comes first
+                return AskDraft(None)
+            return self._drop_draft()
+        if self.state is State.STALE:
+            return self._drop_draft()
+        if self.state is State.GUESSED:
+            return self._verify(now)
+        if self.state is State.PROBING:
+            return Probe(self._probe())
+        return self._choose(now)
+
+    def _choose(self, now: float) -> Action:
+        self._guess = self._look_up()
+        if self._guess is not None:
+            return self._verify(now)
+        self._asked = self._model_length(now)
+        if not self._asked:
+            return self._decode(now)
+        if self._progress.generated == 0:
+            return self._verify(now)
+        self.state = State.DRAFTING
+        return AskDraft(self._requests.draft(self._progress, (), self._asked))
+
+    def _end(self) -> Action:
+        if self._early:
+            self._early = False
+            return DropDraft()
+        self.state = State.ENDED
+        return End()
+
+    def _drop_draft(self) -> Action:
+        self._early = False
+        self.stats.overlap_wasted += 1
+        self.state = State.READY
+        return DropDraft()
+
+    # --- guessing -----------------------------------------------------------------------------
+
+    def drafted(self, outcome: Draft | DraftFailure, now: float) -> None:
+        """The draft model's answer; one without tokens means that it expects the end."""
+        waited = now - self._begun
+        self._draft_wait += waited
+        early, self._early = self._early, False
+        self.state = State.READY
+        if isinstance(outcome, DraftFailure):
+            self._give_up_draft(outcome, now)
+            return
+        count = self._asked
+        if early:
+            if len(outcome.token_ids) < 2 or outcome.token_ids[0] != self._progress.ids[-1]:
+                self.stats.overlap_wasted += 1
+                return
+            self.stats.overlap_used += 1
+            outcome, count = _without_first(outcome), count - 1
+        elif outcome.token_ids and self.stats.drafted:  # the first also read the prompt
+            self._shared.draft_times.add(len(outcome.token_ids), waited)
+        self._guess = _Guess(self._fitting(outcome, count), DraftSource.MODEL)
+        self.state = State.GUESSED
+
+    def _give_up_draft(self, failure: DraftFailure, now: float) -> None:
+        """Draft no more in this request; drafting only ever saves time, so nothing else fails."""
+        self._model_given_up = True
+        self.stats.add_failure(failure.why)
+        self._shared.add_failure(failure.why)
+        if failure.pause:
+            self._shared.pause_draft(now, for_ever=failure.why == "vocabulary")
+
+    def _look_up(self) -> _Guess | None:
+        progress, lookup = self._progress, self._lookup
+        paused = progress.generated < self._lengths.paused_until(DraftSource.NGRAM)
+        if lookup is None or paused or not self._lengths.most():
+            return None
+        if not lookup.propose(1):  # cheap, and most often the end of it
+            return None
+        count = self._lengths.length(DraftSource.NGRAM, progress.generated, progress.max_draft)
+        draft = self._fitting(Draft(token_ids=lookup.propose(count)), count)
+        return _Guess(draft, DraftSource.NGRAM) if draft.token_ids else None
+
+    def _model_length(self, now: float) -> int:
+        """Tokens to ask of the draft model; 0 = none."""
+        if self._model_given_up or not self._shared.draft_usable(now):
+            return 0
+        progress, limits = self._progress, self._shared.draft_limits
+        room = progress.max_draft
+        if limits is not None and limits.max_sequence_tokens is not None:
+            room = min(room, max(0, limits.max_sequence_tokens - len(progress.ids)))
+        return self._lengths.length(DraftSource.MODEL, progress.generated, room)
+
+    def _fitting(self, draft: Draft, count: int) -> Draft:
+        """Cut where the target could not follow: too long, the end id, an id it does not know.
+
+        A draft with logits keeps its end id, as its last token.
+        """
+        known = sys.maxsize if self._vocab_size is None else self._vocab_size
+        end_id = self._request.end_id
+        fits = takewhile(lambda t: 0 <= t < known and t != end_id, draft.token_ids[:count])
+        ids = tuple(fits)
+        logits = draft.logits
+        if logits is None:
+            return Draft(token_ids=ids)
+        if len(ids) < len(draft.token_ids[:count]) and draft.token_ids[len(ids)] == end_id:
+            ids = draft.token_ids[: len(ids) + 1]
+        return Draft(token_ids=ids, logits=logits[: len(ids)])
+
+    # --- verifying ----------------------------------------------------------------------------
+
+    def _verify(self, now: float) -> Action:
+        """Verify the guess; without one, ask for a single token."""
+        if self._round_over is not None:
+            overhead = now - self._round_over - self._draft_wait
+            self._shared.overhead_times.add(0, overhead)
+        self.state = State.VERIFYING
+        self._figures.begin_request()
+        draft = self._guess.draft if self._guess else None
+        if draft is None or not draft.token_ids:
+            return Verify(self._requests.plain(self._progress, 1, False))
+        return Verify(self._requests.verify(self._progress, draft), self._begin_early(draft, now))
+
+    def _begin_early(self, draft: Draft, now: float) -> EngineRequest | None:
+        """Let the draft model guess the target's own token after ``draft``, and what follows."""
+        guessed = draft.token_ids
+        if self._options.overlap is False or self._progress.remaining <= len(guessed) + 2:
+            return None
+        if guessed[-1] == self._request.end_id:
+            return None
+        count = self._model_length(now)
+        if not count or not self._lengths.overlaps(len(guessed)):
+            return None
+        self._early = True
+        return self._requests.draft(self._progress, guessed, count + 1)
+
+    def verified(self, chunk: EngineChunk, now: float) -> EngineChunk:
+        """The target's answer to ``Verify``; the part of it that belongs to the answer."""
+        guess, self._guess = self._guess, None
+        drafted = guess.draft.token_ids if guess else ()
+        later = self._progress.generated > 0  # the first also reads the prompt
+        shows_end = guess is not None and guess.draft.logits is not None and bool(drafted)
+        verdict = self._progress.take_round(
+            drafted, chunk.token_ids, chunk.finish_reason, shows_end=shows_end
+        )
+        self._round_over, self._draft_wait = now, 0.0
+        if later:
+            shared = self._shared
+            times = shared.overlapped_times if self._early else shared.verify_times
+            times.add(len(drafted), now - self._begun)
+        if guess is not None:
+            self._count(guess, verdict.accepted)
+        self.state = State.READY
+        if self._early:
+            self.state = State.EARLY if verdict.accepted == len(drafted) else State.STALE
+        return self._entered(chunk, verdict.kept)
+
+    def refused(self, problem: str, now: float) -> None:
+        """The target takes no drafts; were it broken, plain decoding would say so now."""
+        self._guess = self._lookup = None
+        self._give_up_draft(DraftFailure("refused", problem, pause=False), now)
+        self.state = State.STALE if self._early else State.READY
+
+    def _count(self, guess: _Guess, accepted: int) -> None:
+        drafted, generated = len(guess.draft.token_ids), self._progress.generated
+        if drafted:
+            self.stats.add_round(guess.source, drafted, accepted)
+            self._shared.totals.add_round(guess.source, drafted, accepted)
+            self._lengths.add_round(guess.source, drafted, accepted, generated)
+        else:  # the end itself was the guess
+            ended = self._progress.finish is FinishReason.END_ID
+            self._lengths.add_round(guess.source, 1, int(ended), generated)
+
+    # --- plain decoding -----------------------------------------------------------------------
+
+    def _decode(self, now: float) -> Action:
+        progress = self._progress
+        self.state = State.DECODING
+        self._stretch, streaming = self._stretch_length()
+        self._watch = Stopwatch(now, reads_prompt=progress.generated == 0)
+        self._figures.begin_request()
+        self._round_over = None
+        return Decode(self._requests.plain(progress, self._stretch, streaming))
+
+    def _stretch_length(self) -> tuple[int, bool]:
+        """How many tokens to ask for, and whether as a stream, which can be left half-way."""
+        progress = self._progress
+        if self._shared.one_step:
+            return 1, False
+        no_guesses = self._lengths.never or (self._lookup is None and self._model_given_up)
+        if no_guesses or not progress.max_draft:
+            return progress.remaining, self._request.streaming
+        streaming = self._request.streaming or self._lookup is not None
+        pause = self._lengths.paused_until(DraftSource.MODEL) - progress.generated
+        if not self._model_given_up and pause > 0:
+            return progress.stretch(pause), streaming
+        return progress.remaining if streaming else progress.stretch(UNSTREAMED_STRETCH), streaming
+
+    def decoded(self, chunk: EngineChunk, now: float) -> EngineChunk:
+        """A chunk of the plain stretch; the part of it that belongs to the answer."""
+        self._watch.add(len(chunk.token_ids), now)
+        kept = self._progress.take(chunk.token_ids)
+        if chunk.final:
+            self._end_stretch(chunk.finish_reason)
+        return self._entered(chunk, kept)
+
+    def may_leave(self, now: float) -> bool:
+        """Whether the plain stretch should be left: the answer has ended, or a guess may pay."""
+        if self._progress.finish is not None:
+            return True
+        if not self._lengths.most() or not self._progress.max_draft:
+            return False
+        return self._look_up() is not None or self._model_length(now) > 0
+
+    def stopped(self) -> None:
+        """The plain stretch is over, or was left."""
+        seconds = self._watch.seconds_per_token()
+        if seconds is not None:
+            self._shared.plain_times.add(0, seconds)
+        if self.state is State.DECODING:
+            self.state = State.READY
+
+    def _end_stretch(self, reason: FinishReason | None) -> None:
+        """The target ended its request: find out whether it ended the answer."""
+        got, asked = self._watch.tokens, self._stretch
+        if got > 1:
+            self._shared.one_step = False
+        if self._progress.finish is not None:
+            return
+        told = reason not in (None, FinishReason.LENGTH)
+        if not told and got == 1 < asked and self._shared.one_step is None:
+            self.state = State.PROBING
+        elif told or got == 0 or (got < asked and not (got == 1 and self._shared.one_step)):
+            self._progress.finish = reason or FinishReason.END_ID
+
+    def _probe(self) -> EngineRequest:
+        """Two tokens without an end: an engine that gives one ends every request after one.
+
+        One token looks like an end id otherwise. Asked once per target.
+        """
+        return EngineRequest(
+            request_id=f"{self._request.request_id}-steps",
+            input_ids=(self._progress.ids[-1],),
+            max_tokens=2,
+            streaming=False,
+            sampling=Sampling(top_k=1),
+        )
+
+    def probed(self, chunk: EngineChunk) -> EngineChunk:
+        """The target's answer to ``Probe``; the end of the answer, if it had ended after all."""
+        self._shared.one_step = len(chunk.token_ids) < 2
+        self.state = State.READY
+        if not self._shared.one_step:
+            self._progress.finish = FinishReason.END_ID
+        return self._entered(EngineChunk(token_ids=()), 0)
+
+    # --- the answer ---------------------------------------------------------------------------
+
+    def _entered(self, chunk: EngineChunk, kept: int) -> EngineChunk:
+        stats = self.stats
+        counts = SpeculationCounts(
+            rounds=stats.rounds, drafted=stats.drafted, accepted=stats.accepted
+        )
+        entered = self._figures.add(chunk, kept, self._progress.finish)
+        return replace(entered, speculation=counts)
+
+
+def _without_first(draft: Draft) -> Draft:
+    logits = None if draft.logits is None else draft.logits[1:]
+    return Draft(token_ids=draft.token_ids[1:], logits=logits)

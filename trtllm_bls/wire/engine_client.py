@@ -1,0 +1,330 @@
+"""The ``tensorrt_llm`` tensors from the caller's side: requests written, responses read.
+
+Versions of the engine differ, so what a deployed model declares is looked up and never guessed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from trtllm_bls.contract import ENGINE
+from trtllm_bls.errors import EngineError, InvalidRequest
+from trtllm_bls.messages import (
+    Array,
+    Draft,
+    EngineChunk,
+    EngineLimits,
+    EngineMetrics,
+    EngineRequest,
+    Sampling,
+    TokenIds,
+    Wants,
+)
+from trtllm_bls.wire.infer_message import is_final, output_arrays
+from trtllm_bls.wire.scores import METRICS
+from trtllm_bls.wire.words import pack_words
+
+_SAMPLING = tuple(option.name for option in fields(Sampling))
+_WANTS = tuple(option.name for option in fields(Wants))
+_SPELLINGS = {
+    tensor.key: tuple(other for other in ENGINE.inputs if other.key == tensor.key)
+    for tensor in ENGINE.inputs
+}
+# What TensorRT-LLM's last form declares. Older spellings are left out: two names of one option are
+# never both sent.
+_LAST_FORM = {
+    tensor.name: "BYTES" if tensor.dtype == "STRING" else tensor.dtype
+    for tensor in ENGINE.inputs
+    if tensor.name not in ("min_length", "random_seed")
+}
+
+
+@dataclass(frozen=True)
+class DeployedModel:
+    """The inputs (with Triton's data types), outputs and parameters that one model declares."""
+
+    inputs: Mapping[str, str] = field(default_factory=lambda: _LAST_FORM)
+    outputs: frozenset[str] = field(default_factory=lambda: frozenset(ENGINE.output_named))
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Any) -> DeployedModel:
+        """From Triton's ``ModelConfig`` message. Raises ``EngineError`` if not decoupled."""
+        if not config.model_transaction_policy.decoupled:
+            raise EngineError(
+                f"model {config.name} is not decoupled; set model_transaction_policy.decoupled "
+                "to true in its config.pbtxt"
+            )
+        parameters = {key: value.string_value for key, value in config.parameters.items()}
+        types = config.DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_number
+        inputs = {
+            tensor.name: types[tensor.data_type]
+            .name.removeprefix("TYPE_")
+            .replace("STRING", "BYTES")
+            for tensor in config.input
+        }
+        if _is_true(parameters.get("exclude_input_in_output")):
+            inputs.pop("exclude_input_in_output", None)  # nothing to ask for: it is so by default
+        return cls(inputs, frozenset(tensor.name for tensor in config.output), parameters)
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What the parameters tell of the engine's limits."""
+        one_step = self.parameters.get("one_step")
+        return EngineLimits(
+            max_sequence_tokens=self._number("max_sequence_tokens") or None,
+            max_prompt_tokens=self._number("max_prompt_tokens") or None,
+            max_draft_tokens=self._number("max_draft_len"),  # 0: it takes none
+            one_step=_is_true(one_step) if one_step else None,
+        )
+
+    def prompt_included(self, request: EngineRequest) -> bool:
+        """Whether a non-streaming answer to this request starts with the prompt."""
+        if request.streaming or "exclude_input_in_output" in self.inputs:
+            return False  # exclusion is always asked for where it can be
+        return not _is_true(self.parameters.get("exclude_input_in_output"))
+
+    def outputs_for(self, request: EngineRequest) -> list[str]:
+        """The outputs to ask for; nothing is sent that nobody reads."""
+        wants = request.wants
+        names = ["output_ids", "sequence_length"]
+        if request.num_return_sequences > 1:
+            names.append("sequence_index")
+        if wants.log_probs:
+            names += ["output_log_probs", "cum_log_probs"]
+        names += ["context_logits"] if wants.context_logits else []
+        names += ["generation_logits"] if wants.generation_logits else []
+        names += METRICS if wants.perf_metrics else ()
+        return [name for name in names if name in self.outputs]
+
+    def _number(self, key: str) -> int | None:
+        value = self.parameters.get(key, "")
+        return int(value) if value.isdigit() else None
+
+
+def _is_true(value: str | None) -> bool:
+    return (value or "").lower() in ("true", "1")
+
+
+# --- requests -------------------------------------------------------------------------------
+
+
+def request_inputs(
+    request: EngineRequest, model: DeployedModel, vocab_size: int
+) -> list[tuple[str, str, Array]]:
+    """The request as name, Triton's data type and values of each input of ``model``.
+
+    ``vocab_size`` is the length of a dense embedding bias. Raises ``InvalidRequest`` for an
+    option that this engine has no input for: never dropped in silence.
+    """
+    declared = model.inputs
+    names = frozenset(declared)
+    arrays: dict[str, Array] = {}
+    for key, value in _plain_values(request):
+        name = _spelling(key, names)
+        arrays[name] = _one_of(name, value)
+    arrays["input_ids"] = _ids_row(request.input_ids)
+    arrays |= {name: array[None] for name, array in request.extras.items()}
+    if request.stop_sequences:
+        arrays["stop_words_list"] = pack_words(request.stop_sequences)[None]
+    if request.bad_sequences:
+        arrays["bad_words_list"] = pack_words(request.bad_sequences)[None]
+    if request.embedding_bias:
+        dense = np.zeros((1, vocab_size), dtype=np.float32)
+        for token, weight in request.embedding_bias:
+            dense[0, token] += weight
+        arrays["embedding_bias"] = dense
+    if request.draft is not None:
+        arrays |= _draft_arrays(request.draft, declared.get("draft_logits"))
+    if "exclude_input_in_output" in declared:
+        arrays["exclude_input_in_output"] = _one_of("exclude_input_in_output", True)
+    for name in arrays:
+        if name not in declared:
+            raise InvalidRequest(name, "this engine version has no such input")
+    return [(name, declared[name], array) for name, array in arrays.items()]
+
+
+def _plain_values(request: EngineRequest) -> Iterable[tuple[str, Any]]:
+    yield "input_lengths", len(request.input_ids)
+    yield "max_tokens", request.max_tokens
+    if request.streaming:  # absent means no
+        yield "streaming", True
+    if request.num_return_sequences > 1:
+        yield "num_return_sequences", request.num_return_sequences
+    for name in ("end_id", "pad_id"):
+        if (value := getattr(request, name)) is not None:
+            yield name, value
+    for name in _SAMPLING:
+        if (value := getattr(request.sampling, name)) is not None:
+            yield name, value
+    for name in _WANTS:
+        # Counts are the caller's own business; the engine need not send them.
+        if getattr(request.wants, name) and not name.startswith("num_"):
+            yield f"return_{name}", True
+
+
+@lru_cache(maxsize=1024)
+def _spelling(key: str, declared: frozenset[str]) -> str:
+    spellings = _SPELLINGS[key]
+    for tensor in spellings:
+        if tensor.name in declared:
+            return tensor.name
+    raise InvalidRequest(spellings[0].name, "this engine version has no such input")
+
+
+@lru_cache(maxsize=4096)
+def _one_of(name: str, value: Any) -> Array:
+    """``[1, 1]``; kept, since rounds of speculation send the same numbers again and again."""
+    array: Array = np.array([[value]], dtype=ENGINE.input_named[name].numpy_type)
+    array.flags.writeable = False
+    return array
+
+
+def _ids_row(ids: TokenIds) -> Array:
+    """``[1, N]`` int32; three times as fast as numpy's own reading of a tuple."""
+    return np.frombuffer(struct.pack(f"={len(ids)}i", *ids), dtype=np.int32)[None]
+
+
+def _draft_arrays(draft: Draft, logits_type: str | None) -> dict[str, Array]:
+    arrays: dict[str, Array] = {"draft_input_ids": _ids_row(draft.token_ids)}
+    if draft.logits is not None:
+        numpy_type = np.float16 if logits_type == "FP16" else np.float32
+        arrays["draft_logits"] = np.asarray(draft.logits, dtype=numpy_type)[None]
+    if draft.acceptance_threshold is not None:
+        name = "draft_acceptance_threshold"
+        arrays[name] = _one_of(name, draft.acceptance_threshold)
+    return arrays
+
+
+# --- responses ------------------------------------------------------------------------------
+
+
+class ResponseReader:
+    """The responses of one request, as chunks.
+
+    The wire marks only the end of the whole request; here every sequence gets a last chunk.
+    """
+
+    def __init__(self, request: EngineRequest, model: DeployedModel) -> None:
+        self._request = request
+        self._skip = len(request.input_ids) if model.prompt_included(request) else 0
+        self._unfinished = set(range(request.num_return_sequences))
+        self._single = request.num_return_sequences == 1
+        self._plain = self._single and request.wants == Wants() and not self._skip
+        self._log_probs_read: dict[int, int] = {}
+        self._last_metrics: dict[int, EngineMetrics | None] = {}
+
+    def read(self, response: Any) -> tuple[list[EngineChunk], bool]:
+        """The chunks of one ``ModelInferResponse``, and whether it is the last of the request.
+
+        Raises ``EngineError`` for a response that breaks the contract.
+        """
+        last = is_final(response)
+        if self._plain and len(response.outputs) == 2:
+            ids = _two_outputs(response)
+            if ids is not None:
+                if last or not self._request.streaming:
+                    self._unfinished.clear()
+                    return [EngineChunk(token_ids=ids, final=True)], last
+                return [EngineChunk(token_ids=ids)], False
+        try:
+            arrays = output_arrays(response)
+        except ValueError as error:
+            raise EngineError(f"the engine's response cannot be read: {error}") from error
+        return list(self.chunks(arrays, last)), last
+
+    def chunks(self, arrays: Mapping[str, Array], last: bool) -> Iterator[EngineChunk]:
+        """The chunks of one response; with ``last``, what is still missing to end everything."""
+        if arrays:
+            try:
+                chunk = self._chunk(arrays, final=last and self._single)
+            except (IndexError, TypeError, ValueError) as error:
+                raise EngineError(f"the engine's response cannot be read: {error}") from error
+            if chunk.final:
+                self._unfinished.discard(chunk.sequence_index)
+            self._last_metrics[chunk.sequence_index] = chunk.metrics
+            yield chunk
+        if last:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[EngineChunk]:
+        """A closing chunk for each sequence that has had none, once the request has ended."""
+        for index in sorted(self._unfinished):
+            metrics = self._last_metrics.get(index)
+            yield EngineChunk(token_ids=(), sequence_index=index, final=True, metrics=metrics)
+        self._unfinished.clear()
+
+    def _chunk(self, arrays: Mapping[str, Array], final: bool) -> EngineChunk:
+        if "output_ids" not in arrays or "sequence_length" not in arrays:
+            raise EngineError("the engine's response lacks output_ids or sequence_length")
+        length = int(np.asarray(arrays["sequence_length"]).reshape(-1)[0])
+        row = np.asarray(arrays["output_ids"])[0, 0, self._skip : length]
+        index = _number(arrays, "sequence_index") or 0
+        if not 0 <= index < self._request.num_return_sequences:
+            raise EngineError(f"the engine's response is of sequence_index {index}: none such")
+        return EngineChunk(
+            token_ids=tuple(row.tolist()),
+            sequence_index=index,
+            final=final or not self._request.streaming,
+            metrics=self._metrics(arrays),
+            **self._scores(arrays, index, len(row)),
+        )
+
+    def _scores(self, arrays: Mapping[str, Array], index: int, new: int) -> dict[str, Any]:
+        scores: dict[str, Any] = {}
+        wants = self._request.wants
+        if wants.log_probs and "output_log_probs" in arrays:
+            so_far = np.asarray(arrays["output_log_probs"])[0, 0]
+            read = self._log_probs_read.get(index, 0)
+            self._log_probs_read[index] = read + new
+            scores["log_probs"] = tuple(_first("output_log_probs", so_far[read:], new).tolist())
+        if wants.log_probs and "cum_log_probs" in arrays:
+            scores["cum_log_prob"] = float(np.asarray(arrays["cum_log_probs"]).reshape(-1)[0])
+        if wants.context_logits and "context_logits" in arrays:
+            scores["context_logits"] = np.array(arrays["context_logits"])[0]
+        if wants.generation_logits and "generation_logits" in arrays:
+            rows = np.array(arrays["generation_logits"])
+            rows = rows[0, :, 0] if self._request.streaming else rows[0, 0]
+            scores["generation_logits"] = _first("generation_logits", rows, new)
+        return scores
+
+    def _metrics(self, arrays: Mapping[str, Array]) -> EngineMetrics | None:
+        if not self._request.wants.perf_metrics or arrays.keys().isdisjoint(METRICS):
+            return None
+        return EngineMetrics(**{name: _number(arrays, name) for name in METRICS})
+
+
+def _two_outputs(response: Any) -> TokenIds | None:
+    """The ids of a response with nothing but ids and their number, which is nearly every one.
+
+    ``None`` for any other, which is read with more care.
+    """
+    one, other = response.outputs
+    if one.name == "output_ids" and other.name == "sequence_length":
+        ids, length = response.raw_output_contents
+    elif one.name == "sequence_length" and other.name == "output_ids":
+        length, ids = response.raw_output_contents
+    else:
+        return None
+    if len(length) != 4 or one.datatype != "INT32" or other.datatype != "INT32":
+        return None
+    count = int.from_bytes(length, "little", signed=True)
+    if not 0 <= count <= len(ids) // 4:
+        return None
+    return struct.unpack_from(f"<{count}i", ids)
+
+
+def _first(name: str, scores: Array, count: int) -> Array:
+    if len(scores) < count:
+        raise EngineError(f"the engine's {name} hold {len(scores)} entries for {count} tokens")
+    return scores[:count]
+
+
+def _number(arrays: Mapping[str, Array], name: str) -> int | None:
+    return int(np.asarray(arrays[name]).reshape(-1)[0]) if name in arrays else None

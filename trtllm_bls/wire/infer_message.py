@@ -1,0 +1,89 @@
+"""Messages of Triton's gRPC inference protocol (KServe v2): requests and outputs as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import (
+    deserialize_bf16_tensor,
+    deserialize_bytes_tensor,
+    serialize_bf16_tensor,
+    serialize_byte_tensor,
+)
+
+from trtllm_bls.contract.tensors import NUMPY_TYPES
+from trtllm_bls.messages import Array
+
+
+def infer_message(
+    model: str,
+    request_id: str,
+    inputs: Iterable[tuple[str, str, Array]],
+    outputs: Iterable[str] = (),
+) -> Any:
+    """A ``ModelInferRequest``. ``inputs``: name, Triton's data type, values; no outputs = all.
+
+    A BF16 input is given as float32. The last response carries Triton's final flag, also if it is
+    empty. (Triton's Python clients refuse that parameter by name, so messages are made here.)
+    """
+    message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, datatype, array in inputs:
+        message.inputs.append(_header(name, datatype, array.shape))
+        message.raw_input_contents.append(_raw(datatype, array))
+    for output in outputs:
+        message.outputs.add(name=output)
+    return message
+
+
+def is_final(response: Any) -> bool:
+    """Whether a ``ModelInferResponse`` is the last of its request."""
+    parameters = response.parameters
+    return "triton_final_response" in parameters and parameters["triton_final_response"].bool_param
+
+
+def output_arrays(response: Any) -> Mapping[str, Array]:
+    """The outputs of a ``ModelInferResponse`` by name; BF16 becomes float32.
+
+    Raises ``ValueError`` for a response whose parts do not fit together.
+    """
+    outputs, raws = response.outputs, response.raw_output_contents
+    if len(outputs) != len(raws):
+        raise ValueError(f"{len(outputs)} outputs with the contents of {len(raws)}")
+    return {
+        output.name: _array(output.datatype, raw).reshape(output.shape)
+        for output, raw in zip(outputs, raws, strict=True)
+    }
+
+
+@lru_cache(maxsize=1024)
+def _header(name: str, datatype: str, shape: tuple[int, ...]) -> Any:
+    """A tensor without its values; copied where it is used, which is cheaper than made."""
+    return service_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=shape)
+
+
+def _raw(datatype: str, array: Array) -> bytes:
+    if datatype == "BYTES":
+        packed = serialize_byte_tensor(array)
+        return packed.item() if packed.size else b""
+    if datatype == "BF16":
+        packed = serialize_bf16_tensor(np.asarray(array, dtype=np.float32))
+        return packed.item() if packed.size else b""
+    return array.tobytes()
+
+
+def _array(datatype: str, raw: bytes) -> Array:
+    if datatype == "BYTES":
+        texts: Array = deserialize_bytes_tensor(raw)
+        return texts
+    if datatype == "BF16":
+        wide: Array = deserialize_bf16_tensor(raw)
+        return wide
+    numpy_type = NUMPY_TYPES.get(datatype)
+    if numpy_type is None:
+        raise ValueError(f"an output of type {datatype}")
+    return np.frombuffer(raw, dtype=numpy_type)

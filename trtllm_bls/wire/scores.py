@@ -1,0 +1,58 @@
+"""Score and figure outputs that several models share: log-probs, logits, metrics, as arrays.
+
+Shapes are as TensorRT-LLM's own models send them, batch dimension 1 included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from trtllm_bls.contract import ENGINE
+from trtllm_bls.messages import Array, EngineMetrics
+
+METRICS = tuple(field.name for field in fields(EngineMetrics))
+
+
+def score_arrays(
+    log_probs: Sequence[float] | None,
+    cum_log_prob: float | None,
+    context_logits: Array | None,
+    generation_logits: Array | Sequence[Array] | None,
+    *,
+    streaming: bool,
+) -> dict[str, Array]:
+    """What is there of ``output_log_probs`` ``[1, 1, T]``, ``cum_log_probs`` ``[1, 1]``,
+    ``context_logits`` ``[1, prompt, vocab]`` and ``generation_logits``.
+
+    The last has another shape by mode: ``[1, 1, steps, vocab]``, or ``[1, steps, 1, vocab]`` of a
+    stream. It is not padded to the token limit as TensorRT-LLM does: a caller could fill this
+    process's memory with that, and rows past the answer mean nothing.
+    """
+    arrays: dict[str, Array] = {}
+    if log_probs is not None:
+        arrays["output_log_probs"] = np.array([[log_probs]], dtype=np.float32)
+    if cum_log_prob is not None:
+        arrays["cum_log_probs"] = np.array([[cum_log_prob]], dtype=np.float32)
+    if context_logits is not None:
+        arrays["context_logits"] = np.asarray(context_logits, dtype=np.float32)[None]
+    if generation_logits is not None:
+        rows = np.asarray(generation_logits, dtype=np.float32)
+        arrays["generation_logits"] = rows[None, :, None] if streaming else rows[None, None]
+    return arrays
+
+
+def metrics_arrays(metrics: EngineMetrics) -> dict[str, Array]:
+    """The performance outputs that are known, each ``[1, 1]``."""
+    arrays: dict[str, Array] = {
+        name: np.array([[value]], dtype=ENGINE.output_named[name].numpy_type)
+        for name in METRICS
+        if (value := getattr(metrics, name)) is not None
+    }
+    drafted, accepted = metrics.total_draft_tokens, metrics.total_accepted_draft_tokens
+    if drafted is not None and accepted is not None:
+        rate = accepted / drafted if drafted else 0.0
+        arrays["acceptance_rate"] = np.array([[rate]], dtype=np.float32)
+    return arrays
