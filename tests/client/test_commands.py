@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fake_triton import Abort, Fail, FakeTriton, Hold, Say, Script, Until, inputs_of, text, tokens
+from tests.helpers.fake_grpc_server import Abort, Fail, FakeTriton, Hold, Say, Script, Until, inputs_of, text, tokens
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from fake_triton import FakeTriton, Say, Until, dialogue, inputs_of, text, tokens
+from tests.helpers.fake_grpc_server import FakeTriton, Say, Until, dialogue, inputs_of, text, tokens
 
 from trtllm_bls.client import Client, Tls
 from trtllm_bls.contract import ENGINE

@@ -9,7 +9,7 @@ import gc
 import grpc
 import numpy as np
 import pytest
-from fake_triton import (
+from tests.helpers.fake_grpc_server import (
     Abort,
     Fail,
     FakeTriton,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_server import Triton, run, serving
+from tests.helpers.fake_engine_server import Triton, run, serving
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config

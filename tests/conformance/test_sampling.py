@@ -12,7 +12,7 @@ import pytest
 
 from tests.conformance.deployment import Deployment
 from tests.conformance.prompts import LENGTH, Story, scattered
-from tests.conformance.talk import Engine, Ids
+from tests.conformance.engine_client import Engine, Ids
 
 DRAW: dict[str, Any] = {"temperature": 1.0, "runtime_top_p": 1.0}
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conformance.deployment import Deployment
 from tests.conformance.prompts import LENGTH, Story, scattered
-from tests.conformance.talk import Engine
+from tests.conformance.engine_client import Engine
 
 BOTH = pytest.mark.parametrize("streaming", [True, False], ids=["streaming", "whole"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded_bench import (
+from tests.helpers.embedded_steps import (
     Steps,
     checkpoint,
     generated,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from embedded_bench import Steps, generated, prompt, request
+from tests.helpers.embedded_steps import Steps, generated, prompt, request
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from trtllm_bls.engines.sampling import Chooser, log_prob

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from speculative_dialogue import ask, ids, pair, read, run
+from tests.helpers.scripted_pairs import ask, ids, pair, read, run
 
 from trtllm_bls.engines.scripted import Script
 from trtllm_bls.engines.scripted_tokens import table

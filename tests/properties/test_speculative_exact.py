@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from speculative_dialogue import GREEDY, VOCAB, ask, hashed_pair, ids, pair, read, run, told
+from tests.helpers.scripted_pairs import GREEDY, VOCAB, ask, hashed_pair, ids, pair, read, run, told
 
 from trtllm_bls.engines.scripted_tokens import agreeing, hashed, reciting
 from trtllm_bls.messages import EngineRequest, FinishReason, Sampling, Wants

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from speculative_dialogue import GREEDY, VOCAB, Pair, ask, hashed_pair, ids, pair, read, run, told
+from tests.helpers.scripted_pairs import GREEDY, VOCAB, Pair, ask, hashed_pair, ids, pair, read, run, told
 
 from trtllm_bls.engines.scripted import Fault, Script
 from trtllm_bls.engines.scripted_tokens import hashed

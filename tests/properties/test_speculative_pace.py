@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from speculative_dialogue import VOCAB, Pair, ask, ids, pair, read, run
+from tests.helpers.scripted_pairs import VOCAB, Pair, ask, ids, pair, read, run
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.scripted import Script

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from cases_counted import CASES, cut_anywhere, run_cases
+from tests.helpers.random_cases import CASES, cut_anywhere, run_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from clock import Clock, run_by_the_clock, settle
-from saying import (
+from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
+from tests.helpers.scripted_text import (
     asking,
     ending,
     orchestrator,

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from saying import (
+from tests.helpers.scripted_text import (
     PROMPT,
     ask,
     asking,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from saying import (
+from tests.helpers.scripted_text import (
     PROMPT,
     ask,
     asking,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from speculative_dialogue import ask
+from tests.helpers.scripted_pairs import ask
 
 from trtllm_bls.messages import Draft, EngineChunk, EngineMetrics, FinishReason, Sampling
 from trtllm_bls.speculative.carry import Carrier, round_seed
