@@ -16,8 +16,8 @@ from tests.conformance.deployment import (
     of_our_own,
     read_options,
 )
-from tests.conformance.prompts import Story, find_stories
 from tests.conformance.engine_client import Engine
+from tests.conformance.prompts import Story, find_stories
 
 if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from tests.helpers.embedded_steps import (
     Steps,
     checkpoint,
@@ -16,8 +18,6 @@ from tests.helpers.embedded_steps import (
     request,
     runner,
 )
-from torch import nn
-
 from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load, pack_linears
 from trtllm_bls.engines.embedded.runner import Segment
 from trtllm_bls.errors import CheckpointError, SettingsError

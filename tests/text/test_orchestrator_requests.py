@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tests.helpers.scripted_text import (
     PROMPT,
     ask,
@@ -14,7 +15,6 @@ from tests.helpers.scripted_text import (
     text_of,
     tokenizer,
 )
-
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import (
     Sampling,
