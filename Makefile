@@ -18,13 +18,14 @@ SERVE_OPTIONS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test serve check format clean
+.PHONY: help demo test serve static check format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
 	@echo 'make serve    keep a server up until Ctrl-C; options: make serve SERVE_OPTIONS="--http-port 9000"'
 	@echo 'make test     all tests: unit tests, then those against real servers'
-	@echo 'make check    format, lint, imports, types, unit tests'
+	@echo 'make static   format, lint, imports, types'
+	@echo 'make check    the same, and unit tests'
 	@echo 'make format   write the format that check wants'
 	@echo 'make clean    remove what the others made'
 	@echo
@@ -40,11 +41,13 @@ test: $(INSTALLED)
 	$(BIN)/pytest -q -m 'not live' --durations=5
 	$(BIN)/pytest -q -m live --durations=10
 
-check: $(INSTALLED)
+static: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+check: static
 	$(BIN)/pytest -q tests/unit
 
 format: $(INSTALLED)

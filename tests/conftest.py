@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[TritonServer]:
     """What a user gets: the demo model and its draft model on the embedded engine."""
-    from tests.servers import DEMO, free_ports
+    from tests.helpers.server_settings import DEMO, free_ports
     from trtllm_bls.launcher import TritonServer
 
     # One thread: several that wait for each other are ten times slower where cores are contended.

@@ -18,7 +18,19 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fake_triton import Abort, Fail, FakeTriton, Hold, Say, Script, Until, inputs_of, text, tokens
+
+from tests.helpers.fake_grpc_server import (
+    Abort,
+    Fail,
+    FakeGrpcServer,
+    Hold,
+    Say,
+    Script,
+    Until,
+    inputs_of,
+    text,
+    tokens,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,7 +154,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]:
 
 
 async def play(scene: Scene) -> Outcome:
-    async with FakeTriton(scene.script) as server:
+    async with FakeGrpcServer(scene.script) as server:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             str(ROOT / "client" / scene.program),
@@ -160,7 +172,7 @@ async def play(scene: Scene) -> Outcome:
         out, err = await process.communicate(scene.stdin.encode())
         if scene.interrupted:
             await server.cancelled.wait()
-        inputs = [inputs_of(request) for request in server.requests]
+        inputs = [inputs_of(request) for request in server.asked]
     code = process.returncode
     assert code is not None
     return Outcome(code, (first + out).decode(), err.decode(), inputs, server.cancels)

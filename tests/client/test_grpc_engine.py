@@ -10,9 +10,19 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from clock import Clock, run_by_the_clock, settle
-from engine_server import ASK, HANG_UP, HOLD, LINGER, Fail, Say, reaching, read, run
 
+from tests.helpers.fake_engine_server import (
+    ASK,
+    HANG_UP,
+    HOLD,
+    LINGER,
+    Fail,
+    Say,
+    reaching,
+    read,
+    run,
+)
+from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config
 from trtllm_bls.engines.grpc import GrpcEngine

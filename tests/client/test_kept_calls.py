@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from engine_server import ASK, LINGER, Fail, Say, reaching, read, run
 
+from tests.helpers.fake_engine_server import ASK, LINGER, Fail, Say, reaching, read, run
 from trtllm_bls.engines.streams import Carried, Streams
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineRequest

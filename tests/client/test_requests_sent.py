@@ -10,8 +10,16 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from fake_triton import FakeTriton, Say, Until, dialogue, inputs_of, text, tokens
 
+from tests.helpers.fake_grpc_server import (
+    FakeGrpcServer,
+    Say,
+    Until,
+    dialogue,
+    inputs_of,
+    text,
+    tokens,
+)
 from trtllm_bls.client import Client, Tls
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import ConnectionFailed, InvalidRequest, SettingsError
@@ -28,7 +36,7 @@ async def test_a_result_collects_every_sequence() -> None:
         text("é", sequence_index=np.int32(0), finish_reason="length"),
         text("y", sequence_index=np.int32(1), finish_reason="stop", final=True),
     ]
-    async with FakeTriton(script) as server, Client(server.url) as client:
+    async with FakeGrpcServer(script) as server, Client(server.url) as client:
         result = await client.generate(**ASK, num_return_sequences=2)
     assert result.texts == {(0, 0): "aé", (0, 1): "xy"}
     assert (result.text, result.finish_reason) == ("aé", "length")
@@ -38,10 +46,10 @@ async def test_a_result_collects_every_sequence() -> None:
 @dialogue
 async def test_a_request_says_what_was_given_and_nothing_else() -> None:
     """Streaming is asked for by default, a chosen model, id and outputs reach the wire."""
-    async with FakeTriton([text("Hi", final=True)]) as server, Client(server.url) as client:
+    async with FakeGrpcServer([text("Hi", final=True)]) as server, Client(server.url) as client:
         await client.generate("ensemble", **ASK, request_id="7", outputs=["text_output"])
         await client.generate(**ASK, stream=False, temperature=None)
-    first, second = server.requests
+    first, second = server.asked
     assert (first.model_name, first.id) == ("ensemble", "7")
     assert [output.name for output in first.outputs] == ["text_output"]
     assert inputs_of(first) == {"text_input": [["Hi"]], "max_tokens": [[4]], "stream": [[True]]}
@@ -63,23 +71,23 @@ async def test_a_stop_request_ends_the_running_request_by_its_id() -> None:
 
     model = replace(ENGINE, name="target")
     ask = {"input_ids": [1, 2], "input_lengths": 2, "request_output_len": 9}
-    async with FakeTriton(script) as server, Client(server.url) as client:
+    async with FakeGrpcServer(script) as server, Client(server.url) as client:
         stream = client.stream(model, **ask)
         first = await anext(stream)
         await client.stop(stream.request_id, model)
         rest = [event async for event in stream]
     assert [event.outputs["output_ids"].tolist() for event in (first, *rest)] == [[[[5]]], [[[6]]]]
-    assert [request.model_name for request in server.requests] == ["target", "target"]
-    assert server.requests[0].id == server.requests[1].id
+    assert [request.model_name for request in server.asked] == ["target", "target"]
+    assert server.asked[0].id == server.asked[1].id
 
 
 @dialogue
 async def test_a_field_that_cannot_be_sent_is_refused_before_sending() -> None:
     """The call itself raises, so that nothing was sent and nothing is to be closed."""
-    async with FakeTriton([]) as server, Client(server.url) as client:
+    async with FakeGrpcServer([]) as server, Client(server.url) as client:
         with pytest.raises(InvalidRequest, match="max_tokens: 'many'"):
             client.stream(text_input="Hi", max_tokens="many")
-    assert server.requests == []
+    assert server.asked == []
 
 
 def test_an_address_with_a_scheme_is_refused() -> None:
@@ -101,13 +109,13 @@ def test_both_sides_of_a_tls_connection_show_their_certificate(tmp_path: Path) -
     async def ask() -> None:
         credentials = grpc.ssl_server_credentials(pair, chain.read_bytes(), True)
         tls = Tls(root_certificates=chain, private_key=key, certificate_chain=chain)
-        async with FakeTriton([text("Hi", final=True)], credentials) as server:
+        async with FakeGrpcServer([text("Hi", final=True)], credentials) as server:
             async with Client(server.url, tls=tls) as client:
                 assert (await client.generate(**ASK)).text == "Hi"
             async with Client(server.url) as client:
                 with pytest.raises(ConnectionFailed):
                     await client.generate(**ASK)
-        assert len(server.requests) == 1
+        assert len(server.asked) == 1
 
     ask()
     with pytest.raises(SettingsError, match="private key: cannot read"):

@@ -9,10 +9,11 @@ import gc
 import grpc
 import numpy as np
 import pytest
-from fake_triton import (
+
+from tests.helpers.fake_grpc_server import (
     Abort,
     Fail,
-    FakeTriton,
+    FakeGrpcServer,
     Hold,
     Say,
     Unflagged,
@@ -20,7 +21,6 @@ from fake_triton import (
     dialogue,
     text,
 )
-
 from trtllm_bls.client import Client, Event
 from trtllm_bls.client.stream import Reader
 from trtllm_bls.errors import (
@@ -43,7 +43,7 @@ def texts(events: list[Event]) -> list[str]:
 async def test_the_final_flag_may_come_with_the_last_text() -> None:
     """Text in order, the ending on its last event, and the stream then ends on both sides."""
     ending = text("lo", final=True, finish_reason="stop", stop_reason="\n", num_output_tokens=2)
-    async with FakeTriton([text("Hel"), ending]) as server, Client(server.url) as client:
+    async with FakeGrpcServer([text("Hel"), ending]) as server, Client(server.url) as client:
         events = [event async for event in client.stream(**ASK)]
         await server.ended.wait()
     assert texts(events) == ["Hel", "lo"]
@@ -56,7 +56,10 @@ async def test_the_final_flag_may_come_with_the_last_text() -> None:
 @dialogue
 async def test_the_final_flag_may_come_alone() -> None:
     """A server may end with an empty response; it is asked for and becomes an event."""
-    async with FakeTriton([text("Hi"), Say(final=True)]) as server, Client(server.url) as client:
+    async with (
+        FakeGrpcServer([text("Hi"), Say(final=True)]) as server,
+        Client(server.url) as client,
+    ):
         events = [event async for event in client.stream(**ASK)]
     assert texts(events) == ["Hi", ""]
     assert events[1].final and events[1].texts == ()
@@ -66,14 +69,14 @@ async def test_the_final_flag_may_come_alone() -> None:
 async def test_a_server_without_final_flags_ends_by_ending() -> None:
     """Where no response says whether it is final, the end of the stream is the end."""
     script = [Unflagged({"text_output": "Hi"})]
-    async with FakeTriton(script) as server, Client(server.url) as client:
+    async with FakeGrpcServer(script) as server, Client(server.url) as client:
         assert (await client.generate(**ASK)).text == "Hi"
 
 
 @dialogue
 async def test_a_stream_that_ends_before_its_final_response_is_an_error() -> None:
     """A truncated answer is never taken for a whole one."""
-    async with FakeTriton([text("Hi")]) as server, Client(server.url) as client:
+    async with FakeGrpcServer([text("Hi")]) as server, Client(server.url) as client:
         with pytest.raises(ConnectionFailed, match="before the answer was complete"):
             await client.generate(**ASK)
 
@@ -82,7 +85,7 @@ async def test_a_stream_that_ends_before_its_final_response_is_an_error() -> Non
 async def test_an_error_in_mid_stream_comes_after_the_text_before_it() -> None:
     """What was received is delivered; then the server's own words are raised; then nothing."""
     script = [text("Hel"), Fail("INTERNAL: the engine fell over"), Say(final=True)]
-    async with FakeTriton(script) as server, Client(server.url) as client:
+    async with FakeGrpcServer(script) as server, Client(server.url) as client:
         stream = client.stream(**ASK)
         received = []
         with pytest.raises(EngineError, match=r"^the engine fell over$"):
@@ -109,7 +112,7 @@ def test_an_error_instead_of_an_answer_keeps_its_kind(
 
     @dialogue
     async def ask() -> None:
-        async with FakeTriton([Fail(message)]) as server, Client(server.url) as client:
+        async with FakeGrpcServer([Fail(message)]) as server, Client(server.url) as client:
             with pytest.raises(kind) as caught:
                 await client.generate(**ASK)
             assert str(caught.value) in message
@@ -121,7 +124,7 @@ def test_an_error_instead_of_an_answer_keeps_its_kind(
 async def test_a_status_of_the_call_itself_is_told() -> None:
     """gRPC's own failures name the status, on one line."""
     script = [Abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too\nlarge")]
-    async with FakeTriton(script) as server, Client(server.url) as client:
+    async with FakeGrpcServer(script) as server, Client(server.url) as client:
         with pytest.raises(EngineError, match=r"^RESOURCE_EXHAUSTED: too large$"):
             await client.generate(**ASK)
 
@@ -130,7 +133,10 @@ async def test_a_status_of_the_call_itself_is_told() -> None:
 async def test_a_response_that_cannot_be_read_is_an_error() -> None:
     """Nobody waits for ever for the rest, and the server is told to stop."""
     garbled = Say({"sequence_index": np.zeros(2, np.int8).view("S2")})  # bytes without lengths
-    async with FakeTriton([text("Hi"), garbled, Hold()]) as server, Client(server.url) as client:
+    async with (
+        FakeGrpcServer([text("Hi"), garbled, Hold()]) as server,
+        Client(server.url) as client,
+    ):
         stream = client.stream(**ASK)
         assert (await anext(stream)).text == "Hi"
         with pytest.raises(EngineError, match="unreadable response: "):
@@ -149,7 +155,7 @@ async def test_nobody_there_is_a_failed_connection() -> None:
 @dialogue
 async def test_a_server_that_vanishes_is_a_failed_connection() -> None:
     """Also when it goes in the middle of an answer."""
-    async with FakeTriton([text("Hi"), Hold()]) as server, Client(server.url) as client:
+    async with FakeGrpcServer([text("Hi"), Hold()]) as server, Client(server.url) as client:
         stream = client.stream(**ASK)
         assert (await anext(stream)).text == "Hi"
         await server.vanish()
@@ -160,10 +166,10 @@ async def test_a_server_that_vanishes_is_a_failed_connection() -> None:
 @dialogue
 async def test_a_server_that_never_answers_meets_the_deadline() -> None:
     """The deadline ends the wait, and the work on the server."""
-    async with FakeTriton([Hold()]) as server, Client(server.url) as client:
+    async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
         with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
             await client.generate(**ASK, deadline_s=0.05)
-        if server.requests:  # on a busy machine the deadline may pass before the request is there
+        if server.asked:  # on a busy machine the deadline may pass before the request is there
             await server.cancelled.wait()
 
 
@@ -171,7 +177,7 @@ async def test_a_server_that_never_answers_meets_the_deadline() -> None:
 async def test_text_before_the_deadline_is_delivered() -> None:
     """A deadline in mid-stream costs only what had not come, whichever side notices it."""
     script = [text("Hi"), Abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")]
-    async with FakeTriton(script) as server, Client(server.url) as client:
+    async with FakeGrpcServer(script) as server, Client(server.url) as client:
         stream = client.stream(**ASK, deadline_s=60)
         assert (await anext(stream)).text == "Hi"
         with pytest.raises(DeadlineExceeded, match="within 60 s"):
@@ -183,10 +189,10 @@ async def test_text_before_the_deadline_is_delivered() -> None:
 @dialogue
 async def test_cancelling_before_the_first_token_ends_the_work() -> None:
     """``cancel`` from another task ends a wait for the first event, without an error."""
-    async with FakeTriton([Hold()]) as server, Client(server.url) as client:
+    async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
         stream = client.stream(**ASK)
         reading = asyncio.create_task(anext(stream, None))
-        await server.asked.wait()
+        await server.arrived.wait()
         stream.cancel()
         assert await reading is None
         await server.cancelled.wait()
@@ -196,17 +202,17 @@ async def test_cancelling_before_the_first_token_ends_the_work() -> None:
 @dialogue
 async def test_cancelling_before_sending_sends_nothing() -> None:
     """A stream cancelled before its first event was asked for never reaches the server."""
-    async with FakeTriton([Hold()]) as server, Client(server.url) as client:
+    async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
         stream = client.stream(**ASK)
         stream.cancel()
         assert [event async for event in stream] == []
-    assert server.requests == []
+    assert server.asked == []
 
 
 @dialogue
 async def test_leaving_the_context_in_mid_stream_ends_the_work() -> None:
     """``break`` inside ``async with`` cancels on the server before the block is left."""
-    async with FakeTriton([text("Hi"), Hold()]) as server, Client(server.url) as client:
+    async with FakeGrpcServer([text("Hi"), Hold()]) as server, Client(server.url) as client:
         async with client.stream(**ASK) as stream:
             async for _ in stream:
                 break
@@ -217,7 +223,7 @@ async def test_leaving_the_context_in_mid_stream_ends_the_work() -> None:
 @dialogue
 async def test_dropping_the_iterator_ends_the_work() -> None:
     """A plain ``break`` is enough; no context is needed."""
-    async with FakeTriton([text("Hi"), Hold()]) as server, Client(server.url) as client:
+    async with FakeGrpcServer([text("Hi"), Hold()]) as server, Client(server.url) as client:
         async for _ in client.stream(**ASK):
             break
         gc.collect()
@@ -227,10 +233,10 @@ async def test_dropping_the_iterator_ends_the_work() -> None:
 @dialogue
 async def test_cancelling_the_reading_task_ends_the_work() -> None:
     """A cancelled caller stays cancelled, and so does his request, though he keeps the stream."""
-    async with FakeTriton([Hold()]) as server, Client(server.url) as client:
+    async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
         stream = client.stream(**ASK)
         asking = asyncio.create_task(anext(stream))
-        await server.asked.wait()
+        await server.arrived.wait()
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
@@ -245,7 +251,7 @@ def test_nobody_cancels_after_the_end_has_arrived(ending: list[Say | Fail]) -> N
     async def leave() -> None:
         may_end = asyncio.Event()
         script = [*ending, Until(may_end)]
-        async with FakeTriton(script) as server, Client(server.url) as client:
+        async with FakeGrpcServer(script) as server, Client(server.url) as client:
             stream = client.stream(**ASK)
             with contextlib.suppress(EngineError):
                 await anext(stream)
@@ -267,10 +273,10 @@ def test_closing_the_client_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def close_while_reading() -> None:
-    async with FakeTriton([Hold()]) as server:
+    async with FakeGrpcServer([Hold()]) as server:
         client = await Client(server.url).__aenter__()
         reading = asyncio.create_task(client.generate(**ASK))
-        await server.asked.wait()
+        await server.arrived.wait()
         await client.close()
         with pytest.raises(ConnectionFailed, match="closed"):
             await reading
@@ -281,7 +287,7 @@ async def close_while_reading() -> None:
 async def test_many_streams_leave_no_task_behind() -> None:
     """Whole, abandoned and failed streams, one after another, on one channel."""
     scripts = [[text("Hi", final=True)], [text("Hi"), Hold()], [Fail("no")]]
-    server = FakeTriton(lambda request: scripts[int(request.id) % 3])
+    server = FakeGrpcServer(lambda request: scripts[int(request.id) % 3])
     async with server, Client(server.url) as client:
         counts = []
         for number in range(150):
@@ -293,7 +299,7 @@ async def test_many_streams_leave_no_task_behind() -> None:
         del stream
         gc.collect()
         assert not any(type(thing) is Reader for thing in gc.get_objects())
-    assert len(server.requests) == 150
+    assert len(server.asked) == 150
 
 
 @dialogue
@@ -301,7 +307,7 @@ async def test_streams_share_the_channel_and_not_their_fate() -> None:
     """A cancelled stream leaves its neighbours alone."""
     go_on = asyncio.Event()
     script = [text("a"), Until(go_on), text("b", final=True)]
-    async with FakeTriton(script) as server, Client(server.url) as client:
+    async with FakeGrpcServer(script) as server, Client(server.url) as client:
         first, second = client.stream(**ASK), client.stream(**ASK)
         assert [(await anext(one)).text for one in (first, second)] == ["a", "a"]
         await first.aclose()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engine_server import Triton, run, serving
 
+from tests.helpers.fake_engine_server import Triton, run
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config
 from trtllm_bls.engines.transport import Route, TritonModel
@@ -34,7 +34,7 @@ def test_a_reachable_server_is_spoken_to_over_grpc_unless_told_otherwise(
     """Opened once, at the first request."""
 
     async def dialogue() -> None:
-        async with serving(Triton()) as triton:
+        async with Triton() as triton:
             model = TritonModel("tensorrt_llm", route(triton.url, transport))
             engine = await model.engine()
             assert type(engine).__name__ == kind and engine is await model.engine()
@@ -70,7 +70,7 @@ def test_a_model_that_cannot_serve_us_is_an_error_on_any_transport(
     config.model_transaction_policy.decoupled = False
 
     async def dialogue() -> None:
-        async with serving(Triton(config=config)) as triton:
+        async with Triton(config=config) as triton:
             model = TritonModel(name, route(triton.url, transport))
             with pytest.raises(EngineError, match=r"decoupled|misspelt"):
                 await model.engine()
@@ -83,7 +83,7 @@ def test_a_model_that_is_still_loading_decides_nothing(transport: str) -> None:
     """The server is there, so the transport is chosen once the model tells what it declares."""
 
     async def dialogue() -> None:
-        async with serving(Triton()) as triton:
+        async with Triton() as triton:
             triton.loading = True
             model = TritonModel("tensorrt_llm", route(triton.url, transport))
             with pytest.raises(EngineUnavailable, match="no available versions"):

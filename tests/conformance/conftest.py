@@ -16,8 +16,8 @@ from tests.conformance.deployment import (
     of_our_own,
     read_options,
 )
+from tests.conformance.engine_client import Engine
 from tests.conformance.prompts import Story, find_stories
-from tests.conformance.talk import Engine
 
 if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer
@@ -35,7 +35,7 @@ def deployment(request: pytest.FixtureRequest) -> Deployment:
     if asked.url:
         with connected(asked.url, asked.verifier or asked.model) as verifier:
             return filled_in(asked, verifier.parameters)
-    from tests.servers import DEMO
+    from tests.helpers.server_settings import DEMO
 
     server: TritonServer = request.getfixturevalue("server")
     with connected(server.grpc_url, asked.model) as engine:

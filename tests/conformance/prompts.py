@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.conformance.talk import Answer, Engine, Ids
+from tests.conformance.engine_client import Answer, Engine, Ids
 
 LENGTH = 8  # tokens of a story's answer
 DISTINCT = 6  # so many of its first tokens differ from each other

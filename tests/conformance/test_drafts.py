@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.conformance.deployment import Deployment
+from tests.conformance.engine_client import Answer, Array, Engine, Ids
 from tests.conformance.prompts import LENGTH, Story, scattered
-from tests.conformance.talk import Answer, Array, Engine, Ids
 
 # Draws with a distribution that both sides can limit in the same way.
 DRAW: dict[str, Any] = {"runtime_top_k": 8, "temperature": 1.0}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.conformance.deployment import Deployment
+from tests.conformance.engine_client import Answer, Engine
 from tests.conformance.prompts import Story, scattered
-from tests.conformance.talk import Answer, Engine
 
 # What is sent instead of, or beside, a request that would be right; None leaves an input out.
 WRONG: list[dict[str, Any]] = [

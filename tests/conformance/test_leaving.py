@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from tests.conformance.deployment import Deployment
+from tests.conformance.engine_client import Answer, Engine, Response, Stream
 from tests.conformance.prompts import LENGTH, Story, scattered
-from tests.conformance.talk import Answer, Engine, Response, Stream
 from tests.conformance.test_tokens import BOTH
 
 

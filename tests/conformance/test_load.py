@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tests.conformance.engine_client import Answer, Engine, Ids
 from tests.conformance.prompts import LENGTH, Story, words
-from tests.conformance.talk import Answer, Engine, Ids
 
 Check = Callable[[Answer], bool]
 

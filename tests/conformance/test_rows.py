@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.conformance.deployment import Deployment
+from tests.conformance.engine_client import Engine
 from tests.conformance.prompts import LENGTH, Story, scattered, words
-from tests.conformance.talk import Engine
 from tests.conformance.test_sampling import DRAW
 from tests.conformance.test_tokens import BOTH
 

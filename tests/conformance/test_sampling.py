@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.conformance.deployment import Deployment
+from tests.conformance.engine_client import Engine, Ids
 from tests.conformance.prompts import LENGTH, Story, scattered
-from tests.conformance.talk import Engine, Ids
 
 DRAW: dict[str, Any] = {"temperature": 1.0, "runtime_top_p": 1.0}
 

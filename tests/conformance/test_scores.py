@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance.deployment import Deployment
+from tests.conformance.engine_client import Engine
 from tests.conformance.prompts import LENGTH, Story
-from tests.conformance.talk import Engine
 from tests.conformance.test_tokens import BOTH
 
 # TensorRT-LLM computes log-probabilities only where some sampling option is set.

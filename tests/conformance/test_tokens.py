@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.conformance.deployment import Deployment
+from tests.conformance.engine_client import Engine
 from tests.conformance.prompts import LENGTH, Story, scattered
-from tests.conformance.talk import Engine
 
 BOTH = pytest.mark.parametrize("streaming", [True, False], ids=["streaming", "whole"])
 

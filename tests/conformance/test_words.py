@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.conformance.deployment import Deployment
+from tests.conformance.engine_client import Engine, Ids
 from tests.conformance.prompts import LENGTH, Story, words
-from tests.conformance.talk import Engine, Ids
 from tests.conformance.test_tokens import BOTH
 
 LARGE = 1000.0  # far above any difference of logits, and within FP16

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import DEMO, ROOT, free_ports
+from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.settings import Override, ServeSettings
 

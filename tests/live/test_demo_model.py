@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.helpers.server_requests import (
+    ask,
+    ask_all,
+    generate,
+    generate_stream,
+    metric,
+    post,
+    until,
+)
 from tests.live.conftest import DEMO
-from tests.live.talk import ask, ask_all, generate, generate_stream, metric, post, until
 from trtllm_bls.client import Client
 from trtllm_bls.errors import TrtllmBlsError
 

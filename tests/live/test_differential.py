@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tritonclient.grpc as triton
 
-from tests.live.talk import ask_all, generate, generate_stream
+from tests.helpers.server_requests import ask_all, generate, generate_stream
 from trtllm_bls.client import Result
 from trtllm_bls.errors import TrtllmBlsError, to_wire
 

@@ -23,7 +23,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from rich.console import Console
 
-from tests.servers import ROOT, free_ports
+from tests.helpers.server_settings import ROOT, free_ports
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import Listener, ServerFailed, TritonServer
 from trtllm_bls.launcher.demo import ask

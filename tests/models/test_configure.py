@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.unit.configurations import check_wires, parsed, rows_of_config, rows_of_table
-from tests.unit.tokenizers_made import directory
+from tests.helpers.model_configurations import check_wires, parsed, rows_of_config, rows_of_table
+from tests.helpers.small_tokenizers import directory
 from trtllm_bls.cli import main
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.contract.pbtxt import PARAMETERS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from embedded_bench import POISON, Steps, generated, prompt, request
 
+from tests.helpers.embedded_steps import POISON, Steps, generated, prompt, request
 from trtllm_bls.engines.embedded import EmbeddedSettings
 from trtllm_bls.engines.embedded.slots import Slots
 from trtllm_bls.errors import EngineError, SettingsError

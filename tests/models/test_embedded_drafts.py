@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from embedded_bench import VOCAB, Steps, generated, prompt, request
 
+from tests.helpers.embedded_steps import VOCAB, Steps, generated, prompt, request
 from trtllm_bls.engines.embedded.sequence import Sequence, Submission
 from trtllm_bls.engines.sampling import Chooser
 from trtllm_bls.messages import (

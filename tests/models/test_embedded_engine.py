@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from embedded_bench import VOCAB, checkpoint, generated, prompt, reference, request
 
+from tests.helpers.embedded_steps import VOCAB, checkpoint, generated, prompt, reference, request
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.errors import (

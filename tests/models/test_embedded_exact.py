@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded_bench import (
+from torch import nn
+
+from tests.helpers.embedded_steps import (
     Steps,
     checkpoint,
     generated,
@@ -16,8 +18,6 @@ from embedded_bench import (
     request,
     runner,
 )
-from torch import nn
-
 from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load, pack_linears
 from trtllm_bls.engines.embedded.runner import Segment
 from trtllm_bls.errors import CheckpointError, SettingsError

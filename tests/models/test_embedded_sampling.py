@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from embedded_bench import Steps, generated, prompt, request
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from tests.helpers.embedded_steps import Steps, generated, prompt, request
 from trtllm_bls.engines.sampling import Chooser, log_prob
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import Array, EngineRequest, Sampling

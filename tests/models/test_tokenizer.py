@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers_made import MAKERS, directory
 
+from tests.helpers.small_tokenizers import MAKERS, directory
 from trtllm_bls.errors import InvalidRequest, TokenizerError
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 

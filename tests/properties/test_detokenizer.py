@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases_counted import CASES, cut_anywhere, run_cases
-from tokenizers_made import CORPUS, MAKERS, directory
 
+from tests.helpers.random_cases import CASES, cut_anywhere, run_cases
+from tests.helpers.small_tokenizers import CORPUS, MAKERS, directory
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
 from trtllm_bls.detokenizer.byte_table import ByteTableDetokenizer
 from trtllm_bls.detokenizer.window import MAX_HELD_IDS, Window, WindowDetokenizer

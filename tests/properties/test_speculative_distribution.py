@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from speculative_dialogue import ask, ids, pair, read, run
 
+from tests.helpers.scripted_pairs import engine_request as ask
+from tests.helpers.scripted_pairs import ids, pair, read
+from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.engines.scripted import Script
 from trtllm_bls.engines.scripted_tokens import table
 from trtllm_bls.messages import Sampling

@@ -10,8 +10,10 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from speculative_dialogue import GREEDY, VOCAB, Pair, ask, hashed_pair, ids, pair, read, run, told
 
+from tests.helpers.scripted_pairs import GREEDY, VOCAB, Pair, hashed_pair, ids, pair, read, told
+from tests.helpers.scripted_pairs import engine_request as ask
+from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.engines.scripted import Fault, Script
 from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import (

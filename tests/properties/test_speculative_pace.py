@@ -6,8 +6,10 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from speculative_dialogue import VOCAB, Pair, ask, ids, pair, read, run
 
+from tests.helpers.scripted_pairs import VOCAB, Pair, ids, pair, read
+from tests.helpers.scripted_pairs import engine_request as ask
+from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.scripted import Script
 from trtllm_bls.engines.scripted_tokens import Rule, agreeing, hashed

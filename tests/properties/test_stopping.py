@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from cases_counted import CASES, cut_anywhere, run_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.random_cases import CASES, cut_anywhere, run_cases
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.stopping import (
     MAX_STOP_CHARS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from clock import Clock, run_by_the_clock, settle
-from saying import (
+
+from tests.helpers.scripted_text import (
     asking,
     ending,
     orchestrator,
@@ -15,7 +15,7 @@ from saying import (
     text_of,
     tokenizer,
 )
-
+from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.engines.scripted import Fault
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.messages import FinishReason, TextChunk, TextRequest

@@ -10,7 +10,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from saying import (
+
+from tests.helpers.scripted_text import (
     PROMPT,
     ask,
     asking,
@@ -23,7 +24,6 @@ from saying import (
     tokenizer,
     tokenizer_of_two_ends,
 )
-
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineError, EngineUnavailable

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from saying import (
+
+from tests.helpers.scripted_text import (
     PROMPT,
     ask,
     asking,
@@ -14,7 +15,6 @@ from saying import (
     text_of,
     tokenizer,
 )
-
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import (
     Sampling,

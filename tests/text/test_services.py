@@ -9,9 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from saying import PROMPT, prompt_ids, saying, tokenizer, tokenizer_of_padded_model
-from served import SILENT, STREAM, text_door, words
 
+from tests.helpers.scripted_text import (
+    PROMPT,
+    prompt_ids,
+    saying,
+    tokenizer,
+    tokenizer_of_padded_model,
+)
+from tests.helpers.services_on_fake_backend import SILENT, STREAM, text_door, words
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineError, InvalidRequest

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from saying import tokenizer, tokenizer_of_padded_model
-from tokenizers_made import directory
 
+from tests.helpers.scripted_text import tokenizer, tokenizer_of_padded_model
+from tests.helpers.small_tokenizers import directory
 from trtllm_bls.engines.scripted import ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.engines.speculative import SpeculativeEngine

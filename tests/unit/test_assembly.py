@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases_counted import cut_anywhere, run_cases
 
+from tests.helpers.random_cases import cut_anywhere, run_cases
 from trtllm_bls.assembly import SequenceText, TextRules
 from trtllm_bls.messages import EngineChunk, EngineMetrics, FinishReason, TextChunk, TokenIds
 

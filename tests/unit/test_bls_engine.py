@@ -11,9 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clock import Clock, run_by_the_clock, settle
-from fake_pb_utils import SECONDS, Child, FakeTriton, InferenceResponse, Tensor, TritonError
 
+from tests.helpers.fake_python_backend import (
+    SECONDS,
+    Child,
+    FakeTriton,
+    InferenceResponse,
+    Tensor,
+    TritonError,
+)
+from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.engines.bls import BlsEngine
 from trtllm_bls.engines.dialect import Dialect
 from trtllm_bls.errors import EngineError, EngineStalled, InvalidRequest

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit import upstream_tensors
-from tests.unit.configurations import check_wires, parsed, rows_of_config, rows_of_table
+from tests.helpers import upstream_tensors
+from tests.helpers.model_configurations import check_wires, parsed, rows_of_config, rows_of_table
 from trtllm_bls.contract import MODELS, Model
 from trtllm_bls.contract.pbtxt import PARAMETERS, model_config
 from trtllm_bls.parameters import BlsParameters, EngineParameters, Parameters

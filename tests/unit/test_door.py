@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_pb_utils import SECONDS, Ask, FakeTriton, TritonModelError
 
+from tests.helpers.fake_python_backend import SECONDS, Ask, FakeTriton, TritonModelError
 from trtllm_bls.door import Call, Door, TritonLogHandler, answer_each, log_to_triton
 from trtllm_bls.errors import EngineError, InvalidRequest, Overloaded, Unsupported
 

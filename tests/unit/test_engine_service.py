@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served import END, SILENT, TRUE, engine_door, ids, serving
 
+from tests.helpers.services_on_fake_backend import END, SILENT, TRUE, engine_door, ids, serving
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.errors import EngineError

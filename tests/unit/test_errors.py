@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from fake_pb_utils import TritonError
 
+from tests.helpers.fake_python_backend import TritonError
 from trtllm_bls import errors
 from trtllm_bls.errors import (
     EngineError,

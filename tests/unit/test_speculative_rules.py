@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from speculative_dialogue import ask
 
+from tests.helpers.scripted_pairs import engine_request as ask
 from trtllm_bls.messages import Draft, EngineChunk, EngineMetrics, FinishReason, Sampling
 from trtllm_bls.speculative.carry import Carrier, round_seed
 from trtllm_bls.speculative.ledger import Ledger

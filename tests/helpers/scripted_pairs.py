@@ -1,13 +1,11 @@
-"""What the tests of speculation share: pairs of scripted engines, a reader, and virtual time."""
+"""What the tests of speculation share: pairs of scripted engines, requests, a reader."""
 
 from __future__ import annotations
 
-import asyncio
-import selectors
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.scripted import Script, ScriptedEngine
@@ -16,7 +14,6 @@ from trtllm_bls.engines.speculative import SpeculativeEngine
 from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, Sampling
 from trtllm_bls.speculative import SpeculationOptions, SpeculationShared
 
-T = TypeVar("T")
 VOCAB = 12
 GREEDY = Sampling(top_k=1)
 
@@ -51,7 +48,7 @@ def hashed_pair(rate: float = 0.7, words: int = 6, **target: Any) -> Pair:
     return pair(rule, agreeing(rule, rate, words), **target)
 
 
-def ask(
+def engine_request(
     input_ids: Sequence[int] = (1, 2, 3, 1, 2), max_tokens: int = 12, **fields: Any
 ) -> EngineRequest:
     fields.setdefault("sampling", GREEDY)
@@ -73,43 +70,3 @@ def told(chunks: Sequence[EngineChunk]) -> tuple[list[int], FinishReason | None]
     """All ids and the reason of the end; checks that exactly the last chunk is final."""
     assert [chunk.final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     return ids(chunks), chunks[-1].finish_reason
-
-
-# --- virtual time -----------------------------------------------------------------------------
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """A loop on which sleeping takes no time; waiting for nothing at all is an error."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        super().__init__(_Jumping(self))
-
-    def time(self) -> float:
-        return self._now
-
-    def jump(self, seconds: float) -> None:
-        self._now += seconds
-
-
-class _Jumping(selectors.DefaultSelector):
-    def __init__(self, loop: VirtualTimeLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise RuntimeError("everything waits and nothing is due: a hang")
-        if timeout > 0:
-            self._loop.jump(timeout)
-        return super().select(0)
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end in virtual time."""
-    loop = VirtualTimeLoop()
-    try:
-        return loop.run_until_complete(work)
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()

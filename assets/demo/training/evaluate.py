@@ -1,4 +1,4 @@
-"""Measures the demo models as shipped, on a CPU: `python tools/train_demo/evaluate.py`.
+"""Measures the demo models as shipped, on a CPU: `python assets/demo/training/evaluate.py`.
 
 Perplexity, products that training never saw, paraphrases, and what greedy speculation accepts per
 kind of text. The prompts come from the held-out side of the generator's split. Everything goes
@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-ASSETS = Path(__file__).resolve().parents[2] / "assets" / "demo"
+ASSETS = Path(__file__).resolve().parents[1]
 DRAFT_LENGTH = 4
 BATCH = 32
 

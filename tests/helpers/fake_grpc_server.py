@@ -1,5 +1,7 @@
 """A Triton server at the wire: scripted answers, real gRPC, the streaming rules kept.
 
+``fake_python_backend`` is the other side: what Triton gives to a Python model.
+
 The rules: an empty final response is sent only to callers that opted in; every response says
 whether it is final; the stream ends when the caller has closed its side and every request on it
 is answered; a cancelled call ends its handler at once.
@@ -11,7 +13,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -46,6 +48,10 @@ class Hold:
     """Nothing more comes until the caller leaves."""
 
 
+class HangUp:
+    """The call ends in the middle of a request."""
+
+
 @dataclass(frozen=True)
 class Until:
     """Nothing more comes until the event is set."""
@@ -57,7 +63,15 @@ class Unflagged(Say):
     """A response of a server that does not mark final responses."""
 
 
-Step = Say | Fail | Abort | Hold | Until
+@dataclass(frozen=True)
+class Pause:
+    """A while between two responses."""
+
+    seconds: float
+
+
+Server = TypeVar("Server", bound="FakeGrpcServer")
+Step = Say | Fail | Abort | Hold | HangUp | Until | Pause
 Script = Sequence[Step] | Callable[[Any], Sequence[Step]]
 
 
@@ -72,21 +86,30 @@ def tokens(*ids: int, final: bool = False, **outputs: Any) -> Say:
     return Say({**beams, **outputs}, final)
 
 
-class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """``async with FakeTriton(script) as server``; ``script`` may depend on the request."""
+class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """``async with FakeGrpcServer(script) as server``; ``script`` may depend on the request.
 
-    def __init__(self, script: Script, credentials: Any = None) -> None:
+    ``asked`` holds all requests; ``calls``, per call that was opened, the ids of the requests on
+    it. ``config`` is the configuration of its one model, ``loading`` hides it.
+    """
+
+    def __init__(self, script: Script, credentials: Any = None, config: Any = None) -> None:
         self.script = script
         self.credentials = credentials
-        self.requests: list[Any] = []
+        self.config = config
+        self.loading = False
+        self.config_asked = 0
+        self.asked: list[Any] = []
+        self.calls: list[list[str]] = []
+        self.closed = 0  # calls whose callers ended them in order
         self.cancels = 0
-        self.asked = asyncio.Event()  # a request has arrived
+        self.arrived = asyncio.Event()  # a request is here
         self.cancelled = asyncio.Event()
         self.ended = asyncio.Event()  # a stream has ended well
         self.url = ""
         self._server = grpc.aio.server()
 
-    async def __aenter__(self) -> FakeTriton:
+    async def __aenter__(self: Server) -> Server:
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
         if self.credentials:
             port = self._server.add_secure_port("127.0.0.1:0", self.credentials)
@@ -103,15 +126,32 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         """Close every connection at once."""
         await self._server.stop(grace=None)
 
+    async def ServerLive(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerLiveResponse(live=True)
+
+    async def ModelConfig(self, request: Any, context: Any) -> Any:
+        self.config_asked += 1
+        if self.loading:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "it has no available versions")
+        if self.config is None or request.name != self.config.name:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.name}")
+        return service_pb2.ModelConfigResponse(config=self.config)
+
     async def ModelStreamInfer(self, requests: Any, context: Any) -> Any:
+        ids: list[str] = []
+        self.calls.append(ids)
         try:
             async for request in requests:
-                self.requests.append(request)
-                self.asked.set()
+                self.asked.append(request)
+                ids.append(request.id)
+                self.arrived.set()
                 script = self.script
                 for step in script(request) if callable(script) else script:
+                    if isinstance(step, HangUp):
+                        return
                     async for response in self._play(step, request, context):
                         yield response
+            self.closed += 1
             self.ended.set()
         except asyncio.CancelledError:
             self.cancels += 1
@@ -123,11 +163,15 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             await asyncio.Event().wait()
         elif isinstance(step, Until):
             await step.event.wait()
+        elif isinstance(step, Pause):
+            await asyncio.sleep(step.seconds)
         elif isinstance(step, Abort):
             await context.abort(step.code, step.details)
         elif isinstance(step, Fail):
             yield service_pb2.ModelStreamInferResponse(error_message=step.message)
-        elif step.outputs or request.parameters["triton_enable_empty_final_response"].bool_param:
+        elif isinstance(step, Say) and (
+            step.outputs or request.parameters["triton_enable_empty_final_response"].bool_param
+        ):
             yield service_pb2.ModelStreamInferResponse(infer_response=_response(step, request))
 
 

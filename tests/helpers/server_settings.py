@@ -7,7 +7,7 @@ from typing import Any
 
 from trtllm_bls.settings import ServeSettings
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "assets" / "demo"
 
 

@@ -40,6 +40,16 @@ def generate_stream(url: str, model: str = "tensorrt_llm_bls", **body: Any) -> l
     return [json.loads(line[len("data: ") :]) for line in text.splitlines() if line]
 
 
+def break_off(url: str, model: str = "tensorrt_llm_bls", **body: Any) -> None:
+    """Leave ``generate_stream`` after its first event."""
+    request = urllib.request.Request(
+        f"{url}/v2/models/{model}/generate_stream",
+        data=json.dumps(body | {"stream": True}).encode(),
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.readline().startswith(b"data: ")
+
+
 def ask(url: str, model: str = "tensorrt_llm_bls", **fields: Any) -> Result:
     """One request over gRPC, collected."""
     return ask_all(url, [fields], model)[0]

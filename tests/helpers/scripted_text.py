@@ -12,8 +12,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from tokenizers_made import directory
-
+from tests.helpers.small_tokenizers import directory
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.scripted import Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import reciting

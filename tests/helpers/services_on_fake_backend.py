@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from fake_pb_utils import Ask, FakeTriton
-from saying import orchestrator
 
+from tests.helpers.fake_python_backend import Ask, FakeTriton
+from tests.helpers.scripted_text import orchestrator
 from trtllm_bls.door import Door
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import reciting

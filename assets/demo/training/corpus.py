@@ -33,7 +33,7 @@ PAD, BEGIN, END, USER, ASSISTANT, SYSTEM = (
 )
 SPECIALS = (PAD, BEGIN, END, USER, ASSISTANT, SYSTEM)
 
-# Mirrors `render_chat` below; `tests/unit/test_demo_assets.py` renders it.
+# Mirrors `render_chat` below; `tests/models/test_demo_assets.py` renders it.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>\n' + (message['content'] | trim) }}"
