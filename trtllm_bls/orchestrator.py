@@ -81,6 +81,7 @@ class Orchestrator:
         request = _with_seed(request)
         deadline = self._deadline(request)
         answer: Answer | None = None
+        stream: ChunkStream | None = None
         try:
             async with timeout_at(deadline):
                 limits = await self._engine.limits()
@@ -88,13 +89,15 @@ class Orchestrator:
                 answer = self._answer(request, prompt, limits)
                 stream = self._engine.generate(self._engine_request(request, prompt, deadline))
                 await _drive(stream, answer, sink)
+                if not answer.done:
+                    raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
         except (asyncio.CancelledError, Exception) as error:
             reason = _reason(error, deadline)
             if reason is FinishReason.TIMEOUT and answer is None:
                 chunks = too_late(request.num_return_sequences)
-            elif reason is FinishReason.TIMEOUT or (request.stream and answer and answer.begun):
-                assert answer is not None
-                chunks = answer.end(reason)
+            elif answer and (reason is FinishReason.TIMEOUT or (request.stream and answer.begun)):
+                arrived = stream.take() if stream is not None else []
+                chunks = [*answer.take(arrived), *answer.end(reason)]
             else:
                 chunks = []
             for chunk in chunks:
@@ -175,8 +178,6 @@ async def _drive(stream: ChunkStream, answer: Answer, sink: TextSink) -> None:
                 sink.send(piece)
     finally:
         await stream.aclose()
-    if not answer.done:
-        raise EngineError("the engine ended its stream before its last chunk")
 
 
 def _with_seed(request: TextRequest) -> TextRequest:

@@ -25,8 +25,8 @@ from tests.helpers.fake_engine_server import (
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config
-from trtllm_bls.engines.grpc import GrpcEngine
 from trtllm_bls.engines.stall import StallTimer
+from trtllm_bls.engines.triton_grpc import GrpcEngine
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,

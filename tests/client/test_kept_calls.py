@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from tests.helpers.fake_engine_server import ASK, LINGER, Fail, Say, reaching, read, run
-from trtllm_bls.engines.streams import Carried, Streams
+from trtllm_bls.engines.stream_pool import Carried, Streams
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineRequest
 
@@ -162,7 +162,7 @@ def test_a_call_is_ended_politely(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: float
 ) -> None:
     """After many replies, beside enough others, or idle for long; a cancel would leak requests."""
-    monkeypatch.setattr(f"trtllm_bls.engines.streams.{limit}", value)
+    monkeypatch.setattr(f"trtllm_bls.engines.stream_pool.{limit}", value)
 
     async def dialogue() -> None:
         async with reaching(Say((3,)), Say((4,), final=True)) as (engine, triton):

@@ -13,7 +13,7 @@ from tests.helpers import fake_grpc_server as wire
 from tests.helpers.fake_grpc_server import Fail, FakeGrpcServer, Step
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config
-from trtllm_bls.engines.grpc import GrpcEngine
+from trtllm_bls.engines.triton_grpc import GrpcEngine
 from trtllm_bls.messages import EngineChunk, EngineRequest
 
 __all__ = ["ASK", "HANG_UP", "HOLD", "LINGER", "Fail", "Say", "Triton", "reaching", "read", "run"]

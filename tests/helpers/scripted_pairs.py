@@ -4,18 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.scripted import Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import Rule, agreeing, hashed
-from trtllm_bls.engines.speculative import SpeculativeEngine
-from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, Sampling
-from trtllm_bls.speculative import SpeculationOptions, SpeculationShared
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, FinishReason, Sampling
+from trtllm_bls.speculative import SpeculationOptions, SpeculationShared, SpeculationStats
 
 VOCAB = 12
 GREEDY = Sampling(top_k=1)
+
+
+class SpeculatingEngine(RoutingEngine):
+    """A routing engine that speculates by default."""
+
+    def __init__(self, target: Engine, draft: Engine, shared: SpeculationShared, **options: Any):
+        self.ended: list[SpeculationStats] = []
+        super().__init__(
+            target,
+            draft,
+            SpeculationOptions(**options),
+            by_default=True,
+            on_end=self.ended.append,
+            shared=shared,
+        )
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Of the latest request that has ended; of all so far, before one has."""
+        return self.ended[-1] if self.ended else self.shared.totals
+
+
+class TellsLess(ScriptedEngine):
+    """A scripted engine that does not tell one of its limits, and keeps to it all the same."""
+
+    def __init__(self, rule: Rule, script: Script, untold: str) -> None:
+        super().__init__(rule, script)
+        self._untold = untold
+
+    async def limits(self) -> EngineLimits:
+        return replace(await super().limits(), **{self._untold: None})
 
 
 @dataclass
@@ -26,9 +57,8 @@ class Pair:
     draft: ScriptedEngine
     shared: SpeculationShared
 
-    def speculative(self, **options: Any) -> SpeculativeEngine:
-        chosen = SpeculationOptions(**options)
-        return SpeculativeEngine(self.target, self.draft, chosen, self.shared)
+    def speculative(self, **options: Any) -> SpeculatingEngine:
+        return SpeculatingEngine(self.target, self.draft, self.shared, **options)
 
     @property
     def live(self) -> tuple[int, int]:

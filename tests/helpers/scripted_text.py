@@ -7,7 +7,6 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import aclosing
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -17,7 +16,7 @@ from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.scripted import Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.messages import TextChunk, TextRequest
-from trtllm_bls.orchestrator import Defaults, Orchestrator, Source
+from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 PROMPT = "The quick"
@@ -63,16 +62,26 @@ def reciting_ids(ids: tuple[int, ...], prompt: str = PROMPT, **script: Any) -> S
     return ScriptedEngine(rule, Script(vocab_size=tokenizer().vocab_size, **script))
 
 
-def orchestrator(
-    engine: Engine,
-    defaults: Defaults | None = None,
-    done: Callable[[], None] = lambda: None,
-    words: Tokenizer | None = None,
-) -> Orchestrator:
-    async def source_for(request: TextRequest) -> Source:
-        return Source(engine=engine, done=done)
+class Collected:
+    """A sink that is always ready and keeps what it is sent; ``on_send`` is told of each chunk."""
 
-    return Orchestrator(words or tokenizer(), source_for, defaults or Defaults())
+    def __init__(self, on_send: Callable[[TextChunk], object] | None = None) -> None:
+        self.chunks: list[TextChunk] = []
+        self._on_send = on_send
+
+    async def ready(self) -> None:
+        pass
+
+    def send(self, chunk: TextChunk) -> None:
+        self.chunks.append(chunk)
+        if self._on_send is not None:
+            self._on_send(chunk)
+
+
+def orchestrator(
+    engine: Engine, defaults: Defaults | None = None, words: Tokenizer | None = None
+) -> Orchestrator:
+    return Orchestrator(words or tokenizer(), engine, defaults or Defaults())
 
 
 def asking(text: str | None = PROMPT, **more: Any) -> TextRequest:
@@ -80,8 +89,9 @@ def asking(text: str | None = PROMPT, **more: Any) -> TextRequest:
 
 
 async def read(engine: Engine, request: TextRequest, **more: Any) -> list[TextChunk]:
-    async with aclosing(orchestrator(engine, **more).run(request)) as chunks:
-        return [chunk async for chunk in chunks]
+    sink = Collected()
+    await orchestrator(engine, **more).run(request, sink)
+    return sink.chunks
 
 
 def ask(engine: Engine, request: TextRequest | None = None, **more: Any) -> list[TextChunk]:

@@ -1,4 +1,4 @@
-"""A service behind a real door, on a fake Triton, over a scripted engine."""
+"""A service behind a real request server, on a fake Triton, over a scripted engine."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 
 from tests.helpers.fake_python_backend import Ask, FakeTriton
 from tests.helpers.scripted_text import orchestrator
-from trtllm_bls.door import Door
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import reciting
-from trtllm_bls.services.engine import EngineService
-from trtllm_bls.services.text import TextService
+from trtllm_bls.python_backend import RequestServer
+from trtllm_bls.services.engine_service import EngineService
+from trtllm_bls.services.text_service import TextService
 
 END = 0
 SILENT = Fault(after_tokens=2)  # two tokens, then nothing
 
 
 class Bench:
-    """One service behind a door, on a fake Triton, over a scripted engine."""
+    """One service behind a request server, on a fake Triton, over a scripted engine."""
 
-    def __init__(self, engine: ScriptedEngine, door: Door, triton: FakeTriton) -> None:
-        self.engine, self.door, self.triton = engine, door, triton
+    def __init__(self, engine: ScriptedEngine, server: RequestServer, triton: FakeTriton) -> None:
+        self.engine, self.server, self.triton = engine, server, triton
 
     def accept(self, *asks: Ask) -> Ask:
-        self.door.accept(asks)
+        self.server.accept(asks)
         return asks[0]
 
     def tokens(self, id: str = "", outputs: tuple[str, ...] = (), **inputs: Any) -> Ask:
@@ -61,29 +61,29 @@ STREAM = {"stream": np.array([[True]])}
 def serving(engine: Any, handle: Any) -> Iterator[Bench]:
     """Every rule of Triton is kept, and in the end nothing runs any more."""
     triton, left = FakeTriton(), []
-    door = Door(triton, handle)
+    server = RequestServer(triton, handle)
 
     async def finish() -> None:
         left.extend(asyncio.all_tasks() - {asyncio.current_task()})  # type: ignore[arg-type]
         await engine.close()
 
     try:
-        yield Bench(engine, door, triton)
+        yield Bench(engine, server, triton)
     finally:
-        door.close(finish)
+        server.close(finish)
         assert (triton.broken, left, engine.live) == ([], [], 0)
 
 
 @contextmanager
-def engine_door(*answer: int, exclude: bool = True, **script: Any) -> Iterator[Bench]:
+def engine_service(*answer: int, exclude: bool = True, **script: Any) -> Iterator[Bench]:
     engine = ScriptedEngine(reciting(answer, 2, END), Script(vocab_size=50, **script))
     with serving(engine, EngineService(engine, exclude).handle) as bench:
         yield bench
 
 
 @contextmanager
-def text_door(engine: ScriptedEngine) -> Iterator[Bench]:
-    with serving(engine, TextService(orchestrator(engine), engine.close).handle) as bench:
+def text_service(engine: ScriptedEngine) -> Iterator[Bench]:
+    with serving(engine, TextService(orchestrator(engine)).handle) as bench:
         yield bench
 
 
@@ -96,7 +96,7 @@ def ids(ask: Ask) -> list[list[int]]:
 def words(ask: Ask, row: int | None = None) -> str:
     """The text of one row; of the only one by default."""
     return b"".join(
-        response["text_output"][0, 0]
+        response["text_output"][0]
         for response in ask.responses
         if row is None or response["batch_index"][0, 0] == row
     ).decode()

@@ -11,7 +11,17 @@ from itertools import product
 
 import pytest
 
-from tests.helpers.scripted_pairs import GREEDY, VOCAB, Pair, hashed_pair, ids, pair, read, told
+from tests.helpers.scripted_pairs import (
+    GREEDY,
+    VOCAB,
+    Pair,
+    TellsLess,
+    hashed_pair,
+    ids,
+    pair,
+    read,
+    told,
+)
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.engines.scripted import Fault, Script
@@ -23,7 +33,7 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
 )
-from trtllm_bls.messages import Draft
+from trtllm_bls.messages import Draft, SpeculationRequest
 from trtllm_bls.speculative import DraftSource
 
 BROKEN = EngineError("broken")
@@ -106,9 +116,9 @@ def test_ids_that_the_target_does_not_know_are_not_sent() -> None:
     """A draft that does not tell its vocabulary may guess outside the target's."""
 
     async def listen() -> None:
-        engines = pair(hashed(6), lambda context: VOCAB if len(context) % 2 else 1)
-        engines.shared.draft_limits = replace(await engines.target.limits(), vocab_size=None)
-        engines.draft.script = replace(engines.draft.script, vocab_size=99)
+        engines = pair(hashed(6), hashed(6))
+        guess = Script(name="draft", vocab_size=99)
+        engines.draft = TellsLess(lambda c: VOCAB if len(c) % 2 else 1, guess, "vocab_size")
         engine = engines.speculative(num_draft_tokens=3)
         plain = await read(engines.target, ask(max_tokens=20))
         assert told(await read(engine, ask(max_tokens=20))) == told(plain)
@@ -121,8 +131,9 @@ def test_a_target_that_refuses_drafts_decodes_plainly() -> None:
     """It may not be built for them; the request never fails for that."""
 
     async def listen() -> None:
-        engines = pair(lambda _: 1, lambda _: 1, max_draft_tokens=1)
-        engines.shared.target_limits = replace(await engines.target.limits(), max_draft_tokens=None)
+        engines = pair(lambda _: 1, lambda _: 1)
+        takes_one = Script(vocab_size=VOCAB, max_draft_tokens=1)
+        engines.target = TellsLess(lambda _: 1, takes_one, "max_draft_tokens")
         engine = engines.speculative(num_draft_tokens=4, draft_source=DraftSource.MIXED)
         assert ids(await read(engine, ask())) == [1] * 12
         assert (engine.stats.fallback, engine.stats.rounds) == ("refused", 0)
@@ -200,13 +211,12 @@ def test_a_broken_target_is_not_taken_to_refuse_drafts_only() -> None:
     run(listen())
 
 
-def test_a_target_that_does_not_tell_its_limits_still_answers() -> None:
-    """Plain decoding would not have asked for them."""
+def test_a_target_that_does_not_tell_its_limits_fails() -> None:
+    """As it would for a plain request."""
 
     async def listen() -> None:
         engines = hashed_pair()
         engines.target.fault = Fault(error=BROKEN, after_requests=99, limits=True)
-        assert len(ids(await read(engines.speculative(num_draft_tokens=2), ask()))) == 12
         limits = engines.speculative()
         with pytest.raises(EngineError):
             await limits.limits()
@@ -236,8 +246,9 @@ def test_closing_after_any_chunk_ends_both_engines_work(source: DraftSource, ove
                 num_draft_tokens=count, draft_source=source, overlap=overlap
             )
             async with aclosing(engine.generate(ask(max_tokens=40))) as stream:
+                reader = aiter(stream)
                 for _ in range(chunks):
-                    await stream.__anext__()
+                    await anext(reader)
             assert (*engines.live, engines.shared.in_flight) == (0, 0, 0)
             assert len(asyncio.all_tasks()) == 1
 
@@ -285,7 +296,8 @@ def test_what_rounds_cannot_keep_is_refused_by_name(fields: dict[str, object], n
     async def listen() -> None:
         engines = hashed_pair()
         with pytest.raises(InvalidRequest, match=name) as refusal:
-            await read(engines.speculative(), ask(**fields))
+            asked = SpeculationRequest(num_draft_tokens=2)
+            await read(engines.speculative(), ask(speculation=asked, **fields))
         assert refusal.value.field == name
         assert engines.target.requests == []
 

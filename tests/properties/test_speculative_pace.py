@@ -15,7 +15,7 @@ from trtllm_bls.engines.scripted import Script
 from trtllm_bls.engines.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationShared
-from trtllm_bls.speculative.pace import (
+from trtllm_bls.speculative.cost_model import (
     Acceptance,
     Costs,
     RunningTimes,
@@ -23,7 +23,7 @@ from trtllm_bls.speculative.pace import (
     most_at_load,
     overlap_gains,
 )
-from trtllm_bls.speculative.pacer import FIRST_REST, LONGEST_REST, PROBE, Pacer
+from trtllm_bls.speculative.draft_length import FIRST_PAUSE, LONGEST_PAUSE, PROBE, DraftLength
 
 MODEL = DraftSource.MODEL
 
@@ -105,8 +105,8 @@ def test_the_load_table_is_read_upwards() -> None:
 # --- one request's pace -----------------------------------------------------------------------
 
 
-def pacer(shared: SpeculationShared | None = None, **options: object) -> Pacer:
-    return Pacer(SpeculationOptions(**options), shared or SpeculationShared())  # type: ignore[arg-type]
+def pacer(shared: SpeculationShared | None = None, **options: object) -> DraftLength:
+    return DraftLength(SpeculationOptions(**options), shared or SpeculationShared())  # type: ignore[arg-type]
 
 
 def dear_drafts() -> SpeculationShared:
@@ -143,12 +143,12 @@ def test_a_rest_is_ended_by_a_probe_and_doubles_while_it_fails() -> None:
     one, generated, rests = pacer(dear_drafts()), 5, []
     for _ in range(5):
         assert one.length(MODEL, generated, 99) in (0, PROBE)
-        rests.append(one.rest_until(MODEL) - generated)
-        assert one.length(MODEL, one.rest_until(MODEL) - 1, 99) == 0
-        generated = one.rest_until(MODEL)
+        rests.append(one.paused_until(MODEL) - generated)
+        assert one.length(MODEL, one.paused_until(MODEL) - 1, 99) == 0
+        generated = one.paused_until(MODEL)
         assert one.length(MODEL, generated, 99) == PROBE
         one.add_round(MODEL, PROBE, 0, generated)
-    assert rests == [FIRST_REST, 64, 128, LONGEST_REST, LONGEST_REST]
+    assert rests == [FIRST_PAUSE, 64, 128, LONGEST_PAUSE, LONGEST_PAUSE]
 
 
 def test_acceptance_that_comes_back_ends_the_rests() -> None:
@@ -156,7 +156,7 @@ def test_acceptance_that_comes_back_ends_the_rests() -> None:
     one, generated = pacer(dear_drafts()), 0
     assert one.length(MODEL, generated, 99) == 0
     for _ in range(20):
-        generated = max(generated + 1, one.rest_until(MODEL))
+        generated = max(generated + 1, one.paused_until(MODEL))
         one.add_round(MODEL, 8, 8, generated)
     assert one.length(MODEL, generated + 1, 99) > PROBE
 
@@ -285,7 +285,7 @@ def test_overlap_is_measured_and_then_chosen(beside: float, share: float) -> Non
     assert learning == [False, True] * 4
     shared.draft_times.add(4, 0.008)
     shared.verify_times.add(4, 0.02)
-    shared.ahead_times.add(4, beside)
+    shared.overlapped_times.add(4, beside)
     turns = [paced.overlaps(4) for _ in range(160)]
     assert sum(turns) / len(turns) == pytest.approx(share)
     shared.in_flight = 5

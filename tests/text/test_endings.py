@@ -7,61 +7,53 @@ import asyncio
 import pytest
 
 from tests.helpers.scripted_text import (
+    Collected,
     asking,
     ending,
     orchestrator,
     read,
     saying,
     text_of,
-    tokenizer,
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.engines.scripted import Fault
 from trtllm_bls.errors import EngineUnavailable
-from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
-from trtllm_bls.orchestrator import Defaults, Orchestrator, Source
+from trtllm_bls.messages import FinishReason
+from trtllm_bls.orchestrator import Defaults
 
 
 def test_a_stream_that_fails_has_its_ending_before_the_error() -> None:
     """With the counts of what was said; nothing is held back any more."""
     engine = saying("one two three")
     engine.fault = Fault(error=EngineUnavailable("gone"), after_tokens=2)
-    heard: list[TextChunk] = []
-
-    async def listen(request: TextRequest) -> None:
-        async for chunk in orchestrator(engine).run(request):
-            heard.append(chunk)
-
-    with pytest.raises(EngineUnavailable):
-        asyncio.run(listen(asking(stream=True, stop_words=("three",))))
-    assert ending(heard) == (FinishReason.ERROR, None, 2)
-    heard.clear()
-    with pytest.raises(EngineUnavailable):
-        asyncio.run(listen(asking()))
-    assert heard == []  # one answer, one response: the error is it
+    for request, told in (
+        (asking(stream=True, stop_words=("three",)), [(FinishReason.ERROR, None, 2)]),
+        (asking(), []),  # one answer, one response: the error is it
+    ):
+        sink = Collected()
+        with pytest.raises(EngineUnavailable):
+            asyncio.run(orchestrator(engine).run(request, sink))
+        assert [ending([chunk]) for chunk in sink.chunks if chunk.ending] == told
 
 
 def test_a_stream_that_is_cancelled_has_its_ending_too() -> None:
     """After the engine's work has ended; then the cancellation goes on."""
     engine = saying("one two three")
     engine.fault = Fault(after_tokens=2)
-    heard: list[TextChunk] = []
-
-    async def listen() -> None:
-        async for chunk in orchestrator(engine).run(asking(stream=True)):
-            heard.append(chunk)
-            assert chunk.ending is None or engine.live == 0
+    live: list[int] = []
+    sink = Collected(lambda chunk: chunk.ending and live.append(engine.live))
 
     async def run() -> None:
-        task = asyncio.create_task(listen())
-        while len(heard) < 2:
+        task = asyncio.create_task(orchestrator(engine).run(asking(stream=True), sink))
+        while len(sink.chunks) < 2:
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(run())
-    assert ending(heard) == (FinishReason.CANCELLED, None, 2)
+    assert ending(sink.chunks) == (FinishReason.CANCELLED, None, 2)
+    assert live == [0]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -115,21 +107,15 @@ def test_waiting_for_the_engine_counts() -> None:
     """The engine is not asked any more once the time is up; each sequence has its ending."""
     engine = saying("one two three")
 
+    engine.fault = Fault(limits=True)
+
     async def dialogue(clock: Clock) -> None:
-        found = asyncio.Event()
-
-        async def source_for(request: TextRequest) -> Source:
-            await found.wait()
-            return Source(engine=engine)
-
         request = asking(timeout_s=5, num_return_sequences=2)
-        chunks = Orchestrator(tokenizer(), source_for, Defaults()).run(request)
-        reading = asyncio.create_task(anext(chunks))
+        reading = asyncio.create_task(read(engine, request))
         await settle()
         clock.now = 5.1
-        read = [await reading, await anext(chunks)]
-        assert await anext(chunks, None) is None
-        assert [(c.sequence_index, c.text, ending([c])) for c in read] == [
+        chunks = await reading
+        assert [(c.sequence_index, c.text, ending([c])) for c in chunks] == [
             (index, "", (FinishReason.TIMEOUT, None, 0)) for index in (0, 1)
         ]
         assert engine.requests == []

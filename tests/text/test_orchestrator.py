@@ -6,13 +6,13 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
 from tests.helpers.scripted_text import (
     PROMPT,
+    Collected,
     ask,
     asking,
     ending,
@@ -24,6 +24,7 @@ from tests.helpers.scripted_text import (
     tokenizer,
     tokenizer_of_two_ends,
 )
+from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineError, EngineUnavailable
@@ -72,7 +73,6 @@ def test_streamed_or_not_the_text_is_the_same() -> None:
             stop_words=chance.choice([(), (text[start : start + 2],), ("zz", "c")]),
             include_stop=chance.random() < 0.5,
             sampling=Sampling(min_tokens=chance.choice([None, 4])),
-            exclude_input_in_output=chance.random() < 0.7,
         )
         whole = ask(saying(text), request)
         streamed = ask(saying(text), replace(request, stream=True))
@@ -81,9 +81,10 @@ def test_streamed_or_not_the_text_is_the_same() -> None:
 
 
 def test_the_prompt_is_shown_when_asked_for_without_special_tokens() -> None:
-    """As the caller wrote it, in front of the answer."""
+    """As the caller wrote it, in front of the answer; a stream never repeats it."""
     request = asking(exclude_input_in_output=False)
     assert text_of(ask(saying(" brown"), request)) == PROMPT + " brown"
+    assert text_of(ask(saying(" brown"), replace(request, stream=True))) == " brown"
 
 
 def test_special_tokens_are_shown_to_those_who_want_them() -> None:
@@ -106,14 +107,14 @@ def test_accumulated_chunks_hold_all_so_far() -> None:
 
 
 def test_scores_asked_for_belong_to_the_text() -> None:
-    """One log-prob and one row of logits per token, the prompt's logits once."""
+    """One log-prob and one row of logits per token; the prompt's logits on every chunk."""
     wants = Wants(log_probs=True, generation_logits=True, context_logits=True)
     for stream in (False, True):
         chunks = ask(saying("a b c"), asking(wants=wants, stream=stream))
         count = ending(chunks)[2]
         assert chunks[-1].log_probs is not None and len(chunks[-1].log_probs) == count
         assert sum(len(chunk.generation_logits or ()) for chunk in chunks) == count
-        assert [c.context_logits is not None for c in chunks].count(True) == 1
+        assert all(chunk.context_logits is not None for chunk in chunks)
 
 
 # --- the end --------------------------------------------------------------------------------
@@ -217,7 +218,10 @@ class Uneven:
     async def limits(self) -> EngineLimits:
         return EngineLimits()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        return GeneratedChunks(self._chunks(request))
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         ids = tokenizer().encode_word
         try:
             for first, second in [("a", "a"), ("!", "b"), ("c", "c"), ("d", "!"), ("e", "e")]:
@@ -242,7 +246,7 @@ def test_the_work_ends_when_the_last_sequence_has_stopped() -> None:
 class Punctual(Uneven):
     """It knows the stop: its last chunk completes it."""
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         yield EngineChunk(token_ids=tokenizer().encode_word("a!"), final=True)
         self.closed = True  # read to the end, not left
 
@@ -256,26 +260,29 @@ def test_an_engine_that_has_ended_is_not_left() -> None:
 
 def test_an_engine_that_ends_without_a_word_is_an_error() -> None:
     """A text cut off must not look whole."""
-    with pytest.raises(EngineError, match="uneven fell silent"):
+    with pytest.raises(EngineError, match="uneven ended its stream before its last chunk"):
         ask(Uneven(), asking(num_return_sequences=2))
 
 
 # --- closing and failing --------------------------------------------------------------------
 
 
-def test_leaving_after_any_chunk_ends_the_engines_work() -> None:
-    """Closed before, between or after the chunks: nothing lives on, and ``done`` is heard once."""
+def test_a_reader_that_leaves_after_any_chunk_ends_the_engines_work() -> None:
+    """Cancelled before, between or after the chunks: nothing lives on."""
 
     async def leave(chunks: int) -> int:
-        engine, heard = saying("one two"), []
-        stream = orchestrator(engine, done=lambda: heard.append(1)).run(asking(stream=True))
-        read = 0
-        async with aclosing(stream):
-            while read < chunks and await anext(stream, None) is not None:
-                read += 1
+        engine = saying("one two")
+        left = asyncio.Event()
+        sink = Collected(lambda _: left.set() if len(sink.chunks) >= chunks else None)
+        reading = asyncio.create_task(orchestrator(engine).run(asking(stream=True), sink))
+        if chunks:
+            leaving = asyncio.create_task(left.wait())
+            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            leaving.cancel()
+        reading.cancel()
+        await asyncio.wait({reading})
         assert engine.live == 0
-        assert len(heard) == (1 if chunks else 0)
-        return read
+        return len(sink.chunks)
 
     assert [asyncio.run(leave(count)) for count in range(20)][-1] < 19
 
@@ -287,17 +294,12 @@ def test_a_cancelled_reader_ends_the_engines_work() -> None:
         engine = saying("one two")
         engine.fault = Fault(after_tokens=1)
         got = asyncio.Event()
-
-        async def listen() -> None:
-            async for _ in orchestrator(engine).run(asking(stream=True)):
-                got.set()
-
-        reader = asyncio.create_task(listen())
+        sink = Collected(lambda _: got.set())
+        reader = asyncio.create_task(orchestrator(engine).run(asking(stream=True), sink))
         await got.wait()
         assert engine.live == 1
         reader.cancel()
         await asyncio.wait({reader})
-        await asyncio.sleep(0)
         assert engine.live == 0 and len(engine.cancelled) == 1
 
     asyncio.run(run())
@@ -307,23 +309,18 @@ def test_an_engines_error_comes_after_the_text_it_had_said() -> None:
     """What left stays, and the error is raised as it is."""
     engine = saying("one two three")
     engine.fault = Fault(error=EngineUnavailable("gone"), after_tokens=2)
-    heard: list[str] = []
-
-    async def listen() -> None:
-        async for chunk in orchestrator(engine).run(asking(stream=True)):
-            heard.append(chunk.text)
-
+    sink = Collected()
     with pytest.raises(EngineUnavailable, match="gone"):
-        asyncio.run(listen())
-    assert "".join(heard) and "one two three".startswith("".join(heard))
+        asyncio.run(orchestrator(engine).run(asking(stream=True), sink))
+    said = text_of(sink.chunks)
+    assert said and "one two three".startswith(said)
     assert engine.live == 0
 
 
 def test_an_engine_that_cannot_tell_its_limits_is_not_asked_for_more() -> None:
-    """Its error is the answer, and ``done`` is heard."""
+    """Its error is the answer."""
     engine = saying("one")
     engine.fault = Fault(error=EngineUnavailable("gone"), limits=True)
-    heard: list[int] = []
     with pytest.raises(EngineUnavailable):
-        ask(engine, done=lambda: heard.append(1))
-    assert (engine.requests, heard) == ([], [1])
+        ask(engine)
+    assert engine.requests == []

@@ -93,7 +93,8 @@ def test_a_long_prompt_is_the_same_prompt() -> None:
 @pytest.mark.parametrize(
     ("sampling", "fresh"),
     [
-        (Sampling(temperature=0.8), True),
+        (Sampling(temperature=0.8, top_k=0), False),
+        (Sampling(temperature=0.8), False),
         (Sampling(top_k=5), True),
         (Sampling(top_p=0.5), True),
         (Sampling(), False),
@@ -114,28 +115,17 @@ def test_a_seed_is_drawn_where_sampling_is_asked_for_without_one(
     assert (seeds == {None}) is not fresh
 
 
-@pytest.mark.parametrize(
-    ("sampling", "told"),
-    [
-        (Sampling(temperature=0.8), 1.0),
-        (Sampling(temperature=0.8, top_k=0), 1.0),
-        (Sampling(temperature=0.8, top_k=5), None),
-        (Sampling(temperature=0.8, top_p=0.5), 0.5),
-        (Sampling(temperature=0.0), None),
-        (Sampling(), None),
-    ],
-)
-def test_a_temperature_alone_samples(sampling: Sampling, told: float | None) -> None:
-    """TensorRT-LLM would stay greedy, so it is told to draw from all tokens."""
+def test_a_temperature_alone_is_passed_on_as_it_is() -> None:
+    """TensorRT-LLM stays greedy then, and so does this layer over it."""
     engine = saying("hi")
-    ask(engine, asking(sampling=sampling, max_tokens=1))
-    assert engine.requests[0].sampling.top_p == told
+    ask(engine, asking(sampling=Sampling(temperature=0.8), max_tokens=1))
+    assert engine.requests[0].sampling == Sampling(temperature=0.8)
 
 
 def test_a_callers_seed_is_used() -> None:
     """Zero included."""
     engine = saying("hi")
-    chunks = ask(engine, asking(sampling=Sampling(temperature=0.8, seed=0), max_tokens=1))
+    chunks = ask(engine, asking(sampling=Sampling(top_p=0.8, seed=0), max_tokens=1))
     assert chunks[-1].ending is not None and chunks[-1].ending.seed == 0
     assert engine.requests[0].sampling.seed == 0
 

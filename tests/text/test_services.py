@@ -17,7 +17,7 @@ from tests.helpers.scripted_text import (
     tokenizer,
     tokenizer_of_padded_model,
 )
-from tests.helpers.services_on_fake_backend import SILENT, STREAM, text_door, words
+from tests.helpers.services_on_fake_backend import SILENT, STREAM, text_service, words
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineError, InvalidRequest
@@ -29,7 +29,7 @@ from trtllm_bls.services.tokens import Postprocessor, Preprocessor
 
 def test_text_is_answered_whole_or_streamed() -> None:
     """The same text; only the last response says how it ended."""
-    with text_door(saying("It wasn't fun!")) as bench:
+    with text_service(saying("It wasn't fun!")) as bench:
         whole = bench.accept(bench.text(PROMPT)).wait()
         streamed = bench.accept(bench.text(PROMPT, **STREAM)).wait()
     assert words(whole) == words(streamed) == "It wasn't fun!"
@@ -41,7 +41,7 @@ def test_text_is_answered_whole_or_streamed() -> None:
 def test_text_rows_are_answered_side_by_side() -> None:
     """Each with its own values; rows are told apart by batch_index."""
     names = ("text_output", "batch_index")
-    with text_door(saying("one two three")) as bench:
+    with text_service(saying("one two three")) as bench:
         two = bench.text(
             PROMPT,
             PROMPT,
@@ -58,7 +58,7 @@ def test_text_rows_are_answered_side_by_side() -> None:
 def test_one_failing_text_row_ends_the_others() -> None:
     """The caller gets one error, and no engine works on for the other rows."""
     engine = ScriptedEngine(hashed(600, first=300), Script(vocab_size=1000))
-    with text_door(engine) as bench:
+    with text_service(engine) as bench:
         engine.fault = Fault(error=EngineError("row two"), after_requests=1, after_tokens=2)
         forever = np.full((2, 1), 2**31 - 1, np.int32)
         ask = bench.text(PROMPT, PROMPT, max_tokens=forever, stream=np.array([[True], [True]]))
@@ -80,7 +80,7 @@ def test_an_engines_failure_is_told_once_and_without_secrets(
     after: int, error: Exception, said: str
 ) -> None:
     """Before the first word or in the middle."""
-    with text_door(saying("one two three")) as bench:
+    with text_service(saying("one two three")) as bench:
         bench.engine.fault = Fault(error=error, after_tokens=after)
         ask = bench.accept(bench.text(PROMPT, **STREAM)).wait()
     assert ask.error is not None and ask.error.message().startswith(said)
@@ -91,7 +91,7 @@ def test_an_engines_failure_is_told_once_and_without_secrets(
 
 def test_a_bad_request_costs_the_engine_nothing() -> None:
     """Refused at the door, by the name of the tensor."""
-    with text_door(saying("no")) as bench:
+    with text_service(saying("no")) as bench:
         ask = bench.accept(bench.text(PROMPT, top_p=np.array([[2.0]], np.float32))).wait()
         assert ask.error is not None and ask.error.code() == "INVALID_ARG"
         assert "top_p" in ask.error.message() and bench.engine.requests == []
@@ -99,7 +99,7 @@ def test_a_bad_request_costs_the_engine_nothing() -> None:
 
 def test_a_caller_who_leaves_ends_the_engines_work() -> None:
     """At once, not when the text would have ended."""
-    with text_door(saying("one two three")) as bench:
+    with text_service(saying("one two three")) as bench:
         bench.engine.fault = SILENT
         ask = bench.accept(bench.text(PROMPT, **STREAM)).wait(responses=2)
         ask.leave()
@@ -110,7 +110,7 @@ def test_a_caller_who_leaves_ends_the_engines_work() -> None:
 
 def test_closing_ends_what_runs() -> None:
     """With an error, since the answer is not whole."""
-    with text_door(saying("one two three")) as bench:
+    with text_service(saying("one two three")) as bench:
         bench.engine.fault = SILENT
         ask = bench.accept(bench.text(PROMPT, **STREAM)).wait(responses=2)
     assert ask.wait().error is not None
@@ -147,7 +147,7 @@ def test_two_hundred_texts_at_once_of_which_many_are_left() -> None:
     """Whatever fails, hangs or is left: each ends once, and nothing runs on."""
     chance = random.Random(5)
     engine: Any = Bumpy()
-    with text_door(engine) as bench:
+    with text_service(engine) as bench:
         asks = [
             bench.text(
                 PROMPT,
@@ -170,7 +170,7 @@ def test_two_hundred_texts_at_once_of_which_many_are_left() -> None:
 
 def test_requests_do_not_wait_for_each_other() -> None:
     """One that never comes to an end keeps no other from its answer."""
-    with text_door(ScriptedEngine(hashed(600, first=300), Script(vocab_size=1000))) as bench:
+    with text_service(ScriptedEngine(hashed(600, first=300), Script(vocab_size=1000))) as bench:
         most = np.array([[2**31 - 1]], np.int32)
         endless = bench.accept(bench.text(PROMPT, max_tokens=most, **STREAM)).wait(responses=1)
         short = bench.accept(bench.text(PROMPT, max_tokens=np.array([[3]], np.int32))).wait()

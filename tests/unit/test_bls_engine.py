@@ -21,8 +21,8 @@ from tests.helpers.fake_python_backend import (
     TritonError,
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
-from trtllm_bls.engines.bls import BlsEngine
 from trtllm_bls.engines.dialect import Dialect
+from trtllm_bls.engines.triton_bls import BlsEngine
 from trtllm_bls.errors import EngineError, EngineStalled, InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest, Wants
 
@@ -280,7 +280,7 @@ def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first stop may have come before the child knew its request; no thread waits for ever."""
-    monkeypatch.setattr("trtllm_bls.engines.bls._STOP_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr("trtllm_bls.engines.triton_bls._STOP_WAIT_SECONDS", 0.001)
     child = Child(say(3), Child.SILENCE)
 
     async def dialogue() -> None:

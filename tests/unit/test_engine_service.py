@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.services_on_fake_backend import END, SILENT, TRUE, engine_door, ids, serving
+from tests.helpers.services_on_fake_backend import END, SILENT, TRUE, engine_service, ids, serving
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.errors import EngineError
-from trtllm_bls.services.engine import EngineService
+from trtllm_bls.services.engine_service import EngineService
 
 
 def test_tokens_stream_and_the_end_may_bring_none() -> None:
     """The final flag is on the last data response, there is no other after it."""
-    with engine_door(3, 4) as bench:
+    with engine_service(3, 4) as bench:
         ask = bench.accept(bench.tokens(streaming=TRUE)).wait()
         assert ids(ask) == [[3], [4], []]
 
@@ -29,7 +29,7 @@ def test_the_prompt_is_in_the_whole_answer_unless_excluded(
 ) -> None:
     """The request's word goes before the model's; a stream never has it."""
     more = {} if asked is None else {"exclude_input_in_output": np.array([asked])}
-    with engine_door(3, 4, exclude=default) as bench:
+    with engine_service(3, 4, exclude=default) as bench:
         whole = bench.accept(bench.tokens(**more)).wait()
         streamed = bench.accept(bench.tokens(**more, streaming=TRUE)).wait()
     excluded = default if asked is None else asked
@@ -40,7 +40,7 @@ def test_the_prompt_is_in_the_whole_answer_unless_excluded(
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_stop_request_ends_with_what_there_is(streaming: bool) -> None:
     """The stopped request ends normally, without error; the stop itself says nothing."""
-    with engine_door(3, 4, 5, 6) as bench:
+    with engine_service(3, 4, 5, 6) as bench:
         bench.engine.fault = SILENT
         extra = {"streaming": np.array([streaming])}
         ask = bench.accept(bench.tokens("mine", **extra))
@@ -57,7 +57,7 @@ def test_a_stop_request_ends_with_what_there_is(streaming: bool) -> None:
 
 def test_a_stop_right_behind_its_request_is_heard() -> None:
     """Even before the engine has been asked; the answer is then an empty one."""
-    with engine_door(3, 4) as bench:
+    with engine_service(3, 4) as bench:
         bench.engine.fault = Fault()
         ask, stop = bench.tokens("mine", streaming=TRUE), bench.tokens("mine", stop=TRUE)
         bench.accept(ask, stop)
@@ -67,7 +67,7 @@ def test_a_stop_right_behind_its_request_is_heard() -> None:
 
 def test_a_bias_is_measured_against_the_engines_own_vocabulary() -> None:
     """One value too many is the caller's mistake, and said before anything runs."""
-    with engine_door(3, 4) as bench:
+    with engine_service(3, 4) as bench:
         size = bench.engine.script.vocab_size
         long = np.zeros((1, size + 1), np.float32)
         ask = bench.accept(bench.tokens(embedding_bias=long)).wait()
@@ -79,7 +79,7 @@ def test_a_bias_is_measured_against_the_engines_own_vocabulary() -> None:
 
 def test_stopping_what_does_not_run_is_no_error_but_needs_an_id() -> None:
     """It may just have ended; without an id nobody knows what is meant."""
-    with engine_door(3) as bench:
+    with engine_service(3) as bench:
         bench.accept(bench.tokens("mine")).wait()
         unknown = bench.accept(bench.tokens("mine", stop=TRUE)).wait()
         assert (unknown.responses, unknown.error) == ([], None)
@@ -89,7 +89,7 @@ def test_stopping_what_does_not_run_is_no_error_but_needs_an_id() -> None:
 
 def test_of_two_requests_of_one_id_the_newest_is_stopped() -> None:
     """As upstream does; the older one runs on."""
-    with engine_door(3, 4) as bench:
+    with engine_service(3, 4) as bench:
         bench.engine.fault = SILENT
         asks = [bench.tokens("mine", streaming=TRUE) for _ in range(2)]
         bench.accept(*asks)
@@ -126,7 +126,7 @@ def test_rows_are_answered_side_by_side() -> None:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_one_failing_row_ends_the_others(streaming: bool) -> None:
     """One error for the whole request, after which no row runs on."""
-    with engine_door(*[3] * 10) as bench:
+    with engine_service(*[3] * 10) as bench:
         engine = bench.engine
         engine.script = Script(vocab_size=50)
         engine.fault = Fault(error=EngineError("row two"), after_requests=1, after_tokens=2)
@@ -140,7 +140,7 @@ def test_one_failing_row_ends_the_others(streaming: bool) -> None:
 def test_rows_and_sequences_multiply() -> None:
     """Two rows of three sequences have six ends, and then comes FINAL."""
     names = ("output_ids", "sequence_length", "batch_index", "sequence_index")
-    with engine_door(3) as bench:
+    with engine_service(3) as bench:
         count = np.array([3, 3], np.int32)
         ask = bench.accept(bench.tokens(outputs=names, **rows(num_return_sequences=count))).wait()
     pairs = zip(ask.said("batch_index"), ask.said("sequence_index"), strict=True)
@@ -152,7 +152,7 @@ def test_rows_and_sequences_multiply() -> None:
 def test_two_hundred_token_requests_at_once_with_stops_and_leaving() -> None:
     """A stop, a caller leaving and the end may meet in any order."""
     chance = random.Random(6)
-    with engine_door(*range(3, 20)) as bench:
+    with engine_service(*range(3, 20)) as bench:
         bench.engine.fault = Fault(after_requests=100, after_tokens=3)
         asks, stops = [], []
         for number in range(200):

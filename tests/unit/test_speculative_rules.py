@@ -7,11 +7,18 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.scripted_pairs import engine_request as ask
-from trtllm_bls.messages import Draft, EngineChunk, EngineMetrics, FinishReason, Sampling
-from trtllm_bls.speculative.carry import Carrier, round_seed
-from trtllm_bls.speculative.ledger import Ledger
-from trtllm_bls.speculative.lookup import PromptLookup
+from trtllm_bls.messages import (
+    Draft,
+    EngineChunk,
+    EngineLimits,
+    EngineMetrics,
+    FinishReason,
+    Sampling,
+)
+from trtllm_bls.speculative.answer_figures import AnswerFigures
 from trtllm_bls.speculative.progress import Progress, Verdict
+from trtllm_bls.speculative.prompt_lookup import PromptLookup
+from trtllm_bls.speculative.round_requests import RoundRequests, round_seed
 
 END, STOP, LENGTH = FinishReason.END_ID, FinishReason.STOP, FinishReason.LENGTH
 
@@ -64,31 +71,49 @@ def test_there_is_room_for_a_whole_round_or_for_none() -> None:
     """One token of the budget is the target's own; the engine counts draft and answer both."""
     assert Progress(ask((1,), max_tokens=5)).max_draft == 4
     assert Progress(ask((1,), max_tokens=1)).max_draft == 0
-    assert Progress(ask((1,) * 4, max_tokens=50), 10).max_draft == 2
-    assert Progress(ask((1,) * 4, max_tokens=50), 10).remaining == 6
-    assert Progress(ask((1,) * 12, max_tokens=50), 10).max_draft == 0
+    ten = EngineLimits(max_sequence_tokens=10)
+    assert Progress(ask((1,) * 4, max_tokens=50), ten).max_draft == 2
+    assert Progress(ask((1,) * 4, max_tokens=50), ten).remaining == 6
+    assert Progress(ask((1,) * 12, max_tokens=50), ten).max_draft == 0
+
+
+def test_no_request_has_a_longer_prompt_than_the_engine_takes() -> None:
+    """What follows a round has the answer so far as its prompt; so has what follows a stretch."""
+    progress = Progress(ask((1,) * 4, max_tokens=50), EngineLimits(max_prompt_tokens=8))
+    assert (progress.max_draft, progress.stretch(4), progress.stretch(5)) == (3, 4, 50)
+    progress.take((5, 6, 7))
+    assert (progress.max_draft, progress.stretch(1), progress.stretch(2)) == (0, 1, 47)
+
+
+def test_a_round_that_shows_its_end_id_ends_there_and_only_there() -> None:
+    """Some runtimes draw the token again that they have just rejected: that is no end."""
+    progress = Progress(ask((1,), end_id=9))
+    assert progress.take_round((4, 5), (4,), None, shows_end=True) == Verdict(1, 1)
+    assert progress.finish is None
+    assert progress.take_round((4, 9), (4, 9), None, shows_end=True) == Verdict(2, 1)
+    assert (progress.finish, progress.ids) == (END, [1, 4, 4])
 
 
 def test_what_is_left_of_the_minimum_is_said_aloud() -> None:
     """Absent, an engine may take it for 1 and forbid the end id at the start of every round."""
     progress = Progress(ask((1,), sampling=Sampling(top_k=1, min_tokens=2)))
-    carrier = Carrier(ask((1,), sampling=Sampling(top_k=1, min_tokens=2)), False)
-    silent = Carrier(ask((1,)), False)
-    said = [carrier.plain(progress, 1, False).sampling.min_tokens]
+    requests = RoundRequests(ask((1,), sampling=Sampling(top_k=1, min_tokens=2)), False)
+    silent = RoundRequests(ask((1,)), False)
+    said = [requests.plain(progress, 1, False).sampling.min_tokens]
     assert silent.plain(progress, 1, False).sampling.min_tokens is None
     for token in (5, 6, 7):
         progress.take((token,))
-        said.append(carrier.verify(progress, Draft(token_ids=(1,))).sampling.min_tokens)
+        said.append(requests.verify(progress, Draft(token_ids=(1,))).sampling.min_tokens)
     assert said == [2, 1, 0, 0]
     assert silent.plain(progress, 1, False).sampling.min_tokens == 0
-    assert carrier.draft(progress, (1,), 1).sampling.min_tokens == 0
+    assert requests.draft(progress, (1,), 1).sampling.min_tokens == 0
 
 
 def test_every_request_of_a_run_has_its_own_id() -> None:
     """Engines want ids that are unique among running requests."""
-    carrier, progress = Carrier(ask(), False), Progress(ask())
-    made = [carrier.plain(progress, 1, True), carrier.draft(progress, (), 1)]
-    made.append(carrier.verify(progress, Draft(token_ids=(1,))))
+    requests, progress = RoundRequests(ask(), False), Progress(ask())
+    made = [requests.plain(progress, 1, True), requests.draft(progress, (), 1)]
+    made.append(requests.verify(progress, Draft(token_ids=(1,))))
     assert len({request.request_id for request in made}) == 3
 
 
@@ -132,25 +157,25 @@ def test_a_lookup_sees_what_is_added() -> None:
 
 def test_sums_run_on_where_an_engine_gives_only_sums() -> None:
     """Each request begins its sum anew; the answer's does not."""
-    ledger = Ledger()
+    figures = AnswerFigures()
     sums = []
     for parts in ((-1.0, -3.0), (-2.0,)):
-        ledger.begin_request()
+        figures.begin_request()
         for part in parts:
             chunk = EngineChunk(token_ids=(1,), cum_log_prob=part)
-            sums.append(ledger.enter(chunk, 1, None).cum_log_prob)
+            sums.append(figures.add(chunk, 1, None).cum_log_prob)
     assert sums == [-1.0, -3.0, -5.0]
-    assert ledger.enter(EngineChunk(token_ids=()), 0, END).cum_log_prob is None
+    assert figures.add(EngineChunk(token_ids=()), 0, END).cum_log_prob is None
 
 
 def test_times_of_an_answer_span_its_requests() -> None:
     """First things from the first request, the last token from the last, counts added up."""
     one = EngineMetrics(arrival_time_ns=1, last_token_time_ns=2, total_draft_tokens=3)
     other = replace(one, arrival_time_ns=8, last_token_time_ns=9)
-    ledger = Ledger()
-    early = ledger.enter(EngineChunk(token_ids=(), final=True, metrics=one), 0, None)
-    last = ledger.enter(EngineChunk(token_ids=(), final=True, metrics=other), 0, END)
-    assert (early.final, early.metrics) == (False, None)
+    figures = AnswerFigures()
+    early = figures.add(EngineChunk(token_ids=(), final=True, metrics=one), 0, None)
+    last = figures.add(EngineChunk(token_ids=(), final=True, metrics=other), 0, END)
+    assert (early.final, early.metrics) == (False, one)
     assert last.metrics == EngineMetrics(
         arrival_time_ns=1, last_token_time_ns=9, total_draft_tokens=6
     )

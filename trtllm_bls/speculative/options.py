@@ -76,7 +76,7 @@ class SpeculationOptions:
             self,
             draft_source=source,
             num_draft_tokens=asked.num_draft_tokens or self.num_draft_tokens,
-            use_draft_logits=asked.use_draft_logits,
+            use_draft_logits=asked.use_draft_logits or self.use_draft_logits,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Test door: ``tensorrt_llm`` played by scripted engines that say the prompt back.
+"""Test model: ``tensorrt_llm`` played by scripted engines that say the prompt back.
 
 So the right answer to any text is the text itself, whatever the tokenizer. The request's seed
 chooses what goes wrong (see ``FAULTS``); parameter ``step_ms`` is the time of one step.
@@ -12,13 +12,14 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.door import Door, log_to_triton
+from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.parameters import Parameters
-from trtllm_bls.services.engine import EngineService
+from trtllm_bls.python_backend import RequestServer, log_to_triton
+from trtllm_bls.services.engine_service import EngineService
 
 FAULTS = {
     666001: Fault(error=EngineError("the script says so"), after_tokens=3),
@@ -53,7 +54,10 @@ class EchoEngine:
     async def limits(self) -> EngineLimits:
         return EngineLimits()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        return GeneratedChunks(self._chunks(request))
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         end = request.end_id if request.end_id is not None else -1
         rule = reciting(request.input_ids, len(request.input_ids), then=max(end, 0))
         engine = ScriptedEngine(rule, self._script)
@@ -82,10 +86,10 @@ class TritonPythonModel:
         )
         service = EngineService(engine, parameters.flag("exclude_input_in_output", False))
         self._engine = engine
-        self._door = Door(pb_utils, service.handle)
+        self._server = RequestServer(pb_utils, service.handle)
 
     def execute(self, requests: list[Any]) -> None:
-        self._door.accept(requests)
+        self._server.accept(requests)
 
     def finalize(self) -> None:
-        self._door.close(self._engine.close)
+        self._server.close(self._engine.close)

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.fake_engine_server import Triton, run
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config
-from trtllm_bls.engines.transport import Route, TritonModel
+from trtllm_bls.engines.triton import Route, TritonModel
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.fake_python_backend import SECONDS, Ask, FakeTriton, TritonModelError
-from trtllm_bls.door import Call, Door, TritonLogHandler, answer_each, log_to_triton
 from trtllm_bls.errors import EngineError, InvalidRequest, Overloaded, Unsupported
+from trtllm_bls.python_backend import Call, Door, TritonLogHandler, answer_each, log_to_triton
 
 Handle = Callable[[Call], Awaitable[None]]
 ONE = {"number": np.array([[1]], dtype=np.int32)}
@@ -307,7 +307,7 @@ def test_a_model_that_loads_twice_logs_once() -> None:
         triton = FakeTriton()
         log_to_triton(triton, "bls")
         log_to_triton(triton, "bls")
-        logging.getLogger("trtllm_bls.door").info("once")
+        logging.getLogger("trtllm_bls.python_backend").info("once")
         assert triton.lines == [("info", "[bls] once")]
     finally:
         logger.handlers, logger.level, logger.propagate = before

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.random_cases import cut_anywhere, run_cases
-from trtllm_bls.assembly import SequenceText, TextRules
+from trtllm_bls.answer import SequenceText, TextRules
 from trtllm_bls.messages import EngineChunk, EngineMetrics, FinishReason, TextChunk, TokenIds
 
 END = 99
@@ -48,11 +48,15 @@ def told(rules: TextRules, *chunks: EngineChunk) -> list[TextChunk]:
     """What a sequence makes of chunks, until it has ended; it ends once, on its last."""
     sequence, found = SequenceText(rules, Pieces()), []
     for one in chunks:
-        found.append(sequence.feed(one))
-        if sequence.ended:
+        sequence.feed(one)
+        found.append(sequence.emit() or NOTHING)
+        if sequence.ending is not None:
             break
     assert [piece.ending is not None for piece in found] == [False] * (len(found) - 1) + [True]
     return found
+
+
+NOTHING = TextChunk(text="")
 
 
 def outcome(pieces: list[TextChunk]) -> tuple[str, Any, Any, int]:
@@ -188,8 +192,11 @@ def test_what_the_flush_completes_may_be_a_stop() -> None:
 def test_no_word_is_lost_after_the_end() -> None:
     """What is fed after the end changes nothing that was told."""
     sequence = SequenceText(replace(RULES, stop_words=("b",)), Pieces())
-    ending = sequence.feed(chunk(0, 1, 4)).ending
-    assert sequence.ended and ending is not None and ending.completion_tokens == 2
+    sequence.feed(chunk(0, 1, 4))
+    told = sequence.ending
+    assert told is not None and told.completion_tokens == 2
+    sequence.feed(chunk(4, final=True))
+    assert sequence.ending is told
 
 
 # --- what is seen ---------------------------------------------------------------------------
@@ -207,16 +214,16 @@ def test_accumulated_text_is_all_so_far() -> None:
     """The echo included, and nothing that is still held back."""
     rules = replace(RULES, accumulate=True, echo_ids=(4,), stop_words=("abc",))
     pieces = told(rules, chunk(0), chunk(1), chunk(1), chunk(final=True))
-    assert [piece.text for piece in pieces] == ["c", "c", "cabb", "cabb"]
+    assert [piece.text for piece in pieces] == ["c", "", "cabb", "cabb"]  # the second: nothing sent
 
 
 def test_the_ending_tells_what_was_used() -> None:
     """Prompt, seed and the engine's metrics, also those that came before the end was known."""
     metrics = EngineMetrics(total_draft_tokens=1)
     rules = replace(RULES, seed=5)
-    ending = told(rules, chunk(0, final=True, metrics=metrics))[-1].ending
-    assert ending is not None
-    assert (ending.prompt_tokens, ending.seed, ending.metrics) == (2, 5, metrics)
+    last = told(rules, chunk(0, final=True, metrics=metrics))[-1]
+    assert last.ending is not None
+    assert (last.ending.prompt_tokens, last.ending.seed, last.metrics) == (2, 5, metrics)
 
 
 # --- scores ---------------------------------------------------------------------------------
@@ -245,7 +252,7 @@ def test_scores_wait_for_their_text() -> None:
     """Held-back text holds its scores back; log-probs are all so far, logits the new ones."""
     rules = replace(RULES, stop_words=("abc",))
     log_probs, logits = scores(told(rules, scored(4, 0), scored(1), scored(7), scored(final=True)))
-    assert log_probs == [[4], [4], [4, 0, 1, 7], [4, 0, 1, 7]]
+    assert log_probs == [[4], [], [4, 0, 1, 7], [4, 0, 1, 7]]  # the second: nothing sent
     assert logits == [[4], [], [0, 1, 7], []]
 
 
