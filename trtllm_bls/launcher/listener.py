@@ -11,6 +11,9 @@ class Listener:
     def log(self, line: LogLine) -> None:
         """The server or a model printed a line."""
 
+    def warning(self, text: str) -> None:
+        """The machine will do, but not for everything; ``text`` says what to mend."""
+
     def starting(self, models: tuple[str, ...]) -> None:
         """The server process runs and loads these models."""
 

@@ -188,7 +188,8 @@ class TritonServer:
         checks.check_platform()
         server = find_server(self.settings.server)
         checks.check_numpy(server, checks.embedded_numpy())
-        checks.check_shared_memory()
+        if warning := checks.check_shared_memory():
+            self._listener.warning(warning)
         return server
 
     def _launch(self, server: Installation) -> _Run:
@@ -199,12 +200,16 @@ class TritonServer:
             directory = scratch.workdir
             libraries = workdir.link_libpython(directory, checks.libpython())
             environment = command.server_environment(self.settings, ports, libraries, os.environ)
+            for variable in (command.MODEL_DIR, command.DRAFT_MODEL_DIR):
+                if variable in environment:
+                    linked = workdir.link_checkpoint(directory, variable, environment[variable])
+                    environment[variable] = str(linked)
             checks.check_server(server, environment)
             backends = workdir.link_backends(directory, server)
             served = workdir.prepare_models(
                 directory,
                 repository,
-                self.settings.overrides,
+                self.settings,
                 with_draft=command.DRAFT_MODEL_DIR in environment,
             )
             models = workdir.model_names(served)
