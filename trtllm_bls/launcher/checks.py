@@ -38,6 +38,16 @@ def check_platform(system: str | None = None) -> None:
         )
 
 
+def check_environment(*places: str | Path) -> None:
+    """The Python inside the server cannot read packages from paths beyond ASCII."""
+    for place in map(str, places):
+        if not place.isascii():
+            raise SetupError(
+                f"{place}: the server's models cannot run from a path with such letters; "
+                "install trtllm-bls into an environment whose path is plain ASCII"
+            )
+
+
 def embedded_numpy() -> str | None:
     """The numpy that models will import: that of this interpreter without PYTHONPATH or user site.
 

@@ -10,6 +10,7 @@ stop, clean up. How each is done is in the neighbours.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from types import TracebackType
 
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import checks, command, workdir
-from trtllm_bls.launcher.find import Installation, find_server
+from trtllm_bls.launcher.find import PACKAGE, Installation, find_server
 from trtllm_bls.launcher.listener import Listener
 from trtllm_bls.launcher.logs import LogBook
 from trtllm_bls.launcher.ports import Ports, choose
@@ -186,6 +187,7 @@ class TritonServer:
 
     def _checked_installation(self) -> Installation:
         checks.check_platform()
+        checks.check_environment(sys.prefix, PACKAGE)
         server = find_server(self.settings.server)
         checks.check_numpy(server, checks.embedded_numpy())
         if warning := checks.check_shared_memory():

@@ -8,6 +8,16 @@
 Importing this package imports torch and transformers: only the engine's own process should.
 """
 
+from trtllm_bls.errors import SetupError
+
+try:
+    import safetensors  # noqa: F401
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SetupError(
+        f"the embedded engine needs {error.name}: run `pip install 'trtllm-bls[embedded]'`"
+    ) from None
+
 from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings
 from trtllm_bls.engines.embedded.engine import EmbeddedEngine
 from trtllm_bls.engines.embedded.sequence import Submission
