@@ -133,3 +133,14 @@ def test_the_tail_prefers_what_matters() -> None:
     """The last noteworthy lines; if there are none, whatever came last."""
     assert book("one", "two", LOADED).tail(1) == ("two",)
     assert book(LOADED).tail() == ("01:56:47 successfully loaded 'echo'",)
+
+
+def test_a_stopping_server_tells_when_requests_have_ended() -> None:
+    """What it says of models afterwards is no longer about requests."""
+    line = (
+        'I1121 14:53:17.1 3508 server.cc:321] "Timeout 8: Found {} model versions that have '
+        'in-flight inferences"'
+    )
+    assert not book(LOADED).drained
+    assert not book(line.format(1)).drained
+    assert book(line.format(1), line.format(0), LOADED).drained

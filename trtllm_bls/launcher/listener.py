@@ -12,7 +12,7 @@ class Listener:
         """The server or a model printed a line."""
 
     def warning(self, text: str) -> None:
-        """The machine will do, but not for everything; ``text`` says what to mend."""
+        """Something is not as it should be, but the server can do without."""
 
     def starting(self, models: tuple[str, ...]) -> None:
         """The server process runs and loads these models."""

@@ -42,6 +42,7 @@ _OWN_ERROR = re.compile(r"(?:Setup|Settings|Tokenizer|Checkpoint)Error: ")
 _DEAD_STUB = re.compile(r"Stub process '[^']+' is not healthy\.")
 _TRACE = "\n\nAt:\n"
 _INTERPRETER = re.compile(r"<frozen |/importlib/")
+_IN_FLIGHT = re.compile(r"Found (\d+) model versions that have in-flight inferences")
 _PORT_TAKEN = re.compile(r"failed to start (\w+) service: .* already in use")
 
 # Said on every machine without a GPU, as warnings or errors.
@@ -115,6 +116,7 @@ class LogBook:
         self.loaded: set[str] = set()
         self.failures: dict[str, str] = {}  # model -> reason, with its traceback
         self.port_taken: str | None = None  # the service that could not listen
+        self.drained = False  # the server is stopping, and every request has ended
         self._tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
 
     def add(self, raw: str) -> LogLine:
@@ -123,6 +125,8 @@ class LogBook:
         self._tail.append(line)
         if loaded := _LOADED.fullmatch(line.text):
             self.loaded.add(loaded[1])
+        if in_flight := _IN_FLIGHT.search(line.text):
+            self.drained = in_flight[1] == "0"
         if taken := _PORT_TAKEN.search(line.text):
             self.port_taken = taken[1]
         for pattern in _FAILED:

@@ -157,7 +157,7 @@ class TritonServer:
         return force
 
     def wait(self) -> bool:
-        """Return when the server has ended as requested: whether it had to be forced.
+        """Return when the server has ended as requested: whether requests were cut off.
 
         Raises ``ServerFailed`` if it ended by itself.
         """
@@ -167,6 +167,10 @@ class TritonServer:
             raise ServerFailed(
                 f"the server ended by itself ({describe_exit(code)})", run.book.tail()
             )
+        if code and run.book.drained and self._stop_requests == 1:
+            # A refused request whose client broke off is kept by Triton, and its model with it.
+            self._listener.warning("all requests had ended; a model did not unload in time")
+            return False
         return code != 0
 
     def stop(self) -> None:
