@@ -81,8 +81,8 @@ def test_the_demo_is_the_default_only_where_nothing_was_named(tmp_path: Path) ->
         "TRTLLM_BLS_MODEL_DIR": str(DEMO / "target"),
         "TRTLLM_BLS_DRAFT_MODEL_DIR": str(DEMO / "draft"),
     }
-    named = ServeSettings(model=tmp_path)
-    assert command.model_directories(named) == {"TRTLLM_BLS_MODEL_DIR": str(tmp_path)}
+    named = ServeSettings(model=DEMO / "draft")
+    assert command.model_directories(named) == {"TRTLLM_BLS_MODEL_DIR": str(DEMO / "draft")}
     assert command.model_directories(ServeSettings(model_repository=tmp_path)) == {}
 
 
@@ -107,6 +107,16 @@ def test_a_missing_checkpoint_names_its_option(tmp_path: Path) -> None:
     """Before anything starts."""
     with pytest.raises(SetupError, match=r"--draft-model .*gone: no such directory"):
         command.model_directories(ServeSettings(draft_model=tmp_path / "gone"))
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    """Unless the repository is the user's, whose models may read what they like."""
+    with pytest.raises(SetupError, match=r"has no config\.json"):
+        command.model_directories(ServeSettings(model=tmp_path))
+    theirs = ServeSettings(model=tmp_path, model_repository=tmp_path)
+    assert command.model_directories(theirs) == {"TRTLLM_BLS_MODEL_DIR": str(tmp_path)}
 
 
 # --- the working directory ------------------------------------------------------------------

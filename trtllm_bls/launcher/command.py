@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trtllm_bls.bundled import DEMO, REPOSITORY
+from trtllm_bls.checkpoint_dir import check_checkpoint, check_tokenizer
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher.find import Installation
 from trtllm_bls.launcher.ports import Ports
@@ -97,7 +98,8 @@ def model_directories(settings: ServeSettings) -> dict[str, str]:
     """Which checkpoints the models shall load; empty where their own configuration decides.
 
     The demo's model and draft go together: a draft that speaks another vocabulary is worse than
-    none, so neither is assumed beside a directory that was named. Raises ``SetupError``.
+    none, so neither is assumed beside a directory that was named. Raises ``SetupError``, for our
+    own repository also for a directory that is no whole checkpoint.
     """
     target, draft = settings.model, settings.draft_model
     if target is None and draft is None and settings.model_repository is None:
@@ -112,6 +114,9 @@ def model_directories(settings: ServeSettings) -> dict[str, str]:
         directory = directory.expanduser().resolve()
         if not directory.is_dir():
             raise SetupError(f"{option} {directory}: no such directory")
+        if settings.model_repository is None:  # else its models say what the directory is for
+            check_checkpoint(directory)
+            check_tokenizer(directory)
         directories[variable] = str(directory)
     return directories
 

@@ -11,15 +11,14 @@ Importing this package imports torch and transformers: only the engine's own pro
 from trtllm_bls.errors import SetupError
 
 try:
-    import safetensors  # noqa: F401
-    import torch  # noqa: F401
+    from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings
+    from trtllm_bls.engines.embedded.engine import EmbeddedEngine
+    from trtllm_bls.engines.embedded.sequence import Submission
 except ModuleNotFoundError as error:
+    if error.name not in ("torch", "safetensors"):
+        raise
     raise SetupError(
         f"the embedded engine needs {error.name}: run `pip install 'trtllm-bls[embedded]'`"
     ) from None
-
-from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings
-from trtllm_bls.engines.embedded.engine import EmbeddedEngine
-from trtllm_bls.engines.embedded.sequence import Submission
 
 __all__ = ["EmbeddedEngine", "EmbeddedSettings", "Submission"]
