@@ -18,7 +18,10 @@ from trtllm_bls import __version__
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 from trtllm_bls.settings import Override, ServeSettings
 
-_ELSEWHERE = {"configure": "trtllm_bls.configure:command"}
+_ELSEWHERE = {
+    "configure": "trtllm_bls.configure:command",
+    "generate": "trtllm_bls.commands.streaming:main",
+}
 _DEFAULTS = ServeSettings()
 _PATH = click.Path(path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -108,6 +111,7 @@ def main() -> None:
       trtllm-bls demo                   three prompts through a real server
       trtllm-bls serve                  keep a server up on ports 8000 to 8002
       trtllm-bls serve --model ./llama  serve your own checkpoint
+      trtllm-bls generate "Hello"       text from a server on port 8001
     """
 
 

@@ -61,7 +61,7 @@ def test_help_lists_every_command() -> None:
     """Also those that live elsewhere."""
     code, output = run("--help")
     assert code == 0
-    for name in ("configure", "demo", "serve"):
+    for name in ("configure", "demo", "generate", "serve"):
         assert f"\n  {name} " in output
 
 
@@ -117,6 +117,17 @@ def test_the_command_line_loads_nothing_heavy() -> None:
         [sys.executable, "-c", probe], capture_output=True, text=True, check=True
     )
     assert shown.stdout == "[]\n"
+
+
+def test_the_embedded_engine_without_torch_names_the_extra() -> None:
+    """The server's extra does not bring it, and Triton alone would show forty lines of trace."""
+    probe = "import sys; sys.modules['torch'] = None; import trtllm_bls.engines.embedded"
+    told = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
+    )
+    assert told.stderr.splitlines()[-1].endswith(
+        "SetupError: the embedded engine needs torch: run `pip install 'trtllm-bls[embedded]'`"
+    )
 
 
 # --- what is shown --------------------------------------------------------------------------
