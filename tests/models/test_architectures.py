@@ -83,5 +83,5 @@ def test_an_architecture_of_the_list_runs(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_architecture_with_attention_of_its_own_is_refused(tmp_path: Path, name: str) -> None:
     """In one line, instead of being served wrong."""
-    with pytest.raises(CheckpointError, match="its architecture is not supported$"):
+    with pytest.raises(CheckpointError, match=r"its architecture is not supported$"):
         load(checkpoint(tmp_path, name, REFUSED[name]), EmbeddedSettings(threads=1))
