@@ -18,7 +18,10 @@ from trtllm_bls import __version__
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 from trtllm_bls.settings import Override, ServeSettings
 
-_ELSEWHERE = {"configure": "trtllm_bls.configure:command"}
+_ELSEWHERE = {
+    "configure": "trtllm_bls.configure:command",
+    "generate": "trtllm_bls.commands.streaming:main",
+}
 _DEFAULTS = ServeSettings()
 _PATH = click.Path(path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -63,7 +66,7 @@ def _model_settings(command: _Command) -> _Command:
                 "model", "Checkpoint directory of the model (default: the demo's).", type=_PATH
             ),
             _setting("draft_model", "Checkpoint directory of the draft model.", type=_PATH),
-            _setting("model_repository", "Model repository (default: models/).", type=_PATH),
+            _setting("model_repository", "Model repository (default: our own).", type=_PATH),
             _setting("server", "tritonserver: its directory or its binary.", type=_PATH),
             _setting("threads", "CPU threads of each embedded engine.", type=int),
             click.option(
@@ -90,6 +93,14 @@ def _parse_overrides(
         raise click.UsageError(str(error), ctx) from error
 
 
+def _parse_instances(ctx: click.Context, value: str | None) -> int | str | None:
+    if value is None or value == "auto":
+        return value
+    if not value.isdecimal():
+        raise click.UsageError(f"--bls-instances {value!r}: use a number or auto", ctx)
+    return int(value)
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="trtllm-bls")
 def main() -> None:
@@ -100,16 +111,34 @@ def main() -> None:
       trtllm-bls demo                   three prompts through a real server
       trtllm-bls serve                  keep a server up on ports 8000 to 8002
       trtllm-bls serve --model ./llama  serve your own checkpoint
+      trtllm-bls generate "Hello"       text from a server on port 8001
     """
 
 
 @main.command()
 @_model_settings
 @_setting("host", "Address to listen on.")
+@_setting("expose", "Allow a --host that other machines can reach.", is_flag=True)
 @_setting("http_port", "HTTP port; 0 = any free port.")
 @_setting("grpc_port", "gRPC port; 0 = any free port.")
 @_setting("metrics_port", "Metrics port; 0 = any free port.")
 @_setting("max_streams", "Requests that may run at once.")
+@_setting(
+    "bls_instances",
+    "Processes of tensorrt_llm_bls: a number, or auto (by the number of cores).",
+    metavar="N|auto",
+    callback=lambda ctx, param, value: _parse_instances(ctx, value),
+)
+@_setting(
+    "decoupled",
+    "Whether tensorrt_llm_bls streams; false allows unary requests instead.",
+    type=bool,
+)
+@_setting(
+    "open_control_apis",
+    "Leave Triton's shared-memory, model-repository, logging and trace APIs open to clients.",
+    is_flag=True,
+)
 @_setting("exit_timeout", "Seconds that running requests have to end when stopping.")
 @_setting("ready_timeout", "Seconds that the models have to load.")
 @_setting("log_file", "Append the server's whole log to this file.", type=_PATH)

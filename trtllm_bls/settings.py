@@ -6,9 +6,11 @@ busy, or files that exist: the launcher looks at the machine.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from trtllm_bls.errors import SettingsError
 
@@ -38,7 +40,8 @@ class ServeSettings:
 
     A port of 0 means "any free port". Times are seconds. ``None`` leaves the choice to us:
     ``server`` to the search (see ``launcher.find``), ``model``, ``draft_model`` and
-    ``model_repository`` to what the checkout holds, ``threads`` to the engine.
+    ``model_repository`` to what the package brings, ``threads`` to the engine, ``bls_instances``
+    and ``decoupled`` to the configuration of ``tensorrt_llm_bls``.
     """
 
     server: Path | None = None
@@ -46,25 +49,41 @@ class ServeSettings:
     draft_model: Path | None = None
     model_repository: Path | None = None
     host: str = "127.0.0.1"
+    expose: bool = False
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
     max_streams: int = 256
     threads: int | None = None
+    bls_instances: int | Literal["auto"] | None = None
+    decoupled: bool | None = None
+    open_control_apis: bool = False
     overrides: tuple[Override, ...] = ()
     exit_timeout: int = 30
     ready_timeout: int = 900
     log_file: Path | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no server could be started with."""
+        """Refuse numbers that no server could be started with, and listening by mistake."""
+        if not self.expose and not _is_loopback(self.host):
+            raise SettingsError(
+                f"--host {self.host}: whoever reaches this machine could use the server, which "
+                "knows no passwords; add --expose if that is meant"
+            )
         for name in ("http_port", "grpc_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise SettingsError(f"{option(name)} {getattr(self, name)}: must be 0 to 65535")
-        for name in ("max_streams", "threads", "exit_timeout", "ready_timeout"):
+        for name in ("max_streams", "threads", "bls_instances", "exit_timeout", "ready_timeout"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise SettingsError(f"{option(name)} {value}: must be at least 1")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def option(field: str) -> str:

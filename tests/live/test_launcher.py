@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from rich.console import Console
+from tritonclient.utils import InferenceServerException
 
 from tests.helpers.server_settings import ROOT, free_ports
 from trtllm_bls.errors import SetupError
@@ -255,9 +257,17 @@ def test_the_demo_streams_an_answer_to_every_prompt(server: TritonServer) -> Non
 class Served:
     """``trtllm-bls serve`` as a process of its own, ready."""
 
-    def __init__(self, repository: Path) -> None:
+    def __init__(self, repository: Path, *more: str) -> None:
         ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
-        words = ["serve", *ports, "--model-repository", str(repository), "--exit-timeout", "20"]
+        words = [
+            "serve",
+            *ports,
+            "--model-repository",
+            str(repository),
+            "--exit-timeout",
+            "20",
+            *more,
+        ]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trtllm_bls.cli", *words],
             stdout=subprocess.PIPE,
@@ -297,6 +307,35 @@ def served(repository: Path) -> Iterator[Served]:
     assert not running.stub.is_running()
 
 
+def test_control_apis_are_refused(served: Served) -> None:
+    """Whoever could map shared memory would read other requests; what clients need stays open."""
+    for path in (
+        "/v2/systemsharedmemory/region/mine/register",
+        "/v2/repository/models/ticker/unload",
+        "/v2/logging",
+        "/v2/trace/setting",
+    ):
+        request = urllib.request.Request(served.urls["HTTP"] + path, data=b"{}")
+        with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+            urllib.request.urlopen(request, timeout=10)
+        refused.value.close()
+    with grpcclient.InferenceServerClient(served.urls["gRPC"]) as client:
+        for call in (
+            lambda: client.register_system_shared_memory("mine", "/mine", 64),
+            lambda: client.unload_model("ticker"),
+            lambda: client.update_log_settings({"log_info": False}),
+            lambda: client.update_trace_settings(settings={"trace_rate": "1"}),
+        ):
+            with pytest.raises(InferenceServerException, match="restricted"):
+                call()
+        assert client.is_server_ready()
+        assert client.get_model_metadata("ticker").name == "ticker"
+        assert client.get_model_config("ticker").config.name == "ticker"
+        assert client.get_inference_statistics("ticker").model_stats
+    served.process.terminate()
+    assert served.end()[0] == 0
+
+
 def test_the_printed_curl_line_works(served: Served) -> None:
     """Copied from the terminal into a shell."""
     assert served.curl.startswith("curl ")
@@ -316,6 +355,34 @@ def test_a_running_stream_is_drained(served: Served) -> None:
             words.append(word)
     assert words == ["tick"] * 50
     assert served.end()[0] == 0
+
+
+# A request that the server refuses, from a client that ends without closing its stream.
+RUDE = """
+import os, sys, queue
+import numpy as np
+import tritonclient.grpc as grpcclient
+
+client, answers = grpcclient.InferenceServerClient(sys.argv[1]), queue.Queue()
+client.start_stream(lambda result, error: answers.put(error))
+wrong = grpcclient.InferInput("count", [1], "FP32")
+wrong.set_data_from_numpy(np.ones(1, np.float32))
+client.async_stream_infer("ticker", [wrong])
+print(answers.get(timeout=30), flush=True)
+os._exit(1)
+"""
+
+
+def test_no_request_is_reported_lost_where_none_ran(repository: Path) -> None:
+    """Triton keeps a refused request of a client that broke off; nobody waits for its answer."""
+    running = Served(repository, "--exit-timeout", "3")
+    words = [sys.executable, "-c", RUDE, running.urls["gRPC"]]
+    refused = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert "data-type" in refused.stdout, refused.stderr
+    running.process.terminate()
+    code, errors = running.end()
+    assert code == 0
+    assert "cut off" not in errors
 
 
 def test_the_second_signal_forces(served: Served) -> None:

@@ -17,7 +17,7 @@ from trtllm_bls import __version__
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher import ServerFailed
-from trtllm_bls.launcher.demo import BUILT_IN_PROMPTS, prompts
+from trtllm_bls.launcher.demo import prompts
 from trtllm_bls.launcher.logs import parse
 from trtllm_bls.launcher.terminal import Terminal, show_error
 from trtllm_bls.settings import ServeSettings
@@ -61,7 +61,7 @@ def test_help_lists_every_command() -> None:
     """Also those that live elsewhere."""
     code, output = run("--help")
     assert code == 0
-    for name in ("configure", "demo", "serve"):
+    for name in ("configure", "demo", "generate", "serve"):
         assert f"\n  {name} " in output
 
 
@@ -75,6 +75,21 @@ def test_a_malformed_override_shows_the_form() -> None:
     code, output = run("serve", "--set", "model.parameter")
     assert code == 2
     assert "write it as MODEL.PARAMETER=VALUE" in output
+
+
+@pytest.mark.parametrize("count", ["many", "-2", "1.5"])
+def test_instances_are_a_number_or_auto(count: str) -> None:
+    """Anything else names both."""
+    code, output = run("serve", "--bls-instances", count)
+    assert code == 2
+    assert f"--bls-instances '{count}': use a number or auto" in output
+
+
+def test_instances_are_read() -> None:
+    """As a number, or as the word."""
+    for word, value in (("3", 3), ("auto", "auto")):
+        parsed = command("serve").make_context("serve", ["--bls-instances", word]).params
+        assert parsed["bls_instances"] == value
 
 
 def test_our_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
@@ -102,6 +117,17 @@ def test_the_command_line_loads_nothing_heavy() -> None:
         [sys.executable, "-c", probe], capture_output=True, text=True, check=True
     )
     assert shown.stdout == "[]\n"
+
+
+def test_the_embedded_engine_without_torch_names_the_extra() -> None:
+    """The server's extra does not bring it, and Triton alone would show forty lines of trace."""
+    probe = "import sys; sys.modules['torch'] = None; import trtllm_bls.engines.embedded"
+    told = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
+    )
+    assert told.stderr.splitlines()[-1].endswith(
+        "SetupError: the embedded engine needs torch: run `pip install 'trtllm-bls[embedded]'`"
+    )
 
 
 # --- what is shown --------------------------------------------------------------------------
@@ -138,20 +164,43 @@ def test_verbose_relays_everything() -> None:
     assert shown.getvalue() == 'I1121 01:56:47.1 61 x.cc:6] "fine"\n'
 
 
-def test_a_failure_shows_the_servers_last_words() -> None:
-    """Set off from the line that says what happened."""
-    shown = io.StringIO()
-    show_error(Console(file=shown), ServerFailed("it ended", ("two\nlines", "[red]end")))
-    assert shown.getvalue() == "error: it ended\n  | two\n  | lines\n  | [red]end\n"
+def test_a_failure_shows_the_servers_last_words_once() -> None:
+    """Those that were not shown as they came, and then the line that says what happened."""
+    speaks, shown, _ = terminal()
+    speaks.log(parse("printed by a model"))
+    failed = ServerFailed("it ended", ("two\nlines", "printed by a model", "[red]end"))
+    with pytest.raises(ServerFailed) as caught, speaks.last_words():
+        raise failed
+    show_error(Console(file=shown), caught.value)
+    assert shown.getvalue() == (
+        "printed by a model\n  | two\n  | lines\n  | [red]end\nerror: it ended\n"
+    )
+
+
+def test_a_line_of_the_log_does_not_interrupt_answers() -> None:
+    """The demo's answers share the terminal with the log: only problems are shown by then."""
+    speaks, shown, file = terminal()
+    speaks.problems_only = True
+    speaks.log(parse('I1121 01:56:47.1 61 model.py:6] "chosen"'))
+    speaks.log(parse('W1121 01:56:47.1 61 model.py:6] "careful"'))
+    assert shown.getvalue() == "01:56:47 warning: careful\n"
+    assert file.getvalue().count("\n") == 2
+
+
+def test_a_warning_about_the_machine_is_shown() -> None:
+    """Before anything is loaded."""
+    speaks, shown, _ = terminal()
+    speaks.warning("/dev/shm has 64 MiB free")
+    assert shown.getvalue() == "warning: /dev/shm has 64 MiB free\n"
 
 
 # --- the demo's prompts ---------------------------------------------------------------------
 
 
-def test_demo_prompts_come_from_the_checkout(tmp_path: Path) -> None:
-    """Three are expected there; without the file there is one that any model can go on with."""
+def test_demo_prompts_come_from_a_file(tmp_path: Path) -> None:
+    """The package brings three."""
+    assert len(prompts()) == 3
     file = tmp_path / "prompts.json"
-    assert prompts(file) == BUILT_IN_PROMPTS
     file.write_text('{"demo": ["one", "zwei", "三"], "other": []}', encoding="utf-8")
     assert prompts(file) == ("one", "zwei", "三")
 

@@ -59,6 +59,8 @@ def test_a_line_is_made_readable() -> None:
         ('W1121 01:56:47.0 61 x.cc:6] "careful"', True),
         ("E1121 02:10:05.714977373    8848 chttp2_server.cc:1060]   not quoted", True),
         (LOADED, False),
+        (FAILED, False),
+        ('E1121 01:56:47.0 6 x.cc:6] "ERROR: Failed to create instance: SetupError: x"', False),
         (NO_GPU, False),
         ("Error: Failed to initialize NVML", False),
         ("| model | READY |", False),
@@ -81,7 +83,7 @@ def test_loaded_models_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (FAILED, "SettingsError: model bls: parameter tokenizer_dir = '/x': no such directory"),
+        (FAILED, "model bls: parameter tokenizer_dir = '/x': no such directory"),
         (DIED, "its Python process died while loading"),
         (NO_FILE, "Python model file not found in '/repo/bls/1/model.py'"),
         (NO_CONFIG, "failed to read text proto from /repo/bls/config.pbtxt"),
@@ -93,10 +95,23 @@ def test_a_failed_model_is_one_line(line: str, reason: str) -> None:
     assert book(LOADED, line).failure_summary() == f"model bls did not load: {reason}"
 
 
-def test_the_details_of_a_failure_are_where_and_what_was_printed() -> None:
+def test_the_details_of_a_failure_are_what_was_printed_and_where() -> None:
     """Frames of the interpreter's import machinery tell a user nothing."""
-    details = book("loading tokenizer", NO_GPU, FAILED).failure_details()
-    assert details == ("bls: /repo/bls/1/model.py(9): initialize", "loading tokenizer")
+    unforeseen = FAILED.replace("SettingsError", "KeyError")
+    details = book("loading tokenizer", NO_GPU, unforeseen).failure_details()
+    assert details == ("loading tokenizer", "bls: /repo/bls/1/model.py(9): initialize")
+
+
+def test_an_error_of_ours_needs_no_details() -> None:
+    """Its line names the place and the mend."""
+    assert book("loading tokenizer", FAILED).failure_details() == ()
+
+
+def test_models_that_fail_alike_are_one_reason() -> None:
+    """Three models read one tokenizer."""
+    told = book(FAILED, FAILED.replace("load 'bls'", "load 'pre'")).failure_summary()
+    assert told.startswith("models bls, pre did not load: model bls: parameter")
+    assert told.count("did not load") == 1
 
 
 def test_the_first_reason_counts() -> None:
@@ -118,3 +133,14 @@ def test_the_tail_prefers_what_matters() -> None:
     """The last noteworthy lines; if there are none, whatever came last."""
     assert book("one", "two", LOADED).tail(1) == ("two",)
     assert book(LOADED).tail() == ("01:56:47 successfully loaded 'echo'",)
+
+
+def test_a_stopping_server_tells_when_requests_have_ended() -> None:
+    """What it says of models afterwards is no longer about requests."""
+    line = (
+        'I1121 14:53:17.1 3508 server.cc:321] "Timeout 8: Found {} model versions that have '
+        'in-flight inferences"'
+    )
+    assert not book(LOADED).drained
+    assert not book(line.format(1)).drained
+    assert book(line.format(1), line.format(0), LOADED).drained

@@ -10,12 +10,7 @@ import pytest
 
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import checks, interpreter
-from trtllm_bls.launcher.find import (
-    Installation,
-    default_directory,
-    default_repository,
-    find_server,
-)
+from trtllm_bls.launcher.find import Installation, find_server
 from trtllm_bls.launcher.ports import Ports, choose
 from trtllm_bls.settings import Override, ServeSettings
 
@@ -59,23 +54,6 @@ def test_the_stub_is_of_this_python(tmp_path: Path) -> None:
     (tmp_path / "python_backend_stubs").mkdir()
     wanted = tmp_path / "python_backend_stubs/3.12/triton_python_backend_stub"
     assert server.stub("3.12") == wanted
-
-
-def test_an_absent_default_is_none(tmp_path: Path) -> None:
-    """A directory of the checkout is a default only where it exists."""
-    assert default_directory("assets", tmp_path) is None
-    (tmp_path / "assets").mkdir()
-    assert default_directory("assets", tmp_path) == tmp_path / "assets"
-
-
-def test_the_repository_is_the_checkouts_or_the_wheels(tmp_path: Path) -> None:
-    """Whoever has a checkout wants to serve what is in it."""
-    installed, models = tmp_path / "share", tmp_path / "models"
-    assert default_repository(tmp_path, installed) is None
-    for place in (installed, models):
-        (place / "bls").mkdir(parents=True)
-        (place / "bls" / "config.pbtxt").touch()
-        assert default_repository(tmp_path, installed) == place
 
 
 # --- the interpreter ------------------------------------------------------------------------
@@ -151,11 +129,19 @@ def test_without_numpy_models_cannot_start(tmp_path: Path) -> None:
 
 def test_too_little_shared_memory_says_how_to_get_more(tmp_path: Path) -> None:
     """The line names the place, what is needed and the container's option."""
-    checks.check_shared_memory(tmp_path, least=1)
     with pytest.raises(SetupError, match=r"MiB free, at least .* --shm-size=1g"):
         checks.check_shared_memory(tmp_path, least=2**60)
     with pytest.raises(SetupError, match="has 0 MiB free"):
         checks.check_shared_memory(tmp_path / "nowhere")
+
+
+def test_little_shared_memory_is_a_warning(tmp_path: Path) -> None:
+    """A container's default starts a server, and is filled by the first large answers."""
+    assert checks.check_shared_memory(tmp_path, least=1, ample=1) is None
+    warning = checks.check_shared_memory(tmp_path, least=1, ample=2**60)
+    assert warning is not None
+    assert "MiB free: requests with logits" in warning
+    assert "--shm-size=1g" in warning
 
 
 def test_only_linux_has_a_server() -> None:
@@ -235,7 +221,21 @@ def test_an_address_for_listening_becomes_one_for_connecting(host: str, reachabl
 # --- settings -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", ["http_port", "max_streams", "threads", "exit_timeout"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "server.example"])
+def test_other_machines_need_an_explicit_word(host: str) -> None:
+    """The server asks for no password, so nobody opens it to a network by mistake."""
+    with pytest.raises(SettingsError, match=rf"^--host {host}: .* add --expose"):
+        ServeSettings(host=host)
+    assert ServeSettings(host=host, expose=True).host == host
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])
+def test_this_machine_needs_no_word(host: str) -> None:
+    """Loopback addresses in all their spellings."""
+    assert ServeSettings(host=host).host == host
+
+
+@pytest.mark.parametrize("field", ["http_port", "max_streams", "bls_instances", "exit_timeout"])
 def test_impossible_numbers_name_their_option(field: str) -> None:
     """A number that no server could use is refused with the option's name."""
     with pytest.raises(SettingsError, match=f"^--{field.replace('_', '-')} -1: must be"):

@@ -6,11 +6,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from trtllm_bls.bundled import DEMO, REPOSITORY
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import command, workdir
 from trtllm_bls.launcher.find import Installation
@@ -75,22 +77,46 @@ def test_models_are_told_what_serve_was_told() -> None:
 
 def test_the_demo_is_the_default_only_where_nothing_was_named(tmp_path: Path) -> None:
     """A named model is never joined by the demo's draft, nor a named repository by its model."""
-    target, draft = tmp_path / "assets/demo/target", tmp_path / "assets/demo/draft"
-    target.mkdir(parents=True)
-    draft.mkdir()
-    assert command.model_directories(ServeSettings(), tmp_path) == {
-        "TRTLLM_BLS_MODEL_DIR": str(target),
-        "TRTLLM_BLS_DRAFT_MODEL_DIR": str(draft),
+    assert command.model_directories(ServeSettings()) == {
+        "TRTLLM_BLS_MODEL_DIR": str(DEMO / "target"),
+        "TRTLLM_BLS_DRAFT_MODEL_DIR": str(DEMO / "draft"),
     }
-    named = ServeSettings(model=tmp_path)
-    assert command.model_directories(named, target) == {"TRTLLM_BLS_MODEL_DIR": str(tmp_path)}
-    assert command.model_directories(ServeSettings(model_repository=tmp_path), tmp_path) == {}
+    named = ServeSettings(model=DEMO / "draft")
+    assert command.model_directories(named) == {"TRTLLM_BLS_MODEL_DIR": str(DEMO / "draft")}
+    assert command.model_directories(ServeSettings(model_repository=tmp_path)) == {}
+
+
+def test_our_own_repository_and_demo_come_with_the_package() -> None:
+    """In a checkout they are the checkout's own; a relative tokenizer_dir leads to the demo."""
+    assert command.model_repository(ServeSettings()) == REPOSITORY
+    assert "tensorrt_llm_bls" in workdir.model_names(REPOSITORY)
+    assert (REPOSITORY / "../assets/demo/target").resolve() == DEMO / "target"
+
+
+@pytest.mark.parametrize("option", ["--http-restricted-api=", "--grpc-restricted-protocol="])
+def test_control_apis_are_closed_unless_asked_for(option: str) -> None:
+    """The key that opens them is another one for every server."""
+    closed = [given for _ in range(2) for given in options(ServeSettings()) if option in given]
+    assert len(set(closed)) == 2
+    for api in ("shared-memory", "model-repository", "logging", "trace"):
+        assert all(api in given for given in closed)
+    assert not [o for o in options(ServeSettings(open_control_apis=True)) if option in o]
 
 
 def test_a_missing_checkpoint_names_its_option(tmp_path: Path) -> None:
     """Before anything starts."""
     with pytest.raises(SetupError, match=r"--draft-model .*gone: no such directory"):
         command.model_directories(ServeSettings(draft_model=tmp_path / "gone"))
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    """Unless the repository is the user's, whose models may read what they like."""
+    with pytest.raises(SetupError, match=r"has no config\.json"):
+        command.model_directories(ServeSettings(model=tmp_path))
+    theirs = ServeSettings(model=tmp_path, model_repository=tmp_path)
+    assert command.model_directories(theirs) == {"TRTLLM_BLS_MODEL_DIR": str(tmp_path)}
 
 
 # --- the working directory ------------------------------------------------------------------
@@ -118,7 +144,8 @@ def parameters(repository: Path, model: str) -> dict[str, str]:
 
 
 def override(directory: Path, repository: Path, *overrides: Override) -> Path:
-    return workdir.prepare_models(directory, repository, overrides, with_draft=False)
+    settings = ServeSettings(overrides=overrides)
+    return workdir.prepare_models(directory, repository, settings, with_draft=False)
 
 
 def test_models_are_read_from_the_repository(repository: Path) -> None:
@@ -138,17 +165,20 @@ def test_without_overrides_the_repository_is_served_as_it_is(
     repository: Path, tmp_path: Path
 ) -> None:
     """No copy, so that edits and error messages speak of the user's own files."""
-    assert workdir.prepare_models(tmp_path, repository, (), with_draft=False) == repository
+    assert (
+        workdir.prepare_models(tmp_path, repository, ServeSettings(), with_draft=False)
+        == repository
+    )
 
 
 def test_overrides_change_a_copy(repository: Path, tmp_path: Path) -> None:
     """Parameters are replaced and added; the original, code and other models stay as they are."""
     before = parameters(repository, "bls")
-    served = workdir.prepare_models(
+    served = override(
         tmp_path,
         repository,
-        (Override("bls", "old", 'with "quotes"'), Override("bls", "new", "")),
-        with_draft=False,
+        Override("bls", "old", 'with "quotes"'),
+        Override("bls", "new", ""),
     )
     assert parameters(served, "bls") == {"old": 'with "quotes"', "new": ""}
     assert parameters(served, "ensemble") == before == parameters(repository, "bls")
@@ -157,9 +187,7 @@ def test_overrides_change_a_copy(repository: Path, tmp_path: Path) -> None:
 
 def test_relative_paths_keep_their_meaning_in_a_copy(repository: Path, tmp_path: Path) -> None:
     """What is beside the repository is beside its copy."""
-    served = workdir.prepare_models(
-        tmp_path, repository, (Override("bls", "a", "b"),), with_draft=False
-    )
+    served = override(tmp_path, repository, Override("bls", "a", "b"))
     assert (served / ".." / "assets").resolve() == repository.parent / "assets"
 
 
@@ -167,7 +195,7 @@ def test_a_draft_model_is_a_second_engine(repository: Path, tmp_path: Path) -> N
     """It is the engine's own door under another name, and the orchestrator is told of it."""
     for name in ("tensorrt_llm", "tensorrt_llm_bls"):
         shutil.copytree(repository / "bls", repository / name)
-    served = workdir.prepare_models(tmp_path, repository, (), with_draft=True)
+    served = workdir.prepare_models(tmp_path, repository, ServeSettings(), with_draft=True)
     assert parameters(served, "tensorrt_llm_draft")["is_draft"] == "true"
     assert (
         'name: "tensorrt_llm_draft"' in (served / "tensorrt_llm_draft" / "config.pbtxt").read_text()
@@ -182,13 +210,15 @@ def test_a_repository_with_its_own_draft_model_is_left_alone(
     repository: Path, tmp_path: Path
 ) -> None:
     """Nothing is added where there is a draft model, or no embedded engine to copy."""
-    assert workdir.prepare_models(tmp_path, repository, (), with_draft=True) == repository
+    assert (
+        workdir.prepare_models(tmp_path, repository, ServeSettings(), with_draft=True) == repository
+    )
 
 
 def test_an_override_of_an_unknown_model_lists_the_models(repository: Path, tmp_path: Path) -> None:
     """A misspelt model is not silently ignored."""
     with pytest.raises(SettingsError, match=r"no model 'blz' in .*; there are bls, ensemble"):
-        workdir.prepare_models(tmp_path, repository, (Override("blz", "a", "b"),), with_draft=False)
+        override(tmp_path, repository, Override("blz", "a", "b"))
 
 
 def test_a_draft_model_gets_an_engine_of_its_own(tmp_path: Path) -> None:
@@ -197,10 +227,10 @@ def test_a_draft_model_gets_an_engine_of_its_own(tmp_path: Path) -> None:
     for model in ("tensorrt_llm", "tensorrt_llm_bls"):
         (models / model / "1").mkdir(parents=True)
         (models / model / "config.pbtxt").write_text(f'name: "{model}"\n')
-    assert workdir.prepare_models(tmp_path, models, (), with_draft=True) == models
+    assert workdir.prepare_models(tmp_path, models, ServeSettings(), with_draft=True) == models
     (models / "tensorrt_llm" / "1" / "model.py").write_text("# embedded\n")
-    assert workdir.prepare_models(tmp_path, models, (), with_draft=False) == models
-    served = workdir.prepare_models(tmp_path, models, (), with_draft=True)
+    assert workdir.prepare_models(tmp_path, models, ServeSettings(), with_draft=False) == models
+    served = workdir.prepare_models(tmp_path, models, ServeSettings(), with_draft=True)
     assert workdir.model_names(served) == ("tensorrt_llm", "tensorrt_llm_bls", "tensorrt_llm_draft")
     assert parameters(served, "tensorrt_llm_draft") == {"is_draft": "true"}
     named = parameters(served, "tensorrt_llm_bls")["tensorrt_llm_draft_model_name"]
@@ -208,11 +238,80 @@ def test_a_draft_model_gets_an_engine_of_its_own(tmp_path: Path) -> None:
     assert 'name: "tensorrt_llm_draft"' in (served / named / "config.pbtxt").read_text()
 
 
+def config_of(repository: Path, model: str) -> Any:
+    text = (repository / model / "config.pbtxt").read_text()
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
+
+
+@pytest.fixture
+def bls(repository: Path) -> Path:
+    (repository / "bls").rename(repository / "tensorrt_llm_bls")
+    return repository
+
+
+def test_instances_and_streaming_are_settings(bls: Path, tmp_path: Path) -> None:
+    """They change the orchestrator's configuration and no other model's."""
+    before = config_of(bls, "ensemble")
+    settings = ServeSettings(bls_instances=3, decoupled=True)
+    served = workdir.prepare_models(tmp_path, bls, settings, with_draft=False)
+    config = config_of(served, "tensorrt_llm_bls")
+    assert [group.count for group in config.instance_group] == [3]
+    assert config.model_transaction_policy.decoupled
+    assert config_of(served, "ensemble") == before
+
+
+def test_unary_requests_instead_of_streams(bls: Path, tmp_path: Path) -> None:
+    """``decoupled`` false is not the same as not given."""
+    file = bls / "tensorrt_llm_bls" / "config.pbtxt"
+    file.write_text(file.read_text() + "model_transaction_policy { decoupled: true }\n")
+    settings = ServeSettings(decoupled=False)
+    served = workdir.prepare_models(tmp_path, bls, settings, with_draft=False)
+    assert not config_of(served, "tensorrt_llm_bls").model_transaction_policy.decoupled
+
+
+@pytest.mark.parametrize(("cores", "count"), [(1, 1), (4, 1), (8, 2), (16, 4), (128, 4)])
+def test_automatic_instances_follow_the_cores(cores: int, count: int) -> None:
+    """At least one, at most four, and a quarter of the cores between."""
+    assert workdir.auto_instances(cores) == count
+
+
+def test_a_repository_without_the_orchestrator_has_no_instances_of_it(
+    repository: Path, tmp_path: Path
+) -> None:
+    """The line names the option that was given."""
+    settings = ServeSettings(bls_instances="auto")
+    with pytest.raises(SettingsError, match=r"^--bls-instances: no model 'tensorrt_llm_bls' in"):
+        workdir.prepare_models(tmp_path, repository, settings, with_draft=False)
+
+
+@pytest.mark.parametrize("name", ["with blank", "größe", "a;b", "$HOME"])
+def test_a_path_that_triton_cannot_pass_on_is_linked(
+    repository: Path, tmp_path: Path, name: str
+) -> None:
+    """It starts models through a shell, without quotes."""
+    odd = repository.parent.rename(tmp_path / name) / repository.name
+    (tmp_path / "work").mkdir()
+    served = workdir.prepare_models(tmp_path / "work", odd, ServeSettings(), with_draft=False)
+    assert workdir.is_plain(served)
+    assert workdir.model_names(served) == workdir.model_names(odd)
+
+
+def test_a_checkpoint_beyond_ascii_is_linked(tmp_path: Path) -> None:
+    """The models' Python reads paths as ASCII; a path that it can read stays as it is."""
+    odd = tmp_path / "größe"
+    odd.mkdir()
+    (odd / "config.json").write_text("{}")
+    linked = workdir.link_checkpoint(tmp_path, "model", str(odd))
+    assert str(linked.resolve()).isascii()
+    assert (linked / "config.json").read_text() == "{}"
+    assert workdir.link_checkpoint(tmp_path, "other", str(tmp_path)) == tmp_path
+
+
 def test_an_unreadable_configuration_is_named(repository: Path, tmp_path: Path) -> None:
     """An override needs the whole configuration; the line says which one cannot be read."""
     (repository / "bls" / "config.pbtxt").write_text("nonsense {")
     with pytest.raises(SettingsError, match=r"--set bls\.a: its config\.pbtxt cannot be read"):
-        workdir.prepare_models(tmp_path, repository, (Override("bls", "a", "b"),), with_draft=False)
+        override(tmp_path, repository, Override("bls", "a", "b"))
 
 
 def test_the_python_backend_gets_our_stub_and_our_package(tmp_path: Path) -> None:

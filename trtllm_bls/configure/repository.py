@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from google.protobuf import text_format
 
+from trtllm_bls.bundled import REPOSITORY
 from trtllm_bls.configure.backend import checked, engine_parameters
 from trtllm_bls.configure.engine_dir import EngineDir, read_engine
 from trtllm_bls.configure.versions import models_for, parse_version
@@ -22,8 +22,6 @@ from trtllm_bls.parameters import BlsParameters, Parameters
 from trtllm_bls.settings import Override
 
 DRAFT = "tensorrt_llm_draft"
-_CHECKOUT = Path(__file__).resolve().parents[2] / "models"
-_INSTALLED = Path(sysconfig.get_path("data"), "share", "trtllm-bls", "models")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +83,6 @@ def plan(wanted: Wanted) -> Repository:
 
 def write(repository: Repository, out: Path, force: bool) -> None:
     """Write every model below ``out``; with ``force`` models of these names are replaced."""
-    doors = _doors()
     if out.exists() and not out.is_dir():
         raise SettingsError(f"--out {out}: is a file")
     if not force and out.is_dir() and any(out.iterdir()):
@@ -98,7 +95,7 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         text = text_format.MessageToString(config)
         (out / name / "config.pbtxt").write_text(text, encoding="utf-8")
         if config.backend == "python":
-            shutil.copyfile(doors / name / "1" / "model.py", version / "model.py")
+            shutil.copyfile(REPOSITORY / name / "1" / "model.py", version / "model.py")
 
 
 # --- parameters -----------------------------------------------------------------------------
@@ -158,13 +155,3 @@ def _check_tokenizer(directory: Path) -> None:
         load_tokenizer(directory)
     except SetupError as error:
         raise SettingsError(f"--tokenizer-dir: {error}") from error
-
-
-# --- model.py -------------------------------------------------------------------------------
-
-
-def _doors() -> Path:
-    for place in (_CHECKOUT, _INSTALLED):
-        if (place / BLS.name / "1" / "model.py").is_file():
-            return place
-    raise SetupError(f"the models' own files are missing: neither in {_CHECKOUT} nor {_INSTALLED}")

@@ -21,8 +21,9 @@ from trtllm_bls.launcher.interpreter import PYTHON
 SHARED_MEMORY = Path("/dev/shm")
 
 # One region per model instance, 1 MiB at first, growing with the largest request in flight; when
-# it cannot grow, requests fail in ways that do not name the cause.
+# it cannot grow, requests fail in ways that do not name the cause. Logits are tens of megabytes.
 LEAST_SHARED_MEMORY = 32 * 2**20
+AMPLE_SHARED_MEMORY = 256 * 2**20
 
 # The Python backend's stub understands numpy 2's array layout from 24.12 on (server 2.53).
 NUMPY_2_SERVER = (2, 53)
@@ -35,6 +36,16 @@ def check_platform(system: str | None = None) -> None:
         raise SetupError(
             f"tritonserver runs on Linux, this is {system}: use a Linux machine or a container"
         )
+
+
+def check_environment(*places: str | Path) -> None:
+    """The Python inside the server cannot read packages from paths beyond ASCII."""
+    for place in map(str, places):
+        if not place.isascii():
+            raise SetupError(
+                f"{place}: the server's models cannot run from a path with such letters; "
+                "install trtllm-bls into an environment whose path is plain ASCII"
+            )
 
 
 def embedded_numpy() -> str | None:
@@ -65,17 +76,31 @@ def check_numpy(server: Installation, version: str | None) -> None:
     )
 
 
-def check_shared_memory(directory: Path = SHARED_MEMORY, least: int = LEAST_SHARED_MEMORY) -> None:
-    """Models and server exchange tensors there; a container's default can be too small."""
+def check_shared_memory(
+    directory: Path = SHARED_MEMORY,
+    least: int = LEAST_SHARED_MEMORY,
+    ample: int = AMPLE_SHARED_MEMORY,
+) -> str | None:
+    """Models and server exchange tensors there; a container's default can be too small.
+
+    Returns a warning where large answers may fill it, ``None`` where there is enough.
+    """
     free = 0
     if directory.is_dir():
         room = os.statvfs(directory)
         free = room.f_bavail * room.f_frsize
+    mend = "start the container with --shm-size=1g, or delete what other servers left there"
     if free < least:
         raise SetupError(
-            f"{directory} has {free // 2**20} MiB free, at least {least // 2**20} are needed: "
-            "start the container with --shm-size=1g, or delete what other servers left there"
+            f"{directory} has {free // 2**20} MiB free, "
+            f"at least {least // 2**20} are needed: {mend}"
         )
+    if free < ample:
+        return (
+            f"{directory} has {free // 2**20} MiB free: requests with logits, long prompts or many "
+            f"streams may fill it and then fail; {mend}"
+        )
+    return None
 
 
 def libpython(directories: Iterable[Path] | None = None) -> Path:

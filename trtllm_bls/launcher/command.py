@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+from trtllm_bls.bundled import DEMO, REPOSITORY
+from trtllm_bls.checkpoint_dir import check_checkpoint, check_tokenizer
 from trtllm_bls.errors import SetupError
-from trtllm_bls.launcher.find import CHECKOUT, Installation, default_directory, default_repository
+from trtllm_bls.launcher.find import Installation
 from trtllm_bls.launcher.ports import Ports
 from trtllm_bls.settings import ServeSettings
 
@@ -21,8 +24,11 @@ from trtllm_bls.settings import ServeSettings
 # streams wait behind it. The margin is for control requests and streams that are just ending.
 THREAD_MARGIN = 32
 
-DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
-DEMO_MODEL, DEMO_DRAFT = "assets/demo/target", "assets/demo/draft"
+MODEL_DIR, DRAFT_MODEL_DIR = "TRTLLM_BLS_MODEL_DIR", "TRTLLM_BLS_DRAFT_MODEL_DIR"
+
+# Any client could otherwise read other requests' inputs in shared memory, load and unload models,
+# or switch the log off. Inference, health, metadata, configuration and statistics stay open.
+CONTROL_APIS = ("shared-memory", "model-repository", "logging", "trace")
 
 # Models come from local directories: nothing is to be looked for in the network, and tokenizers
 # must not warn about, or deadlock on, threads across forks.
@@ -62,6 +68,7 @@ def server_command(
     return [
         str(server.binary),
         *(f"--{name}={value}" for name, value in options.items()),
+        *([] if settings.open_control_apis else _restrictions()),
         f"--backend-config=python,thread-pool-size={threads}",
         f"--backend-config=python,shm-region-prefix-name={region_prefix}",
         "--disable-auto-complete-config",
@@ -87,19 +94,19 @@ def server_environment(
     return environment
 
 
-def model_directories(settings: ServeSettings, checkout: Path = CHECKOUT) -> dict[str, str]:
+def model_directories(settings: ServeSettings) -> dict[str, str]:
     """Which checkpoints the models shall load; empty where their own configuration decides.
 
     The demo's model and draft go together: a draft that speaks another vocabulary is worse than
-    none, so neither is assumed beside a directory that was named. Raises ``SetupError``.
+    none, so neither is assumed beside a directory that was named. Raises ``SetupError``, for our
+    own repository also for a directory that is no whole checkpoint.
     """
     target, draft = settings.model, settings.draft_model
     if target is None and draft is None and settings.model_repository is None:
-        target = default_directory(DEMO_MODEL, checkout)
-        draft = default_directory(DEMO_DRAFT, checkout)
+        target, draft = DEMO / "target", DEMO / "draft"
     directories = {}
     for option, variable, directory in (
-        ("--model", "TRTLLM_BLS_MODEL_DIR", target),
+        ("--model", MODEL_DIR, target),
         ("--draft-model", DRAFT_MODEL_DIR, draft),
     ):
         if directory is None:
@@ -107,18 +114,22 @@ def model_directories(settings: ServeSettings, checkout: Path = CHECKOUT) -> dic
         directory = directory.expanduser().resolve()
         if not directory.is_dir():
             raise SetupError(f"{option} {directory}: no such directory")
+        if settings.model_repository is None:  # else its models say what the directory is for
+            check_checkpoint(directory)
+            check_tokenizer(directory)
         directories[variable] = str(directory)
     return directories
 
 
 def model_repository(settings: ServeSettings) -> Path:
-    """The model repository to serve, absolute; raises ``SetupError`` if there is no default."""
-    chosen = settings.model_repository or default_repository()
-    if chosen is None:
-        raise SetupError(
-            "the package brought no model repository: name one with --model-repository"
-        )
-    return chosen.expanduser().resolve()
+    """The model repository to serve, absolute: our own where none was named."""
+    return (settings.model_repository or REPOSITORY).expanduser().resolve()
+
+
+def _restrictions() -> list[str]:
+    """The control APIs answer only to a header whose value nobody is told."""
+    rule = f"{','.join(CONTROL_APIS)}:trtllm-bls-control={uuid.uuid4().hex}"
+    return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
 
 
 def _prepend(first: str, rest: str | None) -> str:

@@ -13,25 +13,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from trtllm_bls.bundled import DEMO
 from trtllm_bls.client import Client, Event, Result
 from trtllm_bls.client.summary import Summary, summarise
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.launcher.find import CHECKOUT
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.terminal import Terminal
 from trtllm_bls.settings import ServeSettings
 
-PROMPTS_FILE = CHECKOUT / "assets" / "demo" / "prompts.json"
-BUILT_IN_PROMPTS = ("Once upon a time",)
+PROMPTS_FILE = DEMO / "prompts.json"
 
 
 def prompts(file: Path = PROMPTS_FILE) -> tuple[str, ...]:
-    """The checkout's demo prompts; one built-in prompt where there are none."""
-    if not file.is_file():
-        return BUILT_IN_PROMPTS
+    """The demo's prompts; raises ``SettingsError`` for a file without any."""
     try:
         return tuple(str(prompt) for prompt in json.loads(file.read_text(encoding="utf-8"))["demo"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"{file}: needs a list of prompts under 'demo'") from error
 
 
@@ -41,8 +38,9 @@ def demo(settings: ServeSettings, *, max_tokens: int, verbose: bool = False) -> 
     progress = Terminal(Console(stderr=True), verbose=verbose)
     server = TritonServer(settings, progress)
     try:
-        with progress.progress():
+        with progress.progress(), progress.last_words():
             server.start()
+        progress.problems_only = True  # no line of the log between a prompt and its answer
         answers = asyncio.run(ask(server.grpc_url, asked, max_tokens, Console()))
     finally:
         server.stop()

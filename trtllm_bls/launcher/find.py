@@ -1,4 +1,4 @@
-"""Finding things on this machine: a tritonserver, and what the checkout offers by default.
+"""Finding a tritonserver on this machine.
 
 Owns the order of the search and the layout of an installation. Starts nothing.
 """
@@ -6,7 +6,6 @@ Owns the order of the search and the layout of an installation. Starts nothing.
 from __future__ import annotations
 
 import importlib.util
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from trtllm_bls.errors import SetupError
 
 CONTAINER_ROOT = Path("/opt/tritonserver")
 PACKAGE = Path(__file__).resolve().parents[1]
-CHECKOUT = PACKAGE.parent
-INSTALLED_MODELS = Path(sysconfig.get_path("data"), "share", "trtllm-bls", "models")
 _STUB = "triton_python_backend_stub"
 
 
@@ -88,17 +85,3 @@ def _wheel_root() -> Path | None:
     if wheel is None or wheel.origin is None:
         return None
     return Path(wheel.origin).parent / "tritonserver"
-
-
-def default_repository(
-    checkout: Path = CHECKOUT, installed: Path = INSTALLED_MODELS
-) -> Path | None:
-    """Our own model repository: the checkout's, else the wheel's; ``None`` if neither."""
-    places = (checkout / "models", installed)
-    return next((place for place in places if any(place.glob("*/config.pbtxt"))), None)
-
-
-def default_directory(name: str, checkout: Path = CHECKOUT) -> Path | None:
-    """A directory of the checkout such as ``"assets/demo/target"``; ``None`` if it is not there."""
-    directory = checkout / name
-    return directory if directory.is_dir() else None

@@ -11,6 +11,9 @@ class Listener:
     def log(self, line: LogLine) -> None:
         """The server or a model printed a line."""
 
+    def warning(self, text: str) -> None:
+        """Something is not as it should be, but the server can do without."""
+
     def starting(self, models: tuple[str, ...]) -> None:
         """The server process runs and loads these models."""
 

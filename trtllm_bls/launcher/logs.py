@@ -34,10 +34,15 @@ _FAILED = (
         re.DOTALL,
     ),
 )
+# Said once more with the model's name, by a line that is in _FAILED.
+_FAILED_INSTANCE = re.compile(r"ERROR: Failed to create instance: ")
 _STATUS = re.compile(r"^(?:Internal|Invalid argument|Unavailable|Not found|Unknown): ")
+# How the Python backend writes this package's errors: class and message.
+_OWN_ERROR = re.compile(r"(?:Setup|Settings|Tokenizer|Checkpoint)Error: ")
 _DEAD_STUB = re.compile(r"Stub process '[^']+' is not healthy\.")
 _TRACE = "\n\nAt:\n"
 _INTERPRETER = re.compile(r"<frozen |/importlib/")
+_IN_FLIGHT = re.compile(r"Found (\d+) model versions that have in-flight inferences")
 _PORT_TAKEN = re.compile(r"failed to start (\w+) service: .* already in use")
 
 # Said on every machine without a GPU, as warnings or errors.
@@ -62,7 +67,14 @@ class LogLine:
         """Should a user see it who did not ask for everything?"""
         if _NO_GPU.search(self.text) or _FURNITURE.fullmatch(self.text):
             return False
+        if _FAILED_INSTANCE.match(self.text) or any(p.match(self.text) for p in _FAILED):
+            return False  # told once, in the end, by ``LogBook.failure_summary``
         return self.severity != "info" or self.source.endswith(".py")
+
+    @property
+    def problem(self) -> bool:
+        """Is it a warning or worse?"""
+        return self.severity not in ("", "info")
 
     @property
     def readable(self) -> str:
@@ -104,6 +116,7 @@ class LogBook:
         self.loaded: set[str] = set()
         self.failures: dict[str, str] = {}  # model -> reason, with its traceback
         self.port_taken: str | None = None  # the service that could not listen
+        self.drained = False  # the server is stopping, and every request has ended
         self._tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
 
     def add(self, raw: str) -> LogLine:
@@ -112,6 +125,8 @@ class LogBook:
         self._tail.append(line)
         if loaded := _LOADED.fullmatch(line.text):
             self.loaded.add(loaded[1])
+        if in_flight := _IN_FLIGHT.search(line.text):
+            self.drained = in_flight[1] == "0"
         if taken := _PORT_TAKEN.search(line.text):
             self.port_taken = taken[1]
         for pattern in _FAILED:
@@ -126,14 +141,22 @@ class LogBook:
         return tuple(line.readable for line in chosen[-count:])
 
     def failure_summary(self) -> str:
-        """One line that names every model that did not load, and why."""
+        """One line that names every model that did not load, and why; each reason once."""
+        models: dict[str, list[str]] = {}
+        for model, reason in self.failures.items():
+            models.setdefault(_headline(reason), []).append(model)
         return "; ".join(
-            f"model {model} did not load: {_headline(reason)}"
-            for model, reason in self.failures.items()
+            f"model{'s' * (len(names) > 1)} {', '.join(names)} did not load: {reason}"
+            for reason, names in models.items()
         )
 
     def failure_details(self, count: int = 12) -> tuple[str, ...]:
-        """Where in the models' code it happened, then what models printed last."""
+        """What models printed last, then where in their code it happened.
+
+        Nothing about errors that this package raises on purpose: their line says all.
+        """
+        if all(_OWN_ERROR.match(_STATUS.sub("", reason)) for reason in self.failures.values()):
+            return ()
         traces = [
             f"{model}: {line.strip()}"
             for model, reason in self.failures.items()
@@ -141,11 +164,11 @@ class LogBook:
             if not _INTERPRETER.search(line)
         ]
         printed = [line.text for line in self._tail if line.noteworthy and not line.severity]
-        return (*traces, *printed[-count:])
+        return (*printed[-count:], *traces)
 
 
 def _headline(reason: str) -> str:
     text = _STATUS.sub("", reason.partition(_TRACE)[0], count=1)
     if _DEAD_STUB.fullmatch(text):
         return "its Python process died while loading"
-    return " ".join(text.split())
+    return " ".join(_OWN_ERROR.sub("", text).split())

@@ -15,12 +15,13 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 
 import psutil
 
 from trtllm_bls.launcher import guard
 from trtllm_bls.launcher.checks import SHARED_MEMORY
+from trtllm_bls.launcher.workdir import is_plain
 
 # Beyond the server's own exit timeout, for unloading what drained.
 GRACE_MARGIN = 10.0
@@ -33,7 +34,8 @@ class Scratch:
     """What belongs to one run and must not outlive it: a directory and a region prefix."""
 
     def __init__(self) -> None:
-        self.workdir = Path(mkdtemp(prefix="trtllm-bls-"))
+        parent = gettempdir() if is_plain(gettempdir()) else "/tmp"
+        self.workdir = Path(mkdtemp(prefix="trtllm-bls-", dir=parent))
         self.region_prefix = f"trtllm_bls_{uuid.uuid4().hex[:12]}_"
         self.regions = str(SHARED_MEMORY / self.region_prefix)
 

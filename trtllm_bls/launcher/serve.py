@@ -41,10 +41,11 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         stack.callback(server.stop)
         last_signal = stack.enter_context(_stopping_on_signals(server))
         try:
-            with terminal.progress():
-                server.start()
-            Console().print(Text(announcement(server)), soft_wrap=True)
-            forced = server.wait()
+            with terminal.last_words():
+                with terminal.progress():
+                    server.start()
+                Console().print(Text(announcement(server)), soft_wrap=True)
+                forced = server.wait()
             if forced:
                 terminal.say("running requests were cut off")
         except Stopped:

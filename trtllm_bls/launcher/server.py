@@ -10,6 +10,7 @@ stop, clean up. How each is done is in the neighbours.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from types import TracebackType
 
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import checks, command, workdir
-from trtllm_bls.launcher.find import Installation, find_server
+from trtllm_bls.launcher.find import PACKAGE, Installation, find_server
 from trtllm_bls.launcher.listener import Listener
 from trtllm_bls.launcher.logs import LogBook
 from trtllm_bls.launcher.ports import Ports, choose
@@ -156,7 +157,7 @@ class TritonServer:
         return force
 
     def wait(self) -> bool:
-        """Return when the server has ended as requested: whether it had to be forced.
+        """Return when the server has ended as requested: whether requests were cut off.
 
         Raises ``ServerFailed`` if it ended by itself.
         """
@@ -166,6 +167,10 @@ class TritonServer:
             raise ServerFailed(
                 f"the server ended by itself ({describe_exit(code)})", run.book.tail()
             )
+        if code and run.book.drained and self._stop_requests == 1:
+            # A refused request whose client broke off is kept by Triton, and its model with it.
+            self._listener.warning("all requests had ended; a model did not unload in time")
+            return False
         return code != 0
 
     def stop(self) -> None:
@@ -186,9 +191,11 @@ class TritonServer:
 
     def _checked_installation(self) -> Installation:
         checks.check_platform()
+        checks.check_environment(sys.prefix, PACKAGE)
         server = find_server(self.settings.server)
         checks.check_numpy(server, checks.embedded_numpy())
-        checks.check_shared_memory()
+        if warning := checks.check_shared_memory():
+            self._listener.warning(warning)
         return server
 
     def _launch(self, server: Installation) -> _Run:
@@ -199,12 +206,16 @@ class TritonServer:
             directory = scratch.workdir
             libraries = workdir.link_libpython(directory, checks.libpython())
             environment = command.server_environment(self.settings, ports, libraries, os.environ)
+            for variable in (command.MODEL_DIR, command.DRAFT_MODEL_DIR):
+                if variable in environment:
+                    linked = workdir.link_checkpoint(directory, variable, environment[variable])
+                    environment[variable] = str(linked)
             checks.check_server(server, environment)
             backends = workdir.link_backends(directory, server)
             served = workdir.prepare_models(
                 directory,
                 repository,
-                self.settings.overrides,
+                self.settings,
                 with_draft=command.DRAFT_MODEL_DIR in environment,
             )
             models = workdir.model_names(served)

@@ -6,6 +6,7 @@ Owns words and colours. Progress and logs go to standard error, the addresses to
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from trtllm_bls.errors import TrtllmBlsError
 from trtllm_bls.launcher.listener import Listener
-from trtllm_bls.launcher.logs import LogLine
+from trtllm_bls.launcher.logs import TAIL_LINES, LogLine
 from trtllm_bls.launcher.server import ServerFailed, TritonServer
 
 _STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
@@ -24,7 +25,10 @@ _TEXT_MODEL = "tensorrt_llm_bls"
 
 
 class Terminal(Listener):
-    """Shows one server's life; ``log_file`` gets every line of its log as it is."""
+    """Shows one server's life; ``log_file`` gets every line of its log as it is.
+
+    With ``problems_only`` set, lines of the log below a warning are not shown.
+    """
 
     def __init__(
         self, console: Console, *, verbose: bool = False, log_file: TextIO | None = None
@@ -33,6 +37,8 @@ class Terminal(Listener):
         self._verbose = verbose
         self._log_file = log_file
         self._status: Status | None = None
+        self.problems_only = False
+        self._shown: deque[str] = deque(maxlen=TAIL_LINES)
         self._models: tuple[str, ...] = ()
         self._started_at = time.monotonic()
 
@@ -42,6 +48,17 @@ class Terminal(Listener):
         with self._console.status("starting tritonserver") as self._status:
             yield
         self._status = None
+
+    @contextmanager
+    def last_words(self) -> Iterator[None]:
+        """If the server fails, show those of its last lines that were not shown as they came."""
+        try:
+            yield
+        except ServerFailed as failed:
+            for line in failed.log_lines:
+                if line not in self._shown:
+                    self._print(Text("\n".join(f"  | {part}" for part in line.splitlines())))
+            raise
 
     def say(self, text: str) -> None:
         """One line of our own."""
@@ -53,8 +70,12 @@ class Terminal(Listener):
             self._log_file.flush()
         if self._verbose:
             self._print(Text(line.raw))
-        elif line.noteworthy:
+        elif line.noteworthy and (line.problem or not self.problems_only):
+            self._shown.append(line.readable)
             self._print(Text(line.readable, style=_STYLES.get(line.severity, "")))
+
+    def warning(self, text: str) -> None:
+        self._print(Text(f"warning: {text}", style="yellow"))
 
     def starting(self, models: tuple[str, ...]) -> None:
         self._models = models
@@ -100,8 +121,5 @@ def _curl(server: TritonServer) -> str:
 
 
 def show_error(console: Console, error: TrtllmBlsError) -> None:
-    """One line that says what to do; under it, where there are any, the server's last words."""
+    """One line that says what to do."""
     console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-    if isinstance(error, ServerFailed):
-        for line in "\n".join(error.log_lines).splitlines():
-            console.print(Text(f"  | {line}", style="dim"), soft_wrap=True)

@@ -6,8 +6,13 @@ Owns the layout of a temporary directory, mostly links; the guard removes it aft
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
@@ -15,7 +20,7 @@ from tritonclient.grpc import model_config_pb2
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher.find import PACKAGE, Installation
 from trtllm_bls.launcher.interpreter import PYTHON
-from trtllm_bls.settings import Override
+from trtllm_bls.settings import Override, ServeSettings
 
 _BLS, _ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
 _DRAFT_OVERRIDES = (
@@ -74,31 +79,53 @@ def _is_model(directory: Path) -> bool:
 
 
 def prepare_models(
-    workdir: Path, repository: Path, overrides: tuple[Override, ...], with_draft: bool
+    workdir: Path, repository: Path, settings: ServeSettings, with_draft: bool
 ) -> Path:
     """The repository itself, or a copy of links in which configurations differ.
 
-    The copy's neighbours are linked beside it, so that relative paths such as ``../assets`` keep
-    their meaning. ``with_draft`` adds a second embedded engine for drafts, unless the repository
-    has one of its own. Raises ``SettingsError`` for an unknown model or a broken configuration.
+    Also a copy where the repository's path holds characters that the server cannot pass on. The
+    copy's neighbours are linked beside it, so that relative paths such as ``../assets`` keep their
+    meaning. ``with_draft`` adds a second embedded engine for drafts, unless the repository has one
+    of its own. Raises ``SettingsError`` for an unknown model or a broken configuration.
     """
     with_draft = with_draft and _can_add_draft(repository)
-    if not overrides and not with_draft:
+    changes = _changes(settings, with_draft)
+    if not changes and is_plain(repository):
         return repository
     surroundings = workdir / "repository"
     surroundings.mkdir()
     for neighbour in repository.parent.iterdir():
         if neighbour != repository:
             (surroundings / neighbour.name).symlink_to(neighbour)
-    copy = surroundings / repository.name
+    copy = surroundings / (repository.name if is_plain(repository.name) else "models")
     shutil.copytree(repository, copy, symlinks=False, copy_function=os.symlink)
     if with_draft:
         shutil.copytree(copy / _ENGINE, copy / _DRAFT, symlinks=True)
-        overrides = (*_DRAFT_OVERRIDES, *overrides)
-    _check_models(copy, overrides)
-    for override in overrides:
-        _rewrite(copy / override.model / "config.pbtxt", override)
+    names = model_names(copy)
+    for change in changes:
+        if change.model not in names:
+            raise SettingsError(
+                f"{change.option}: no model {change.model!r} in {repository}; "
+                f"there are {', '.join(names)}"
+            )
+        _rewrite(copy / change.model / "config.pbtxt", change)
     return copy
+
+
+def is_plain(path: Path | str) -> bool:
+    """Whether Triton can pass a path on: it goes through a shell, unquoted, to Python as ASCII."""
+    return shlex.quote(str(path)) == str(path)
+
+
+def link_checkpoint(workdir: Path, name: str, directory: str) -> Path:
+    """The directory, or one of links to its files: models cannot read paths beyond ASCII."""
+    if directory.isascii():
+        return Path(directory)
+    links = workdir / name
+    links.mkdir()
+    for file in Path(directory).iterdir():
+        (links / file.name).symlink_to(file)
+    return links
 
 
 def _can_add_draft(repository: Path) -> bool:
@@ -107,26 +134,57 @@ def _can_add_draft(repository: Path) -> bool:
     return embedded and _BLS in names and _DRAFT not in names
 
 
-def _check_models(repository: Path, overrides: tuple[Override, ...]) -> None:
-    names = model_names(repository)
-    for override in overrides:
-        if override.model not in names:
-            raise SettingsError(
-                f"--set {override.model}.{override.parameter}: no model {override.model!r} in "
-                f"{repository}; there are {', '.join(names)}"
-            )
+@dataclass(frozen=True)
+class _Change:
+    """One change of one model's configuration, and the option that asked for it."""
+
+    option: str
+    model: str
+    make: Callable[[Any], None]
 
 
-def _rewrite(file: Path, override: Override) -> None:
+def _changes(settings: ServeSettings, with_draft: bool) -> list[_Change]:
+    changes = []
+    if settings.bls_instances is not None:
+        count = settings.bls_instances
+        if count == "auto":
+            count = auto_instances(len(os.sched_getaffinity(0)))
+        changes.append(_Change("--bls-instances", _BLS, partial(_set_instances, count)))
+    if settings.decoupled is not None:
+        changes.append(_Change("--decoupled", _BLS, partial(_set_decoupled, settings.decoupled)))
+    for override in (*(_DRAFT_OVERRIDES if with_draft else ()), *settings.overrides):
+        option = f"--set {override.model}.{override.parameter}"
+        changes.append(_Change(option, override.model, partial(_set_parameter, override)))
+    return changes
+
+
+def _set_instances(count: int, config: Any) -> None:
+    del config.instance_group[:]
+    config.instance_group.add(kind=model_config_pb2.ModelInstanceGroup.KIND_CPU, count=count)
+
+
+def _set_decoupled(decoupled: bool, config: Any) -> None:
+    config.model_transaction_policy.decoupled = decoupled
+
+
+def _set_parameter(override: Override, config: Any) -> None:
+    config.parameters[override.parameter].string_value = override.value
+
+
+def auto_instances(cores: int) -> int:
+    """Processes of ``tensorrt_llm_bls``: most cores are for the engine and the server's threads."""
+    return max(1, min(4, cores // 4))
+
+
+def _rewrite(file: Path, change: _Change) -> None:
     try:
-        config = text_format.Parse(file.read_text(), model_config_pb2.ModelConfig())
-    except (OSError, text_format.ParseError) as error:
+        config = text_format.Parse(file.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+    except (OSError, ValueError, text_format.ParseError) as error:
         problem = str(error).splitlines()[0]
         raise SettingsError(
-            f"--set {override.model}.{override.parameter}: its config.pbtxt cannot be read: "
-            f"{problem}"
+            f"{change.option}: its config.pbtxt cannot be read: {problem}"
         ) from error
-    config.name = override.model  # a model that was copied still has its original's
-    config.parameters[override.parameter].string_value = override.value
+    config.name = change.model  # a model that was copied still has its original's
+    change.make(config)
     file.unlink()  # a link to the original, which stays as it is
-    file.write_text(text_format.MessageToString(config))
+    file.write_text(text_format.MessageToString(config), encoding="utf-8")

@@ -8,8 +8,17 @@
 Importing this package imports torch and transformers: only the engine's own process should.
 """
 
-from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings
-from trtllm_bls.engines.embedded.engine import EmbeddedEngine
-from trtllm_bls.engines.embedded.sequence import Submission
+from trtllm_bls.errors import SetupError
+
+try:
+    from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings
+    from trtllm_bls.engines.embedded.engine import EmbeddedEngine
+    from trtllm_bls.engines.embedded.sequence import Submission
+except ModuleNotFoundError as error:
+    if error.name not in ("torch", "safetensors"):
+        raise
+    raise SetupError(
+        f"the embedded engine needs {error.name}: run `pip install 'trtllm-bls[embedded]'`"
+    ) from None
 
 __all__ = ["EmbeddedEngine", "EmbeddedSettings", "Submission"]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trtllm_bls.checkpoint_dir import check_checkpoint
 from trtllm_bls.engines.embedded.runner import Runner, Segment
 from trtllm_bls.errors import CheckpointError, SettingsError
 
@@ -82,9 +83,7 @@ def load(model_dir: str | Path, settings: EmbeddedSettings) -> Runner:
     transformers.utils.logging.set_verbosity_error()  # our reports are one line each
     transformers.utils.logging.disable_progress_bar()
     directory = Path(model_dir)
-    if not (directory / "config.json").is_file():
-        missing = "has no config.json" if directory.is_dir() else "is not a directory"
-        raise CheckpointError(f"{directory} {missing}; it must be a Hugging Face checkpoint")
+    check_checkpoint(directory)
     device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     # Some models look into their layers and do not bear packing: those keep the stock ones.
     probed = _probed(directory, device, pack=True) or _probed(directory, device, pack=False)

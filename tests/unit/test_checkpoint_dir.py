@@ -1,0 +1,115 @@
+"""What is wrong with a checkpoint directory is said before it is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trtllm_bls.bundled import DEMO
+from trtllm_bls.checkpoint_dir import check_checkpoint, check_tokenizer
+from trtllm_bls.errors import CheckpointError
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 13910360\n"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO / "draft", tmp_path / "model"))
+
+
+def _adapter(directory: Path) -> None:
+    (directory / "adapter_config.json").write_text("{}")
+
+
+def _adapter_alone(directory: Path) -> None:
+    _adapter(directory)
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+    (directory / "config.json").unlink()
+
+
+def _pointer(directory: Path) -> None:
+    (directory / "model.safetensors").write_text(POINTER)
+
+
+def _tokenizer_pointer(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text(POINTER)
+
+
+def _no_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def _no_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def _smaller_model(directory: Path) -> None:
+    _rewrite(directory / "config.json", vocab_size=100)
+
+
+def _unigram(directory: Path) -> None:
+    vocabulary = [["piece", -1.0]] * 5000
+    _rewrite(directory / "tokenizer.json", model={"type": "Unigram", "vocab": vocabulary})
+
+
+def _not_json(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+def _rewrite(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (shutil.rmtree, "is not a directory"),
+        (_adapter, r"an adapter, .* merge_and_unload.* or remove adapter_config\.json"),
+        (_adapter_alone, r"an adapter, .*merge_and_unload, save_pretrained\)$"),
+        (_pointer, r"model\.safetensors is a git-LFS pointer.* `git lfs pull`"),
+        (_tokenizer_pointer, r"tokenizer\.json is a git-LFS pointer"),
+        (_no_config, r"has no config\.json"),
+        (_no_weights, r"has no weights"),
+        (_smaller_model, r"ids up to \d+, its model 100 embeddings"),
+        (_unigram, r"ids up to 4999, its model \d+ embeddings"),
+        (_not_json, r"config\.json is not JSON"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(
+    checkpoint: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    """It begins with the directory and says what to do."""
+    damage(checkpoint)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        check_checkpoint(checkpoint)
+    assert str(caught.value).startswith(str(checkpoint))
+    assert "\n" not in str(caught.value)
+
+
+def test_more_added_tokens_than_embeddings_are_usual(checkpoint: Path) -> None:
+    """Published text models bring the image token of their family, or a padding token."""
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    added = {**tokenizer["added_tokens"][0], "id": 10**6, "content": "<image>"}
+    _rewrite(checkpoint / "tokenizer.json", added_tokens=[*tokenizer["added_tokens"], added])
+    check_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_a_whole_checkpoint_passes(name: str) -> None:
+    """The demo's own."""
+    check_checkpoint(DEMO / name)
+    check_tokenizer(DEMO / name)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_names_the_file(checkpoint: Path) -> None:
+    """The library would speak of a package that does not help."""
+    (checkpoint / "tokenizer.json").rename(checkpoint / "tokenizer.model")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model alone: copy .*tokenizer\.json"):
+        check_tokenizer(checkpoint)
+    (checkpoint / "tokenizer.model").unlink()
+    with pytest.raises(CheckpointError, match=r"has no tokenizer: copy .*tokenizer\.json"):
+        check_tokenizer(checkpoint)

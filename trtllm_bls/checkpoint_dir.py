@@ -1,0 +1,107 @@
+"""Is a directory a Hugging Face checkpoint that can be served as it stands?
+
+Looks at names, at first bytes and at JSON, so it takes milliseconds where loading takes minutes,
+and it finds what the libraries pass over in silence or report in other words. Imports no library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from trtllm_bls.errors import CheckpointError
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_WEIGHTS = ("*.safetensors", "*.bin")
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt")  # any of them is enough
+
+
+def check_checkpoint(directory: Path) -> None:
+    """Configuration and weights are there, and nothing beside them that would be ignored.
+
+    Raises ``CheckpointError``, one line that begins with the directory.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is not a directory; it must be a Hugging Face checkpoint"
+        )
+    adapter, weights = directory / "adapter_config.json", _weights(directory)
+    if adapter.is_file():
+        mend = "merge it into its base model (peft: merge_and_unload, save_pretrained)"
+        if weights:
+            mend += f", or remove {adapter.name} to serve the weights without it"
+        raise CheckpointError(f"{directory} holds an adapter, which would be ignored: {mend}")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory} has no config.json; it must be a Hugging Face checkpoint"
+        )
+    for file in (*weights, *sorted(directory.glob("*.json")), directory / "tokenizer.model"):
+        if _is_pointer(file):
+            raise CheckpointError(
+                f"{directory}: {file.name} is a git-LFS pointer, not the file: run `git lfs pull`"
+            )
+    if not weights:
+        raise CheckpointError(f"{directory} has no weights (*.safetensors or *.bin)")
+    _check_vocabulary(directory)
+
+
+def check_tokenizer(directory: Path) -> None:
+    """A tokenizer that can be loaded by the packages that are installed.
+
+    Raises ``CheckpointError`` where there is nothing but ``tokenizer.model`` and no sentencepiece.
+    """
+    if any((directory / name).is_file() for name in _TOKENIZERS):
+        return
+    if not (directory / "tokenizer.model").is_file():
+        raise CheckpointError(
+            f"{directory} has no tokenizer: copy the model's tokenizer.json into it"
+        )
+    if importlib.util.find_spec("sentencepiece") is None:
+        raise CheckpointError(
+            f"{directory} has tokenizer.model alone: copy the model's tokenizer.json into it, "
+            "or run `pip install sentencepiece`"
+        )
+
+
+def _weights(directory: Path) -> list[Path]:
+    found = (file for pattern in _WEIGHTS for file in sorted(directory.glob(pattern)))
+    return [file for file in found if not file.name.startswith(("adapter_", "training_args"))]
+
+
+def _is_pointer(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+
+
+def _check_vocabulary(directory: Path) -> None:
+    """No id of the tokenizer's vocabulary is beyond the model's embeddings.
+
+    Added tokens are not counted: published checkpoints have a few more of them than embeddings,
+    and a request that uses one is refused by the engine.
+    """
+    config, tokenizer = _json(directory / "config.json"), _json(directory / "tokenizer.json")
+    size = (config.get("text_config") or config).get("vocab_size")
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or ()
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    if size and ids and max(ids) >= size:
+        raise CheckpointError(
+            f"{directory}: its tokenizer has ids up to {max(ids)}, its model {size} embeddings: "
+            "use the tokenizer that the model was trained with"
+        )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none. Raises ``CheckpointError``."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file.parent}: {file.name} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file.parent}: {file.name} is not a JSON object")
+    return content
