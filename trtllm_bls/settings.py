@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters import rows_of
 
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 
@@ -22,6 +23,9 @@ class Override:
     model: str
     parameter: str
     value: str
+
+    def __str__(self) -> str:
+        return f"{self.model}.{self.parameter}={self.value}"
 
     @classmethod
     def parse(cls, text: str) -> Override:
@@ -49,7 +53,7 @@ class ServeSettings:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
-    max_streams: int = 256
+    max_streams: int = int(rows_of("tensorrt_llm_bls")["max_streams"].default)
     threads: int | None = None
     overrides: tuple[Override, ...] = ()
     exit_timeout: int = 30

@@ -14,6 +14,7 @@ from pathlib import Path
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher.find import CHECKOUT, Installation, default_directory, default_repository
 from trtllm_bls.launcher.ports import Ports
+from trtllm_bls.parameters import DRAFT_MODEL_DIR, GRPC_URL, MAX_STREAMS, MODEL_DIR, THREADS
 from trtllm_bls.settings import ServeSettings
 
 # Each model instance has this pool inside the server, for engine calls and for sending. A stream
@@ -21,7 +22,6 @@ from trtllm_bls.settings import ServeSettings
 # streams wait behind it. The margin is for control requests and streams that are just ending.
 THREAD_MARGIN = 32
 
-DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
 DEMO_MODEL, DEMO_DRAFT = "assets/demo/target", "assets/demo/draft"
 
 # Models come from local directories: nothing is to be looked for in the network, and tokenizers
@@ -80,10 +80,10 @@ def server_environment(
     executables = os.path.dirname(sys.executable)
     environment["PATH"] = _prepend(executables, inherited.get("PATH"))
     environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
-    environment["TRTLLM_BLS_GRPC_URL"] = f"{ports.reachable_host}:{ports.grpc}"
-    environment["TRTLLM_BLS_MAX_STREAMS"] = str(settings.max_streams)
+    environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
+    environment[MAX_STREAMS] = str(settings.max_streams)
     if settings.threads is not None:
-        environment["TRTLLM_BLS_ENGINE_THREADS"] = str(settings.threads)
+        environment[THREADS] = str(settings.threads)
     return environment
 
 
@@ -99,7 +99,7 @@ def model_directories(settings: ServeSettings, checkout: Path = CHECKOUT) -> dic
         draft = default_directory(DEMO_DRAFT, checkout)
     directories = {}
     for option, variable, directory in (
-        ("--model", "TRTLLM_BLS_MODEL_DIR", target),
+        ("--model", MODEL_DIR, target),
         ("--draft-model", DRAFT_MODEL_DIR, draft),
     ):
         if directory is None:
