@@ -5,16 +5,20 @@ Owns the layout of a temporary directory, mostly links; the guard removes it aft
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from trtllm_bls.contract.backend import check_backend
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.launcher.find import PACKAGE, Installation
+from trtllm_bls.launcher.find import PACKAGE, Installation, default_repository
 from trtllm_bls.launcher.interpreter import PYTHON
+from trtllm_bls.parameters import check, is_true
 from trtllm_bls.settings import Override
 
 _BLS, _ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
@@ -126,7 +130,31 @@ def _rewrite(file: Path, override: Override) -> None:
             f"--set {override.model}.{override.parameter}: its config.pbtxt cannot be read: "
             f"{problem}"
         ) from error
+    _check_parameter(file.parent, config, override)
     config.name = override.model  # a model that was copied still has its original's
-    config.parameters[override.parameter].string_value = override.value
+    if override.parameter == "decoupled":
+        config.model_transaction_policy.decoupled = is_true(override.value)
+    else:
+        config.parameters[override.parameter].string_value = override.value
     file.unlink()  # a link to the original, which stays as it is
     file.write_text(text_format.MessageToString(config))
+
+
+def _check_parameter(directory: Path, config: Any, override: Override) -> None:
+    """Raises ``SettingsError`` for what our own models or the C++ backend would not understand."""
+    try:
+        if config.backend == "tensorrtllm":
+            check_backend(override.parameter, override.value)
+        elif ours := config.platform or _our_model(directory):
+            check(ours, override.parameter, override.value)
+    except SettingsError as error:
+        raise SettingsError(f"--set {override}: {error}") from None
+
+
+def _our_model(directory: Path) -> str | None:
+    """Which of our models this is, whatever its name: it runs the same ``model.py``."""
+    code = directory / "1" / "model.py"
+    for file in (default_repository() or directory).glob("*/1/model.py"):
+        if code.is_file() and filecmp.cmp(code, file, shallow=False):
+            return file.parts[-3]
+    return None
