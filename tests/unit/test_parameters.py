@@ -26,7 +26,7 @@ from trtllm_bls.parameters import (
     rows_of,
 )
 from trtllm_bls.parameters.__main__ import as_markdown
-from trtllm_bls.parameters.table import DIRECTORY, FLAG, NUMBER, TEXT, Kind, choice, count
+from trtllm_bls.parameters.kinds import DIRECTORY, FLAG, NUMBER, TEXT, Kind, choice, count
 
 DOCS = Path(__file__).parents[2] / "docs" / "parameters.md"
 

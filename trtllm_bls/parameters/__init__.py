@@ -5,6 +5,7 @@
 reads a model's own at load. ``python -m trtllm_bls.parameters`` prints ``docs/parameters.md``.
 """
 
+from trtllm_bls.parameters.kinds import is_true
 from trtllm_bls.parameters.reading import BlsParameters, EngineParameters, Parameters
 from trtllm_bls.parameters.table import (
     DRAFT_MODEL_DIR,
@@ -16,7 +17,6 @@ from trtllm_bls.parameters.table import (
     THREADS,
     Parameter,
     check,
-    is_true,
     rows_of,
     suggestion,
 )

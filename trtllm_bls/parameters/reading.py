@@ -14,14 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtllm_bls.parameters.table import (
-    DIRECTORY,
-    DRAFT_MODEL_DIR,
-    Parameter,
-    error,
-    parsed,
-    rows_of,
-)
+from trtllm_bls.parameters.kinds import DIRECTORY
+from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, Parameter, error, parsed, rows_of
 
 
 class Parameters:

@@ -17,8 +17,8 @@ import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.engines.scripted_tokens import agreeing, hashed
 from trtllm_bls.parameters import Parameter, Parameters
-from trtllm_bls.parameters.table import NUMBER
-from trtllm_bls.parameters.table import count as whole
+from trtllm_bls.parameters.kinds import NUMBER
+from trtllm_bls.parameters.kinds import count as whole
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 

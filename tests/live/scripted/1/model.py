@@ -18,7 +18,7 @@ from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.parameters import Parameter, Parameters
-from trtllm_bls.parameters.table import FLAG, NUMBER, count
+from trtllm_bls.parameters.kinds import FLAG, NUMBER, count
 from trtllm_bls.services.engine import EngineService
 
 FAULTS = {
