@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters import rows_of
 
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 
@@ -24,6 +25,9 @@ class Override:
     model: str
     parameter: str
     value: str
+
+    def __str__(self) -> str:
+        return f"{self.model}.{self.parameter}={self.value}"
 
     @classmethod
     def parse(cls, text: str) -> Override:
@@ -53,7 +57,7 @@ class ServeSettings:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
-    max_streams: int = 256
+    max_streams: int = int(rows_of("tensorrt_llm_bls")["max_streams"].default)
     threads: int | None = None
     bls_instances: int | Literal["auto"] | None = None
     decoupled: bool | None = None

@@ -295,7 +295,10 @@ async def test_many_streams_leave_no_task_behind() -> None:
                 async with client.stream(**ASK, request_id=str(number)) as stream:
                     await anext(stream)
             counts.append(sum(map(is_ours, asyncio.all_tasks())))
-        assert max(counts) == counts[0]
+        # Older versions of gRPC end the cancelled handlers of this test's server a little later.
+        assert max(counts) < counts[0] + 10
+        while sum(map(is_ours, asyncio.all_tasks())) > counts[0]:
+            await asyncio.sleep(0)
         del stream
         gc.collect()
         assert not any(type(thing) is Reader for thing in gc.get_objects())

@@ -5,69 +5,20 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from tests.helpers.model_configurations import check_wires, parsed, rows_of_config, rows_of_table
-from tests.helpers.small_tokenizers import directory
-from trtllm_bls.cli import main
+from tests.helpers.model_configurations import check_wires, rows_of_config, rows_of_table
+from tests.models.configured import BUILD, NOT_PAGED, Demo, demo, error_of, make_engine
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.contract.pbtxt import PARAMETERS
 from trtllm_bls.engines.dialect import Dialect
-from trtllm_bls.messages import EngineLimits
+
+__all__ = ["demo"]  # the fixture
 
 CHECKOUT = Path(__file__).parents[2] / "models"
-BUILD = {"max_batch_size": 32, "max_seq_len": 4096, "max_draft_len": 10}
-
-
-def make_engine(place: Path, build: dict[str, Any], **more: Any) -> Path:
-    place.mkdir()
-    config = {"version": "1.0.0", "pretrained_config": {}, "build_config": build} | more
-    (place / "config.json").write_text(json.dumps(config))
-    (place / "rank0.engine").touch()
-    return place
-
-
-@dataclass
-class Demo:
-    engine: Path
-    tokenizer: Path
-    out: Path
-
-    def run(self, *more: str) -> Result:
-        places = ["--engine-dir", self.engine, "--tokenizer-dir", self.tokenizer, "--out", self.out]
-        return CliRunner().invoke(main, ["configure", *map(str, places), *more])
-
-    def write(self, *more: str) -> Result:
-        """Without loading the tokenizer, for speed."""
-        result = self.run("--no-check", *more)
-        assert result.exit_code == 0, result.output
-        return result
-
-    def config(self, model: str) -> Any:
-        return parsed(self.out, model)
-
-    def values(self, model: str) -> dict[str, str]:
-        parameters = self.config(model).parameters.items()
-        return {key: value.string_value for key, value in parameters}
-
-
-@pytest.fixture
-def demo(tmp_path: Path) -> Demo:
-    engine = make_engine(tmp_path / "engine", BUILD)
-    return Demo(engine, directory("byte-level"), tmp_path / "repository")
-
-
-def error_of(result: Result) -> str:
-    """The one line that says what is wrong."""
-    assert result.exit_code != 0
-    assert "Traceback" not in result.output
-    return result.output.strip().splitlines()[-1]
 
 
 # --- what is written ------------------------------------------------------------------------
@@ -110,7 +61,7 @@ def test_our_own_models_come_with_their_doors(demo: Demo, model: Any) -> None:
     door = Path(model.name, "1", "model.py")
     assert (demo.out / door).read_bytes() == (CHECKOUT / door).read_bytes()
     assert demo.values(model.name)["tokenizer_dir"] == str(demo.tokenizer)
-    assert demo.values(model.name).keys() == PARAMETERS[model.name].keys()
+    assert demo.values(model.name).keys() == PARAMETERS[model.name].keys() - {"decoupled"}
 
 
 def test_every_mandatory_parameter_is_given(demo: Demo) -> None:
@@ -141,13 +92,13 @@ def test_the_engines_limits_reach_the_orchestrator(demo: Demo) -> None:
     """It reads them where it looks for every engine's limits, and sizes come from the build."""
     demo.write()
     limits = Dialect.of(demo.config("tensorrt_llm")).limits
-    assert limits == EngineLimits(max_sequence_tokens=4096, max_draft_tokens=10)
+    assert (limits.max_sequence_tokens, limits.max_draft_tokens) == (4096, 10)
     assert {demo.config(model.name).max_batch_size for model in MODELS} == {32}
 
 
 def test_the_types_of_logits_and_cache_reuse_follow_the_build(demo: Demo, tmp_path: Path) -> None:
     """An engine with half-precision logits or without paged attention fails otherwise."""
-    build = BUILD | {"plugin_config": {"use_paged_context_fmha": False}}
+    build = BUILD | NOT_PAGED
     demo.engine = make_engine(
         tmp_path / "half", build, pretrained_config={"logits_dtype": "float16"}
     )
@@ -220,31 +171,20 @@ def test_the_release_is_the_engines_unless_it_is_named(demo: Demo, tmp_path: Pat
     assert "seed UINT64 [1] s" in engine_rows(demo, "--version", "last")
 
 
-# --- a draft engine -------------------------------------------------------------------------
+# --- how tensorrt_llm_bls serves ------------------------------------------------------------
 
 
-def test_a_draft_engine_becomes_a_model_and_drafts_by_default(demo: Demo, tmp_path: Path) -> None:
-    """The same model under another name, memory shared, and the BLS model told of it."""
-    draft = make_engine(tmp_path / "draft", BUILD | {"max_draft_len": 0, "max_batch_size": 16})
-    demo.write("--draft-engine-dir", str(draft))
-    one, other = demo.config("tensorrt_llm"), demo.config("tensorrt_llm_draft")
-    assert (list(one.input), one.backend) == (list(other.input), other.backend)
-    assert demo.values("tensorrt_llm_draft")["gpt_model_path"] == str(draft)
-    assert demo.values("tensorrt_llm_draft")["kv_cache_free_gpu_mem_fraction"] == "0.45"
-    assert demo.values("tensorrt_llm")["kv_cache_free_gpu_mem_fraction"] == "0.45"
-    bls = demo.values("tensorrt_llm_bls")
-    assert bls["tensorrt_llm_draft_model_name"] == "tensorrt_llm_draft"
-    assert bls["draft_source"] == "model"
-    assert one.max_batch_size == other.max_batch_size == 16
-
-
-def test_a_target_that_cannot_verify_drafts_is_refused(demo: Demo, tmp_path: Path) -> None:
-    """It has to be built for that, and the line says how."""
-    plain = make_engine(tmp_path / "plain", BUILD | {"max_draft_len": 0})
-    draft, demo.engine = demo.engine, plain
-    line = error_of(demo.run("--draft-engine-dir", str(draft)))
-    assert "--draft-engine-dir" in line
-    assert "--max_draft_len" in line
+def test_unary_requests_are_a_choice_for_the_bls_model_alone(demo: Demo) -> None:
+    """The engine answers in streams whatever its callers do, and so does the ensemble of it."""
+    demo.write("--decoupled", "false", "--bls-instances", "3")
+    assert not demo.config("tensorrt_llm_bls").model_transaction_policy.decoupled
+    assert demo.config("tensorrt_llm").model_transaction_policy.decoupled
+    counts = {m.name: demo.config(m.name).instance_group[0].count for m in (BLS, ENGINE)}
+    assert counts == {"tensorrt_llm_bls": 3, "tensorrt_llm": 1}
+    demo.write("--force")
+    assert demo.config("tensorrt_llm_bls").model_transaction_policy.decoupled
+    demo.write("--force", "--set", "tensorrt_llm_bls.decoupled=false")
+    assert not demo.config("tensorrt_llm_bls").model_transaction_policy.decoupled
 
 
 # --- values that cannot be used -------------------------------------------------------------

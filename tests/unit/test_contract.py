@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers import upstream_tensors
 from tests.helpers.model_configurations import check_wires, parsed, rows_of_config, rows_of_table
-from trtllm_bls.contract import MODELS, Model
+from trtllm_bls.contract import BLS, MODELS, Model
 from trtllm_bls.contract.pbtxt import PARAMETERS, model_config
-from trtllm_bls.parameters import BlsParameters, EngineParameters, Parameters
+from trtllm_bls.parameters import rows_of
 
 REPOSITORY = Path(__file__).parents[2] / "models"
 NAMES = [model.name for model in MODELS]
@@ -114,38 +111,15 @@ def test_options_reach_the_engine_under_the_engines_name() -> None:
 # --- parameters -----------------------------------------------------------------------------
 
 
-class Listening(Parameters):
-    """Parameters that remember which keys were asked for."""
-
-    def __init__(self, model: str, directory: Path) -> None:
-        values = {
-            key: {"string_value": "." if key in ("model_dir", "tokenizer_dir") else value}
-            for key, value in PARAMETERS[model].items()
-        }
-        config = json.dumps({"name": model, "parameters": values})
-        super().__init__({"model_config": config, "model_repository": str(directory / model)})
-        self.asked: set[str] = set()
-
-    def text(self, key: str, default: str = "", env: str | None = None) -> str:
-        self.asked.add(key)
-        return super().text(key, default, env)
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
+def test_a_configuration_lists_exactly_the_models_parameters(model: Model) -> None:
+    """What can be set is seen in the file; Triton's own switch stands where Triton looks."""
+    keys = rows_of(model.name).keys() - {"decoupled"}
+    assert parsed(REPOSITORY, model.name).parameters.keys() == keys
 
 
-@pytest.mark.parametrize(
-    ("model", "reader"),
-    [("tensorrt_llm_bls", BlsParameters.read), ("tensorrt_llm", EngineParameters.read)],
-)
-def test_a_configuration_lists_exactly_the_parameters_that_are_read(
-    model: str, reader: Any, tmp_path: Path
-) -> None:
-    """What can be set is seen in the file, and nothing in it is without effect."""
-    parameters = Listening(model, tmp_path)
-    reader(parameters)
-    assert parameters.asked == set(PARAMETERS[model])
-
-
-@pytest.mark.parametrize("model", ["preprocessing", "postprocessing"])
-def test_a_small_door_reads_exactly_its_parameters(model: str) -> None:
-    """The same for the models that read their parameters in model.py itself."""
-    source = (REPOSITORY / model / "1" / "model.py").read_text(encoding="utf-8")
-    assert set(re.findall(r'parameters\.\w+\("(\w+)"', source)) == set(PARAMETERS[model])
+def test_a_model_of_unary_requests_is_not_decoupled() -> None:
+    """``decoupled`` is no parameter of the file but Triton's transaction policy."""
+    config = model_config(BLS, {"decoupled": "false", "max_streams": "3"})
+    assert not config.model_transaction_policy.decoupled
+    assert list(config.parameters) == ["max_streams"]

@@ -144,6 +144,7 @@ def parameters(repository: Path, model: str) -> dict[str, str]:
 
 
 def override(directory: Path, repository: Path, *overrides: Override) -> Path:
+    directory.mkdir(exist_ok=True)
     settings = ServeSettings(overrides=overrides)
     return workdir.prepare_models(directory, repository, settings, with_draft=False)
 
@@ -219,6 +220,47 @@ def test_an_override_of_an_unknown_model_lists_the_models(repository: Path, tmp_
     """A misspelt model is not silently ignored."""
     with pytest.raises(SettingsError, match=r"no model 'blz' in .*; there are bls, ensemble"):
         override(tmp_path, repository, Override("blz", "a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("override", "mend"),
+    [
+        (Override("tensorrt_llm", "nosuch", "1"), "there are: exclude_input_in_output, is_draft"),
+        (Override("tensorrt_llm", "max_bach", "1"), "did you mean max_batch?"),
+        (Override("tensorrt_llm", "max_batch", "many"), "use a whole number of at least 0"),
+        (Override("tensorrt_llm_bls", "decoupled", "maybe"), "use true or false"),
+    ],
+)
+def test_a_parameter_that_our_model_does_not_have_is_refused(
+    tmp_path: Path, override: Override, mend: str
+) -> None:
+    """In one line that says what would do, before anything starts."""
+    with pytest.raises(SettingsError) as caught:
+        workdir.prepare_models(tmp_path, command.CHECKOUT / "models", (override,), with_draft=False)
+    assert str(caught.value).startswith(f"--set {override}: ")
+    assert mend in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_cpp_backend_takes_what_it_reads(repository: Path, tmp_path: Path) -> None:
+    """Whichever release is behind it; a key that no release reads is refused."""
+    config = repository / "bls" / "config.pbtxt"
+    config.write_text('backend: "tensorrtllm"\n')
+    for key in ("multiBlockMode", "multi_block_mode", "one_step_requests"):
+        served = override(tmp_path / key, repository, Override("bls", key, "true"))
+        assert parameters(served, "bls")[key] == "true"
+    with pytest.raises(SettingsError, match=r"has no parameter nosuch; "):
+        override(tmp_path / "refused", repository, Override("bls", "nosuch", "1"))
+
+
+def test_whether_the_model_streams_can_be_set(tmp_path: Path) -> None:
+    """It becomes Triton's transaction policy."""
+    no_streams = Override("tensorrt_llm_bls", "decoupled", "false")
+    served = override(tmp_path, command.CHECKOUT / "models", no_streams)
+    text = (served / "tensorrt_llm_bls" / "config.pbtxt").read_text()
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    assert not config.model_transaction_policy.decoupled
+    assert "decoupled" not in config.parameters
 
 
 def test_a_draft_model_gets_an_engine_of_its_own(tmp_path: Path) -> None:

@@ -15,11 +15,20 @@ from trtllm_bls.parameters import (
     GRPC_URL,
     MAX_STREAMS,
     MODEL_DIR,
+    TABLE,
     THREADS,
     BlsParameters,
     EngineParameters,
+    Parameter,
     Parameters,
+    check,
+    is_true,
+    rows_of,
 )
+from trtllm_bls.parameters.__main__ import as_markdown
+from trtllm_bls.parameters.kinds import DIRECTORY, FLAG, NUMBER, TEXT, Kind, choice, count
+
+DOCS = Path(__file__).parents[2] / "docs" / "parameters.md"
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +52,15 @@ def parameters(repository: Path = Path("/models"), **values: str) -> Parameters:
     )
 
 
+def row(kind: Kind, default: str = "", **more: Any) -> Parameter:
+    return Parameter("key", ("bls",), kind, default, "What it does.", **more)
+
+
+def read(row: Parameter, text: str | None, repository: Path = Path("/models")) -> Any:
+    values = {} if text is None else {row.key: text}
+    return parameters(repository, **values).read([row])[row.key]
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("true", True), ("True", True), (" 1 ", True), ("no", False), ("F", False), ("", None)],
@@ -51,32 +69,32 @@ def test_truth_has_many_spellings(text: str, value: bool | None) -> None:
     """Empty counts as not set, so the default holds."""
     for default in (True, False):
         expected = default if value is None else value
-        assert parameters(key=text).flag("key", default) is expected
-    assert parameters().flag("key", True) is True
+        assert read(row(FLAG, str(default)), text) is expected
+    assert read(row(FLAG, "true"), None) is True
+    assert is_true(text) is bool(value)
 
 
 @pytest.mark.parametrize(
-    ("read", "value"),
+    ("kind", "value"),
     [
-        (lambda p: p.flag("key", True), "maybe"),
-        (lambda p: p.number("key", 1), "-1"),
-        (lambda p: p.number("key", 1), "nan"),
-        (lambda p: p.number("key", 1), "inf"),
-        (lambda p: p.number("key", 1), "ten"),
-        (lambda p: p.count("key", 1), "2.5"),
-        (lambda p: p.count("key", 1, least=1), "0"),
-        (lambda p: p.choice("key", ("auto", "grpc")), "http"),
-        (lambda p: p.directory("key"), ""),
-        (lambda p: p.directory("key"), "no/such/directory"),
-        (lambda p: p.optional_directory("key"), "no/such/directory"),
-        (lambda p: p.text("key"), "${engine_url}"),
-        (lambda p: p.flag("key", True), "${flag}"),
+        (FLAG, "maybe"),
+        (NUMBER, "-1"),
+        (NUMBER, "nan"),
+        (NUMBER, "inf"),
+        (NUMBER, "ten"),
+        (count(0), "2.5"),
+        (count(1), "0"),
+        (choice("auto", "grpc"), "http"),
+        (DIRECTORY, ""),
+        (DIRECTORY, "no/such/directory"),
+        (TEXT, "${engine_url}"),
+        (FLAG, "${flag}"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_named(read: Any, value: str) -> None:
+def test_a_value_that_cannot_be_used_is_named(kind: Kind, value: str) -> None:
     """Model, key and value in one line, at load and not at the first request."""
     with pytest.raises(SettingsError, match=r"^model bls: parameter key = '.*': \w+") as caught:
-        read(parameters(key=value))
+        read(row(kind), value)
     assert "\n" not in str(caught.value)
 
 
@@ -84,10 +102,11 @@ def test_directories_begin_at_the_repository(tmp_path: Path) -> None:
     """Relative to where the models lie, wherever the server was started."""
     (tmp_path / "assets").mkdir()
     (tmp_path / "models").mkdir()
-    found = parameters(tmp_path / "models", key="../assets").directory("key")
-    assert found == tmp_path / "assets"
-    assert parameters(key=str(tmp_path)).directory("key") == tmp_path
-    assert parameters().optional_directory("key") is None
+    assert read(row(DIRECTORY), "../assets", tmp_path / "models") == tmp_path / "assets"
+    assert read(row(DIRECTORY), str(tmp_path)) == tmp_path
+    assert read(row(DIRECTORY, optional=True), None) is None
+    with pytest.raises(SettingsError, match="no such directory"):
+        read(row(DIRECTORY, optional=True), "no/such/directory")
 
 
 def test_serve_overrides_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -96,9 +115,9 @@ def test_serve_overrides_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv(GRPC_URL, "localhost:9")
     monkeypatch.setenv(MAX_STREAMS, "7")
     monkeypatch.setenv(DRAFT_MODEL_DIR, "")
-    read = BlsParameters.read(parameters(tokenizer_dir="${x}", engine_url="a:1", max_streams="3"))
-    assert (read.tokenizer_dir, read.engine_url, read.max_streams) == (tmp_path, "localhost:9", 7)
-    assert read.draft_tokenizer_dir is None
+    bls = BlsParameters.read(parameters(tokenizer_dir="${x}", engine_url="a:1", max_streams="3"))
+    assert (bls.tokenizer_dir, bls.engine_url, bls.max_streams) == (tmp_path, "localhost:9", 7)
+    assert bls.draft_tokenizer_dir is None
 
 
 def test_defaults_are_those_of_the_checked_in_configuration(tmp_path: Path) -> None:
@@ -111,11 +130,11 @@ def test_defaults_are_those_of_the_checked_in_configuration(tmp_path: Path) -> N
 
 def test_engine_sizes_are_told_only_where_they_are_set(tmp_path: Path) -> None:
     """0 leaves the choice to the engine."""
-    read = EngineParameters.read(
+    engine = EngineParameters.read(
         parameters(model_dir=str(tmp_path), max_batch="4", threads="0", max_draft_len="3")
     )
-    assert dict(read.sizes) == {"max_batch": 4, "max_draft_len": 3}
-    assert read.exclude_input is False
+    assert dict(engine.sizes) == {"max_batch": 4, "max_draft_len": 3, "max_tokens_per_step": 512}
+    assert engine.exclude_input is False
 
 
 def test_a_draft_engine_follows_the_draft_models_override(
@@ -127,3 +146,74 @@ def test_a_draft_engine_follows_the_draft_models_override(
     monkeypatch.setenv(DRAFT_MODEL_DIR, str(tmp_path / "draft"))
     assert EngineParameters.read(parameters(is_draft="true")).model_dir == tmp_path / "draft"
     assert EngineParameters.read(parameters(is_draft="false")).model_dir == tmp_path
+
+
+def test_whether_the_model_streams_is_read_from_its_transaction_policy(tmp_path: Path) -> None:
+    """Triton's own switch, which without a policy is off."""
+    for policy, decoupled in (({}, False), ({"decoupled": True}, True)):
+        config = {
+            "name": "bls",
+            "model_transaction_policy": policy,
+            "parameters": {"tokenizer_dir": {"string_value": str(tmp_path)}},
+        }
+        args = {"model_config": json.dumps(config), "model_repository": "/models/bls"}
+        assert BlsParameters.read(Parameters(args)).decoupled is decoupled
+
+
+# --- the table ------------------------------------------------------------------------------
+
+# A value that is neither the default nor what is shipped.
+OTHER = {
+    "accumulate_tokens": "true",
+    "add_special_tokens": "false",
+    "draft_source": "ngram",
+    "engine_transport": "bls",
+    "exclude_input_in_output": "true",
+    "overlap_drafts": "on",
+    "skip_special_tokens": "false",
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "reader"), [("tensorrt_llm_bls", BlsParameters), ("tensorrt_llm", EngineParameters)]
+)
+def test_no_row_is_without_effect(model: str, reader: Any, tmp_path: Path) -> None:
+    """Whatever can be set changes what the model is told."""
+    (tmp_path / "other").mkdir()
+    given = {key: str(tmp_path) for key in ("tokenizer_dir", "model_dir")}
+    before = reader.read(parameters(**given))
+    # The first is Triton's switch, the second chooses between two variables.
+    for key in rows_of(model).keys() - {"decoupled", "is_draft"}:
+        other = str(tmp_path / "other") if key.endswith("_dir") else OTHER.get(key, "7")
+        assert reader.read(parameters(**given | {key: other})) != before, key
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.models[0]}.{row.key}")
+def test_what_a_row_gives_is_what_it_allows(row: Parameter) -> None:
+    """Its default and its shipped value are values of its kind."""
+    for model in row.models:
+        check(model, row.key, row.default)
+        check(model, row.key, row.in_file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "mend"),
+    [
+        ("max_stream", "4", "did you mean max_streams?"),
+        ("accumulate", "true", "did you mean accumulate_tokens?"),
+        ("x", "1", "there are: accumulate_tokens, add_special_tokens, "),
+        ("max_streams", "0", "use a whole number of at least 1"),
+        ("draft_source", "oracle", "use one of: off, model, ngram, mixed"),
+    ],
+)
+def test_a_slip_is_answered_with_what_would_do(key: str, value: str, mend: str) -> None:
+    """The key that looks like it, all keys, or what its values are."""
+    with pytest.raises(SettingsError, match=key) as caught:
+        check("tensorrt_llm_bls", key, value)
+    assert mend in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_documentation_is_what_the_table_says() -> None:
+    """``python -m trtllm_bls.parameters > docs/parameters.md`` writes it again."""
+    assert DOCS.read_text(encoding="utf-8") == as_markdown()

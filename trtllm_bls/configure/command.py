@@ -40,6 +40,20 @@ _DIRECTORY = click.Path(path_type=Path)
     default=Wanted.version,
     help="TensorRT-LLM release of the container, from 0.9 on, or last.  [default: the engine's]",
 )
+@click.option(
+    "--decoupled",
+    type=bool,
+    default=Wanted.decoupled,
+    show_default=True,
+    help="false: tensorrt_llm_bls answers unary infer, one response per request, and no streams.",
+)
+@click.option(
+    "--bls-instances",
+    type=click.IntRange(1),
+    default=Wanted.bls_instances,
+    show_default=True,
+    help="Processes of tensorrt_llm_bls.",
+)
 @click.option("--set", "sets", multiple=True, metavar="MODEL.KEY=VALUE", help="Any parameter.")
 @click.option("--check/--no-check", default=True, help="Look into the directories.")
 @click.option("--force", is_flag=True, help="Replace the models of a repository that is there.")
@@ -54,8 +68,8 @@ def command(sets: tuple[str, ...], **options: Any) -> None:
 def _report(repository: Repository, out: Path) -> None:
     for name, config in repository.configs.items():
         click.echo(f"wrote {out / name} ({config.backend or config.platform})")
-    if repository.target.paged_context is False:
-        click.echo("KV cache reuse is off: the engine was built without paged context attention")
+    for warning in repository.warnings:
+        click.echo(f"note: {warning}")
     if repository.target.ranks == 1:
         click.echo(f"next: trtllm-bls serve --model-repository {out}")
     else:

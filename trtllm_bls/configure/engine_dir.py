@@ -10,15 +10,29 @@ from typing import Any
 
 from trtllm_bls.errors import SettingsError
 
-_LOGITS = {"float32": "FP32", "float16": "FP16"}
+_LOGITS = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
+# The bits of ``speculative_decoding_mode`` in config.json, in TensorRT-LLM's order.
+_MODES = (
+    "none",
+    "draft_tokens_external",
+    "medusa",
+    "lookahead_decoding",
+    "explicit_draft_tokens",
+    "eagle",
+    "ngram",
+    "user_provided",
+    "save_hidden_states",
+    "auto",
+)
+EXTERNAL_DRAFTS = "draft_tokens_external"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDir:
     """One engine; ``None`` and an empty version where the directory does not tell.
 
-    ``ranks`` counts the engine files, one per GPU. ``paged_context`` is what reuse of the KV cache
-    and verification of drafts need.
+    ``ranks`` counts the engine files, one per GPU. ``paged_context`` is what reuse of the KV cache,
+    chunked context and verification of drafts need. ``mode`` is the engine's way to speculate.
     """
 
     path: Path
@@ -27,8 +41,25 @@ class EngineDir:
     logits: str = "FP32"
     max_batch_size: int | None = None
     max_sequence_tokens: int | None = None
+    max_input_tokens: int | None = None  # told by engines before 0.11 alone
+    max_step_tokens: int | None = None  # the rows of one forward pass
     max_draft_tokens: int | None = None
+    mode: str = ""
     paged_context: bool | None = None
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether a request may bring a draft, as far as the directory tells."""
+        fits = self.mode in ("", EXTERNAL_DRAFTS) and self.max_draft_tokens != 0
+        return fits and self.paged_context is not False
+
+    def max_prompt_tokens(self, chunked: bool) -> int | None:
+        """The longest prompt: it needs room for one more token, and one forward pass if whole."""
+        longest = self.max_input_tokens
+        if longest is None and self.max_sequence_tokens is not None:
+            longest = self.max_sequence_tokens - 1
+        step = None if chunked else self.max_step_tokens
+        return min((n for n in (longest, step) if n), default=None)
 
 
 def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
@@ -69,7 +100,10 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         logits=_LOGITS[logits],
         max_batch_size=build.get("max_batch_size"),
         max_sequence_tokens=_longest(build),
+        max_input_tokens=None if build.get("max_seq_len") else build.get("max_input_len"),
+        max_step_tokens=build.get("max_num_tokens"),
         max_draft_tokens=build.get("max_draft_len"),
+        mode=_mode(build.get("speculative_decoding_mode")),
         paged_context=plugins.get("use_paged_context_fmha"),
     )
 
@@ -83,3 +117,11 @@ def _longest(build: dict[str, Any]) -> int | None:
         return int(build["max_seq_len"])
     before_0_11 = [int(build.get(key) or 0) for key in ("max_input_len", "max_output_len")]
     return sum(before_0_11) if all(before_0_11) else None
+
+
+def _mode(value: Any) -> str:
+    """The mode's name; empty where config.json has none."""
+    if not isinstance(value, int) or value < 1:
+        return str(value or "").rpartition(".")[2].lower()
+    bit = value.bit_length() - 1
+    return _MODES[bit] if bit < len(_MODES) else f"mode_{value}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,21 @@ from typing import Any
 from google.protobuf import text_format
 
 from trtllm_bls.bundled import REPOSITORY
-from trtllm_bls.configure.backend import checked, engine_parameters
 from trtllm_bls.configure.engine_dir import EngineDir, read_engine
+from trtllm_bls.configure.engine_parameters import (
+    check_drafting,
+    check_engine,
+    check_target,
+    engine_facts,
+    engine_parameters,
+    warnings,
+)
 from trtllm_bls.configure.versions import models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
+from trtllm_bls.contract.backend import Version, check_backend
 from trtllm_bls.contract.pbtxt import MAX_BATCH_SIZE, PARAMETERS, model_config
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.parameters import BlsParameters, Parameters
+from trtllm_bls.parameters import check
 from trtllm_bls.settings import Override
 
 DRAFT = "tensorrt_llm_draft"
@@ -38,6 +45,8 @@ class Wanted:
     kv_cache_free_gpu_mem_fraction: str | None = None
     batch_scheduler_policy: str = "guaranteed_no_evict"
     version: str = ""
+    decoupled: bool = True
+    bls_instances: int = 1
     overrides: tuple[Override, ...] = ()
     check: bool = True
     force: bool = False
@@ -49,6 +58,7 @@ class Repository:
 
     target: EngineDir
     configs: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 def plan(wanted: Wanted) -> Repository:
@@ -57,20 +67,18 @@ def plan(wanted: Wanted) -> Repository:
     engines = {ENGINE.name: target}
     if wanted.draft_engine_dir is not None:
         engines[DRAFT] = read_engine("--draft-engine-dir", wanted.draft_engine_dir, wanted.check)
-        if target.max_draft_tokens == 0:
-            raise SettingsError(
-                f"--draft-engine-dir: the engine in {wanted.engine_dir} cannot verify drafts; "
-                "build it with --speculative_decoding_mode draft_tokens_external --max_draft_len 10"
-            )
-    models = models_for(parse_version(wanted.version or target.version or "last"), target.logits)
+    version = parse_version(wanted.version or target.version or "last")
+    models = models_for(version, target.logits)
     steps = (models[PREPROCESSING.name], models[ENGINE.name], models[POSTPROCESSING.name])
     if DRAFT in engines:
-        models[DRAFT] = replace(models[ENGINE.name], name=DRAFT)
-    parameters = _parameters(wanted, engines)
+        drafting = models_for(version, engines[DRAFT].logits)
+        models[DRAFT] = replace(drafting[ENGINE.name], name=DRAFT)
+    parameters = _parameters(wanted, engines, version)
     configs = {name: model_config(model, parameters[name], steps) for name, model in models.items()}
     size = _batch_size(wanted.max_batch_size, engines)
     for config in configs.values():
         config.max_batch_size = size
+    configs[BLS.name].instance_group[0].count = wanted.bls_instances
     for name in engines:
         batching = configs[name].dynamic_batching
         batching.preferred_batch_size.append(size)
@@ -78,7 +86,7 @@ def plan(wanted: Wanted) -> Repository:
         batching.default_queue_policy.max_queue_size = wanted.max_queue_size
     if wanted.check:
         _check_tokenizer(wanted.tokenizer_dir)  # last, since it takes seconds
-    return Repository(target, configs)
+    return Repository(target, configs, tuple(warnings(target, version, parameters[ENGINE.name])))
 
 
 def write(repository: Repository, out: Path, force: bool) -> None:
@@ -101,43 +109,67 @@ def write(repository: Repository, out: Path, force: bool) -> None:
 # --- parameters -----------------------------------------------------------------------------
 
 
-def _parameters(wanted: Wanted, engines: Mapping[str, EngineDir]) -> dict[str, dict[str, str]]:
+def _parameters(
+    wanted: Wanted, engines: Mapping[str, EngineDir], version: Version
+) -> dict[str, dict[str, str]]:
     values = {name: dict(shipped) for name, shipped in PARAMETERS.items()}
     tokenizer = str(wanted.tokenizer_dir.absolute())
     for name in (PREPROCESSING.name, POSTPROCESSING.name, BLS.name):
         values[name]["tokenizer_dir"] = tokenizer
+    values[BLS.name]["decoupled"] = str(wanted.decoupled).lower()
     # Of the memory that is free when an engine loads, so two that share a GPU must share it.
-    fraction = wanted.kv_cache_free_gpu_mem_fraction or ("0.9" if len(engines) == 1 else "0.45")
-    checked("--kv-cache-free-gpu-mem-fraction", "kv_cache_free_gpu_mem_fraction", fraction)
+    fraction = wanted.kv_cache_free_gpu_mem_fraction or ("0.45" if DRAFT in engines else "0.9")
+    _check_backend(
+        f"--kv-cache-free-gpu-mem-fraction {fraction}",
+        "kv_cache_free_gpu_mem_fraction",
+        fraction,
+        version,
+    )
     for name, engine in engines.items():
-        values[name] = engine_parameters(engine, wanted.batch_scheduler_policy, fraction)
+        values[name] = engine_parameters(engine, version, wanted.batch_scheduler_policy, fraction)
     if DRAFT in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
     for override in wanted.overrides:
-        option = f"--set {override.model}.{override.parameter}={override.value}"
-        if override.model not in values:
-            raise SettingsError(f"{option}: no such model; there are {', '.join(values)}")
-        if override.model in engines:
-            checked(option, override.parameter, override.value)
-        elif override.parameter not in values[override.model]:
-            raise SettingsError(f"{option}: {override.model} has no such parameter")
+        _check_override(override, values, engines, version)
         values[override.model][override.parameter] = override.value
-    _check_doors(values)
+    for name, engine in engines.items():
+        check_engine(name, engine, values[name])
+        values[name] = engine_facts(engine, version, values[name]) | values[name]
+    _check_speculation(engines, values, version)
     return values
 
 
-def _check_doors(values: Mapping[str, Mapping[str, str]]) -> None:
-    """Let the models' own readers judge; the tokenizer directory has been looked at."""
+def _check_override(
+    override: Override, models: Iterable[str], engines: Iterable[str], version: Version
+) -> None:
+    option = f"--set {override}"
+    if override.model not in models:
+        raise SettingsError(f"{option}: no such model; there are {', '.join(models)}")
+    if override.model in engines:
+        _check_backend(option, override.parameter, override.value, version)
+        return
+    try:
+        check(override.model, override.parameter, override.value)
+    except SettingsError as error:
+        raise SettingsError(f"{option}: {error}") from None
 
-    def reader(name: str) -> Parameters:
-        here = {**values[name], "tokenizer_dir": str(Path.cwd())}
-        strings = {key: {"string_value": value} for key, value in here.items()}
-        config = json.dumps({"name": name, "parameters": strings})
-        return Parameters({"model_config": config, "model_repository": name})
 
-    BlsParameters.read(reader(BLS.name))
-    reader(PREPROCESSING.name).flag("add_special_tokens", True)
-    reader(POSTPROCESSING.name).flag("skip_special_tokens", True)
+def _check_backend(option: str, key: str, value: str, version: Version) -> None:
+    try:
+        check_backend(key, value, version)
+    except SettingsError as error:
+        raise SettingsError(f"{option}: {error}") from None
+
+
+def _check_speculation(
+    engines: Mapping[str, EngineDir], values: Mapping[str, Mapping[str, str]], version: Version
+) -> None:
+    source = values[BLS.name]["draft_source"]
+    if DRAFT not in engines and source == "off":
+        return
+    option = "--draft-engine-dir" if DRAFT in engines else f"--set {BLS.name}.draft_source={source}"
+    check_target(option, engines[ENGINE.name], values[ENGINE.name])
+    check_drafting(engines, values, version)
 
 
 def _batch_size(asked: int | None, engines: Mapping[str, EngineDir]) -> int:

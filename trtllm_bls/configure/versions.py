@@ -11,12 +11,9 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, POSTPROCESSING, PREPROCESSING, Model, Tensor
+from trtllm_bls.contract.backend import LAST, OLDEST, Version
 from trtllm_bls.errors import SettingsError
 
-Version = tuple[int, int]
-
-OLDEST: Version = (0, 9)
-LAST: Version = (99, 0)
 _RENAMED: Version = (0, 20)  # min_length became min_tokens, random_seed became seed
 _SINCE: Mapping[Version, str] = {
     (0, 10): "draft_acceptance_threshold runtime_top_p_decay runtime_top_p_reset_ids "
@@ -55,7 +52,10 @@ def parse_version(text: str) -> Version:
 
 
 def models_for(version: Version, logits: str) -> dict[str, Model]:
-    """The five models by name, the C++ backend among them; ``logits`` is the engine's type."""
+    """The five models by name, the C++ backend among them.
+
+    ``logits`` is the engine's type; the tensors of ``tensorrt_llm_bls`` are FP32 always.
+    """
     gone = set(_NEVER)
     for since, names in _SINCE.items():
         gone |= set(names.split()) if version < since else set()

@@ -21,51 +21,14 @@ from trtllm_bls.contract.models import (
     PREPROCESSING,
 )
 from trtllm_bls.contract.tensors import Model, Tensor
+from trtllm_bls.parameters import is_true, rows_of
 
 MAX_BATCH_SIZE = 64
 STEPS = (PREPROCESSING, ENGINE, POSTPROCESSING)  # of the ensemble
 
-# Defaults that work as they stand. Paths are relative to the directory that holds the repository.
+# The checked-in configurations: they work as they stand.
 PARAMETERS: Mapping[str, Mapping[str, str]] = {
-    "preprocessing": {
-        "tokenizer_dir": "../assets/demo/target",
-        "add_special_tokens": "true",
-    },
-    "postprocessing": {
-        "tokenizer_dir": "../assets/demo/target",
-        "skip_special_tokens": "true",
-    },
-    "tensorrt_llm": {
-        "model_dir": "../assets/demo/target",
-        "exclude_input_in_output": "true",
-        "max_batch": "32",
-        "max_queue_size": "0",
-        "max_tokens_per_step": "512",
-        "max_sequence_tokens": "0",
-        "max_draft_len": "16",
-        "threads": "0",
-        "is_draft": "false",
-    },
-    "tensorrt_llm_bls": {
-        "tokenizer_dir": "../assets/demo/target",
-        "add_special_tokens": "true",
-        "skip_special_tokens": "true",
-        "accumulate_tokens": "false",
-        "engine_transport": "auto",
-        "engine_url": "localhost:8001",
-        "engine_stall_seconds": "120",
-        "request_timeout_seconds": "0",
-        "tensorrt_llm_model_name": "tensorrt_llm",
-        "tensorrt_llm_draft_model_name": "",
-        "draft_tokenizer_dir": "",
-        "draft_source": "off",
-        "num_draft_tokens": "0",
-        "max_draft_len": "10",
-        "draft_deadline_seconds": "0.5",
-        "overlap_drafts": "auto",
-        "max_streams": "256",
-    },
-    "ensemble": {},
+    model.name: {key: row.in_file for key, row in rows_of(model.name).items()} for model in MODELS
 }
 
 _NOTE = "# Written by `python -m trtllm_bls.contract.pbtxt`: edit parameters, not tensors.\n"
@@ -82,6 +45,7 @@ def model_config(
 ) -> Any:
     """The model's configuration as Triton's own protobuf message (``ModelConfig``).
 
+    A parameter ``decoupled`` becomes the transaction policy, which without it is the model's own.
     ``steps`` are the ensemble's models, where they are not the contract's own.
     """
     config = model_config_pb2.ModelConfig(name=model.name, max_batch_size=MAX_BATCH_SIZE)
@@ -96,14 +60,16 @@ def model_config(
             message.reshape.SetInParent()
     for tensor in model.outputs:
         config.output.add(**_common(tensor))
-    if model.decoupled and model.backend != "ensemble":
+    values = {"decoupled": str(model.decoupled and model.backend != "ensemble"), **parameters}
+    if is_true(values["decoupled"]):
         config.model_transaction_policy.decoupled = True
     if model.backend == "ensemble":
         _add_steps(config, model, steps)
     else:
         config.instance_group.add(count=1, kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
-    for key, value in parameters.items():
-        config.parameters[key].string_value = value
+    for key, value in values.items():
+        if key != "decoupled":
+            config.parameters[key].string_value = value
     return config
 
 

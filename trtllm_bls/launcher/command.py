@@ -17,14 +17,13 @@ from trtllm_bls.checkpoint_dir import check_checkpoint, check_tokenizer
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher.find import Installation
 from trtllm_bls.launcher.ports import Ports
+from trtllm_bls.parameters import DRAFT_MODEL_DIR, GRPC_URL, MAX_STREAMS, MODEL_DIR, THREADS
 from trtllm_bls.settings import ServeSettings
 
 # Each model instance has this pool inside the server, for engine calls and for sending. A stream
 # that waits for its first token may hold one thread; with fewer threads than streams, running
 # streams wait behind it. The margin is for control requests and streams that are just ending.
 THREAD_MARGIN = 32
-
-MODEL_DIR, DRAFT_MODEL_DIR = "TRTLLM_BLS_MODEL_DIR", "TRTLLM_BLS_DRAFT_MODEL_DIR"
 
 # Any client could otherwise read other requests' inputs in shared memory, load and unload models,
 # or switch the log off. Inference, health, metadata, configuration and statistics stay open.
@@ -87,10 +86,10 @@ def server_environment(
     executables = os.path.dirname(sys.executable)
     environment["PATH"] = _prepend(executables, inherited.get("PATH"))
     environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
-    environment["TRTLLM_BLS_GRPC_URL"] = f"{ports.reachable_host}:{ports.grpc}"
-    environment["TRTLLM_BLS_MAX_STREAMS"] = str(settings.max_streams)
+    environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
+    environment[MAX_STREAMS] = str(settings.max_streams)
     if settings.threads is not None:
-        environment["TRTLLM_BLS_ENGINE_THREADS"] = str(settings.threads)
+        environment[THREADS] = str(settings.threads)
     return environment
 
 

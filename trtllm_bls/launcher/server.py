@@ -27,6 +27,7 @@ from trtllm_bls.launcher.logs import LogBook
 from trtllm_bls.launcher.ports import Ports, choose
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
 from trtllm_bls.launcher.readiness import Readiness
+from trtllm_bls.parameters import DRAFT_MODEL_DIR
 from trtllm_bls.settings import ServeSettings
 
 # A free port may be taken between its choice and the server's start, seconds later.
@@ -216,7 +217,7 @@ class TritonServer:
                 directory,
                 repository,
                 self.settings,
-                with_draft=command.DRAFT_MODEL_DIR in environment,
+                with_draft=DRAFT_MODEL_DIR in environment,
             )
             models = workdir.model_names(served)
             order = command.server_command(

@@ -5,6 +5,7 @@ Owns the layout of a temporary directory, mostly links; the guard removes it aft
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shlex
 import shutil
@@ -17,9 +18,12 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from trtllm_bls.bundled import REPOSITORY
+from trtllm_bls.contract.backend import check_backend
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher.find import PACKAGE, Installation
 from trtllm_bls.launcher.interpreter import PYTHON
+from trtllm_bls.parameters import check, is_true
 from trtllm_bls.settings import Override, ServeSettings
 
 _BLS, _ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
@@ -140,7 +144,7 @@ class _Change:
 
     option: str
     model: str
-    make: Callable[[Any], None]
+    make: Callable[[Any, Path], None]  # of the configuration in a model's directory
 
 
 def _changes(settings: ServeSettings, with_draft: bool) -> list[_Change]:
@@ -158,17 +162,21 @@ def _changes(settings: ServeSettings, with_draft: bool) -> list[_Change]:
     return changes
 
 
-def _set_instances(count: int, config: Any) -> None:
+def _set_instances(count: int, config: Any, directory: Path) -> None:
     del config.instance_group[:]
     config.instance_group.add(kind=model_config_pb2.ModelInstanceGroup.KIND_CPU, count=count)
 
 
-def _set_decoupled(decoupled: bool, config: Any) -> None:
+def _set_decoupled(decoupled: bool, config: Any, directory: Path) -> None:
     config.model_transaction_policy.decoupled = decoupled
 
 
-def _set_parameter(override: Override, config: Any) -> None:
-    config.parameters[override.parameter].string_value = override.value
+def _set_parameter(override: Override, config: Any, directory: Path) -> None:
+    _check_parameter(directory, config, override)
+    if override.parameter == "decoupled":
+        config.model_transaction_policy.decoupled = is_true(override.value)
+    else:
+        config.parameters[override.parameter].string_value = override.value
 
 
 def auto_instances(cores: int) -> int:
@@ -185,6 +193,26 @@ def _rewrite(file: Path, change: _Change) -> None:
             f"{change.option}: its config.pbtxt cannot be read: {problem}"
         ) from error
     config.name = change.model  # a model that was copied still has its original's
-    change.make(config)
+    change.make(config, file.parent)
     file.unlink()  # a link to the original, which stays as it is
     file.write_text(text_format.MessageToString(config), encoding="utf-8")
+
+
+def _check_parameter(directory: Path, config: Any, override: Override) -> None:
+    """Raises ``SettingsError`` for what our own models or the C++ backend would not understand."""
+    try:
+        if config.backend == "tensorrtllm":
+            check_backend(override.parameter, override.value)
+        elif ours := config.platform or _our_model(directory):
+            check(ours, override.parameter, override.value)
+    except SettingsError as error:
+        raise SettingsError(f"--set {override}: {error}") from None
+
+
+def _our_model(directory: Path) -> str | None:
+    """Which of our models this is, whatever its name: it runs the same ``model.py``."""
+    code = directory / "1" / "model.py"
+    for file in REPOSITORY.glob("*/1/model.py"):
+        if code.is_file() and filecmp.cmp(code, file, shallow=False):
+            return file.parts[-3]
+    return None

@@ -16,17 +16,26 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.engines.scripted_tokens import agreeing, hashed
-from trtllm_bls.parameters import Parameters
+from trtllm_bls.parameters import Parameter, Parameters
+from trtllm_bls.parameters.kinds import NUMBER
+from trtllm_bls.parameters.kinds import count as whole
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+OURS = ("tensorrt_llm",)
+ROWS = (
+    Parameter("step_ms", OURS, NUMBER, "0", "Time of one step."),
+    Parameter("vocab_size", OURS, whole(1), "1000", "Tokens there are."),
+    Parameter("agrees", OURS, NUMBER, "1", "How often it says what the target would."),
+)
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        parameters = Parameters(args)
-        vocab_size = int(parameters.number("vocab_size", 1000))
-        self._rule = agreeing(hashed(vocab_size), parameters.number("agrees", 1), vocab_size)
-        self._step = parameters.number("step_ms", 0) / 1000
+        value = Parameters(args).read(ROWS)
+        vocab_size = value["vocab_size"]
+        self._rule = agreeing(hashed(vocab_size), value["agrees"], vocab_size)
+        self._step = value["step_ms"] / 1000
         self._threads = ThreadPoolExecutor(256)
 
     def execute(self, requests: list[Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.parameters import MODEL_DIR, Parameters
+from trtllm_bls.parameters import Parameters, rows_of
 from trtllm_bls.python_backend import answer_each, log_to_triton
 from trtllm_bls.services.tokens import Postprocessor
 from trtllm_bls.tokenizer import load_tokenizer
@@ -17,10 +17,10 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
-        parameters = Parameters(args)
+        parameters = Parameters(args).read(rows_of("postprocessing").values())
         self._service = Postprocessor(
-            load_tokenizer(parameters.directory("tokenizer_dir", MODEL_DIR)),
-            parameters.flag("skip_special_tokens", True),
+            load_tokenizer(parameters["tokenizer_dir"]),
+            parameters["skip_special_tokens"],
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:

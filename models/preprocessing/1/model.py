@@ -6,7 +6,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.parameters import MODEL_DIR, Parameters
+from trtllm_bls.parameters import Parameters, rows_of
 from trtllm_bls.python_backend import answer_each, log_to_triton
 from trtllm_bls.services.tokens import Preprocessor
 from trtllm_bls.tokenizer import load_tokenizer
@@ -17,9 +17,9 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
-        parameters = Parameters(args)
-        tokenizer = load_tokenizer(parameters.directory("tokenizer_dir", MODEL_DIR))
-        self._service = Preprocessor(tokenizer, parameters.flag("add_special_tokens", True))
+        parameters = Parameters(args).read(rows_of("preprocessing").values())
+        tokenizer = load_tokenizer(parameters["tokenizer_dir"])
+        self._service = Preprocessor(tokenizer, parameters["add_special_tokens"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return answer_each(pb_utils, requests, self._service.arrays)

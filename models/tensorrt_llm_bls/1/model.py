@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -18,11 +17,9 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
-        self._deployment = Deployment(BlsParameters.read(Parameters(args)), pb_utils)
-        decoupled = pb_utils.using_decoupled_model_transaction_policy(
-            json.loads(args["model_config"])
-        )
-        service = TextService(self._deployment.orchestrator, decoupled=decoupled)
+        parameters = BlsParameters.read(Parameters(args))
+        self._deployment = Deployment(parameters, pb_utils)
+        service = TextService(self._deployment.orchestrator, decoupled=parameters.decoupled)
         self._server = RequestServer(pb_utils, service.handle)
 
     def execute(self, requests: list[Any]) -> None:

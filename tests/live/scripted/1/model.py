@@ -17,7 +17,8 @@ from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
-from trtllm_bls.parameters import Parameters
+from trtllm_bls.parameters import Parameter, Parameters
+from trtllm_bls.parameters.kinds import FLAG, NUMBER, count
 from trtllm_bls.python_backend import RequestServer, log_to_triton
 from trtllm_bls.services.engine_service import EngineService
 
@@ -26,6 +27,13 @@ FAULTS = {
     666002: Fault(error=None, after_tokens=3),
     666003: Fault(error=EngineError("the script says so")),
 }
+
+OURS = ("tensorrt_llm",)
+ROWS = (
+    Parameter("step_ms", OURS, NUMBER, "0", "Time of one step."),
+    Parameter("vocab_size", OURS, count(1), "100000", "Tokens there are."),
+    Parameter("exclude_input_in_output", OURS, FLAG, "false", "Leave the prompt out."),
+)
 
 
 class Gauge:
@@ -80,11 +88,9 @@ class EchoEngine:
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
-        parameters = Parameters(args)
-        engine = EchoEngine(
-            parameters.number("step_ms", 0) / 1000, int(parameters.number("vocab_size", 100_000))
-        )
-        service = EngineService(engine, parameters.flag("exclude_input_in_output", False))
+        value = Parameters(args).read(ROWS)
+        engine = EchoEngine(value["step_ms"] / 1000, value["vocab_size"])
+        service = EngineService(engine, value["exclude_input_in_output"])
         self._engine = engine
         self._server = RequestServer(pb_utils, service.handle)
 

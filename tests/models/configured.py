@@ -1,0 +1,71 @@
+"""``trtllm-bls configure`` run on a tokenizer and an engine directory, whose engine is empty."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.unit.configurations import parsed
+from tests.unit.tokenizers_made import directory
+
+from trtllm_bls.cli import main
+
+BUILD = {
+    "max_batch_size": 32,
+    "max_seq_len": 4096,
+    "max_num_tokens": 8192,
+    "max_draft_len": 10,
+    "speculative_decoding_mode": 2,
+    "plugin_config": {"use_paged_context_fmha": True},
+}
+PLAIN = BUILD | {"max_draft_len": 0, "speculative_decoding_mode": 1}
+NOT_PAGED = {"plugin_config": {"use_paged_context_fmha": False}}
+
+
+def make_engine(place: Path, build: dict[str, Any], **more: Any) -> Path:
+    place.mkdir()
+    config = {"version": "1.0.0", "pretrained_config": {}, "build_config": build} | more
+    (place / "config.json").write_text(json.dumps(config))
+    (place / "rank0.engine").touch()
+    return place
+
+
+@dataclass
+class Demo:
+    engine: Path
+    tokenizer: Path
+    out: Path
+
+    def run(self, *more: str) -> Result:
+        places = ["--engine-dir", self.engine, "--tokenizer-dir", self.tokenizer, "--out", self.out]
+        return CliRunner().invoke(main, ["configure", *map(str, places), *more])
+
+    def write(self, *more: str) -> Result:
+        """Without loading the tokenizer, for speed."""
+        result = self.run("--no-check", *more)
+        assert result.exit_code == 0, result.output
+        return result
+
+    def config(self, model: str) -> Any:
+        return parsed(self.out, model)
+
+    def values(self, model: str) -> dict[str, str]:
+        parameters = self.config(model).parameters.items()
+        return {key: value.string_value for key, value in parameters}
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Demo:
+    engine = make_engine(tmp_path / "engine", BUILD)
+    return Demo(engine, directory("byte-level"), tmp_path / "repository")
+
+
+def error_of(result: Result) -> str:
+    """The one line that says what is wrong."""
+    assert result.exit_code != 0
+    assert "Traceback" not in result.output
+    return result.output.strip().splitlines()[-1]

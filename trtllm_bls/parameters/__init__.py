@@ -1,0 +1,40 @@
+"""Parameters of the models (``parameters`` in ``config.pbtxt``).
+
+``table`` says of every parameter what it may be, its default and what it does; the checked-in
+``config.pbtxt`` files, ``--set`` and the environment variables of ``serve`` follow it. ``reading``
+reads a model's own at load. ``python -m trtllm_bls.parameters`` prints ``docs/parameters.md``.
+"""
+
+from trtllm_bls.parameters.kinds import is_true
+from trtllm_bls.parameters.reading import BlsParameters, EngineParameters, Parameters
+from trtllm_bls.parameters.table import (
+    DRAFT_MODEL_DIR,
+    ENGINE_FACTS,
+    GRPC_URL,
+    MAX_STREAMS,
+    MODEL_DIR,
+    TABLE,
+    THREADS,
+    Parameter,
+    check,
+    rows_of,
+    suggestion,
+)
+
+__all__ = [
+    "DRAFT_MODEL_DIR",
+    "ENGINE_FACTS",
+    "GRPC_URL",
+    "MAX_STREAMS",
+    "MODEL_DIR",
+    "TABLE",
+    "THREADS",
+    "BlsParameters",
+    "EngineParameters",
+    "Parameter",
+    "Parameters",
+    "check",
+    "is_true",
+    "rows_of",
+    "suggestion",
+]

@@ -1,0 +1,129 @@
+"""Reading a model's parameters, once, at load.
+
+All values are strings. A value that still holds a ``${...}`` placeholder is an error, since a
+half-filled template would otherwise fail at the first request. ``serve`` overrides paths, addresses
+and sizes through environment variables, so that the checked-in files load as they stand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trtllm_bls.parameters.kinds import DIRECTORY
+from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, Parameter, error, parsed, rows_of
+
+
+class Parameters:
+    """One model's parameters as Triton hands them over; every error names the model and the key."""
+
+    def __init__(self, args: Mapping[str, str]) -> None:
+        config: Mapping[str, Any] = json.loads(args["model_config"])
+        self._model = args.get("model_name") or config["name"]
+        self._repository = Path(args["model_repository"])
+        self._values = {
+            key: value["string_value"] for key, value in config.get("parameters", {}).items()
+        }
+        decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+        self._values["decoupled"] = str(decoupled)
+
+    def read(self, rows: Iterable[Parameter]) -> dict[str, Any]:
+        """The values by key, in the type of each row's kind. Raises ``SettingsError``.
+
+        An empty value counts as not set; an optional directory that is not set is ``None``.
+        """
+        return {row.key: self._value(row) for row in rows}
+
+    def _value(self, row: Parameter) -> Any:
+        text = (os.environ.get(row.env) if row.env else None) or self._values.get(row.key, "")
+        value = parsed(self._model, row, text)
+        return self._directory(row, value) if row.kind is DIRECTORY else value
+
+    def _directory(self, row: Parameter, value: Path | None) -> Path | None:
+        if value is None:
+            if row.optional:
+                return None
+            raise error(self._model, row.key, "", "name a directory")
+        path = (self._repository.parent / value).resolve()
+        if not path.is_dir():
+            raise error(self._model, row.key, str(path), "no such directory")
+        return path
+
+
+_OVERLAP = {"auto": None, "on": True, "off": False}
+
+
+@dataclass(frozen=True)
+class BlsParameters:
+    """What ``tensorrt_llm_bls`` can be told."""
+
+    tokenizer_dir: Path
+    add_special_tokens: bool
+    skip_special_tokens: bool
+    accumulate_tokens: bool
+    transport: str
+    engine_url: str
+    stall_seconds: float
+    timeout_seconds: float  # of a request that names none; 0 = no limit
+    target: str
+    draft: str
+    draft_tokenizer_dir: Path | None
+    draft_source: str
+    num_draft_tokens: int | None
+    max_draft_tokens: int
+    draft_deadline_seconds: float
+    overlap_drafts: bool | None  # None: where it measures faster
+    max_streams: int
+    decoupled: bool = True
+
+    @classmethod
+    def read(cls, parameters: Parameters) -> BlsParameters:
+        """Parse; raises ``SettingsError`` naming the key."""
+        value = parameters.read(rows_of("tensorrt_llm_bls").values())
+        return cls(
+            tokenizer_dir=value["tokenizer_dir"],
+            add_special_tokens=value["add_special_tokens"],
+            skip_special_tokens=value["skip_special_tokens"],
+            accumulate_tokens=value["accumulate_tokens"],
+            transport=value["engine_transport"],
+            engine_url=value["engine_url"],
+            stall_seconds=value["engine_stall_seconds"],
+            timeout_seconds=value["request_timeout_seconds"],
+            target=value["tensorrt_llm_model_name"],
+            draft=value["tensorrt_llm_draft_model_name"],
+            draft_tokenizer_dir=value["draft_tokenizer_dir"],
+            draft_source=value["draft_source"],
+            num_draft_tokens=value["num_draft_tokens"] or None,
+            max_draft_tokens=value["max_draft_len"],
+            draft_deadline_seconds=value["draft_deadline_seconds"],
+            overlap_drafts=_OVERLAP[value["overlap_drafts"]],
+            max_streams=value["max_streams"],
+            decoupled=value["decoupled"],
+        )
+
+
+@dataclass(frozen=True)
+class EngineParameters:
+    """What the embedded engine's ``tensorrt_llm`` can be told; 0 leaves a size to the engine."""
+
+    model_dir: Path
+    exclude_input: bool
+    sizes: Mapping[str, int]  # fields of EmbeddedSettings that were set
+
+    @classmethod
+    def read(cls, parameters: Parameters) -> EngineParameters:
+        """Parse; raises ``SettingsError`` naming the key."""
+        rows = rows_of("tensorrt_llm")
+        (is_draft,) = parameters.read([rows.pop("is_draft")]).values()
+        if is_draft:
+            rows["model_dir"] = replace(rows["model_dir"], env=DRAFT_MODEL_DIR)
+        value = parameters.read(rows.values())
+        return cls(
+            model_dir=value.pop("model_dir"),
+            exclude_input=value.pop("exclude_input_in_output"),
+            sizes={key: size for key, size in value.items() if size},
+        )
