@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from trtllm_bls.client import Event
-from trtllm_bls.client.display import JsonDisplay, TextDisplay
-from trtllm_bls.client.summary import endings, summarise
-from trtllm_bls.client.tokens import TokenAnswer, agrees
+from trtllm_bls.commands.display import JsonDisplay, TextDisplay
+from trtllm_bls.commands.summary import endings, summarise
+from trtllm_bls.commands.token_answer import TokenAnswer, agrees
 
 
 def said(*texts: str, at: float = 0.0, **more: Any) -> Event:

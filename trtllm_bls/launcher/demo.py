@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trtllm_bls.client import Client, Event, Result
-from trtllm_bls.client.summary import Summary, summarise
+from trtllm_bls.commands.summary import Summary, summarise
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher.find import CHECKOUT
 from trtllm_bls.launcher.server import TritonServer

@@ -52,6 +52,15 @@ class Exit(IntEnum):
         return next((code for kind, code in kinds.items() if isinstance(error, kind)), cls.FAILED)
 
 
+class Program(click.Command):
+    """A command whose examples show it as it was called: as a script or as a subcommand."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        assert self.help is not None
+        self.help = self.help.replace("PROGRAM", ctx.command_path)
+        super().format_help_text(ctx, formatter)
+
+
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _CONNECTION = (
     click.option("-u", "--url", default="localhost:8001", show_default=True, help="host:port"),

@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from trtllm_bls.client.events import Event
-from trtllm_bls.client.summary import Summary
+from trtllm_bls.commands.summary import Summary
 from trtllm_bls.errors import TrtllmBlsError
 from trtllm_bls.messages import Array
 
