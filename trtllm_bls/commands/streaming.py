@@ -162,15 +162,19 @@ def _prompt(given: dict[str, Any]) -> str:
     named = [source for source in sources if source is not None]
     if len(named) > 1:
         raise click.UsageError("Give the prompt once: as argument, with --prompt or with --file.")
-    if not named and sys.stdin.isatty():
+    if not named and (sys.stdin is None or sys.stdin.isatty()):
         raise click.UsageError("No prompt: give it as argument, with --file or on standard input.")
     source = named[0] if named else "-"
+    if isinstance(source, str) and source != "-":
+        return source
     try:
-        if isinstance(source, Path):
-            return source.read_text(encoding="utf-8")
-        return sys.stdin.buffer.read().decode("utf-8") if source == "-" else str(source)
+        raw = source.read_bytes() if isinstance(source, Path) else sys.stdin.buffer.read()
+        return raw.decode("utf-8-sig")  # a byte order mark is no part of the prompt
     except UnicodeDecodeError as error:
-        raise click.UsageError(f"The prompt is not UTF-8: {error.reason}.") from error
+        place = f"byte {error.start}: {error.reason}"
+        raise click.UsageError(f"The prompt is not UTF-8 ({place}).") from error
+    except OSError as error:
+        raise click.UsageError(f"The prompt cannot be read: {error.strerror}.") from error
 
 
 async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:

@@ -263,7 +263,7 @@ def _fields(
 
 
 def _first_row(path: Path) -> list[int]:
-    with path.open(newline="", encoding="utf-8") as lines:
+    with path.open(newline="", encoding="utf-8-sig") as lines:
         row = next(csv.reader(lines), [])
     try:
         return [int(value) for value in row]
