@@ -75,7 +75,7 @@ Examples:
 
 @click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-v", "--verbose", is_flag=True, help="Show the request on standard error.")
-@click.option("--text", default="Every good kitchen begins with", show_default=True)
+@click.option("--text", default="Once upon a time", show_default=True)
 @click.option("--input-tokens-csv", type=_FILE, help="First row: prompt ids; no tokenizer needed.")
 @click.option("--draft-tokens-csv", type=_FILE, help="First row: draft ids to verify.")
 @click.option("--output-tokens-csv", type=_FILE, help="First row: expected ids, for -c.")
