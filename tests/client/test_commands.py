@@ -44,6 +44,8 @@ class Scene:
     script: Script = ()
     stdin: str = ""
     interrupted: bool = False  # Ctrl-C once the first line of output is there
+    redirected: str = ""  # in the shell's words
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ HELLO = [
     text("lo", finish_reason="length", num_input_tokens=np.int32(1), num_output_tokens=np.int32(2)),
     Say(final=True),
 ]
+HINDI = [text("नमस्ते 😀", final=True)]
+DISK_FULL = ">/dev/full"
+LATIN_1 = {"PYTHONIOENCODING": "latin-1"}
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 def stopped_by_request() -> Script:
@@ -93,6 +99,9 @@ def scenes(files: Path) -> dict[str, Scene]:
     np.save(files / "model.lora_weights.npy", np.ones((1, 2), np.float32))
     np.save(files / "model.lora_config.npy", np.array([[1, 0, 8]], np.int64))
     np.save(files / "tables.npy", np.arange(8, dtype=np.float32).reshape(2, 2, 2))
+    marked, marked_ids = files / "marked.txt", files / "marked.csv"
+    marked.write_text("\ufeffHi", encoding="utf-8")
+    marked_ids.write_text("\ufeff1,2,3\n", encoding="utf-8")
     check = (*ids, "-S", "-c", "--output-tokens-csv", str(expected))
     return {
         "text": text_scene("Hi", "-o", "2", script=HELLO),
@@ -135,6 +144,23 @@ def scenes(files: Path) -> dict[str, Scene]:
         "cancellation": token_scene(
             *ids, "-S", "--stop-after-ms", "1", "--request-cancellation", script=[Hold()]
         ),
+        "latin-1": text_scene("Hi", script=HINDI, env=LATIN_1),
+        "latin-1 json": text_scene("Hi", "--json", script=HINDI, env=LATIN_1),
+        "latin-1 argument": text_scene("caf\udce9"),
+        "latin-1 stop word": text_scene("Hi", "--stop-words", "caf\udce9"),
+        "utf-8 in the C locale": text_scene("café", script=HELLO, env=C_LOCALE),
+        "no stdin": text_scene(redirected="<&-"),
+        "unreadable stdin": text_scene(redirected="0>/dev/null"),
+        "disk full": text_scene("Hi", script=[text("Hel"), Hold()], redirected=DISK_FULL),
+        "disk full, json": text_scene(
+            *("Hi", "--json"), script=[text("Hel"), Hold()], redirected=DISK_FULL
+        ),
+        "disk full, ids": token_scene(*ids, "-S", script=[tokens(5), Hold()], redirected=DISK_FULL),
+        "byte order mark": text_scene(script=HELLO, stdin="\ufeffHi"),
+        "byte order mark, file": text_scene("-f", str(marked), script=HELLO),
+        "byte order mark, ids": token_scene(
+            *("--input-tokens-csv", str(marked_ids)), script=[tokens(5, final=True)]
+        ),
         "unknown model": token_scene(
             *ids, "--model-name", "x", script=[Fail("Request for unknown model: 'x' is not found")]
         ),
@@ -156,10 +182,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]:
 async def play(scene: Scene) -> Outcome:
     async with FakeGrpcServer(scene.script) as server:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
+            *("/bin/sh", "-c", f'exec "$@" {scene.redirected}', "sh", sys.executable),
             str(ROOT / "client" / scene.program),
             *(argument.replace("{url}", server.url) for argument in scene.arguments),
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **scene.env},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -170,7 +196,7 @@ async def play(scene: Scene) -> Outcome:
             first = await process.stdout.readline()
             process.send_signal(signal.SIGINT)
         out, err = await process.communicate(scene.stdin.encode())
-        if scene.interrupted:
+        if scene.interrupted or (scene.redirected == DISK_FULL and server.requests):
             await server.cancelled.wait()
         inputs = [inputs_of(request) for request in server.asked]
     code = process.returncode
@@ -358,3 +384,52 @@ def test_a_request_can_be_cancelled_instead(outcomes: Mapping[str, Outcome]) -> 
     outcome = outcomes["cancellation"]
     assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "Request is cancelled")
     assert not any("stop" in inputs for inputs in outcome.inputs)
+
+
+def test_characters_the_terminal_lacks_are_escaped(outcomes: Mapping[str, Outcome]) -> None:
+    """Nothing of the answer is lost, and JSON stays JSON."""
+    escaped = r"\u0928\u092e\u0938\u094d\u0924\u0947 \U0001f600"
+    assert (outcomes["latin-1"].code, outcomes["latin-1"].out) == (0, escaped + "\n")
+    lines = outcomes["latin-1 json"].out.splitlines()
+    assert json.loads(lines[0])["text"] == "नमस्ते 😀"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("latin-1 argument", r"Invalid value for '[PROMPT]': 'caf\udce9' is not UTF-8."),
+        ("latin-1 stop word", r"Invalid value for '--stop-words': 'caf\udce9' is not UTF-8."),
+        ("no stdin", "No prompt: give it as argument, with --file or on standard input."),
+        ("unreadable stdin", "The prompt cannot be read: Bad file descriptor."),
+    ],
+)
+def test_what_cannot_be_read_is_wrong_usage(
+    outcomes: Mapping[str, Outcome], name: str, words: str
+) -> None:
+    """Nothing is sent; the line says which argument or input it is."""
+    outcome = outcomes[name]
+    assert (outcome.code, words in outcome.err, outcome.inputs) == (2, True, []), outcome.err
+
+
+def test_utf_8_arguments_need_no_utf_8_locale(outcomes: Mapping[str, Outcome]) -> None:
+    """In the C locale too the prompt is what was typed."""
+    assert outcomes["utf-8 in the C locale"].inputs[0]["text_input"] == [["café"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "cancels"), [("disk full", 1), ("disk full, json", 1), ("disk full, ids", 0)]
+)
+def test_output_that_cannot_be_written_ends_the_request(
+    outcomes: Mapping[str, Outcome], name: str, cancels: int
+) -> None:
+    """The server is told to stop, and the user why; the ids of the prompt are shown first."""
+    outcome = outcomes[name]
+    assert outcome.err == "error: cannot write the output: No space left on device\n"
+    assert (outcome.code, outcome.cancels, len(outcome.inputs)) == (1, cancels, cancels)
+
+
+def test_a_byte_order_mark_is_not_part_of_the_prompt(outcomes: Mapping[str, Outcome]) -> None:
+    """Editors and shells of some systems put one at the start of every file."""
+    for name in ("byte order mark", "byte order mark, file"):
+        assert outcomes[name].inputs[0]["text_input"] == [["Hi"]]
+    assert outcomes["byte order mark, ids"].inputs[0]["input_ids"] == [[1, 2, 3]]

@@ -322,3 +322,27 @@ async def test_streams_share_the_channel_and_not_their_fate() -> None:
 
 def is_ours(task: asyncio.Task[object]) -> bool:
     return "_cython" not in repr(task.get_coro())
+
+
+def test_a_client_belongs_to_the_loop_that_opened_it() -> None:
+    """Used before, after or in another loop, it says what to do instead; closing always works."""
+
+    async def answer(client: Client) -> str:
+        return (await client.generate(**ASK)).text
+
+    @dialogue
+    async def use() -> None:
+        async with FakeTriton([text("Hi", final=True)]) as server:
+            client = Client(server.url)
+            await client.close()
+            with pytest.raises(RuntimeError, match="not open: use it as 'async with"):
+                await answer(client)
+            async with client:
+                assert await answer(client) == "Hi"
+                with pytest.raises(RuntimeError, match="opened in another event loop: open one"):
+                    await asyncio.to_thread(asyncio.run, answer(client))
+            with pytest.raises(RuntimeError, match="not open: use it as 'async with"):
+                await answer(client)
+            await client.close()
+
+    use()

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from trtllm_bls.client.terminal import other_inputs
+from trtllm_bls.commands.terminal import other_inputs
 
 ROOT = Path(__file__).parents[2]
 

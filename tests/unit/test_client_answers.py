@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import serialize_byte_tensor
 
 from trtllm_bls.client import Event
-from trtllm_bls.client.display import JsonDisplay, TextDisplay
-from trtllm_bls.client.summary import endings, summarise
-from trtllm_bls.client.tokens import TokenAnswer, agrees
+from trtllm_bls.client.events import read_event
+from trtllm_bls.commands.display import JsonDisplay, TextDisplay
+from trtllm_bls.commands.summary import endings, summarise
+from trtllm_bls.commands.token_answer import TokenAnswer, agrees
 
 
 def said(*texts: str, at: float = 0.0, **more: Any) -> Event:
@@ -32,6 +35,19 @@ def shown(capsys: pytest.CaptureFixture[str], display: Any, *events: Event) -> s
         display.event(event, at_ms=1.0)
     display.end(summary_of(*events), None)
     return capsys.readouterr().out
+
+
+# --- responses --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 2), (2, 1)])
+def test_text_is_read_with_and_without_a_batch_dimension(shape: tuple[int, ...]) -> None:
+    """Servers send one element per beam in either shape; no element is lost."""
+    response = service_pb2.ModelInferResponse()
+    response.outputs.add(name="text_output", datatype="BYTES", shape=shape)
+    beams = np.array(["é".encode(), b"b"], object)
+    response.raw_output_contents.append(serialize_byte_tensor(beams).item())
+    assert read_event(response, 0.0).texts == ("é", "b")
 
 
 # --- figures --------------------------------------------------------------------------------

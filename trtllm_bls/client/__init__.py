@@ -5,7 +5,7 @@
             async for event in stream:
                 print(event.text, end="")
 
-Light to import: numpy, grpc and tritonclient. ``terminal`` (click) is for the scripts only.
+Light to import: numpy, grpc and tritonclient. What prints is in ``trtllm_bls.commands``.
 """
 
 from trtllm_bls.client.connection import Client, Tls

@@ -59,9 +59,10 @@ class Tls:
 class Client:
     """Talks to one Triton server over gRPC: ``async with Client("127.0.0.1:8001") as client:``.
 
-    Belongs to the event loop that entered it. ``url`` is ``host:port``. Leaving cancels what
-    still runs. ``compression`` is ``gzip``, ``deflate`` or none. Raises ``SettingsError`` for an
-    address or TLS file that cannot be used.
+    Belongs to the event loop that entered it: a request in another loop, before entering or after
+    leaving is a ``RuntimeError``. ``url`` is ``host:port``. Leaving cancels what still runs.
+    ``compression`` is ``gzip``, ``deflate`` or none. Raises ``SettingsError`` for an address or
+    TLS file that cannot be used.
     """
 
     def __init__(self, url: str, *, tls: Tls | None = None, compression: str | None = None) -> None:
@@ -72,9 +73,11 @@ class Client:
         self._compression = _COMPRESSION[compression]
         self._channel: Any = None
         self._stub: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._readers: set[Reader] = set()
 
     async def __aenter__(self) -> Client:
+        self._loop = asyncio.get_running_loop()
         if self._credentials is None:
             self._channel = grpc.aio.insecure_channel(
                 self.url, options=_CHANNEL_OPTIONS, compression=self._compression
@@ -99,6 +102,9 @@ class Client:
 
     async def close(self) -> None:
         """Cancel unfinished requests, let finished ones end, close the channel."""
+        if self._channel is None:
+            return
+        self._stub = None
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*(reader.settle() for reader in tuple(self._readers)))
@@ -147,6 +153,11 @@ class Client:
     def _send(self, message: Any, deadline_s: float | None) -> Reader:
         if self._stub is None:
             raise RuntimeError("the client is not open: use it as 'async with Client(...)'")
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "the client was opened in another event loop: open one in this loop too, "
+                "with 'async with Client(...)'"
+            )
         call = self._stub.ModelStreamInfer(iter([message]), timeout=deadline_s)
         reader = Reader(call, partial(_translated, self.url, deadline_s))
         self._readers.add(reader)

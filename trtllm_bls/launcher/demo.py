@@ -15,7 +15,7 @@ from rich.text import Text
 
 from trtllm_bls.bundled import DEMO
 from trtllm_bls.client import Client, Event, Result
-from trtllm_bls.client.summary import Summary, summarise
+from trtllm_bls.commands.summary import Summary, summarise
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.terminal import Terminal

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +12,7 @@ import click
 import numpy as np
 
 from trtllm_bls.client.events import Event
-from trtllm_bls.client.summary import Summary
+from trtllm_bls.commands.summary import Summary
 from trtllm_bls.errors import TrtllmBlsError
 from trtllm_bls.messages import Array
 
@@ -74,7 +76,13 @@ class JsonDisplay:
         self._line(type="summary", **asdict(summary), error=failure and str(failure))
 
     def _line(self, **values: Any) -> None:
-        click.echo(json.dumps(values, ensure_ascii=False, allow_nan=False))
+        click.echo(json.dumps(values, ensure_ascii=not _writes_utf8(), allow_nan=False))
+
+
+def _writes_utf8() -> bool:
+    """Whether standard output can encode every character."""
+    encoding = getattr(sys.stdout, "encoding", None)
+    return encoding is not None and codecs.lookup(encoding).name == "utf-8"
 
 
 def _plain(array: Array) -> Any:

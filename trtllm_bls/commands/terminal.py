@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
+import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -18,6 +21,8 @@ from trtllm_bls.client.connection import Client, Tls
 from trtllm_bls.client.stream import Stream
 from trtllm_bls.contract import Model
 from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SetupError, TrtllmBlsError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -50,6 +55,60 @@ class Exit(IntEnum):
             SetupError: cls.USAGE,
         }
         return next((code for kind, code in kinds.items() if isinstance(error, kind)), cls.FAILED)
+
+
+class Program(click.Command):
+    """A command that works on any terminal, as a script of its own or as a subcommand.
+
+    Its examples show it as it was called (``PROGRAM`` in its help). Characters that standard
+    output cannot encode are written as ``\\uXXXX``. Arguments must be UTF-8; output that cannot be
+    written is one line and exit code 1.
+    """
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        assert self.help is not None
+        self.help = self.help.replace("PROGRAM", ctx.command_path)
+        super().format_help_text(ctx, formatter)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        with _output_failures():  # --help writes too
+            rest = super().parse_args(ctx, args)
+        for parameter in self.params:
+            name = parameter.name or ""
+            ctx.params[name] = _in_utf8(ctx, parameter, ctx.params[name])
+        return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _output_failures():
+            return super().invoke(ctx)
+
+
+def _in_utf8(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """The text of an argument, decoded again if the locale's encoding had no place for it."""
+    if isinstance(value, tuple):
+        return tuple(_in_utf8(ctx, parameter, item) for item in value)
+    if not isinstance(value, str):
+        return value  # a path may have any bytes
+    try:  # Python stands surrogates in for bytes that it cannot decode
+        return os.fsencode(value).decode() if _SURROGATE.search(value) else value
+    except UnicodeError:
+        raise click.BadParameter(f"{value!a} is not UTF-8.", ctx, parameter) from None
+
+
+@contextlib.contextmanager
+def _output_failures() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # click leaves quietly
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            # What is still buffered would fail again when Python exits, with a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        click.echo(f"error: cannot write the output: {error.strerror}", err=True)
+        sys.exit(Exit.FAILED)
 
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -1,0 +1,240 @@
+"""Text in, text out, as it arrives: a terminal client of ``tensorrt_llm_bls`` and ``ensemble``.
+
+Owns what the user sees. What goes over the wire is ``trtllm_bls.client``'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trtllm_bls.client import Event, Stream
+from trtllm_bls.commands.display import JsonDisplay, TextDisplay
+from trtllm_bls.commands.summary import summarise
+from trtllm_bls.commands.terminal import (
+    EXIT_CODES,
+    Exit,
+    Interruption,
+    Program,
+    complain,
+    connection_options,
+    open_client,
+    other_inputs,
+    other_inputs_option,
+    run,
+    tensor_options,
+)
+from trtllm_bls.contract import BLS
+from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, TrtllmBlsError
+
+# Wire name and help; flag, type and whether it repeats follow from the contract.
+_FIELDS = (
+    ("temperature", "0 is greedy; higher is more random."),
+    ("top_k", "Choose among the k likeliest tokens; 0 is no limit."),
+    ("top_p", "Choose among the likeliest tokens that together reach this probability."),
+    ("runtime_top_p_min", "Lower bound of a decaying top-p."),
+    ("runtime_top_p_decay", "Factor on top-p after each token."),
+    ("runtime_top_p_reset_ids", "Token id that resets the decay."),
+    ("repetition_penalty", "Above 1 discourages tokens that were seen."),
+    ("presence_penalty", "Subtracted from tokens that were generated."),
+    ("frequency_penalty", "Subtracted for each time a token was generated."),
+    ("min_tokens", "No end before this many tokens."),
+    ("seed", "Same seed, same sampled text."),
+    ("beam_width", "Beams; not while streaming."),
+    ("length_penalty", "Beam search: above 0 favours longer answers."),
+    ("early_stopping", "Beam search: end with the first full set of beams."),
+    ("beam_search_diversity_rate", "Beam search: penalty on siblings."),
+    ("num_return_sequences", "Independent answers to the prompt."),
+    ("stop_words", "End before this string; repeatable, taken literally."),
+    ("bad_words", "Never produce this string; repeatable, taken literally."),
+    ("include_stop", "Keep the stop string in the text."),
+    ("end_id", "Token id that ends the answer; -1 for none."),
+    ("add_special_tokens", "Tokens such as BOS around the prompt."),
+    ("skip_special_tokens", "Leave special tokens out of the text."),
+    ("num_draft_tokens", "Speculation: tokens drafted per round; 0 turns it off."),
+    ("use_draft_logits", "Speculation: verify by the draft's logits."),
+    ("timeout_ms", "Let the server end the answer with what there is after this many ms."),
+    ("draft_source", "Speculation: where drafts come from (model, ngram, mixed)."),
+    ("return_log_probs", "Log probabilities of the tokens; seen with --json."),
+    ("return_context_logits", "Logits of the prompt; seen with --json."),
+    ("return_generation_logits", "Logits of the answer; seen with --json."),
+    ("return_perf_metrics", "The engine's own figures; seen with --json."),
+)
+
+_FAILED: dict[type[TrtllmBlsError], str] = {
+    DeadlineExceeded: "deadline",
+    ConnectionFailed: "connection lost",
+}
+
+_HELP = f"""Send a prompt and show the answer as it arrives.
+
+The prompt is the argument, or --file, or standard input. Text goes to standard output, the
+summary and errors to standard error.
+
+\b
+Examples:
+  PROGRAM "Once upon a time" -o 64
+  PROGRAM --chat --system "Answer briefly." "What is a B-tree?" --temperature 0.7
+  PROGRAM "1, 2, 3," --stop-words "10" --stop-words $'\\n'
+  git diff | PROGRAM --json -o 200 | jq -r .text
+  PROGRAM "Count to a thousand:" -o 1000 --stop-after-ms 500
+
+{EXIT_CODES}
+"""
+
+
+@click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("prompt", required=False)
+@click.option("-p", "--prompt", "prompt_option", help="The prompt, for those used to the option.")
+@click.option(
+    "-f",
+    "--file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Read the prompt from this file (UTF-8).",
+)
+@click.option("--model-name", default=BLS.name, show_default=True)
+@click.option(
+    "-o",
+    "--max-tokens",
+    "--output-len",
+    "max_tokens",
+    type=int,
+    default=128,
+    show_default=True,
+    help="Most tokens to generate.",
+)
+@click.option("-S", "--stream/--no-stream", default=True, help="Text in pieces or in one.")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message.")
+@click.option("--system", help="A system message before it; implies --chat.")
+@click.option("--echo", is_flag=True, help="Show the prompt before the answer.")
+@tensor_options(BLS, _FIELDS)
+@other_inputs_option
+@click.option("--request-id", help="Shown in the server's log; made up when absent.")
+@click.option(
+    "-t",
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Deadline of the whole request in seconds.",
+)
+@click.option(
+    "--stop-after-ms", type=click.IntRange(min=0), help="Cancel the request after this time."
+)
+@click.option(
+    "--overwrite-output-text",
+    is_flag=True,
+    help="The server sends all text so far each time (accumulate_tokens).",
+)
+@click.option("--counts/--no-counts", default=True, help="Ask the server to count tokens.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per event, then a summary.")
+@click.option("-q", "--quiet", is_flag=True, help="No summary.")
+@connection_options()
+def main(**given: Any) -> None:
+    """Parse, ask, show."""
+    run(_ask(given, _fields(given)))
+
+
+def _fields(given: dict[str, Any]) -> dict[str, Any]:
+    """The request by wire name; what the user did not say is not in it."""
+    prompt = _prompt(given)
+    fields = {name: given[name] for name, _ in _FIELDS if given[name] not in (None, ())}
+    fields |= {"max_tokens": given["max_tokens"], "stream": given["stream"]}
+    if given["chat"] or given["system"] is not None:
+        system = [{"role": "system", "content": given["system"]}] if given["system"] else []
+        turns = [*system, {"role": "user", "content": prompt}]
+        fields["messages"] = json.dumps(turns, ensure_ascii=False)
+    else:
+        fields["text_input"] = prompt
+    if given["echo"]:
+        fields["exclude_input_in_output"] = False
+    if given["counts"]:
+        fields |= {"return_num_input_tokens": True, "return_num_output_tokens": True}
+    return fields | other_inputs(given["other_inputs"])
+
+
+def _prompt(given: dict[str, Any]) -> str:
+    sources = [given[name] for name in ("prompt", "prompt_option", "file")]
+    named = [source for source in sources if source is not None]
+    if len(named) > 1:
+        raise click.UsageError("Give the prompt once: as argument, with --prompt or with --file.")
+    if not named and (sys.stdin is None or sys.stdin.isatty()):
+        raise click.UsageError("No prompt: give it as argument, with --file or on standard input.")
+    source = named[0] if named else "-"
+    if isinstance(source, str) and source != "-":
+        return source
+    try:
+        raw = source.read_bytes() if isinstance(source, Path) else sys.stdin.buffer.read()
+        return raw.decode("utf-8-sig")  # a byte order mark is no part of the prompt
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start}: {error.reason}"
+        raise click.UsageError(f"The prompt is not UTF-8 ({place}).") from error
+    except OSError as error:
+        raise click.UsageError(f"The prompt cannot be read: {error.strerror}.") from error
+
+
+async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
+    async with open_client(given) as client:
+        stream = client.stream(
+            given["model_name"],
+            deadline_s=given["timeout"],
+            request_id=given["request_id"],
+            **fields,
+        )
+        return await _show(stream, given, fields)
+
+
+async def _show(stream: Stream, given: dict[str, Any], fields: dict[str, Any]) -> Exit:
+    display = _display(given, fields)
+    interruption = Interruption()
+    events: list[Event] = []
+    failure: TrtllmBlsError | None = None
+    started_at = time.perf_counter()
+    try:
+        async with stream:
+            with interruption.cancels(stream):
+                _stop_after(stream, given["stop_after_ms"])
+                async for event in stream:
+                    events.append(event)
+                    display.event(event, (event.received_at - started_at) * 1000)
+    except TrtllmBlsError as error:
+        failure = error
+    ended = _ended_here(stream, interruption, failure, given["stop_after_ms"])
+    summary = summarise(events, started_at, fields["max_tokens"], ended)
+    display.end(summary, failure)
+    if not given["quiet"]:
+        click.echo("\n".join(summary.lines()), err=True)
+    if failure is not None:
+        return complain(failure)
+    return Exit.INTERRUPTED if stream.cancelled and interruption.happened else Exit.FINISHED
+
+
+def _display(given: dict[str, Any], fields: dict[str, Any]) -> TextDisplay | JsonDisplay:
+    if given["as_json"]:
+        return JsonDisplay()
+    beams = fields.get("beam_width") or 1
+    several = beams > 1 or (fields.get("num_return_sequences") or 1) > 1
+    return TextDisplay(several=several, whole=given["overwrite_output_text"] or beams > 1)
+
+
+def _stop_after(stream: Stream, milliseconds: int | None) -> None:
+    if milliseconds is not None:
+        asyncio.get_running_loop().call_later(milliseconds / 1000, stream.cancel)
+
+
+def _ended_here(
+    stream: Stream,
+    interruption: Interruption,
+    failure: TrtllmBlsError | None,
+    stop_after_ms: int | None,
+) -> str | None:
+    """Why the answer ended when it was not the server's decision."""
+    if failure is not None:
+        return _FAILED.get(type(failure), "error")
+    if not stream.cancelled:
+        return None
+    return "interrupted" if interruption.happened else f"stopped after {stop_after_ms} ms"

@@ -1,0 +1,362 @@
+"""Token ids in, token ids out: a command-line client of the engine model ``tensorrt_llm``.
+
+Keeps the flags and the words of the client that users of TensorRT-LLM's Triton backend know
+(docs/contract.md lists them). Owns what is asked and shown; the wire is ``trtllm_bls.client``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import csv
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from trtllm_bls.client import Client, Event, Stream
+from trtllm_bls.commands.terminal import (
+    EXIT_CODES,
+    Exit,
+    Interruption,
+    Program,
+    complain,
+    connection_options,
+    open_client,
+    other_inputs,
+    other_inputs_option,
+    run,
+    tensor_options,
+)
+from trtllm_bls.commands.token_answer import TokenAnswer, agrees
+from trtllm_bls.contract import ENGINE, Model
+from trtllm_bls.errors import EngineError, SettingsError, TrtllmBlsError
+from trtllm_bls.messages import Array
+from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+
+_SHOWN_IDS = 256
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+# Sent only when given. Wire name and help; flag and type follow from the contract.
+_FIELDS = (
+    ("repetition_penalty", "Above 1 discourages tokens that were seen."),
+    ("presence_penalty", "Subtracted from tokens that were generated."),
+    ("frequency_penalty", "Subtracted for each time a token was generated."),
+    ("seed", "Same seed, same sampled ids."),
+    ("lora_task_id", "Adapter to use; with --lora-path it is sent along."),
+)
+_FLAGS = (
+    "return_log_probs",
+    "return_context_logits",
+    "return_generation_logits",
+    "return_perf_metrics",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+)
+_LOOKAHEAD = ("window_size", "ngram_size", "verification_set_size")
+
+_HELP = f"""Send token ids (or text, with a tokenizer) to the engine model and print the ids.
+
+\b
+Examples:
+  PROGRAM --tokenizer-dir ./tokenizer --text "Once upon" --streaming
+  PROGRAM --input-tokens-csv in.csv --output-tokens-csv out.csv -c
+  PROGRAM --input-tokens-csv in.csv -S --stop-after-ms 200 \\
+      --request-output-len 500
+
+{EXIT_CODES}
+"""
+
+
+@click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-v", "--verbose", is_flag=True, help="Show the request on standard error.")
+@click.option("--text", default="Once upon a time", show_default=True)
+@click.option("--input-tokens-csv", type=_FILE, help="First row: prompt ids; no tokenizer needed.")
+@click.option("--draft-tokens-csv", type=_FILE, help="First row: draft ids to verify.")
+@click.option("--output-tokens-csv", type=_FILE, help="First row: expected ids, for -c.")
+@click.option("--tokenizer-dir", type=_FOLDER, help="To encode --text and to show text.")
+@click.option("--tokenizer-type", hidden=True, help="Accepted; the directory says it all.")
+@click.option("--end-id", type=int, default=-1, show_default=True, help="Without a tokenizer.")
+@click.option("--pad-id", type=int, default=50256, show_default=True, help="Without a tokenizer.")
+@click.option("-S", "--streaming", is_flag=True, help="Ids as they are generated.")
+@click.option("--request-output-len", type=int, default=16, show_default=True)
+@click.option("-b", "--beam-width", type=int, default=1, show_default=True)
+@click.option("-n", "--num-return-sequences", type=int)
+@click.option("--temperature", type=float, default=1.0, show_default=True)
+@click.option("--top-k", "runtime_top_k", type=int, default=1, show_default=True)
+@click.option("--top-p", "runtime_top_p", type=float, default=0.0, show_default=True)
+@tensor_options(ENGINE, _FIELDS)
+@click.option("-c", "--check-output", is_flag=True, help="Compare with --output-tokens-csv.")
+@click.option("--correctness-threshold", type=click.FloatRange(0, 1), default=1.0)
+@click.option(
+    "--stop-after-ms",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Stop the running request after this time, by a stop request; 0 is never.",
+)
+@click.option(
+    "--stop-via-request-cancel",
+    "--request-cancellation",
+    "cancels",
+    is_flag=True,
+    help="Stop by cancelling the request instead.",
+)
+@click.option("--request-id", help="Made up when absent.")
+@click.option(
+    "--exclude-input-in-output/--no-exclude-input-in-output",
+    default=None,
+    help="Whole answers without the prompt; the server decides when not said.",
+)
+@click.option("--return-log-probs", is_flag=True)
+@click.option("--return-context-logits", is_flag=True)
+@click.option("--return-generation-logits", is_flag=True)
+@click.option("--return-perf-metrics", is_flag=True)
+@click.option("--return-num-input-tokens", is_flag=True)
+@click.option("--return-num-output-tokens", is_flag=True)
+@click.option(
+    "--requested-outputs", multiple=True, help="Repeatable; must have output_ids. Default: all."
+)
+@click.option("--prompt-embedding-table-path", type=_FILE, help="npy file, one table per task.")
+@click.option("--prompt-task-id", type=int, default=0, show_default=True)
+@click.option("--prompt-table-extra-id", "--prompt_table_extra_id", type=int)
+@click.option("--vocab-size", "--vocab_size", type=int, help="With --prompt-table-extra-id.")
+@click.option("--dtype", type=click.Choice(["float16"]), default="float16", hidden=True)
+@click.option("--lora-path", type=_FOLDER, help="Has model.lora_weights.npy, model.lora_config.npy")
+@click.option("--lookahead-config", "--lookahead_config", metavar="[W,N,G]")
+@other_inputs_option
+@click.option("--model-name", default=ENGINE.name, show_default=True)
+@click.option(
+    "-t",
+    "--stream-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Deadline of the whole request in seconds.",
+)
+@click.option("-C", "--grpc-compression-algorithm", type=click.Choice(["gzip", "deflate"]))
+@connection_options("-p")
+def main(**given: Any) -> None:
+    """Parse, ask, show."""
+    if given["check_output"] and not given["output_tokens_csv"]:
+        raise click.UsageError("--check-output needs --output-tokens-csv.")
+    if given["requested_outputs"] and "output_ids" not in given["requested_outputs"]:
+        raise click.UsageError("--requested-outputs must have output_ids.")
+    if given["input_tokens_csv"] is None and given["tokenizer_dir"] is None:
+        raise click.UsageError("Give --input-tokens-csv, or --tokenizer-dir to encode --text.")
+    run(_ask(given))
+
+
+async def _ask(given: dict[str, Any]) -> Exit:
+    tokenizer = None if given["input_tokens_csv"] else load_tokenizer(given["tokenizer_dir"])
+    prompt = (
+        _first_row(given["input_tokens_csv"])
+        if tokenizer is None
+        else list(tokenizer.encode(given["text"], True))
+    )
+    fields = _fields(given, prompt, tokenizer)
+    click.echo(f"Input sequence: {prompt[:_SHOWN_IDS]}")
+    if given["verbose"]:
+        click.echo("\n".join(f"{name}: {value}" for name, value in fields.items()), err=True)
+    answer = TokenAnswer(
+        prompt,
+        streaming=given["streaming"],
+        beam_width=given["beam_width"],
+        excluded=bool(given["exclude_input_in_output"]),
+    )
+    async with open_client(given, given["grpc_compression_algorithm"]) as client:
+        stream = client.stream(
+            replace(ENGINE, name=given["model_name"]),
+            deadline_s=given["stream_timeout"],
+            request_id=given["request_id"],
+            outputs=given["requested_outputs"],
+            **fields,
+        )
+        interruption = Interruption()
+        async with stream:
+            with interruption.cancels(stream):
+                events = await _receive(client, stream, given, answer)
+    _show(answer, events, tokenizer, prompt)
+    if stream.cancelled and interruption.happened:
+        return Exit.INTERRUPTED
+    return _verdict(given, answer, events)
+
+
+async def _receive(
+    client: Client, stream: Stream, given: dict[str, Any], answer: TokenAnswer
+) -> list[Event]:
+    """Show new ids as they come; stop the request when its time has come."""
+    events = []
+    async with _stopped_in_time(client, stream, given):
+        async for event in stream:
+            events.append(event)
+            came = answer.add(event)
+            if given["streaming"]:
+                click.echo("".join(f"{ids}\n" for ids in came.values() if ids), nl=False)
+            elif came:
+                click.echo("Got completed request")
+    if stream.cancelled:
+        click.echo("Request is cancelled")
+    return events
+
+
+@contextlib.asynccontextmanager
+async def _stopped_in_time(
+    client: Client, stream: Stream, given: dict[str, Any]
+) -> AsyncIterator[None]:
+    """Within, the request is stopped after ``--stop-after-ms``, if it still runs."""
+    begun: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        if given["cancels"]:
+            stream.cancel()
+        else:
+            model = replace(ENGINE, name=given["model_name"])
+            begun.append(asyncio.create_task(_send_stop(client, stream.request_id, model)))
+
+    delay = given["stop_after_ms"] / 1000
+    timer = asyncio.get_running_loop().call_later(delay, stop) if delay else None
+    try:
+        yield
+    finally:
+        if timer:
+            timer.cancel()
+        await asyncio.gather(*begun)
+
+
+async def _send_stop(client: Client, request_id: str, model: Model) -> None:
+    try:
+        await client.stop(request_id, model)
+        click.echo("Got cancellation response from server")
+    except TrtllmBlsError as error:  # the running request goes on, and decides how this ends
+        complain(error)
+
+
+def _fields(
+    given: dict[str, Any], prompt: list[int], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """The request by wire name."""
+    end_id, pad_id = given["end_id"], given["pad_id"]
+    if tokenizer is not None:
+        end_id = -1 if tokenizer.eos_id is None else tokenizer.eos_id
+        pad_id = end_id if tokenizer.pad_id is None else tokenizer.pad_id
+    always = ("request_output_len", "beam_width", "temperature", "streaming")
+    named = (*always, "runtime_top_k", "runtime_top_p")
+    optional = ("num_return_sequences", "exclude_input_in_output", *(name for name, _ in _FIELDS))
+    fields: dict[str, Any] = {
+        "input_ids": prompt,
+        "input_lengths": len(prompt),
+        "end_id": end_id,
+        "pad_id": pad_id,
+        **{name: given[name] for name in named},
+        **{name: given[name] for name in optional if given[name] is not None},
+        **{name: True for name in _FLAGS if given[name]},
+    }
+    if given["draft_tokens_csv"]:
+        fields["draft_input_ids"] = _first_row(given["draft_tokens_csv"])
+    fields |= _prompt_table(given, prompt) | _lora(given["lora_path"])
+    if given["lookahead_config"]:
+        fields |= _lookahead(given["lookahead_config"])
+    return fields | other_inputs(given["other_inputs"])
+
+
+def _first_row(path: Path) -> list[int]:
+    with path.open(newline="", encoding="utf-8-sig") as lines:
+        row = next(csv.reader(lines), [])
+    try:
+        return [int(value) for value in row]
+    except ValueError as error:
+        raise SettingsError(
+            f"{path}: the first row is not a list of token ids ({error})"
+        ) from error
+
+
+def _prompt_table(given: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
+    if given["prompt_embedding_table_path"] is None:
+        return {}
+    tables = _numpy_file(given["prompt_embedding_table_path"])
+    if not 0 <= given["prompt_task_id"] < len(tables):
+        raise SettingsError(f"--prompt-task-id: the file has tasks 0 to {len(tables) - 1}")
+    table = tables[given["prompt_task_id"]].astype(np.float16)
+    fields: dict[str, Any] = {"prompt_embedding_table": table, "prompt_vocab_size": len(table)}
+    extra_id, vocab_size = given["prompt_table_extra_id"], given["vocab_size"]
+    if extra_id is not None:
+        if vocab_size is None:
+            raise SettingsError("--prompt-table-extra-id: give --vocab-size too")
+        extra_ids = [extra_id if token >= vocab_size else 0 for token in prompt]
+        fields["prompt_table_extra_ids"] = extra_ids
+    return fields
+
+
+def _lora(folder: Path | None) -> dict[str, Any]:
+    if folder is None:
+        return {}
+    weights = _numpy_file(folder / "model.lora_weights.npy").astype(np.float16)
+    config = _numpy_file(folder / "model.lora_config.npy").astype(np.int32)
+    return {"lora_weights": weights, "lora_config": config}
+
+
+def _numpy_file(path: Path) -> Array:
+    try:
+        return np.asarray(np.load(path))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path}: cannot be read as a numpy array") from error
+
+
+def _lookahead(config: str) -> dict[str, int]:
+    try:
+        window, ngram, verification = json.loads(config)
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"--lookahead-config: {config!r} is not [W,N,G]") from error
+    values = (window, ngram, verification)
+    return {f"lookahead_{name}": value for name, value in zip(_LOOKAHEAD, values, strict=True)}
+
+
+def _show(
+    answer: TokenAnswer, events: list[Event], tokenizer: Tokenizer | None, prompt: list[int]
+) -> None:
+    several = len({sequence for sequence, _ in answer.sequences}) > 1
+    if tokenizer is not None:
+        click.echo(f"Input: {tokenizer.decode(prompt)}")
+        for (sequence, beam), ids in answer.generated.items():
+            label = f"sequence {sequence} beam {beam}" if several else f"beam {beam}"
+            click.echo(f"Output {label}: {tokenizer.decode(ids)}")
+    for ids in answer.sequences.values():
+        click.echo(f"Output sequence: {ids}")
+    for name, values in _other_outputs(events).items():
+        # Logits of a whole vocabulary are unreadable; their shape and numpy's summary are not.
+        click.echo(f"{name} {list(values.shape)}: {values if values.size > 1 else values.item()}")
+
+
+def _other_outputs(events: list[Event]) -> dict[str, Array]:
+    """Every further output; logits of streamed steps joined, anything else as last sent."""
+    found: dict[str, Array] = {}
+    for event in events:
+        for name, values in event.outputs.items():
+            if name == "generation_logits" and name in found:
+                found[name] = np.concatenate([found[name], values], axis=1)
+            elif name not in ("output_ids", "sequence_length"):
+                found[name] = values
+        for name in ("num_input_tokens", "num_output_tokens"):
+            if getattr(event, name) is not None:
+                found[name] = np.array(getattr(event, name))
+    return found
+
+
+def _verdict(given: dict[str, Any], answer: TokenAnswer, events: list[Event]) -> Exit:
+    came = {name for event in events for name in event.outputs} | set(_other_outputs(events))
+    missing = [name for name in given["requested_outputs"] if name not in came]
+    if missing:
+        raise EngineError(f"the answer lacks requested outputs: {', '.join(missing)}")
+    generated = list(answer.generated.values())
+    if given["stop_after_ms"] and any(len(ids) >= given["request_output_len"] for ids in generated):
+        raise EngineError("the request ran to its full length although it was to be stopped")
+    if given["check_output"]:
+        expected = _first_row(given["output_tokens_csv"])
+        actual = next(iter(answer.sequences.values()), [])
+        passed = agrees(actual, expected, given["correctness_threshold"])
+        click.echo("PASS!" if passed else "FAIL!")
+        return Exit.FINISHED if passed else Exit.FAILED
+    return Exit.FINISHED
