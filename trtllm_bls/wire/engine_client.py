@@ -26,6 +26,7 @@ from trtllm_bls.messages import (
     TokenIds,
     Wants,
 )
+from trtllm_bls.parameters import is_true
 from trtllm_bls.wire.infer_message import is_final, output_arrays
 from trtllm_bls.wire.scores import METRICS
 from trtllm_bls.wire.words import pack_words
@@ -69,26 +70,28 @@ class DeployedModel:
             .replace("STRING", "BYTES")
             for tensor in config.input
         }
-        if _is_true(parameters.get("exclude_input_in_output")):
+        if is_true(parameters.get("exclude_input_in_output", "")):
             inputs.pop("exclude_input_in_output", None)  # nothing to ask for: it is so by default
         return cls(inputs, frozenset(tensor.name for tensor in config.output), parameters)
 
     @property
     def limits(self) -> EngineLimits:
         """What the parameters tell of the engine's limits."""
-        one_step = self.parameters.get("one_step")
+        one_step = self.parameters.get("one_step_requests")
+        mode = self.parameters.get("speculative_decoding_mode")
+        takes_none = mode not in (None, "", "draft_tokens_external")
         return EngineLimits(
             max_sequence_tokens=self._number("max_sequence_tokens") or None,
             max_prompt_tokens=self._number("max_prompt_tokens") or None,
-            max_draft_tokens=self._number("max_draft_len"),  # 0: it takes none
-            one_step=_is_true(one_step) if one_step else None,
+            max_draft_tokens=0 if takes_none else self._number("max_draft_len"),
+            one_step=is_true(one_step) if one_step else None,
         )
 
     def prompt_included(self, request: EngineRequest) -> bool:
         """Whether a non-streaming answer to this request starts with the prompt."""
         if request.streaming or "exclude_input_in_output" in self.inputs:
             return False  # exclusion is always asked for where it can be
-        return not _is_true(self.parameters.get("exclude_input_in_output"))
+        return not is_true(self.parameters.get("exclude_input_in_output", ""))
 
     def outputs_for(self, request: EngineRequest) -> list[str]:
         """The outputs to ask for; nothing is sent that nobody reads."""
@@ -106,10 +109,6 @@ class DeployedModel:
     def _number(self, key: str) -> int | None:
         value = self.parameters.get(key, "")
         return int(value) if value.isdigit() else None
-
-
-def _is_true(value: str | None) -> bool:
-    return (value or "").lower() in ("true", "1")
 
 
 # --- requests -------------------------------------------------------------------------------
