@@ -11,17 +11,26 @@ from typing import Any
 
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import TextRequest, TokenIds
-from trtllm_bls.stopping import checked_stops
+from trtllm_bls.stopping import check_words, checked_stops
 from trtllm_bls.tokenizer import Tokenizer
+
+
+MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words; stop_words: stopping.MAX_STOPS
+MAX_WORD_CHARS = 256
+
+# From here on a request's text is long: to tokenise it takes milliseconds.
+_LONG = 4096  # characters
+_WORD = 256  # characters of a prompt that are tokenised in the time that a short word takes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt, tokenised.
+    """One prompt, tokenised, and what the engine is told of its ends and of the caller's words.
 
-    ``stop_sequences`` are the stop words' ids, one entry per word (empty if the tokenizer makes
-    none of it); ``engine_stops`` is what the engine is given: those it may act on, and every end
-    id but the first, since it takes only one.
+    ``stop_sequences`` are the ids of each stop word that the engine is told, one entry per word,
+    empty for a word that only the text can show; ``engine_stops`` is what it is sent: these, and
+    every end id but the first, since it takes only one. Both are empty with ``min_tokens``: an
+    engine would stop at them before that.
     """
 
     ids: TokenIds
@@ -39,31 +48,54 @@ class Prompt:
 
 
 class PromptMaker:
-    """Tokenises requests; ``add_special_tokens`` applies where a request does not say."""
+    """Tokenises requests; ``add_special_tokens`` applies where a request does not say.
+
+    Safe to share between threads.
+    """
 
     def __init__(self, tokenizer: Tokenizer, add_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._add_special_tokens = add_special_tokens
 
-    def make(self, request: TextRequest) -> Prompt:
-        """Raises ``InvalidRequest`` naming the field."""
-        checked_stops(request.stop_words)  # before any of them costs time
-        encode = self._tokenizer.encode_word
+    def is_long(self, request: TextRequest) -> bool:
+        """Whether ``make`` takes so long that an event loop should leave it to a thread."""
+        biased = request.embedding_bias
+        number = len(request.stop_words) + len(request.bad_words) + len(biased)
+        if number * _WORD >= _LONG:
+            return True
+        words = (*request.stop_words, *request.bad_words, *(word for word, _ in biased))
+        prompt = request.text or request.messages or ""
+        return len(prompt) + number * _WORD + sum(map(len, words)) >= _LONG
+
+    def make(self, request: TextRequest, max_prompt_tokens: int | None = None) -> Prompt:
+        """Raises ``InvalidRequest`` naming the field.
+
+        A prompt of more than ``max_prompt_tokens`` is refused, before it is tokenised where its
+        length alone tells.
+        """
+        bias = request.embedding_bias
+        checked_stops(request.stop_words)
+        check_words("bad_words", request.bad_words, MAX_WORDS, MAX_WORD_CHARS)
+        biased = [word for word, _ in bias]
+        check_words("embedding_bias_words", biased, MAX_WORDS, MAX_WORD_CHARS)
         end_ids = self.end_ids(request)
-        stops = tuple(encode(word) for word in request.stop_words)
-        # An engine would act on stop words before min_tokens; then only the text matcher does.
-        engine_stops = () if request.sampling.min_tokens else tuple(ids for ids in stops if ids)
+        stops: tuple[TokenIds, ...] = ()
+        engine_stops: tuple[TokenIds, ...] = ()
+        if not request.sampling.min_tokens:
+            stops = tuple(map(self._tokenizer.stop_ids, request.stop_words))
+            engine_stops = (*filter(None, stops), *((token,) for token in end_ids[1:]))
+        words = dict.fromkeys(request.bad_words)
         return Prompt(
-            ids=self._ids(request),
+            ids=self._ids(request, max_prompt_tokens),
             end_ids=end_ids,
             pad_id=self._tokenizer.pad_id if request.pad_id is None else request.pad_id,
             stop_sequences=stops,
-            engine_stops=(*engine_stops, *((token,) for token in end_ids[1:])),
+            engine_stops=tuple(dict.fromkeys(engine_stops)),
             bad_sequences=tuple(
-                ids for word in request.bad_words for ids in self._tokenizer.word_variants(word)
+                ids for word in words for ids in self._tokenizer.word_variants(word)
             ),
             embedding_bias=tuple(
-                (token, weight) for word, weight in request.embedding_bias for token in encode(word)
+                (token, weight) for word, weight in bias for token in self._tokenizer.word_ids(word)
             ),
         )
 
@@ -73,7 +105,7 @@ class PromptMaker:
             return self._tokenizer.end_ids
         return () if request.end_id < 0 else (request.end_id,)
 
-    def _ids(self, request: TextRequest) -> TokenIds:
+    def _ids(self, request: TextRequest, most: int | None) -> TokenIds:
         if (request.text is None) == (request.messages is None):
             raise InvalidRequest("text_input", "send either text_input or messages, exactly one")
         add_special = request.add_special_tokens
@@ -87,10 +119,20 @@ class PromptMaker:
             text = request.text or ""
         if not text:
             raise InvalidRequest(field, "is empty; send at least one character")
+        if most is not None:
+            _check_length(field, self._tokenizer.fewest_tokens(text), most, "at least ")
         ids = self._tokenizer.encode(text, add_special_tokens=add_special, field=field)
         if not ids:
             raise InvalidRequest(field, "the tokenizer makes no token of it")
+        if most is not None:
+            _check_length(field, len(ids), most)
         return ids
+
+
+def _check_length(field: str, tokens: int, most: int, bound: str = "") -> None:
+    if tokens > most:
+        takes = f"the model takes at most {most} so that one new token fits"
+        raise InvalidRequest(field, f"{bound}{tokens} tokens; {takes}")
 
 
 def _conversation(text: str) -> Any:

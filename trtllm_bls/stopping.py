@@ -82,16 +82,22 @@ def _automaton_of(stops: tuple[str, ...]) -> _Automaton[str]:
     return _Automaton(stops)
 
 
-def checked_stops(stops: Iterable[str], field: str = "stop_words") -> tuple[str, ...]:
-    """The stops without empty and repeated ones. Raises ``InvalidRequest`` above the limits."""
-    kept = tuple(dict.fromkeys(stop for stop in stops if stop))
-    if len(kept) > MAX_STOPS:
-        raise InvalidRequest(field, f"{len(kept)} stop strings; at most {MAX_STOPS} are allowed")
-    longest = max(map(len, kept), default=0)
-    if longest > MAX_STOP_CHARS:
-        problem = f"a stop string of {longest} characters; at most {MAX_STOP_CHARS} are allowed"
+def check_words(field: str, words: Sequence[str], most: int, longest: int) -> None:
+    """Raises ``InvalidRequest`` for more than ``most`` words or one of more characters than
+    ``longest``. Repeated words count: reading them costs as much as others.
+    """
+    if len(words) > most:
+        raise InvalidRequest(field, f"{len(words)} words; at most {most} are allowed")
+    length = max(map(len, words), default=0)
+    if length > longest:
+        problem = f"a word of {length} characters; at most {longest} are allowed"
         raise InvalidRequest(field, problem)
-    return kept
+
+
+def checked_stops(stops: Sequence[str], field: str = "stop_words") -> tuple[str, ...]:
+    """The stops without empty and repeated ones. Raises ``InvalidRequest`` above the limits."""
+    check_words(field, stops, MAX_STOPS, MAX_STOP_CHARS)
+    return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class StopMatcher:
     ``include`` keeps the completed stop in the text; otherwise the text ends before it.
     """
 
-    def __init__(self, stops: Iterable[str], include: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._automaton = _automaton_of(checked_stops(stops))
         self._include = include
         self._node = 0
@@ -160,11 +166,3 @@ class StopSequences:
         """Take the next id; whether the ids so far now end with a stop sequence."""
         self._node = self._automaton.step(self._node, token_id)
         return self._automaton.matched[self._node] > 0
-
-
-def ids_end(token_ids: Sequence[int], sequences: Iterable[Sequence[int]]) -> bool:
-    """Whether ``token_ids`` end with one of ``sequences``; for a list that is at hand whole."""
-    return any(
-        bool(sequence) and tuple(token_ids[-len(sequence) :]) == tuple(sequence)
-        for sequence in sequences
-    )

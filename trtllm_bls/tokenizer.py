@@ -1,8 +1,8 @@
 """One tokenizer directory: text to ids, messages to a prompt, and the ids that end a sequence.
 
 Owns everything that is asked of ``transformers``, which is imported when a directory is loaded,
-and without torch: these rooms run where torch is absent or would cost seconds and memory. Text
-comes out of ids by ``detokenizer``; this module must not know how.
+and without torch: the processes that handle text run where torch is absent or would cost seconds
+and memory. Text comes out of ids by ``detokenizer``; this module must not know how.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +43,10 @@ class Tokenizer:
     ) -> None:
         self._hf = hf
         self._backend = getattr(hf, "backend_tokenizer", None)  # tokenizers in Python have none
+        if self._backend is not None:
+            # Its own encode first clears what the file may say of truncation and padding; done
+            # here, nothing changes the tokenizer later, when several threads share it.
+            hf.encode("", verbose=False)
         self._warned_of_bos = False
         self.vocab_size = len(hf)
         self.model_vocab_size = max(self.vocab_size, config_vocab_size)
@@ -67,37 +73,71 @@ class Tokenizer:
         """
         token_ids = self._encode(text, add_special_tokens, field)
         bos = self._hf.bos_token_id
-        while bos is not None and token_ids[:2] == (bos, bos):
-            token_ids = token_ids[1:]
-            if not self._warned_of_bos:
-                self._warned_of_bos = True
-                logger.warning("a prompt begins with the begin-of-sequence token itself; kept one")
-        return token_ids
+        begins = next(
+            (n for n, token_id in enumerate(token_ids) if token_id != bos), len(token_ids)
+        )
+        if begins > 1 and not self._warned_of_bos:
+            self._warned_of_bos = True
+            logger.warning("a prompt begins with the begin-of-sequence token itself; kept one")
+        return token_ids[max(begins - 1, 0) :]
 
     def encode_word(self, text: str, field: str = "stop_words") -> tuple[int, ...]:
         """The ids of ``text`` alone, without special tokens; none for an empty word."""
         return self._encode(text, False, field)
 
-    def word_variants(self, text: str, field: str = "bad_words") -> tuple[tuple[int, ...], ...]:
+    def stop_ids(self, word: str, field: str = "stop_words") -> tuple[int, ...]:
+        """The ids of ``word`` if a text that ends with them ends with the word, else none.
+
+        A tokenizer may read another text than was written: composed accents, small letters, the
+        unknown token. At the beginning of a text, where some tokens lose their space, the ids must
+        spell the word too: an engine that ends at them ends nowhere else than the word does.
+        """
+        token_ids = self.encode_word(word, field)
+        spelled = self._ends_with(word, token_ids) and self._text(token_ids).endswith(word)
+        return token_ids if spelled else ()
+
+    def word_ids(self, word: str, field: str = "embedding_bias_words") -> tuple[int, ...]:
+        """The ids of ``word`` if they are its text in the middle of a text, else none."""
+        token_ids = self.encode_word(word, field)
+        return token_ids if self._ends_with(word, token_ids) else ()
+
+    def word_variants(self, word: str, field: str = "bad_words") -> tuple[tuple[int, ...], ...]:
         """Every way a word can begin: the text, after a space, and in the middle of a line.
 
-        Variants that end with another variant are left out, as the shorter one covers them; so
-        are those with the unknown token, which would forbid everything that is unknown.
+        Variants that are not the word's text are left out, as they would forbid something else;
+        so are those that end with another variant, as the shorter one covers them.
         """
         anchor = self.encode_word("\n", field)
         found = []
-        for word in (text, " " + text) if text else ():
-            found.append(self.encode_word(word, field))
-            anchored = self.encode_word("\n" + word, field)
+        for text in (word, " " + word) if word else ():
+            found.append(self.encode_word(text, field))
+            anchored = self.encode_word("\n" + text, field)
             if anchored[: len(anchor)] == anchor:  # else the border fell inside a token
                 found.append(anchored[len(anchor) :])
-        unknown = self._hf.unk_token_id
-        variants = [word for word in dict.fromkeys(found) if word and unknown not in word]
+        variants = [ids for ids in dict.fromkeys(found) if ids and self._ends_with(word, ids)]
         return tuple(
-            variant
-            for variant in variants
-            if not any(variant[begin:] in variants for begin in range(1, len(variant)))
+            ids
+            for ids in variants
+            if not any(ids != other and ids[-len(other) :] == other for other in variants)
         )
+
+    def _ends_with(self, word: str, token_ids: tuple[int, ...]) -> bool:
+        """Whether any text that goes on with these ids ends with ``word``.
+
+        One text before them stands for all: decoders treat the first token otherwise, and no
+        other.
+        """
+        return self._text(token_ids, after=self._some_text).endswith(word)
+
+    def _text(self, token_ids: tuple[int, ...], after: tuple[int, ...] = ()) -> str:
+        """What ``token_ids`` show, special tokens included, where they follow ``after``."""
+        detokenizer = self.detokenizer(skip_special_tokens=False)
+        detokenizer.feed(after)
+        return detokenizer.feed(token_ids) + detokenizer.flush()
+
+    @cached_property
+    def _some_text(self) -> tuple[int, ...]:
+        return self.encode_word("a")
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> tuple[int, ...]:
         try:
@@ -105,7 +145,31 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             problem = f"not valid Unicode at character {error.start} (a lone surrogate)"
             raise InvalidRequest(field, problem) from None
-        return tuple(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        if self._backend is None:
+            ids = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        else:  # a batch lets other threads run meanwhile, and "fast" spares the offsets' memory
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            ids = encoding.ids
+        return tuple(ids)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A prompt of ``text`` has at least so many tokens; told without tokenising it.
+
+        0 where this tokenizer gives no bound.
+        """
+        if self._chars_per_token is None:
+            return 0
+        begin = 0  # begin-of-sequence tokens are merged, however often the text spells them
+        if self._hf.bos_token:
+            spelled = re.match(f"(?:{re.escape(self._hf.bos_token)})*", text)
+            begin = 0 if spelled is None else spelled.end()
+        return -(-(len(text) - begin) // self._chars_per_token)
+
+    @cached_property
+    def _chars_per_token(self) -> int | None:
+        return None if self._backend is None else _most_characters(self._backend)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -183,6 +247,65 @@ def _check_messages(messages: object) -> None:
         if not isinstance(spoken, (str, list, type(None))):
             problem = f"the content of message {index} must be text or a list of parts"
             raise InvalidRequest("messages", problem)
+
+
+# --- how much text a token can stand for -----------------------------------------------------
+
+# Steps that leave at least one character for every so many of the text; others may drop any number.
+# A composed character is made of at most four: no canonical decomposition is longer.
+_SHRINK = {
+    **dict.fromkeys(("Prepend", "NFD", "NFKD", "ByteLevel", "Metaspace", "Digits"), 1),
+    **dict.fromkeys(("NFC", "NFKC"), 4),
+}
+
+
+def _most_characters(backend: Any) -> int | None:
+    """The most characters of a text that one token stands for; ``None``: there may be no limit.
+
+    A limit is known for byte-pair encoding that can spell every byte, where no step before it
+    drops text: a token then stands for its own spelling at most. Elsewhere a token may stand for
+    any number of characters: blanks and control characters vanish, an unknown word is one token
+    however long it is, and an added token may swallow the blanks beside it.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    added = backend.get_added_tokens_decoder().values()
+    steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
+    shrinks = [_shrink(step) for step in steps]
+    if None in shrinks or any(token.lstrip or token.rstrip for token in added):
+        return None
+    vocabulary, model = backend.get_vocab(), backend.model
+    byte_tokens = {f"<0x{byte:02X}>" for byte in range(256)}
+    if any(step["type"] == "ByteLevel" for step in steps):
+        byte_tokens = set(ByteLevel.alphabet())
+    elif not getattr(model, "byte_fallback", False):
+        return None
+    if type(model).__name__ != "BPE" or not byte_tokens <= vocabulary.keys():
+        return None
+    spellings = [*vocabulary]
+    if backend.normalizer is not None:  # an added token may be looked for in normalised text
+        spellings += [backend.normalizer.normalize_str(token.content) for token in added]
+    return max(map(len, spellings)) * math.prod(shrink for shrink in shrinks if shrink)
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, sequences unfolded, as tokenizer.json has them."""
+    waiting = [] if part is None else [json.loads(part.__getstate__())]
+    while waiting:
+        step = waiting.pop()
+        waiting += step.get("normalizers", step.get("pretokenizers", ()))
+        if step["type"] != "Sequence":
+            yield step
+
+
+def _shrink(step: Mapping[str, Any]) -> int | None:
+    """How many characters the step may make one of; ``None``: any number."""
+    if step["type"] == "Replace":
+        found = step["pattern"].get("String", "")
+        return 1 if 0 < len(found) <= len(step["content"]) else None
+    if step["type"] == "Split":
+        return None if step["behavior"] == "Removed" else 1
+    return _SHRINK.get(step["type"])
 
 
 # --- loading --------------------------------------------------------------------------------

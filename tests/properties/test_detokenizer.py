@@ -172,6 +172,58 @@ def with_fallback(
     return text[strip and text.startswith(" ") :], mixed
 
 
+def all_ways(chance: random.Random, ids: list[int]) -> dict[str, list[slice]]:
+    return {
+        "one by one": [slice(i, i + 1) for i in range(len(ids))],
+        "at once": [slice(None)],
+        "in pieces": cut_anywhere(chance, len(ids), chance.choice((2, 5, 20, 70))),
+    }
+
+
+@pytest.mark.parametrize("kind", ["chosen", "window"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_ids_at_once_are_as_one_by_one(family: str, kind: str) -> None:
+    """The same text is certain and the same is held, wherever the ids are cut, broken bytes too."""
+    tokenizer = loaded(family)
+
+    def case(chance: random.Random) -> None:
+        ids = [
+            i for _ in range(chance.randrange(1, 5)) for i in some_ids(tokenizer, family, chance)
+        ]
+        if chance.random() < 0.3:  # more of one id than are ever held, broken bytes among them
+            begin = chance.randrange(len(ids) + 1)
+            ids[begin:begin] = [chance.choice(ids or [1])] * chance.randrange(100)
+        skip = chance.random() < 0.7
+        make = Window(tokenizer, skip) if kind == "window" else lambda: tokenizer.detokenizer(skip)
+        said = {}
+        for way, pieces in all_ways(chance, ids).items():
+            detokenizer = make()
+            certain = "".join([detokenizer.feed(ids[piece]) for piece in pieces])
+            said[way] = certain, detokenizer.flush()
+        assert said["at once"] == said["in pieces"] == said["one by one"], ids
+
+    run_cases(case, CASES // (12 * len(FAMILIES)))
+
+
+@pytest.mark.parametrize("size", range(1, 3 * MAX_HELD_IDS))
+def test_the_window_holds_an_unfinished_character_after_any_number_of_ids(size: int) -> None:
+    """However many ids come in one call, a character they begin is not shown as broken."""
+    tokenizer = loaded("byte-level")
+    fox = list(tokenizer.encode_word("🦊"))
+    ids = [*tokenizer.encode_word("x") * size, *fox]
+    detokenizer = Window(tokenizer, True)()
+    assert detokenizer.feed(ids[:-1]) == "x" * size
+    assert detokenizer.feed(ids[-1:]) + detokenizer.flush() == "🦊"
+
+
+def test_the_window_decodes_many_sound_ids_together() -> None:
+    """A long text in one call costs far fewer decodes than two per id."""
+    counted = Counted(loaded("wordpiece"))
+    ids = counted.encode_word("the dogs jumped ") * 1000
+    Window(counted, True)().feed(ids)
+    assert counted.calls < len(ids) / 20
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_stream_is_the_decode(family: str) -> None:
     """Counted: two thirds of all cases. The one exception is spelled out in ``with_fallback``."""
@@ -231,10 +283,11 @@ class Counted:
         self.special_ids = tokenizer.special_ids
         self.token = tokenizer.token
         self.encode_word = tokenizer.encode_word
-        self.decoded = 0
+        self.decoded = self.calls = 0
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         self.decoded += len(token_ids)
+        self.calls += 1
         return self._tokenizer.decode(token_ids, skip_special_tokens)
 
 
