@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.live.talk import ask
+from trtllm_bls.errors import InvalidRequest
+
 if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer
 
@@ -156,6 +159,15 @@ def test_failures_are_told_in_words_and_codes(
     """Connection, model, request, deadline: each has its exit code and one clear line."""
     found, _, err = text_client(server, PROMPT, *arguments)
     assert (found, words in err) == (code, True), err
+
+
+def test_a_model_that_is_not_decoupled_answers_on_a_stream(server: TritonServer) -> None:
+    """One response, whole, with an end: a caller need not know which kind a model is."""
+    result = ask(server.grpc_url, "preprocessing", QUERY=PROMPT, REQUEST_OUTPUT_LEN=4)
+    (event,) = result.events
+    assert event.final and event.outputs["INPUT_ID"].shape[0] == 1
+    with pytest.raises(InvalidRequest, match="text_input"):
+        ask(server.grpc_url, "preprocessing", REQUEST_OUTPUT_LEN=4)
 
 
 # --- inflight_batcher_llm_client.py -----------------------------------------------------------

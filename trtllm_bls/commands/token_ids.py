@@ -27,6 +27,7 @@ from trtllm_bls.commands.terminal import (
     complain,
     connection_options,
     open_client,
+    options,
     other_inputs,
     other_inputs_option,
     run,
@@ -50,14 +51,7 @@ _FIELDS = (
     ("seed", "Same seed, same sampled ids."),
     ("lora_task_id", "Adapter to use; with --lora-path it is sent along."),
 )
-_FLAGS = (
-    "return_log_probs",
-    "return_context_logits",
-    "return_generation_logits",
-    "return_perf_metrics",
-    "return_num_input_tokens",
-    "return_num_output_tokens",
-)
+_FLAGS = tuple(name for name in ENGINE.input_named if name.startswith("return_"))
 _LOOKAHEAD = ("window_size", "ngram_size", "verification_set_size")
 
 _HELP = f"""Send token ids (or text, with a tokenizer) to the engine model and print the ids.
@@ -112,12 +106,7 @@ Examples:
     default=None,
     help="Whole answers without the prompt; the server decides when not said.",
 )
-@click.option("--return-log-probs", is_flag=True)
-@click.option("--return-context-logits", is_flag=True)
-@click.option("--return-generation-logits", is_flag=True)
-@click.option("--return-perf-metrics", is_flag=True)
-@click.option("--return-num-input-tokens", is_flag=True)
-@click.option("--return-num-output-tokens", is_flag=True)
+@options(*(click.option("--" + name.replace("_", "-"), is_flag=True) for name in _FLAGS))
 @click.option(
     "--requested-outputs", multiple=True, help="Repeatable; must have output_ids. Default: all."
 )
