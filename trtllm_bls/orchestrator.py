@@ -16,7 +16,7 @@ from typing import Protocol
 
 from trtllm_bls.answer import Answer, TextRules, too_late
 from trtllm_bls.engines.base import ChunkStream, Engine
-from trtllm_bls.errors import EngineError, InvalidRequest, Unsupported
+from trtllm_bls.errors import EngineError, Unsupported
 from trtllm_bls.messages import (
     EngineLimits,
     EngineRequest,
@@ -31,9 +31,6 @@ if sys.version_info >= (3, 11):
     from asyncio import timeout_at
 else:
     from async_timeout import timeout_at
-
-# Tokenising holds the event loop; longer prompts go to a thread so that streams do not notice.
-_LONG_TEXT = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +107,10 @@ class Orchestrator:
         return None if seconds is None else asyncio.get_running_loop().time() + seconds
 
     async def _prompt(self, request: TextRequest, limits: EngineLimits) -> Prompt:
-        length = len(request.text or request.messages or "")
-        if length < _LONG_TEXT:
-            prompt = self._prompts.make(request)
-        else:
-            prompt = await asyncio.to_thread(self._prompts.make, request)
-        _check_length(request, prompt, limits)
-        return prompt
+        longest = _longest_prompt(limits)
+        if self._prompts.is_long(request):  # tokenising would hold up every other stream
+            return await asyncio.to_thread(self._prompts.make, request, longest)
+        return self._prompts.make(request, longest)
 
     def _answer(self, request: TextRequest, prompt: Prompt, limits: EngineLimits) -> Answer:
         rules = TextRules(
@@ -200,15 +194,13 @@ def _refuse(request: TextRequest) -> None:
         )
 
 
-def _check_length(request: TextRequest, prompt: Prompt, limits: EngineLimits) -> None:
-    longest = [limit for limit in (limits.max_prompt_tokens,) if limit is not None]
+def _longest_prompt(limits: EngineLimits) -> int | None:
+    """In tokens; at least one new token must fit behind it."""
+    longest = limits.max_prompt_tokens
     if limits.max_sequence_tokens is not None:
-        longest.append(limits.max_sequence_tokens - 1)  # so that one new token fits
-    if longest and len(prompt.ids) > min(longest):
-        raise InvalidRequest(
-            "text_input" if request.messages is None else "messages",
-            f"{len(prompt.ids)} tokens; the model takes prompts of at most {min(longest)}",
-        )
+        room = limits.max_sequence_tokens - 1
+        longest = room if longest is None else min(longest, room)
+    return longest
 
 
 def _reason(error: BaseException, deadline: float | None) -> FinishReason:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -109,6 +110,20 @@ def test_every_line_is_handed_on_before_the_end_is_told() -> None:
     process.stop()  # too late, harmless
     process.close()
     assert not scratch.workdir.exists()
+
+
+def test_the_working_directory_has_a_plain_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton is told of it through a shell, so a TMPDIR with a blank is not used."""
+    for name, used in (("plain", True), ("with blank", False)):
+        directory = tmp_path / name
+        directory.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(directory))
+        scratch = Scratch()
+        assert (scratch.workdir.parent == directory) is used
+        assert " " not in str(scratch.workdir)
+        scratch.remove()
 
 
 def test_a_listener_that_fails_does_not_block_the_server() -> None:

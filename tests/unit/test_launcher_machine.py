@@ -127,6 +127,13 @@ def test_without_numpy_models_cannot_start(tmp_path: Path) -> None:
         checks.check_numpy(installation(tmp_path), None)
 
 
+def test_an_environment_beyond_ascii_is_named() -> None:
+    """Models in it would die while loading, without a word that helps; blanks do no harm."""
+    checks.check_environment(sys.prefix, Path("/home/a user/venv"))
+    with pytest.raises(SetupError, match=r"^/home/jürgen/venv: .* plain ASCII$"):
+        checks.check_environment(sys.prefix, Path("/home/jürgen/venv"))
+
+
 def test_too_little_shared_memory_says_how_to_get_more(tmp_path: Path) -> None:
     """The line names the place, what is needed and the container's option."""
     with pytest.raises(SetupError, match=r"MiB free, at least .* --shm-size=1g"):
