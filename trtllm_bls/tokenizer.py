@@ -289,7 +289,7 @@ def _most_characters(backend: Any) -> int | None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences unfolded, as tokenizer.json has them."""
+    """The steps of a normalizer or pre-tokenizer as tokenizer.json has them, sequences unfolded."""
     waiting = [] if part is None else [json.loads(part.__getstate__())]
     while waiting:
         step = waiting.pop()

@@ -334,7 +334,7 @@ def test_a_client_belongs_to_the_loop_that_opened_it() -> None:
 
     @dialogue
     async def use() -> None:
-        async with FakeTriton([text("Hi", final=True)]) as server:
+        async with FakeGrpcServer([text("Hi", final=True)]) as server:
             client = Client(server.url)
             await client.close()
             with pytest.raises(RuntimeError, match="not open: use it as 'async with"):
@@ -354,7 +354,7 @@ def test_a_client_belongs_to_the_loop_that_opened_it() -> None:
 async def test_a_connection_lost_before_the_first_response_is_tried_again() -> None:
     """Under the same id; the caller sees one answer."""
     scripts = iter([UNAVAILABLE, UNAVAILABLE, [text("Hi", final=True)]])
-    server = FakeTriton(lambda _: next(scripts))
+    server = FakeGrpcServer(lambda _: next(scripts))
     async with server, Client(server.url, retries=2) as client:
         assert (await client.generate(**ASK, request_id="7")).text == "Hi"
     assert [request.id for request in server.requests] == ["7"] * 3
@@ -366,7 +366,7 @@ async def test_nothing_is_tried_again_after_the_first_response() -> None:
     begun = [text("Hel"), *UNAVAILABLE]
     refused = [Fail("UNAVAILABLE: too many requests"), Say(final=True)]
     for script, retries in ((begun, 2), (UNAVAILABLE, 0), (refused, 2)):
-        async with FakeTriton(script) as server, Client(server.url, retries=retries) as client:
+        async with FakeGrpcServer(script) as server, Client(server.url, retries=retries) as client:
             with pytest.raises((ConnectionFailed, Overloaded)):
                 await client.generate(**ASK)
         assert len(server.requests) == 1

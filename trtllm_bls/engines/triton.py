@@ -143,7 +143,7 @@ def _is_foreign(url: str) -> bool:
     listeners = {
         connection.pid
         for connection in psutil.net_connections(kind="tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == int(port)
+        if connection.status == psutil.CONN_LISTEN and tuple(connection.laddr)[1:] == (int(port),)
     }
     known = listeners - {None}
     ancestors = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}

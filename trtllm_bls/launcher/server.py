@@ -27,7 +27,7 @@ from trtllm_bls.launcher.logs import LogBook
 from trtllm_bls.launcher.ports import Ports, choose
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
 from trtllm_bls.launcher.readiness import Readiness
-from trtllm_bls.parameters import DRAFT_MODEL_DIR
+from trtllm_bls.parameters import DRAFT_MODEL_DIR, MODEL_DIR
 from trtllm_bls.settings import ServeSettings
 
 # A free port may be taken between its choice and the server's start, seconds later.
@@ -207,7 +207,7 @@ class TritonServer:
             directory = scratch.workdir
             libraries = workdir.link_libpython(directory, checks.libpython())
             environment = command.server_environment(self.settings, ports, libraries, os.environ)
-            for variable in (command.MODEL_DIR, command.DRAFT_MODEL_DIR):
+            for variable in (MODEL_DIR, DRAFT_MODEL_DIR):
                 if variable in environment:
                     linked = workdir.link_checkpoint(directory, variable, environment[variable])
                     environment[variable] = str(linked)
