@@ -204,6 +204,10 @@ def _draft_arrays(draft: Draft, logits_type: str | None) -> dict[str, Array]:
 # --- responses ------------------------------------------------------------------------------
 
 
+# What broken numbers, types and shapes raise where they are read.
+_UNREADABLE = (ArithmeticError, LookupError, TypeError, ValueError, struct.error)
+
+
 class ResponseReader:
     """The responses of one request, as chunks.
 
@@ -216,6 +220,7 @@ class ResponseReader:
         self._unfinished = set(range(request.num_return_sequences))
         self._single = request.num_return_sequences == 1
         self._plain = self._single and request.wants == Wants() and not self._skip
+        self._ids_at: int | None = None  # which of two outputs holds the ids, once it is known
         self._log_probs_read: dict[int, int] = {}
         self._last_metrics: dict[int, EngineMetrics | None] = {}
 
@@ -225,16 +230,15 @@ class ResponseReader:
         Raises ``EngineError`` for a response that breaks the contract.
         """
         last = is_final(response)
-        if self._plain and len(response.outputs) == 2:
-            ids = _two_outputs(response)
-            if ids is not None:
-                if last or not self._request.streaming:
-                    self._unfinished.clear()
-                    return [EngineChunk(token_ids=ids, final=True)], last
-                return [EngineChunk(token_ids=ids)], False
+        ids = self._plain_ids(response, last) if self._plain else None
+        if ids is not None:
+            if last or not self._request.streaming:
+                self._unfinished.clear()
+                return [EngineChunk(token_ids=ids, final=True)], last
+            return [EngineChunk(token_ids=ids)], False
         try:
             arrays = output_arrays(response)
-        except ValueError as error:
+        except _UNREADABLE as error:
             raise EngineError(f"the engine's response cannot be read: {error}") from error
         return list(self.chunks(arrays, last)), last
 
@@ -243,7 +247,7 @@ class ResponseReader:
         if arrays:
             try:
                 chunk = self._chunk(arrays, final=last and self._single)
-            except (IndexError, TypeError, ValueError) as error:
+            except _UNREADABLE as error:
                 raise EngineError(f"the engine's response cannot be read: {error}") from error
             if chunk.final:
                 self._unfinished.discard(chunk.sequence_index)
@@ -259,11 +263,36 @@ class ResponseReader:
             yield EngineChunk(token_ids=(), sequence_index=index, final=True, metrics=metrics)
         self._unfinished.clear()
 
+    def _plain_ids(self, response: Any, last: bool) -> TokenIds | None:
+        """The ids of a response with nothing but ids and their number, which is nearly every one.
+
+        ``None`` for any other, which is read with more care. Headers are dear to read, so those of
+        the first response hold until the last, as long as the number of outputs stays.
+        """
+        raws = response.raw_output_contents
+        if len(raws) != 2 or len(response.outputs) != 2:
+            self._ids_at = None
+            return None
+        if last or self._ids_at is None:
+            self._ids_at = _place_of_ids(response.outputs, raws)
+            if self._ids_at is None:
+                return None
+        ids, length = raws[self._ids_at], raws[1 - self._ids_at]
+        count = int.from_bytes(length, "little", signed=True)
+        if len(length) != 4 or not 0 <= 4 * count <= len(ids):
+            return None
+        return struct.unpack_from(f"<{count}i", ids)
+
     def _chunk(self, arrays: Mapping[str, Array], final: bool) -> EngineChunk:
-        if "output_ids" not in arrays or "sequence_length" not in arrays:
+        length = _number(arrays, "sequence_length")
+        if "output_ids" not in arrays or length is None:
             raise EngineError("the engine's response lacks output_ids or sequence_length")
-        length = int(np.asarray(arrays["sequence_length"]).reshape(-1)[0])
-        row = np.asarray(arrays["output_ids"])[0, 0, self._skip : length]
+        ids = _ranked(arrays, "output_ids", 3, kinds="iu")
+        if not 0 <= length <= ids.shape[2]:
+            raise EngineError(
+                f"the engine's sequence_length is {length}, its output_ids hold {ids.shape[2]}"
+            )
+        row = ids[0, 0, self._skip : length]
         index = _number(arrays, "sequence_index") or 0
         if not 0 <= index < self._request.num_return_sequences:
             raise EngineError(f"the engine's response is of sequence_index {index}: none such")
@@ -279,16 +308,16 @@ class ResponseReader:
         scores: dict[str, Any] = {}
         wants = self._request.wants
         if wants.log_probs and "output_log_probs" in arrays:
-            so_far = np.asarray(arrays["output_log_probs"])[0, 0]
+            so_far = _ranked(arrays, "output_log_probs", 3)[0, 0]
             read = self._log_probs_read.get(index, 0)
             self._log_probs_read[index] = read + new
             scores["log_probs"] = tuple(_first("output_log_probs", so_far[read:], new).tolist())
         if wants.log_probs and "cum_log_probs" in arrays:
             scores["cum_log_prob"] = float(np.asarray(arrays["cum_log_probs"]).reshape(-1)[0])
         if wants.context_logits and "context_logits" in arrays:
-            scores["context_logits"] = np.array(arrays["context_logits"])[0]
+            scores["context_logits"] = np.array(_ranked(arrays, "context_logits", 3)[0])
         if wants.generation_logits and "generation_logits" in arrays:
-            rows = np.array(arrays["generation_logits"])
+            rows = np.array(_ranked(arrays, "generation_logits", 4))
             rows = rows[0, :, 0] if self._request.streaming else rows[0, 0]
             scores["generation_logits"] = _first("generation_logits", rows, new)
         return scores
@@ -299,24 +328,27 @@ class ResponseReader:
         return EngineMetrics(**{name: _number(arrays, name) for name in METRICS})
 
 
-def _two_outputs(response: Any) -> TokenIds | None:
-    """The ids of a response with nothing but ids and their number, which is nearly every one.
+def _place_of_ids(outputs: Any, raws: Any) -> int | None:
+    """Which of two outputs holds the ids, if the other is their number and both are well formed."""
+    names = [output.name for output in outputs]
+    if sorted(names) != ["output_ids", "sequence_length"]:
+        return None
+    if any(output.datatype != "INT32" for output in outputs):
+        return None
+    place = names.index("output_ids")
+    if [*outputs[place].shape] != [1, 1, len(raws[place]) / 4]:
+        return None
+    return place if set(outputs[1 - place].shape) <= {1} else None
 
-    ``None`` for any other, which is read with more care.
-    """
-    one, other = response.outputs
-    if one.name == "output_ids" and other.name == "sequence_length":
-        ids, length = response.raw_output_contents
-    elif one.name == "sequence_length" and other.name == "output_ids":
-        length, ids = response.raw_output_contents
-    else:
-        return None
-    if len(length) != 4 or one.datatype != "INT32" or other.datatype != "INT32":
-        return None
-    count = int.from_bytes(length, "little", signed=True)
-    if not 0 <= count <= len(ids) // 4:
-        return None
-    return struct.unpack_from(f"<{count}i", ids)
+
+def _ranked(arrays: Mapping[str, Array], name: str, rank: int, kinds: str = "f") -> Array:
+    array = np.asarray(arrays[name])
+    if array.ndim != rank or array.dtype.kind not in kinds:
+        raise EngineError(
+            f"the engine's {name} are {array.dtype} of shape {list(array.shape)}; "
+            f"{rank} dimensions of {'integers' if kinds == 'iu' else 'floats'} are expected"
+        )
+    return array
 
 
 def _first(name: str, scores: Array, count: int) -> Array:
