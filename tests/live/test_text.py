@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.server_requests import (
     ask,
     ask_all,
+    break_off,
     generate,
     generate_stream,
     metric,
