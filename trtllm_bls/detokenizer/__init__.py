@@ -3,9 +3,9 @@
 ``choice`` picks what fits a tokenizer: ``byte_table`` where tokens spell bytes, else ``window``.
 ``vocabulary`` is the seam to the tokenizer. Nothing here knows a tokenizer library or an engine.
 
-The ``tokenizers`` library's ``DecodeStream`` is not used: it cannot flush, so a text's tail is lost;
-after one invalid prefix every further step raises; and a run of U+FFFD costs it more per token the
-longer it gets (455 us over 4,000 tokens).
+The ``tokenizers`` library's ``DecodeStream`` is not used: without a flush it loses what it holds
+at the end, after one invalid prefix every further step raises, and a run of 4,000 U+FFFD costs it
+455 us per token.
 """
 
 from trtllm_bls.detokenizer.choice import choose_detokenizer

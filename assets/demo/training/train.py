@@ -1,4 +1,4 @@
-"""Trains tokenizer, target and draft from nothing: `python assets/demo/training/train.py --out DIR`.
+"""Trains tokenizer, target and draft: `python assets/demo/training/train.py --out DIR`.
 
 Every stage leaves its result in DIR/work and is skipped when it is there; the two training loops
 save a checkpoint every few hundred steps and go on from it. Batches depend on the seed and the
