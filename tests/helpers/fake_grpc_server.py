@@ -90,7 +90,8 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     """``async with FakeGrpcServer(script) as server``; ``script`` may depend on the request.
 
     ``asked`` holds all requests; ``calls``, per call that was opened, the ids of the requests on
-    it. ``config`` is the configuration of its one model, ``loading`` hides it.
+    it. ``config`` is the configuration of its one model, ``loading`` hides it. A ``frozen`` server
+    does not say that it is alive.
     """
 
     def __init__(self, script: Script, credentials: Any = None, config: Any = None) -> None:
@@ -98,6 +99,8 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.credentials = credentials
         self.config = config
         self.loading = False
+        self.frozen = False  # does not say that it is alive
+        self.live_asked = 0
         self.config_asked = 0
         self.asked: list[Any] = []
         self.calls: list[list[str]] = []
@@ -127,6 +130,9 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         await self._server.stop(grace=None)
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
+        self.live_asked += 1
+        if self.frozen:
+            await asyncio.Event().wait()
         return service_pb2.ServerLiveResponse(live=True)
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:
