@@ -76,7 +76,7 @@ def test_without_a_port_only_auto_and_bls_go_on() -> None:
 
 
 def test_a_choice_made_for_want_of_a_port_is_made_again() -> None:
-    """The server may only have been slow to open it; meanwhile the file on disk tells the tensors."""
+    """The server may only have been slow to open it."""
 
     async def dialogue() -> None:
         async with Triton() as triton:

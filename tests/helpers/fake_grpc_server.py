@@ -23,10 +23,14 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 @dataclass(frozen=True)
 class Say:
-    """One response; values are arrays without batch dimension, or one string or number."""
+    """One response; values are arrays without batch dimension, or one string or number.
+
+    ``id``: of another request than the one it answers.
+    """
 
     outputs: Mapping[str, Any] = field(default_factory=dict)
     final: bool = False
+    id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,8 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _response(step: Say, request: Any) -> Any:
-    response = service_pb2.ModelInferResponse(model_name=request.model_name, id=request.id)
+    id = request.id if step.id is None else step.id
+    response = service_pb2.ModelInferResponse(model_name=request.model_name, id=id)
     if not isinstance(step, Unflagged):
         response.parameters["triton_final_response"].bool_param = step.final
     for name, value in step.outputs.items():
