@@ -22,10 +22,8 @@ from tests.helpers.fake_engine_server import (
     read,
     run,
 )
-from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config
-from trtllm_bls.engines.stall import StallTimer
 from trtllm_bls.engines.triton_grpc import GrpcEngine
 from trtllm_bls.errors import (
     EngineError,
@@ -35,7 +33,7 @@ from trtllm_bls.errors import (
     TrtllmBlsError,
 )
 from trtllm_bls.messages import EngineChunk, EngineMetrics, Sampling, Wants
-from trtllm_bls.wire.engine import ChunkWriter, EngineCall
+from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
 
 
 def inputs(message: Any) -> dict[str, Any]:
@@ -269,7 +267,7 @@ def test_a_refusal_of_our_own_engine_comes_back_as_what_it_was() -> None:
 
 def test_an_end_without_a_final_response_is_an_error() -> None:
     """A text cut off must not look whole."""
-    assert "without a final response" in str(failing(Say((3,)), HANG_UP))
+    assert "without a last response" in str(failing(Say((3,)), HANG_UP))
 
 
 @pytest.mark.parametrize(
@@ -285,54 +283,36 @@ def test_a_broken_call_is_told_by_its_status(code: grpc.StatusCode, kind: type) 
     assert type(error) is kind and "the wire says so" in str(error)
 
 
-def test_silence_is_a_stall() -> None:
-    """Counted from the last word; the engine's work ends with it."""
+def test_silence_is_no_stall_while_the_server_answers() -> None:
+    """A queued request, or a long answer in one piece, sends nothing until it ends."""
 
     async def dialogue() -> None:
-        async with reaching(Say((3,)), HOLD, stall=0.05) as (engine, triton):
-            with pytest.raises(EngineStalled, match=r"nothing for 0\.05 s"):
-                await read(engine)
-            await triton.cancelled.wait()
+        go_on = asyncio.Event()
+        async with reaching(Say((3,)), go_on, Say((4,), final=True), stall=0.02) as (
+            engine,
+            triton,
+        ):
+            reading = asyncio.create_task(read(engine))
+            while triton.live_asked < 3:
+                await asyncio.sleep(0.001)
+            go_on.set()
+            assert [chunk.token_ids for chunk in await reading] == [(3,), (4,)]
 
     run(dialogue())
 
 
-def test_a_stream_that_speaks_in_time_never_stalls() -> None:
-    """The limit counts from the last word, not from the first."""
+def test_a_server_that_does_not_answer_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests fail, and their calls end."""
+    monkeypatch.setattr("trtllm_bls.engines.triton_grpc._PROBE_SECONDS", 0.05)
 
-    async def dialogue(clock: Clock) -> None:
-        second, third = asyncio.Event(), asyncio.Event()
-        steps = Say((3,)), second, Say((4,)), third, Say((5,), final=True)
-        async with reaching(*steps, stall=10) as (engine, _):
-            chunks = engine.generate(ASK)
-            for now, token, event in ((9, 3, second), (18, 4, third)):
-                assert (await anext(chunks)).token_ids == (token,)
-                clock.now = now
-                await settle()
-                event.set()
-            assert (await anext(chunks)).final
+    async def dialogue() -> None:
+        async with reaching(Say((3,)), HOLD, stall=0.02) as (engine, triton):
+            triton.frozen = True
+            with pytest.raises(EngineStalled, match="does not answer"):
+                await read(engine)
+            await triton.cancelled.wait()
 
-    run_by_the_clock(dialogue)
-
-
-def test_a_stall_is_noticed_once_and_not_after_closing() -> None:
-    """A timer fed now and then looks again when its limit has passed since; 0 never fires."""
-
-    async def dialogue(clock: Clock) -> None:
-        fired: list[str] = []
-        timer = StallTimer(10, lambda: fired.append("timer"))
-        closed = StallTimer(10, lambda: fired.append("closed"))
-        never = StallTimer(0, lambda: fired.append("never"))
-        closed.close()
-        for now, fed in ((9, True), (18.5, False), (19.5, False), (99, False)):
-            clock.now = now
-            await settle()
-            assert timer.stalled == (now > 19)
-            if fed:
-                timer.feed()
-        assert fired == ["timer"] and not never.stalled
-
-    run_by_the_clock(dialogue)
+    run(dialogue())
 
 
 def test_a_model_that_is_not_decoupled_is_told_to_the_operator() -> None:
@@ -348,7 +328,7 @@ def test_nobody_at_the_address() -> None:
     async def dialogue() -> None:
         engine = GrpcEngine("127.0.0.1:1", "tensorrt_llm", vocab_size=50)
         with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:1"):
-            await read(engine)
+            await engine.limits()
         await engine.close()
 
     run(dialogue())
@@ -363,7 +343,7 @@ def test_leaving_early_is_seen_by_the_engine() -> None:
     async def dialogue() -> None:
         async with reaching(Say((3,)), HOLD) as (engine, triton):
             async with aclosing(engine.generate(ASK)) as chunks:
-                await anext(chunks)
+                await chunks.wait()
             await triton.cancelled.wait()
             triton.cancelled.clear()
             reader = asyncio.create_task(read(engine))
@@ -385,8 +365,9 @@ def test_leaving_after_the_last_chunk_cancels_nothing() -> None:
             reaching(Say((3,)), Say((4,), final=True), LINGER) as (engine, triton),
             aclosing(engine.generate(ASK)) as chunks,
         ):
-            while not (await anext(chunks)).final:
-                pass
+            async for chunk in chunks:
+                if chunk.final:
+                    break
         assert not triton.cancelled.is_set()
 
     run(dialogue())

@@ -6,11 +6,9 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
-import grpc
 import pytest
 
-from tests.helpers.fake_engine_server import ASK, LINGER, Fail, Say, reaching, read, run
-from trtllm_bls.engines.stream_pool import Carried, Streams
+from tests.helpers.fake_engine_server import ASK, HANG_UP, LINGER, Fail, Say, reaching, read, run
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineRequest
 
@@ -28,7 +26,7 @@ def test_a_request_goes_over_the_call_that_the_one_before_it_left() -> None:
                 await read(engine, named(name))
             assert triton.calls == [["a", "b", "c"]]
             async with aclosing(engine.generate(named("leaves"))) as chunks:
-                await anext(chunks)
+                await chunks.wait()
             await read(engine, named("d"))
             assert triton.calls == [["a", "b", "c", "leaves"], ["d"]]
             triton.steps = (Fail("out of blocks"),)
@@ -62,7 +60,7 @@ def test_no_two_requests_share_a_call_at_a_time() -> None:
     async def dialogue() -> None:
         all_asked = asyncio.Event()
         async with reaching(Say((3,)), all_asked, Say((4,), final=True)) as (engine, triton):
-            await engine.dialect()
+            await engine.limits()
             for names, calls in (("abcd", [1, 1, 1, 1]), ("efgh", [2, 2, 2, 2])):
                 all_asked.clear()
                 reading = [asyncio.create_task(read(engine, named(name))) for name in names]
@@ -75,82 +73,62 @@ def test_no_two_requests_share_a_call_at_a_time() -> None:
     run(dialogue())
 
 
-class Call:
-    """A call as ``grpc.aio`` makes it: its end is only known once somebody has listened."""
-
-    def __init__(self) -> None:
-        self.heard_end = self.ended = self.cancelled = False
-        self.written: list[str] = []
-
-    def done(self) -> bool:
-        return self.heard_end
-
-    async def write(self, message: str) -> None:
-        if self.ended:
-            status = grpc.StatusCode.INTERNAL
-            raise grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(), "ended")
-        self.written.append(message)
-
-    async def read(self) -> str:
-        return f"reply to {self.written[-1]}"
-
-    async def done_writing(self) -> None:
-        self.ended = True
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-def test_a_kept_call_that_has_ended_costs_no_request() -> None:
-    """Whether the end was heard of or not: a server restarts, a proxy ends what is idle."""
+def test_a_kept_call_that_ended_before_it_took_the_request_costs_nothing() -> None:
+    """A server restarts, a proxy ends what is idle: the request goes over a new call."""
 
     async def dialogue() -> None:
-        calls: list[Call] = []
-
-        def open_call() -> Call:
-            calls.append(Call())
-            return calls[-1]
-
-        streams = Streams(open_call)
-        for unheard in (False, True):
-            carried = Carried(streams)
-            assert await carried.ask("one") == "reply to one"
-            carried.finish()
-            calls[-1].ended, calls[-1].heard_end = True, not unheard
-            again = Carried(streams)
-            assert await again.ask("two") == "reply to two"
-            again.finish()
-        assert [call.written for call in calls] == [["one"], ["two", "one"], ["two"]]
+        async with reaching(Say((3,), final=True)) as (engine, triton):
+            await read(engine, named("a"))
+            (kept,) = engine.pool._idle
+            send = kept.send
+            kept.send = lambda message: asyncio.get_running_loop().call_soon(kept.on_end, None)
+            assert [chunk.token_ids for chunk in await read(engine, named("b"))] == [(3,)]
+            assert triton.calls == [["a"], ["b"]] and send is not kept.send
 
     run(dialogue())
 
 
-def test_a_new_call_that_fails_is_not_tried_again() -> None:
+def test_a_new_call_that_ends_is_not_tried_again() -> None:
     """It was not the waiting that ended it."""
 
-    def open_call() -> Call:
-        call = Call()
-        call.ended = True
-        return call
-
     async def dialogue() -> None:
-        with pytest.raises(grpc.aio.AioRpcError, match="ended"):
-            await Carried(Streams(open_call)).ask("one")
+        async with reaching(HANG_UP) as (engine, triton):
+            with pytest.raises(EngineError, match="without a last response"):
+                await read(engine, named("a"))
+            assert triton.calls == [["a"]]
 
     run(dialogue())
 
 
 def test_a_request_that_is_over_no_longer_cancels() -> None:
-    """Its stall timer may outlive it, while the call carries another one."""
+    """Its reader may close it late, while the call carries another one."""
 
     async def dialogue() -> None:
-        streams = Streams(Call)
-        carried = Carried(streams)
-        await carried.ask("one")
-        carried.finish()
-        other = streams.take().call
-        carried.cancel()
-        assert other.written == ["one"] and not other.cancelled
+        go_on = asyncio.Event()
+        async with reaching(Say((3,), final=True)) as (engine, triton):
+            await engine.limits()
+            early = engine.generate(named("early"))
+            await early.wait()
+            triton.steps = (Say((3,)), go_on, Say((4,), final=True))
+            other = asyncio.create_task(read(engine, named("other")))
+            while len(triton.asked) < 2:
+                await asyncio.sleep(0)
+            await early.aclose()
+            go_on.set()
+            assert [chunk.token_ids for chunk in await other] == [(3,), (4,)]
+            assert triton.calls == [["early", "other"]]
+
+    run(dialogue())
+
+
+def test_a_reply_to_another_request_is_an_error() -> None:
+    """A kept call carries one request after the other; their answers must never be mixed up."""
+
+    async def dialogue() -> None:
+        stale = replace(Say((3,), final=True), id="another")
+        async with reaching(stale) as (engine, _):
+            with pytest.raises(EngineError, match="another request's id"):
+                await read(engine)
 
     run(dialogue())
 

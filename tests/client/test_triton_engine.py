@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import pytest
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
-from tests.helpers.fake_engine_server import Triton, run
+import pytest
+from google.protobuf import text_format
+
+from tests.helpers.fake_engine_server import ASK, Triton, run
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.pbtxt import model_config
-from trtllm_bls.engines.triton import Route, TritonModel
-from trtllm_bls.errors import (
-    EngineError,
-    EngineUnavailable,
-)
+from trtllm_bls.engines.triton import Route, TritonEngine, _is_foreign
+from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest
+from trtllm_bls.messages import Sampling
+
+LISTEN = """
+import socket, time
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    server.accept()
+"""
 
 
 def route(url: str, transport: str = "auto") -> Route:
     return Route(
         transport=transport,
         url=url,
-        pb_utils=None,
+        pb_utils=object(),
         vocab_size=50,
         max_streams=2,
         stall_seconds=1,
@@ -35,10 +47,11 @@ def test_a_reachable_server_is_spoken_to_over_grpc_unless_told_otherwise(
 
     async def dialogue() -> None:
         async with Triton() as triton:
-            model = TritonModel("tensorrt_llm", route(triton.url, transport))
-            engine = await model.engine()
-            assert type(engine).__name__ == kind and engine is await model.engine()
-            assert (await engine.limits()).max_sequence_tokens == 64
+            model = TritonEngine("tensorrt_llm", route(triton.url, transport))
+            for _ in range(2):
+                assert (await model.limits()).max_sequence_tokens == 64
+                assert type(model._chosen).__name__ == kind
+            assert triton.config_asked == 1
             await model.close()
 
     run(dialogue())
@@ -49,15 +62,74 @@ def test_without_a_port_only_auto_and_bls_go_on() -> None:
 
     async def dialogue() -> None:
         for transport in ("auto", "bls"):
-            model = TritonModel("tensorrt_llm", route("127.0.0.1:1", transport))
-            assert type(await model.engine()).__name__ == "BlsEngine"
+            model = TritonEngine("tensorrt_llm", route("127.0.0.1:1", transport))
+            await model.limits()
+            assert type(model._chosen).__name__ == "BlsEngine"
             await model.close()
-        model = TritonModel("tensorrt_llm", route("127.0.0.1:1", "grpc"))
+        model = TritonEngine("tensorrt_llm", route("127.0.0.1:1", "grpc"))
         for _ in range(2):
             with pytest.raises(EngineUnavailable):
-                await model.engine()
+                await model.limits()
+        await model.close()
 
     run(dialogue())
+
+
+def test_a_choice_made_for_want_of_a_port_is_made_again() -> None:
+    """The server may only have been slow to open it."""
+
+    async def dialogue() -> None:
+        async with Triton() as triton:
+            model = TritonEngine("tensorrt_llm", route(triton.url))
+            down = TritonEngine("tensorrt_llm", route("127.0.0.1:1"))
+            await down.limits()
+            assert type(down._chosen).__name__ == "BlsEngine"
+            down._grpc, model._grpc = model._grpc, down._grpc
+            down._look_again_at = 0.0  # the time has come
+            await down.limits()
+            assert type(down._chosen).__name__ == "GrpcEngine"
+            for engine in (model, down):
+                await engine.close()
+
+    run(dialogue())
+
+
+def test_tensors_are_read_from_the_repository_where_nobody_can_be_asked(tmp_path: Path) -> None:
+    """An older engine must not be sent inputs that it does not have."""
+    config = model_config(ENGINE, {"max_sequence_tokens": "77"})
+    kept = [tensor for tensor in config.input if tensor.name != "seed"]
+    del config.input[:]
+    config.input.extend(kept)
+    (tmp_path / "tensorrt_llm").mkdir()
+    (tmp_path / "tensorrt_llm" / "config.pbtxt").write_text(text_format.MessageToString(config))
+
+    async def dialogue() -> None:
+        there = replace(route("127.0.0.1:1"), repository=tmp_path)
+        model = TritonEngine("tensorrt_llm", there)
+        assert (await model.limits()).max_sequence_tokens == 77
+        with pytest.raises(InvalidRequest, match="seed"):
+            asked = replace(ASK, sampling=Sampling(seed=1))
+            await aiter(model.generate(asked)).__anext__()
+        await model.close()
+
+    run(dialogue())
+
+
+def test_a_port_of_somebody_elses_server_is_not_spoken_to() -> None:
+    """With host networking another Triton may own the default port."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True
+    ) as foreign:
+        assert foreign.stdout is not None
+        port = int(foreign.stdout.readline())
+        try:
+            assert _is_foreign(f"localhost:{port}")
+            assert not _is_foreign(f"elsewhere.example:{port}")
+        finally:
+            foreign.kill()
+    assert not _is_foreign(f"localhost:{port}")  # nobody listens any more
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        assert not _is_foreign(f"127.0.0.1:{ours.getsockname()[1]}")
 
 
 @pytest.mark.parametrize("transport", ["auto", "grpc", "bls"])
@@ -71,9 +143,9 @@ def test_a_model_that_cannot_serve_us_is_an_error_on_any_transport(
 
     async def dialogue() -> None:
         async with Triton(config=config) as triton:
-            model = TritonModel(name, route(triton.url, transport))
+            model = TritonEngine(name, route(triton.url, transport))
             with pytest.raises(EngineError, match=r"decoupled|misspelt"):
-                await model.engine()
+                await model.limits()
 
     run(dialogue())
 
@@ -85,11 +157,11 @@ def test_a_model_that_is_still_loading_decides_nothing(transport: str) -> None:
     async def dialogue() -> None:
         async with Triton() as triton:
             triton.loading = True
-            model = TritonModel("tensorrt_llm", route(triton.url, transport))
+            model = TritonEngine("tensorrt_llm", route(triton.url, transport))
             with pytest.raises(EngineUnavailable, match="no available versions"):
-                await model.engine()
+                await model.limits()
             triton.loading = False
-            assert (await (await model.engine()).limits()).max_sequence_tokens == 64
+            assert (await model.limits()).max_sequence_tokens == 64
             await model.close()
 
     run(dialogue())

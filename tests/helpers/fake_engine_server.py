@@ -76,5 +76,6 @@ async def reaching(
 
 
 async def read(engine: GrpcEngine, request: EngineRequest = ASK) -> list[EngineChunk]:
+    await engine.limits()
     async with aclosing(engine.generate(request)) as chunks:
         return [chunk async for chunk in chunks]

@@ -23,10 +23,14 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 @dataclass(frozen=True)
 class Say:
-    """One response; values are arrays without batch dimension, or one string or number."""
+    """One response; values are arrays without batch dimension, or one string or number.
+
+    ``id``: of another request than the one it answers.
+    """
 
     outputs: Mapping[str, Any] = field(default_factory=dict)
     final: bool = False
+    id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     """``async with FakeGrpcServer(script) as server``; ``script`` may depend on the request.
 
     ``asked`` holds all requests; ``calls``, per call that was opened, the ids of the requests on
-    it. ``config`` is the configuration of its one model, ``loading`` hides it.
+    it. ``config`` is the configuration of its one model, ``loading`` hides it. A ``frozen`` server
+    does not say that it is alive.
     """
 
     def __init__(self, script: Script, credentials: Any = None, config: Any = None) -> None:
@@ -98,6 +103,8 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.credentials = credentials
         self.config = config
         self.loading = False
+        self.frozen = False  # does not say that it is alive
+        self.live_asked = 0
         self.config_asked = 0
         self.asked: list[Any] = []
         self.calls: list[list[str]] = []
@@ -127,6 +134,9 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         await self._server.stop(grace=None)
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
+        self.live_asked += 1
+        if self.frozen:
+            await asyncio.Event().wait()
         return service_pb2.ServerLiveResponse(live=True)
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:
@@ -176,7 +186,8 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _response(step: Say, request: Any) -> Any:
-    response = service_pb2.ModelInferResponse(model_name=request.model_name, id=request.id)
+    id = request.id if step.id is None else step.id
+    response = service_pb2.ModelInferResponse(model_name=request.model_name, id=id)
     if not isinstance(step, Unflagged):
         response.parameters["triton_final_response"].bool_param = step.final
     for name, value in step.outputs.items():

@@ -253,6 +253,23 @@ def test_the_cpp_backend_takes_what_it_reads(repository: Path, tmp_path: Path) -
         override(tmp_path / "refused", repository, Override("bls", "nosuch", "1"))
 
 
+@pytest.mark.parametrize("kind", ['platform: "onnxruntime_onnx"', 'backend: "python"'])
+def test_a_model_that_is_not_ours_takes_any_parameter(
+    repository: Path, tmp_path: Path, kind: str
+) -> None:
+    """Only its own code knows what it reads."""
+    (repository / "bls" / "config.pbtxt").write_text(kind)
+    served = override(tmp_path / "served", repository, Override("bls", "anything", "1"))
+    assert parameters(served, "bls") == {"anything": "1"}
+
+
+def test_an_ensemble_has_no_parameters(repository: Path, tmp_path: Path) -> None:
+    """Nothing would read them."""
+    (repository / "bls" / "config.pbtxt").write_text('platform: "ensemble"')
+    with pytest.raises(SettingsError, match="ensemble has no parameter x; there are: none"):
+        override(tmp_path / "served", repository, Override("bls", "x", "1"))
+
+
 def test_whether_the_model_streams_can_be_set(tmp_path: Path) -> None:
     """It becomes Triton's transaction policy."""
     no_streams = Override("tensorrt_llm_bls", "decoupled", "false")

@@ -1,7 +1,8 @@
 """``trtllm-bls configure``: a model repository for TensorRT-LLM's own C++ backend.
 
-``versions`` knows which tensors a release has, ``backend`` which parameters and what they may be,
-``engine_dir`` what an engine was built for, ``repository`` puts them on disk. Starts nothing.
+``versions`` knows which tensors a release has, ``engine_dir`` what an engine was built for,
+``engine_parameters`` what it is told and what cannot go together, ``repository`` puts it all on
+disk. Starts nothing.
 """
 
 from trtllm_bls.configure.command import command

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from trtllm_bls.configure.engine_dir import EXTERNAL_DRAFTS, EngineDir
+from trtllm_bls.contract import ENGINE
 from trtllm_bls.contract.backend import Version, keys_of
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import is_true
@@ -61,12 +62,12 @@ def ends_after_one_step(engine: EngineDir, version: Version) -> bool:
     return engine.mode == EXTERNAL_DRAFTS and version < _MANY_STEPS_SINCE
 
 
-def check_engine(option: str, engine: EngineDir, parameters: Mapping[str, str]) -> None:
-    """Raises ``SettingsError`` for parameters that the engine was not built for."""
+def check_engine(model: str, engine: EngineDir, parameters: Mapping[str, str]) -> None:
+    """Raises ``SettingsError`` for parameters of ``model`` that its engine was not built for."""
     for key in ("enable_kv_cache_reuse", "enable_chunked_context"):
         if engine.paged_context is False and is_true(parameters[key]):
             raise SettingsError(
-                f"--set {option}.{key}={parameters[key]}: the engine in {engine.path} was built "
+                f"--set {model}.{key}={parameters[key]}: the engine in {engine.path} was built "
                 "without paged context attention; build it with --use_paged_context_fmha enable"
             )
 
@@ -97,8 +98,8 @@ def check_drafting(
                 f"--set {name}.speculative_decoding_fast_logits: the draft would answer a ticket "
                 "in place of logits, which tensorrt_llm_bls cannot pass on; leave it false"
             )
-    for name, engine in list(engines.items())[1:]:
-        if ends_after_one_step(engine, version):
+    for name, engine in engines.items():
+        if name != ENGINE.name and ends_after_one_step(engine, version):
             raise SettingsError(
                 f"--draft-engine-dir: the engine in {engine.path} was built for "
                 f"speculative_decoding_mode {engine.mode} and would draft one token only; build "

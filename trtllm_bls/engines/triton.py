@@ -80,33 +80,34 @@ class TritonEngine:
             await self._bls.close()
 
     async def _choose(self) -> Engine:
-        transport, route = self._route.transport, self._route
-        if transport == "bls":
-            return self._by_bls("as configured")
-        if transport == "auto" and _is_foreign(route.url):
-            return self._by_bls(f"another process than this server listens at {route.url}")
+        transport, url = self._route.transport, self._route.url
+        if transport != "grpc" and _is_foreign(url):
+            return self._by_bls(f"another process than this server listens at {url}")
         try:
-            await self._grpc.model(_CONNECT_SECONDS)
+            model = await self._grpc.model(_CONNECT_SECONDS)
         except EngineUnavailable as error:
             # A server without the model may have it soon; without a server there is only BLS.
             if transport == "grpc" or await self._grpc.server_answers(_CONNECT_SECONDS):
                 raise
             return self._by_bls(f"no gRPC: {error}")
         self._look_again_at = float("inf")
+        if transport == "bls":
+            return self._by_bls("as configured", model)
         why = "as configured"
         if transport == "auto":
             why = "it cancels for real and delivers every error; Triton's BLS API does not"
-        log.info("%s: engine transport grpc at %s (%s)", self.name, route.url, why)
+        log.info("%s: engine transport grpc at %s (%s)", self.name, url, why)
         return self._grpc
 
-    def _by_bls(self, why: str) -> Engine:
+    def _by_bls(self, why: str, model: DeployedModel | None = None) -> Engine:
+        """``model`` is what the model declares, where that could be asked."""
         route = self._route
-        if route.transport == "auto":
+        if model is None and route.transport == "auto":
             self._look_again_at = asyncio.get_running_loop().time() + _LOOK_AGAIN_SECONDS
         if self._bls is None:
             if route.pb_utils is None:
                 raise EngineUnavailable(f"{self.name}: {why}")
-            model = _declared_on_disk(route.repository, self.name)
+            model = model or _declared_on_disk(route.repository, self.name)
             self._bls = BlsEngine(
                 route.pb_utils, self.name, model, route.vocab_size, route.max_streams
             )

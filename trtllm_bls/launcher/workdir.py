@@ -203,14 +203,16 @@ def _check_parameter(directory: Path, config: Any, override: Override) -> None:
     try:
         if config.backend == "tensorrtllm":
             check_backend(override.parameter, override.value)
-        elif ours := config.platform or _our_model(directory):
+        elif ours := _our_model(directory, config.platform):
             check(ours, override.parameter, override.value)
     except SettingsError as error:
         raise SettingsError(f"--set {override}: {error}") from None
 
 
-def _our_model(directory: Path) -> str | None:
+def _our_model(directory: Path, platform: str) -> str | None:
     """Which of our models this is, whatever its name: it runs the same ``model.py``."""
+    if platform == "ensemble":
+        return platform
     code = directory / "1" / "model.py"
     for file in REPOSITORY.glob("*/1/model.py"):
         if code.is_file() and filecmp.cmp(code, file, shallow=False):

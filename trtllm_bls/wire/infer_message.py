@@ -8,12 +8,7 @@ from typing import Any
 
 import numpy as np
 from tritonclient.grpc import service_pb2
-from tritonclient.utils import (
-    deserialize_bf16_tensor,
-    deserialize_bytes_tensor,
-    serialize_bf16_tensor,
-    serialize_byte_tensor,
-)
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from trtllm_bls.contract.tensors import NUMPY_TYPES
 from trtllm_bls.messages import Array
@@ -71,8 +66,7 @@ def _raw(datatype: str, array: Array) -> bytes:
         packed = serialize_byte_tensor(array)
         return packed.item() if packed.size else b""
     if datatype == "BF16":
-        packed = serialize_bf16_tensor(np.asarray(array, dtype=np.float32))
-        return packed.item() if packed.size else b""
+        return _to_bf16(array).tobytes()
     return array.tobytes()
 
 
@@ -81,9 +75,17 @@ def _array(datatype: str, raw: bytes) -> Array:
         texts: Array = deserialize_bytes_tensor(raw)
         return texts
     if datatype == "BF16":
-        wide: Array = deserialize_bf16_tensor(raw)
-        return wide
+        return (np.frombuffer(raw, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
     numpy_type = NUMPY_TYPES.get(datatype)
     if numpy_type is None:
         raise ValueError(f"an output of type {datatype}")
     return np.frombuffer(raw, dtype=numpy_type)
+
+
+def _to_bf16(array: Array) -> Array:
+    """The upper halves of float32 numbers, rounded to the nearest, to even where there are two.
+
+    The oldest tritonclient that is supported cannot do this.
+    """
+    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

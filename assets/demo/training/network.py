@@ -219,8 +219,3 @@ def config_json(shape: Shape, specials: dict[str, int]) -> dict[str, object]:
         "dtype": "bfloat16",
         **specials,
     }
-
-
-def num_weights(shape: Shape) -> int:
-    """All weights, the shared embedding once: half the floating-point operations per token."""
-    return sum(parameter.numel() for parameter in Llama(shape).parameters())
