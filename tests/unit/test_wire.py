@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tritonclient.grpc import InferResult, service_pb2
 
 from trtllm_bls.contract import BLS, ENGINE
-from trtllm_bls.engines.dialect import Dialect
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import (
     Draft,
@@ -20,19 +21,30 @@ from trtllm_bls.messages import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.wire.engine import (
-    engine_requests,
-    is_stop,
-    request_arrays,
-)
+from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
+from trtllm_bls.wire.engine_server import engine_requests, is_stop
 from trtllm_bls.wire.fields import read_rows
+from trtllm_bls.wire.infer_message import infer_message
 from trtllm_bls.wire.text import text_requests
 from trtllm_bls.wire.words import pack_words
 
 VOCAB = 50
-DECLARED = Dialect().inputs
+LAST_FORM = DeployedModel()
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
 quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+def declaring(**inputs: str | None) -> DeployedModel:
+    """A model of the last form that declares some inputs in another type, or not at all."""
+    declared = {**LAST_FORM.inputs, **inputs}
+    return DeployedModel({name: kind for name, kind in declared.items() if kind is not None})
+
+
+def sent(request: EngineRequest, model: DeployedModel = LAST_FORM) -> dict[str, Any]:
+    """The inputs of a request as arrays by name; each in the type that the model declares."""
+    inputs = request_inputs(request, model, VOCAB)
+    assert all(model.inputs[name] == datatype for name, datatype, _ in inputs)
+    return {name: array for name, _, array in inputs}
 
 
 def column(*values: Any, dtype: Any = np.int32) -> Any:
@@ -286,8 +298,8 @@ requests = st.builds(
 @quick
 @given(requests, st.booleans())
 def test_a_request_comes_back_as_it_was_sent(request: EngineRequest, reshaped: bool) -> None:
-    """Whatever is asked, the engine's door reads the very same request."""
-    arrays = request_arrays(request, DECLARED, VOCAB)
+    """Whatever is asked, the engine's side reads the very same request."""
+    arrays = sent(request)
     for name, array in arrays.items():
         tensor = ENGINE.input_named[name]
         assert array.dtype == tensor.numpy_type and array.shape[0] == 1
@@ -299,7 +311,7 @@ def test_a_request_comes_back_as_it_was_sent(request: EngineRequest, reshaped: b
 
 def test_draft_logits_and_extras_come_back_too() -> None:
     """Arrays are carried; single values among the extras stay what they were."""
-    sent = {
+    given = {
         "lora_task_id": column(2**63, dtype=np.uint64),
         "lora_weights": np.ones((1, 2, 3), np.float16),
         "lora_config": np.array([[[0, 1, 8]]], np.int32),
@@ -310,9 +322,8 @@ def test_draft_logits_and_extras_come_back_too() -> None:
         "draft_input_ids": np.array([[3, 4]], np.int32),
         "draft_logits": np.arange(2 * VOCAB, dtype=np.float32).reshape(1, 2, VOCAB),
     }
-    request = engine(**sent)
-    arrays = request_arrays(request, DECLARED, VOCAB)
-    for name, array in sent.items():
+    arrays = sent(engine(**given))
+    for name, array in given.items():
         assert arrays[name].dtype == array.dtype
         assert arrays[name].tolist() == array.tolist(), name
 
@@ -320,7 +331,7 @@ def test_draft_logits_and_extras_come_back_too() -> None:
 def test_extras_of_a_text_request_reach_the_engine() -> None:
     """A guide given to the text model arrives at tensorrt_llm in its own type and shape."""
     request = text(guided_decoding_guide_type=words("json"), lora_task_id=np.array([7], np.uint64))
-    arrays = request_arrays(replace(ASK, extras=request.extras), DECLARED, VOCAB)
+    arrays = sent(replace(ASK, extras=request.extras))
     assert arrays["guided_decoding_guide_type"].tolist() == [[b"json"]]
     assert arrays["lora_task_id"].dtype == np.uint64
     assert arrays["lora_task_id"].tolist() == [[7]]
@@ -330,22 +341,47 @@ def test_an_option_the_engine_has_no_input_for_is_refused() -> None:
     """Dropping it would change the answer in silence."""
     asked = replace(ASK, sampling=Sampling(top_p_min=0.5))
     with pytest.raises(InvalidRequest, match="runtime_top_p_min: this engine version"):
-        request_arrays(asked, DECLARED - {"runtime_top_p_min"}, VOCAB)
+        sent(asked, declaring(runtime_top_p_min=None))
     with pytest.raises(InvalidRequest, match="draft_input_ids"):
-        request_arrays(
-            replace(ASK, draft=Draft(token_ids=(1,))), DECLARED - {"draft_input_ids"}, VOCAB
-        )
+        sent(replace(ASK, draft=Draft(token_ids=(1,))), declaring(draft_input_ids=None))
 
 
 def test_the_engines_own_spelling_is_used() -> None:
     """Older engines know random_seed and min_length alone."""
-    older = (DECLARED - {"seed", "min_tokens"}) | {"random_seed", "min_length"}
+    older = declaring(seed=None, min_tokens=None, random_seed="UINT64", min_length="INT32")
     asked = replace(ASK, sampling=Sampling(seed=5, min_tokens=2))
-    assert {"random_seed", "min_length"} <= request_arrays(asked, older, VOCAB).keys()
-    assert {"seed", "min_tokens"} <= request_arrays(asked, DECLARED, VOCAB).keys()
-    assert "exclude_input_in_output" not in request_arrays(
-        ASK, DECLARED - {"exclude_input_in_output"}, VOCAB
-    )
+    assert {"random_seed", "min_length"} <= sent(asked, older).keys()
+    assert {"seed", "min_tokens"} <= sent(asked).keys()
+    assert "exclude_input_in_output" not in sent(ASK, declaring(exclude_input_in_output=None))
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "FP16", "BF16"])
+def test_draft_logits_are_sent_in_the_type_that_the_engine_declares(datatype: str) -> None:
+    """Triton refuses any other; what BF16 and FP16 hold exactly arrives unchanged."""
+    logits = np.array([[0.5, -2.0], [1.25, 96.0]], np.float32)
+    drafted = replace(ASK, draft=Draft(token_ids=(3, 4), logits=logits))
+    inputs = request_inputs(drafted, declaring(draft_logits=datatype), VOCAB)
+    message = infer_message("tensorrt_llm", "r", inputs)
+    names = [header.name for header in message.inputs]
+    place = names.index("draft_logits")
+    header, raw = message.inputs[place], message.raw_input_contents[place]
+    assert (header.datatype, [*header.shape]) == (datatype, [1, 2, 2])
+    # The published client's own reader of such a tensor.
+    reply = service_pb2.ModelInferResponse(raw_output_contents=[raw])
+    reply.outputs.add(name="echo", datatype=datatype, shape=[1, 2, 2])
+    received = InferResult(reply).as_numpy("echo")
+    assert received is not None and received.astype(np.float32).tolist() == [logits.tolist()]
+
+
+def test_bf16_is_rounded_as_torch_rounds_it() -> None:
+    """To the nearest, to even where there are two; infinities stay what they are."""
+    bits = np.random.default_rng(1).integers(0, 2**32, 20_000, dtype=np.uint32)
+    halves = np.arange(0x3F808000, 0x3F900000, 0x8000, dtype=np.uint32)  # just between two
+    floats = np.concatenate([bits, halves]).view(np.float32)
+    floats = np.append(floats[np.isfinite(floats)], [np.inf, -np.inf, 0.0, -0.0]).astype(np.float32)
+    (raw,) = infer_message("m", "r", [("x", "BF16", floats)]).raw_input_contents
+    expected = torch.from_numpy(floats).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+    assert raw == expected
 
 
 def test_empty_drafts_and_biases_count_as_none() -> None:
