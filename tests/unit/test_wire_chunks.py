@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtllm_bls.chunks import join_chunks
 from trtllm_bls.contract import BLS, ENGINE
-from trtllm_bls.engines.dialect import Dialect, Responses
+from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import (
     Ending,
@@ -24,15 +23,16 @@ from trtllm_bls.messages import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.wire.engine import (
-    ChunkReader,
-    ChunkWriter,
-    EngineCall,
-)
+from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader
+from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
 from trtllm_bls.wire.text import text_arrays
 
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
 ids = st.integers(0, 49)
+LAST_FORM = DeployedModel()
+# It has no way to be told that the prompt is not wanted.
+ECHOES = DeployedModel({"input_ids": "INT32"})
+TEXTS = ("text_output", "finish_reason", "stop_reason")
 
 
 def column(*values: Any, dtype: Any = np.int32) -> Any:
@@ -62,14 +62,19 @@ def sent(
 ) -> tuple[list[dict[str, Any]], list[EngineChunk]]:
     """The chunks as arrays on the wire, and as they come out at the other end."""
     writer = ChunkWriter(EngineCall(request, None), exclude, None)
-    reader = ChunkReader(request, prompt_included=not exclude)
+    reader = ResponseReader(request, LAST_FORM if exclude else ECHOES)
     arrays = [writer.arrays(chunk) for chunk in chunks]
     for found in arrays:
         for name, array in found.items():
             row = ENGINE.output_named[name]
             assert array.dtype == row.numpy_type and array.ndim == len(row.dims) + 1, name
             assert array.shape[0] == 1
-    return arrays, [reader.chunk(a, c.final) for a, c in zip(arrays, chunks, strict=True)]
+    pairs = zip(arrays, chunks, strict=True)
+    return arrays, [new for found, chunk in pairs for new in reader.chunks(found, chunk.final)]
+
+
+def first_chunk(arrays: dict[str, Any], request: EngineRequest, last: bool = False) -> EngineChunk:
+    return next(ResponseReader(request, LAST_FORM).chunks(arrays, last))
 
 
 def assert_same(received: list[EngineChunk], chunks: list[EngineChunk]) -> None:
@@ -83,13 +88,14 @@ def assert_same(received: list[EngineChunk], chunks: list[EngineChunk]) -> None:
 
 
 def test_streamed_chunks_come_back() -> None:
-    """Tokens are new ones only, log-probs on the wire all so far; the last may hold nothing."""
+    """Tokens are new ones only, log-probs all so far; the prompt's logits are on each response."""
     request = replace(ASK, wants=ALL)
-    first = replace(scored(3, 4), context_logits=np.array([[1.0, 2.0], [3.0, 4.0]]))
+    context = np.array([[1.0, 2.0], [3.0, 4.0]])
+    first = replace(scored(3, 4), context_logits=context)
     last = replace(scored(final=True), metrics=EngineMetrics(total_draft_tokens=4))
     chunks = [first, scored(5), last]
     arrays, received = sent(request, chunks)
-    assert_same(received, chunks)
+    assert_same(received, [replace(chunk, context_logits=context) for chunk in chunks])
     assert [a["output_log_probs"].shape for a in arrays] == [(1, 1, 2), (1, 1, 3), (1, 1, 3)]
     assert arrays[-1]["output_ids"].shape == (1, 1, 0)
     assert arrays[-1]["sequence_length"].tolist() == [[0]]
@@ -192,6 +198,19 @@ def test_joined_chunks_are_the_whole_answer() -> None:
         ({"generation_logits": np.zeros((1, 1, 1, 2), np.float32)}, "generation_logits"),
         ({"sequence_index": column(1)}, "sequence_index"),
         ({"sequence_index": column(-1)}, "sequence_index"),
+        ({"sequence_length": column(-1)}, "sequence_length is -1"),
+        ({"sequence_length": column(3)}, "sequence_length is 3, its output_ids hold 2"),
+        ({"sequence_length": np.zeros((1, 0), np.int32)}, "cannot be read"),
+        ({"sequence_length": column(np.inf, dtype=np.float32)}, "cannot be read"),
+        ({"output_ids": np.zeros((1, 2), np.int32)}, r"output_ids are int32 of shape \[1, 2\]"),
+        ({"output_ids": np.zeros((1, 1, 2, 1), np.int32)}, "3 dimensions of integers"),
+        ({"output_ids": np.zeros((1, 1, 2), np.float32)}, "3 dimensions of integers"),
+        ({"output_ids": np.zeros((0, 1, 2), np.int32)}, "cannot be read"),
+        ({"output_log_probs": np.zeros((1, 2), np.float32)}, "3 dimensions of floats"),
+        ({"cum_log_probs": np.zeros(0, np.float32)}, "cannot be read"),
+        ({"context_logits": np.zeros((4, 4), np.float32)}, "3 dimensions of floats"),
+        ({"generation_logits": np.zeros((1, 2, 4), np.float32)}, "4 dimensions of floats"),
+        ({"total_draft_tokens": np.zeros(0, np.int32)}, "cannot be read"),
     ],
 )
 def test_a_response_that_breaks_the_contract_is_the_engines_error(
@@ -202,14 +221,14 @@ def test_a_response_that_breaks_the_contract_is_the_engines_error(
     (arrays,), _ = sent(request, [scored(3, 4)])
     arrays = {k: v for k, v in {**arrays, **change}.items() if v is not None}
     with pytest.raises(EngineError, match=problem):
-        ChunkReader(request, False).chunk(arrays, final=False)
+        first_chunk(arrays, request)
 
 
 def test_padding_behind_the_length_is_not_read() -> None:
     """Shorter beams are padded with -1."""
     (arrays,), _ = sent(ASK, [EngineChunk(token_ids=(3, 4))])
     arrays["output_ids"] = np.array([[[3, 4, -1, -1]]], np.int32)
-    assert ChunkReader(ASK, False).chunk(arrays, final=False).token_ids == (3, 4)
+    assert first_chunk(arrays, ASK).token_ids == (3, 4)
 
 
 def test_a_score_of_the_end_token_is_not_taken_for_a_tokens() -> None:
@@ -217,7 +236,7 @@ def test_a_score_of_the_end_token_is_not_taken_for_a_tokens() -> None:
     request = replace(ASK, wants=Wants(log_probs=True))
     (arrays,), _ = sent(request, [scored(3, 4)])
     arrays["output_log_probs"] = np.array([[[-1, -2, -9]]], np.float32)
-    assert ChunkReader(request, False).chunk(arrays, final=True).log_probs == (-1.0, -2.0)
+    assert first_chunk(arrays, request, last=True).log_probs == (-1.0, -2.0)
 
 
 # --- the end of a request on a wire that marks only the last response -----------------------
@@ -226,7 +245,7 @@ def test_a_score_of_the_end_token_is_not_taken_for_a_tokens() -> None:
 def test_every_sequence_ends_although_the_wire_marks_one_end() -> None:
     """The last response ends what is still open, each sequence once."""
     request = replace(ASK, num_return_sequences=3)
-    responses = Responses(request, Dialect())
+    responses = ResponseReader(request, LAST_FORM)
     arrays, _ = sent(request, [EngineChunk(token_ids=(5,), sequence_index=1)])
     chunks = [*responses.chunks(arrays[0], last=False), *responses.chunks(arrays[0], last=True)]
     assert [(c.sequence_index, c.final) for c in chunks[2:]] == [(0, True), (1, True), (2, True)]
@@ -235,7 +254,7 @@ def test_every_sequence_ends_although_the_wire_marks_one_end() -> None:
 
 def test_an_empty_last_response_ends_a_single_sequence() -> None:
     """As an engine sends it that marks its end with nothing."""
-    chunks = list(Responses(ASK, Dialect()).chunks({}, last=True))
+    chunks = list(ResponseReader(ASK, LAST_FORM).chunks({}, last=True))
     assert [(c.token_ids, c.final) for c in chunks] == [((), True)]
 
 
@@ -244,7 +263,7 @@ def test_metrics_survive_a_wire_that_does_not_mark_the_last_response() -> None:
     request = replace(ASK, wants=ALL)
     metrics = EngineMetrics(total_draft_tokens=4)
     arrays, _ = sent(request, [replace(scored(5), metrics=metrics)])
-    responses = Responses(request, Dialect())
+    responses = ResponseReader(request, LAST_FORM)
     chunks = [*responses.chunks(arrays[0], last=False), *responses.rest()]
     assert chunks[-1].final and chunks[-1].metrics == metrics
 
@@ -253,7 +272,7 @@ def test_metrics_survive_a_wire_that_does_not_mark_the_last_response() -> None:
 
 
 def test_a_text_chunk_fills_the_outputs_it_can() -> None:
-    """Types and ranks as declared; the ending's figures only on the last chunk."""
+    """Types as declared, texts of one dimension; the ending's figures only on the last chunk."""
     request = TextRequest(
         request_id="r",
         text="hi",
@@ -267,7 +286,6 @@ def test_a_text_chunk_fills_the_outputs_it_can() -> None:
         completion_tokens=2,
         stop_reason="né",
         seed=2**63,
-        metrics=EngineMetrics(total_draft_tokens=1),
     )
     chunk = TextChunk(
         text="só",
@@ -276,18 +294,21 @@ def test_a_text_chunk_fills_the_outputs_it_can() -> None:
         cum_log_prob=-3.0,
         context_logits=np.ones((3, 4)),
         generation_logits=[np.ones(4), np.ones(4)],
+        metrics=EngineMetrics(total_draft_tokens=1),
         ending=ending,
     )
     arrays = text_arrays(chunk, request, row=1)
     for name, array in arrays.items():
         row = BLS.output_named[name]
-        assert array.dtype == row.numpy_type and array.ndim == len(row.dims) + 1, name
-        assert array.shape[0] == 1
-    assert arrays["text_output"][0, 0].decode() == "só"
-    assert arrays["finish_reason"][0, 0] == b"stop"
-    assert arrays["stop_reason"][0, 0].decode() == "né"
+        assert array.dtype == row.numpy_type, name
+        if name not in TEXTS:
+            assert array.ndim == len(row.dims) + 1 and array.shape[0] == 1, name
+    assert [arrays[name].shape for name in TEXTS] == [(1,)] * 3
+    assert [arrays[name][0].decode() for name in TEXTS] == ["só", "stop", "né"]
     assert arrays["seed"].tolist() == [[2**63]]
     assert arrays["batch_index"].tolist() == arrays["sequence_index"].tolist() == [[1]]
     assert arrays["num_output_tokens"].tolist() == [[2]]
     open_chunk = text_arrays(replace(chunk, ending=None), request, row=None)
     assert not open_chunk.keys() & {"finish_reason", "num_input_tokens", "seed", "batch_index"}
+    assert open_chunk["total_draft_tokens"].tolist() == [[1]]
+    assert open_chunk["context_logits"].shape == (1, 3, 4)
