@@ -21,10 +21,10 @@ from tests.helpers.fake_python_backend import (
     TritonError,
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
-from trtllm_bls.engines.dialect import Dialect
 from trtllm_bls.engines.triton_bls import BlsEngine
 from trtllm_bls.errors import EngineError, EngineStalled, InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest, Wants
+from trtllm_bls.wire.engine_client import DeployedModel
 
 ASK = EngineRequest(request_id="mine", input_ids=(7, 8), max_tokens=9)
 
@@ -45,8 +45,8 @@ def fail(message: str) -> InferenceResponse:
 EMPTY = InferenceResponse([])
 
 
-def engine(child: Child, stall: float = 0, dialect: Dialect | None = None) -> BlsEngine:
-    made = BlsEngine(FakeTriton(child), "tensorrt_llm", dialect or Dialect(), 50, threads=8)
+def engine(child: Child, stall: float = 0, model: DeployedModel | None = None) -> BlsEngine:
+    made = BlsEngine(FakeTriton(child), "tensorrt_llm", model or DeployedModel(), 50, threads=8)
     made.stall_seconds = stall
     return made
 
@@ -131,12 +131,33 @@ def test_metrics_come_with_the_end() -> None:
     assert chunks[-1].metrics.total_draft_tokens == 6
 
 
-def test_the_dialect_decides_what_is_sent() -> None:
-    """And what it tells of limits is the engine's answer."""
-    dialect = Dialect(inputs=Dialect().inputs - {"pad_id"}, parameters={"max_draft_len": "4"})
+def test_the_deployed_model_decides_what_is_sent() -> None:
+    """And what its parameters tell of limits is the engine's answer."""
+    inputs = {name: kind for name, kind in DeployedModel().inputs.items() if name != "pad_id"}
+    model = DeployedModel(inputs, parameters={"max_draft_len": "4"})
     with pytest.raises(InvalidRequest, match="pad_id"):
-        told(say(3), request=replace(ASK, pad_id=1), dialect=dialect)
-    assert run(engine(Child(), dialect=dialect).limits()).max_draft_tokens == 4
+        told(say(3), request=replace(ASK, pad_id=1), model=model)
+    assert run(engine(Child(), model=model).limits()).max_draft_tokens == 4
+
+
+def test_responses_that_arrive_while_the_reader_is_busy_are_all_kept() -> None:
+    """A stream is taken in turns: wait, then all that is there, until a turn gives nothing."""
+    child = Child(say(3), say(4, 5), say(6))
+
+    async def dialogue() -> list[int]:
+        stream = engine(child).generate(ASK)
+        await stream.wait()
+        await drained(child)
+        tokens: list[int] = []
+        while chunks := stream.take():
+            tokens += [token for chunk in chunks for token in chunk.token_ids]
+            await stream.wait()
+        await stream.aclose()
+        await stream.aclose()
+        return tokens
+
+    assert run(dialogue()) == [3, 4, 5, 6]
+    assert child.stops == []
 
 
 def test_a_child_that_has_ended_is_not_stopped() -> None:
@@ -229,7 +250,7 @@ def test_a_stream_that_speaks_in_time_never_stalls() -> None:
     child = Child(say(3), Child.SILENCE, say(4), Child.SILENCE, say(5))
 
     async def dialogue(clock: Clock) -> None:
-        chunks = engine(child, stall=10).generate(ASK)
+        chunks = aiter(engine(child, stall=10).generate(ASK))
         for now, token in ((9, 3), (18, 4), (27, 5)):
             assert (await anext(chunks)).token_ids == (token,)
             clock.now = now
@@ -238,6 +259,26 @@ def test_a_stream_that_speaks_in_time_never_stalls() -> None:
         assert (await anext(chunks)).final
 
     run_by_the_clock(dialogue)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_request_that_waits_for_its_first_response_never_stalls(streaming: bool) -> None:
+    """It may be queued, or be answered whole after a long time; both are silent."""
+    child = Child(Child.SILENCE, say(3), Child.SILENCE)
+
+    async def dialogue(clock: Clock) -> None:
+        request = replace(ASK, streaming=streaming)
+        reading = asyncio.create_task(read(engine(child, stall=10), request))
+        for now in (9, 19, 10_000):
+            await settle()
+            clock.now = now
+            await settle()
+            assert not reading.done()
+        child.released.release(2)
+        assert next(iter(await reading)).token_ids == (3,)
+
+    run_by_the_clock(dialogue)
+    assert child.stops == []
 
 
 # --- leaving --------------------------------------------------------------------------------
@@ -249,8 +290,8 @@ def test_leaving_early_stops_the_child_and_reads_it_to_its_end() -> None:
 
     async def dialogue() -> None:
         made = engine(child)
-        async with aclosing(made.generate(ASK)) as chunks:
-            assert (await anext(chunks)).token_ids == (3,)
+        async with aclosing(made.generate(ASK)) as stream:
+            assert (await anext(aiter(stream))).token_ids == (3,)
         await drained(child)
 
     run(dialogue())
@@ -285,8 +326,8 @@ def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
 
     async def dialogue() -> None:
         made = engine(child)
-        async with aclosing(made.generate(ASK)) as chunks:
-            await anext(chunks)
+        async with aclosing(made.generate(ASK)) as stream:
+            await stream.wait()
         await asyncio.to_thread(made._stoppers.shutdown)
         child.released.release()
         await ended(made)
@@ -318,7 +359,8 @@ def test_many_streams_some_of_them_left() -> None:
     child = Child(say(3), say(4), Child.STOPPED, say(5))
 
     async def talk(made: BlsEngine, number: int) -> None:
-        async with aclosing(made.generate(replace(ASK, request_id=f"r{number}"))) as chunks:
+        async with aclosing(made.generate(replace(ASK, request_id=f"r{number}"))) as stream:
+            chunks = aiter(stream)
             for _ in range(number % 3):
                 await anext(chunks)
 

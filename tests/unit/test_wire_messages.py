@@ -150,7 +150,7 @@ def test_what_is_read_in_a_hurry_is_what_is_read_with_care() -> None:
             if number == 0:
                 turned = bool(outputs) and outputs[0].name == "sequence_length"
             reply = message(outputs, last=number == count - 1, raws=raws)
-            found = []
+            found: list[Any] = []
             for reader in (hasty, careful):
                 try:
                     found.append(reader.read(reply))
