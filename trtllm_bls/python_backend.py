@@ -64,7 +64,8 @@ class Call:
         self._sending = False
         self._ended = False  # the last response is queued
         self._waiters: list[asyncio.Future[None]] = []
-        self.on_broken: Callable[[], object] = _nothing  # called once if a response cannot be sent
+        self.on_broken: Callable[[], object] = _nothing  # called when a response cannot be sent
+        self.left = False  # nobody takes its answer any more
         self.client_id: str = request.request_id()
         # Unique in this process, whatever ids clients choose; it names the call in log lines.
         self.id = f"{self.client_id or 'request'}-{next(self._numbers)}"
@@ -144,7 +145,7 @@ class Call:
                 response, final = self._queue.popleft()
             if not self._send(response, final):
                 with self._queue_lock:
-                    self._queue.appendleft((None, True))
+                    self._queue.appendleft((self._unsendable, True))
                 self._senders.later(_RETRY_SECONDS, self)
                 return []
 
@@ -153,29 +154,25 @@ class Call:
         with self._lock:
             if self._closed:
                 return True
-            try:
-                if response is None:
-                    self._sender.send(flags=_FINAL)
-                else:
-                    self._sender.send(response(), flags=_FINAL if final else 0)
-                self._closed = final
+            if self._try(response, final):
                 return True
-            except Exception as error:  # Triton raises types of its own
-                log.error("%s: a response could not be sent: %s", self.id, error)
-                self._closed = self._end_broken()
+            _ = self._try(self._unsendable, True) or self._try(None, True)
         self.on_broken()
         return self._closed
 
-    def _end_broken(self) -> bool:
-        """End the call with little: an error, or only the end. Whether one of them was taken."""
-        problem = EngineUnavailable("a response could not be sent; the server's log tells why")
-        for responses in ([self._error(problem)], []):
-            try:
-                self._sender.send(*responses, flags=_FINAL)
-                return True
-            except Exception as error:
-                log.error("%s: its end could not be sent: %s", self.id, error)
-        return False
+    def _try(self, response: Callable[[], Any] | None, final: bool) -> bool:
+        try:
+            responses = [] if response is None else [response()]
+            self._sender.send(*responses, flags=_FINAL if final else 0)
+        except Exception as error:  # Triton raises types of its own
+            log.error("%s: a response could not be sent: %s", self.id, error)
+            return False
+        self._closed = final
+        return True
+
+    def _unsendable(self) -> Any:
+        problem = "a response could not be sent; the server's log tells why"
+        return self._error(EngineUnavailable(problem))
 
 
 class SenderThreads:
@@ -184,6 +181,7 @@ class SenderThreads:
     def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
         self._loop = loop
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._retries: dict[Call, threading.Timer] = {}
         self._threads = [
             threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
             for number in range(threads)
@@ -197,21 +195,30 @@ class SenderThreads:
 
     def later(self, seconds: float, call: Call) -> None:
         """The same, after a while."""
-        timer = threading.Timer(seconds, self.work_on, [call])
+        timer = self._retries[call] = threading.Timer(seconds, self.work_on, [call])
         timer.daemon = True
         timer.start()
 
     def close(self) -> None:
-        """Send what is queued, then end the threads."""
+        """Send what is queued, then end the threads; what could not be sent is tried once more."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
             thread.join()
+        for timer in list(self._retries.values()):
+            timer.cancel()
+            timer.join()
+        for call in list(self._retries):
+            self._send(call)
+
+    def _send(self, call: Call) -> None:
+        self._retries.pop(call, None)
+        if waiters := call.send_queued():
+            self._loop.call_soon_threadsafe(_wake, waiters)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            if waiters := call.send_queued():
-                self._loop.call_soon_threadsafe(_wake, waiters)
+            self._send(call)
 
 
 class RequestServer:
@@ -263,15 +270,15 @@ class RequestServer:
     def _start(self, call: Call) -> None:
         task = self._loop.create_task(self._answer(call))
         self._open[task] = call
-        call.on_broken = lambda: self._loop.call_soon_threadsafe(task.cancel)
+        call.on_broken = lambda: self._loop.call_soon_threadsafe(_leave, task, call)
         task.add_done_callback(self._open.pop)
 
     async def _answer(self, call: Call) -> None:
         try:
             await self._handle(call)
         except asyncio.CancelledError:
-            if call.gone():
-                log.info("%s: cancelled by its caller", call.id)
+            if call.left:
+                log.info("%s: cancelled: nobody takes its answer any more", call.id)
             else:  # a silent end would look like a whole answer
                 call.fail(EngineUnavailable("the server is shutting down"))
         except Exception as error:
@@ -283,8 +290,9 @@ class RequestServer:
 
     async def _cancel_all(self) -> None:
         tasks = list(self._open)
-        for task in tasks:
-            task.cancel()
+        for task, call in self._open.items():
+            if not call.left:
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _watch(self) -> None:
@@ -296,7 +304,14 @@ class RequestServer:
             asked, waiting = waiting[:WATCHED_AT_ONCE], waiting[WATCHED_AT_ONCE:]
             for task, call in asked:
                 if call.gone():
-                    self._loop.call_soon_threadsafe(task.cancel)
+                    self._loop.call_soon_threadsafe(_leave, task, call)
+
+
+def _leave(task: asyncio.Task[None], call: Call) -> None:
+    """Cancel the task of a call, once: a second cancellation would hit its clean-up."""
+    if not call.left:
+        call.left = True
+        task.cancel()
 
 
 def answer_each(

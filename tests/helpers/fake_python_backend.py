@@ -1,9 +1,9 @@
 """``triton_python_backend_utils`` without Triton, keeping the rules that the real one punishes.
 
 A request ends in exactly one FINAL; nothing is sent after it, and an error only with it; a closed
-sender is never asked whether its caller has gone; only requested outputs are sent; every tensor
-has its batch dimension. A breach raises where it happens and is kept in ``FakeTriton.broken``,
-since a thread may swallow what is raised in it.
+sender is never asked whether its caller has gone; no two sends of one request overlap; only
+requested outputs are sent; the first dimension of every tensor is 1. A breach raises where it
+happens and is kept in ``FakeTriton.broken``, since a thread may swallow what is raised in it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,11 @@ class InferenceResponse:
 
 
 class Ask:
-    """One request to a decoupled model, its caller, and everything the caller got."""
+    """One request to a decoupled model, its caller, and everything the caller got.
+
+    ``on_send`` is called in the sending thread with each response before it arrives: it may block,
+    or raise as Triton does where a send fails.
+    """
 
     def __init__(
         self, triton: FakeTriton, inputs: Mapping[str, Any], outputs: Sequence[str], id: str
@@ -74,9 +78,12 @@ class Ask:
         self.responses: list[dict[str, Any]] = []
         self.error: TritonError | None = None
         self.gone = False
+        self.questions = 0  # how often the model has asked whether the caller is gone
         self._triton, self._inputs, self._outputs, self._id = triton, inputs, outputs, id
+        self.on_send: Callable[[InferenceResponse | None], object] = bool
         self._closed = False
         self._changed = threading.Condition()
+        self._sending = threading.Lock()
 
     # --- what the caller does and sees ---
 
@@ -114,30 +121,40 @@ class Ask:
     def is_cancelled(self) -> bool:
         if self._closed:
             raise self._triton.breach("is_cancelled after FINAL: the server would crash")
+        self.questions += 1
         return self.gone
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if not self._sending.acquire(blocking=False):
+            raise self._triton.breach("two sends at once")
+        try:
+            self.on_send(response)
+            self._receive(response, final=flags == FINAL)
+        finally:
+            self._sending.release()
+
+    def _receive(self, response: InferenceResponse | None, final: bool) -> None:
         with self._changed:
             if self._closed:
                 raise self._triton.breach("send after FINAL")
-            self._closed = flags == FINAL
             if response is not None:
-                self._take(response)
-            elif not self._closed:
+                self._take(response, final)
+            elif not final:
                 raise self._triton.breach("an empty send without FINAL")
+            self._closed = final
             self._changed.notify_all()
 
-    def _take(self, response: InferenceResponse) -> None:
+    def _take(self, response: InferenceResponse, final: bool) -> None:
         if response.has_error():
-            self.error = response.error()
-            if not self._closed:
+            if not final:
                 raise self._triton.breach("an error without FINAL in the same send")
+            self.error = response.error()
             return
         arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
         if more := arrays.keys() - set(self._outputs):
             raise self._triton.breach(f"outputs nobody asked for: {more}: the stub would crash")
         if wide := [name for name, array in arrays.items() if array.shape[0] != 1]:
-            raise self._triton.breach(f"batch dimension of a response is not 1: {wide}")
+            raise self._triton.breach(f"first dimension of a response is not 1: {wide}")
         self.responses.append(arrays)
 
 
