@@ -101,8 +101,12 @@ class Ask:
         return self
 
     def said(self, output: str) -> list[Any]:
-        """One output of every response that has it, as plain lists without the batch dimension."""
-        return [r[output][0].tolist() for r in self.responses if output in r]
+        """One output of every response that has it, as plain lists without the batch dimension.
+
+        Texts have none.
+        """
+        found = [response[output] for response in self.responses if output in response]
+        return [array[0].tolist() if array.ndim > 1 else array.tolist() for array in found]
 
     # --- what the model sees ---
 

@@ -82,8 +82,8 @@ def engine_service(*answer: int, exclude: bool = True, **script: Any) -> Iterato
 
 
 @contextmanager
-def text_service(engine: ScriptedEngine) -> Iterator[Bench]:
-    with serving(engine, TextService(orchestrator(engine)).handle) as bench:
+def text_service(engine: Any, *, decoupled: bool = True) -> Iterator[Bench]:
+    with serving(engine, TextService(orchestrator(engine), decoupled=decoupled).handle) as bench:
         yield bench
 
 

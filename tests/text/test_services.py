@@ -1,28 +1,29 @@
-"""Text behind a real door, and the services on both sides of an ensemble's engine."""
+"""Text behind a request server."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.helpers.fake_python_backend import SECONDS
 from tests.helpers.scripted_text import (
     PROMPT,
-    prompt_ids,
     saying,
     tokenizer,
-    tokenizer_of_padded_model,
 )
 from tests.helpers.services_on_fake_backend import SILENT, STREAM, text_service, words
+from trtllm_bls.engines.base import ChunkStream, GeneratedChunks, QueuedChunks, TaskChunks
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest
-from trtllm_bls.services.tokens import Postprocessor, Preprocessor
 
 # --- tensorrt_llm_bls -----------------------------------------------------------------------
 
@@ -36,6 +37,141 @@ def test_text_is_answered_whole_or_streamed() -> None:
     assert len(whole.responses) == 1 < len(streamed.responses)
     assert whole.said("finish_reason") == streamed.said("finish_reason") == [[b"end_id"]]
     assert "finish_reason" in streamed.responses[-1]
+
+
+def test_texts_have_one_dimension() -> None:
+    """As TensorRT-LLM's own models send them; clients decode each element."""
+    names = ("text_output", "finish_reason", "stop_reason")
+    for more in ({}, STREAM):
+        with text_service(saying("one two! three")) as bench:
+            words_of_stop = np.array([[b"!"]], np.object_)
+            ask = bench.text(PROMPT, outputs=names, stop_words=words_of_stop, **more)
+            bench.accept(ask).wait()
+        for response in ask.responses:
+            assert {array.shape for array in response.values()} == {(1,)}
+        assert all(type(response["text_output"][0]) is bytes for response in ask.responses)
+        assert words(ask) == "one two"
+        assert ask.responses[-1]["finish_reason"].tolist() == [b"stop"]
+        assert ask.responses[-1]["stop_reason"].tolist() == [b"!"]
+
+
+class Eager:
+    """An engine that runs ahead of its reader, as one behind a connection does."""
+
+    name = "eager"
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self._engine = engine
+        self.close, self.limits = engine.close, engine.limits
+        self.done = threading.Event()
+
+    @property
+    def live(self) -> int:
+        return self._engine.live
+
+    def generate(self, request: EngineRequest) -> TaskChunks:
+        async def work(chunks: QueuedChunks) -> None:
+            async with aclosing(self._engine.generate(request)) as stream:
+                async for chunk in stream:
+                    chunks.put([chunk])
+            self.done.set()
+
+        return TaskChunks(work)
+
+
+def test_a_slow_caller_gets_fewer_and_larger_responses() -> None:
+    """What arrives while a response is on its way goes out in one."""
+    engine = Eager(saying("one two three four five six"))
+    with text_service(engine) as bench:
+        ask = bench.text(PROMPT, **STREAM)
+        ask.on_send = lambda _: engine.done.wait(SECONDS)
+        bench.accept(ask).wait()
+    assert words(ask) == "one two three four five six"
+    assert len(ask.responses) == 2
+    assert ask.said("finish_reason") == [[b"end_id"]]
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 50])
+def test_a_streamed_response_has_so_many_tokens(interval: int) -> None:
+    """All but the last, which has what is left and the end."""
+    text = "one two three four five six"
+    count = len(tokenizer().encode_word(text))
+    with text_service(saying(text)) as bench:
+        ask = bench.text(PROMPT, stream_interval=np.array([[interval]], np.int32), **STREAM)
+        bench.accept(ask).wait()
+    assert words(ask) == text
+    assert len(ask.responses) == count // interval + 1
+
+
+def test_log_probs_of_a_whole_answer_are_sent_once() -> None:
+    """Although the engine streams them, since a stop word may end the answer half-way."""
+    text = "one two three"
+    count = len(tokenizer().encode_word(text))
+    names = ("text_output", "output_log_probs", "cum_log_probs")
+    with text_service(saying(text)) as bench:
+        asked = {
+            "return_log_probs": np.array([[True]]),
+            "stop_words": np.array([[b"!"]], np.object_),
+        }
+        whole = bench.accept(bench.text(PROMPT, outputs=names, **asked)).wait()
+        streamed = bench.accept(bench.text(PROMPT, outputs=names, **asked, **STREAM)).wait()
+        assert all(request.streaming for request in bench.engine.requests)
+    assert [len(row[0]) for row in whole.said("output_log_probs")] == [count]
+    lengths = [len(row[0]) for row in streamed.said("output_log_probs")]
+    assert lengths == sorted(lengths) and lengths[-1] == count  # of a stream: all so far
+
+
+# --- not decoupled --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "more", "problem"),
+    [
+        (1, STREAM, "UNSUPPORTED: stream: true: this deployment"),
+        (2, {}, "UNSUPPORTED: text_input: 2 rows: this deployment"),
+        (
+            1,
+            {"num_return_sequences": np.array([[2]], np.int32)},
+            "UNSUPPORTED: num_return_sequences: above 1: this deployment",
+        ),
+    ],
+)
+def test_what_takes_several_responses_is_refused_by_name(
+    texts: int, more: Any, problem: str
+) -> None:
+    """Where the model is not decoupled, Triton takes one response per request."""
+    with text_service(saying("no"), decoupled=False) as bench:
+        ask = bench.accept(bench.text(*[PROMPT] * texts, **more)).wait()
+        assert ask.error is not None and ask.error.message().startswith(problem)
+        assert bench.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"stream": np.array([[False]])},
+        {"stop_words": np.array([[b"two"]], np.object_)},
+        {"max_tokens": np.array([[1]], np.int32)},
+        {"exclude_input_in_output": np.array([[False]])},
+        {"timeout_ms": np.array([[1]], np.int32)},
+        {"top_p": np.array([[2]], np.float32)},
+    ],
+)
+def test_without_decoupling_every_request_has_one_response(more: Any) -> None:
+    """An answer or an error, with the final flag in the same send."""
+    sends: list[Any] = []
+    with text_service(saying("one two three"), decoupled=False) as bench:
+        if "timeout_ms" in more:
+            bench.engine.fault = SILENT
+        ask = bench.text(PROMPT, **more)
+        ask.on_send = sends.append
+        bench.accept(ask).wait()
+    assert len(sends) == 1
+    assert len(ask.responses) == (0 if "top_p" in more else 1)
+
+
+# --- failing and leaving --------------------------------------------------------------------------
 
 
 def test_text_rows_are_answered_side_by_side() -> None:
@@ -90,7 +226,7 @@ def test_an_engines_failure_is_told_once_and_without_secrets(
 
 
 def test_a_bad_request_costs_the_engine_nothing() -> None:
-    """Refused at the door, by the name of the tensor."""
+    """Refused before anything runs, by the name of the tensor."""
     with text_service(saying("no")) as bench:
         ask = bench.accept(bench.text(PROMPT, top_p=np.array([[2.0]], np.float32))).wait()
         assert ask.error is not None and ask.error.code() == "INVALID_ARG"
@@ -128,7 +264,10 @@ class Bumpy:
         self._chance = random.Random(11)
         self.close, self.limits = self._engine.close, self._engine.limits
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        return GeneratedChunks(self._chunks(request))
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         self.live += 1
         fate, steps = self._chance.randrange(4), self._chance.randrange(12)
         try:
@@ -177,74 +316,3 @@ def test_requests_do_not_wait_for_each_other() -> None:
         assert short.said("finish_reason") == [[b"length"]]
         endless.leave()
         assert endless.wait().error is None
-
-
-# --- preprocessing and postprocessing -------------------------------------------------------
-
-
-def test_preprocessing_makes_the_orchestrators_prompt() -> None:
-    """Ids, lengths, words and the end id of every row; shorter rows are padded."""
-    service = Preprocessor(tokenizer(), add_special_tokens=True)
-    arrays = service.arrays(
-        {
-            "QUERY": np.array([[PROMPT.encode()], [b"The"]], np.object_),
-            "REQUEST_OUTPUT_LEN": np.array([[5], [6]], np.int32),
-            "STOP_WORDS_DICT": np.array([[b"!"], [b""]], np.object_),
-        }
-    )
-    long, short = prompt_ids(), prompt_ids("The")
-    pad = tokenizer().pad_id
-    assert arrays["INPUT_ID"].tolist() == [list(long), [*short, *[pad] * (len(long) - len(short))]]
-    assert arrays["REQUEST_INPUT_LEN"].tolist() == [[len(long)], [len(short)]]
-    assert arrays["REQUEST_OUTPUT_LEN"].tolist() == [[5], [6]]
-    (stop,) = tokenizer().encode_word("!")
-    assert arrays["STOP_WORDS_IDS"].tolist() == [[[stop], [1]], [[0], [-1]]]
-    assert arrays["BAD_WORDS_IDS"].shape == (2, 2, 0)
-    assert arrays["OUT_END_ID"].tolist() == [[tokenizer().eos_id]] * 2
-    assert arrays["EMBEDDING_BIAS"].shape == (2, 0)
-    assert all(array.dtype != np.int64 for array in arrays.values())
-
-
-def test_a_bias_is_dense_when_one_row_asks_for_it() -> None:
-    """A token met twice gets both weights; there is a value for each of the model's logits."""
-    (a,) = tokenizer().encode_word("a")
-    arrays = Preprocessor(tokenizer_of_padded_model(), True).arrays(
-        {
-            "QUERY": np.array([[b"x"]], np.object_),
-            "REQUEST_OUTPUT_LEN": np.array([[5]], np.int32),
-            "EMBEDDING_BIAS_WORDS": np.array([[b"a", b"a"]], np.object_),
-            "EMBEDDING_BIAS_WEIGHTS": np.array([[1.5, 2.0]], np.float32),
-        }
-    )
-    bias = arrays["EMBEDDING_BIAS"]
-    assert bias.shape == (1, tokenizer().vocab_size + 64)
-    assert (bias[0, a], bias.sum()) == (3.5, 3.5)
-
-
-def test_postprocessing_writes_each_beam_to_its_length() -> None:
-    """Padding is not text; special tokens are left out unless they are wanted."""
-    one, two = tokenizer().encode_word("Hello 世界"), tokenizer().encode_word("Hi")
-    end = tokenizer().eos_id
-    width = len(one) + 1
-    batch = [[*one, end], [*two, *[-1] * (width - len(two))]]
-    inputs = {
-        "TOKENS_BATCH": np.array([batch], np.int32),
-        "SEQUENCE_LENGTH": np.array([[width, len(two)]], np.int32),
-    }
-    for skip, shown in ((True, "Hello 世界"), (False, "Hello 世界</s>")):
-        output = Postprocessor(tokenizer(), skip).arrays(inputs)["OUTPUT"]
-        assert [text.decode() for text in output[0]] == [shown, "Hi"]
-
-
-@pytest.mark.parametrize(
-    ("ids", "lengths"), [([[[5, -1]]], [[2]]), ([[[5, 6]]], [[3]]), ([[[5], [6]]], [[1]])]
-)
-def test_postprocessing_refuses_what_is_no_answer(ids: Any, lengths: Any) -> None:
-    """Padding within the length, a length beyond the ids, a length for each beam missing."""
-    with pytest.raises(InvalidRequest):
-        Postprocessor(tokenizer(), True).arrays(
-            {
-                "TOKENS_BATCH": np.array(ids, np.int32),
-                "SEQUENCE_LENGTH": np.array(lengths, np.int32),
-            }
-        )
