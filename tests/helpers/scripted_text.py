@@ -38,13 +38,18 @@ def tokenizer_of_two_ends() -> Tokenizer:
 
 
 @functools.cache
-def tokenizer_of_padded_model() -> Tokenizer:
-    """The same, of a model that has 64 logits more than the tokenizer has tokens."""
+def padded_model() -> Path:
+    """The same tokenizer, of a model that has 64 logits more than the tokenizer has tokens."""
     path = Path(mkdtemp(prefix="padded-"))
     shutil.copytree(directory("byte-level"), path, dirs_exist_ok=True)
     config = {"model_type": "llama", "vocab_size": tokenizer().vocab_size + 64}
     (path / "config.json").write_text(json.dumps(config))
-    return load_tokenizer(path)
+    return path
+
+
+@functools.cache
+def tokenizer_of_padded_model() -> Tokenizer:
+    return load_tokenizer(padded_model())
 
 
 def prompt_ids(text: str = PROMPT) -> tuple[int, ...]:

@@ -1,182 +1,281 @@
-"""Which engine a request runs on, told as questions to ``Sources``."""
+"""Which way a request takes through a target and what may draft for it."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from typing import Any, ClassVar
+import logging
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.helpers.scripted_text import tokenizer, tokenizer_of_padded_model
-from tests.helpers.small_tokenizers import directory
-from trtllm_bls.engines.scripted import ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
-from trtllm_bls.engines.speculative import SpeculativeEngine
-from trtllm_bls.errors import EngineUnavailable, InvalidRequest
-from trtllm_bls.messages import Sampling, TextRequest
-from trtllm_bls.orchestrator import Source
-from trtllm_bls.parameters import BlsParameters
-from trtllm_bls.services.sources import Sources
-from trtllm_bls.speculative import DraftSource
-from trtllm_bls.tokenizer import Tokenizer
+from tests.helpers.scripted_pairs import GREEDY, Pair, hashed_pair, ids, read, told
+from tests.helpers.scripted_pairs import engine_request as ask
+from tests.helpers.virtual_time import run_skipping_waits as run
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.engines.scripted import Fault, ScriptedEngine
+from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Unsupported
+from trtllm_bls.messages import (
+    Draft,
+    EngineChunk,
+    EngineLimits,
+    EngineRequest,
+    Sampling,
+    SpeculationRequest,
+)
+from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationStats
+
+OPTIONS = SpeculationOptions(draft_source=DraftSource.NGRAM)
+# What speculation cannot keep, by the name under which it is refused.
+CANNOT: dict[str, Any] = {
+    "num_return_sequences": {"num_return_sequences": 2},
+    "beam_width": {"sampling": Sampling(beam_width=2)},
+    "runtime_top_p_decay": {"sampling": Sampling(top_p=0.5, top_p_decay=0.5)},
+    "runtime_top_p_min": {"sampling": Sampling(top_p=0.5, top_p_min=0.5)},
+    "draft_input_ids": {"draft": Draft(token_ids=(1,))},
+}
 
 
-class FakeMetrics:
-    """``pb_utils`` as far as counters go: remembers what was added."""
-
-    class MetricFamily:
-        COUNTER = 0
-        added: ClassVar[dict[str, int]] = {}
-
-        def __init__(self, name: str, description: str, kind: int) -> None:
-            self._name = name
-
-        def Metric(self, labels: dict[str, str]) -> FakeMetrics.Counter:
-            return FakeMetrics.Counter(self._name)
-
-    class Counter:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def increment(self, value: int) -> None:
-            added = FakeMetrics.MetricFamily.added
-            added[self._name] = added.get(self._name, 0) + value
+def asking(number: int | None = None, source: str | None = None, **more: Any) -> EngineRequest:
+    wish = SpeculationRequest(num_draft_tokens=number, draft_source=source)
+    return ask(speculation=wish, **more)
 
 
-def parameters(**more: Any) -> BlsParameters:
-    values: dict[str, Any] = {
-        "tokenizer_dir": Path(),
-        "add_special_tokens": True,
-        "skip_special_tokens": True,
-        "accumulate_tokens": False,
-        "transport": "grpc",
-        "engine_url": "nowhere:1",
-        "stall_seconds": 1,
-        "timeout_seconds": 0,
-        "target": "tensorrt_llm",
-        "draft": "",
-        "draft_tokenizer_dir": None,
-        "draft_source": "off",
-        "num_draft_tokens": None,
-        "max_draft_tokens": 10,
-        "draft_deadline_seconds": 0.5,
-        "overlap_drafts": False,
-        "max_streams": 4,
-    }
-    return BlsParameters(**(values | more))
+def chosen(
+    request: EngineRequest, *, by_default: bool = False, draft: bool = False, **options: Any
+) -> SpeculationOptions | None:
+    return replace(OPTIONS, **options).for_request(
+        request, by_default=by_default, has_draft_model=draft
+    )
 
 
-@pytest.fixture
-def words() -> Tokenizer:
-    return tokenizer()
+# --- what a request gets --------------------------------------------------------------------------
 
 
-class Opened:
-    """Stands where ``TritonModel`` does: an engine that is there, or an error."""
-
-    def __init__(self, outcome: ScriptedEngine | EngineUnavailable) -> None:
-        self._outcome = outcome
-
-    async def engine(self) -> ScriptedEngine:
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
-
-    async def close(self) -> None:
-        pass
+def test_plain_unless_asked() -> None:
+    """A deployment that is silent about drafts decodes plainly; 0 and off do everywhere."""
+    assert chosen(asking()) is None
+    assert chosen(asking(), by_default=True) == OPTIONS
+    for request in (asking(0), asking(source="off"), asking(0, "ngram"), asking(3, "off")):
+        assert chosen(request) is None
+        assert chosen(request, by_default=True) is None
 
 
-def sources(words: Tokenizer, draft: Opened | None = None, **more: Any) -> Sources:
-    """Sources whose models are scripted."""
-    made = Sources(parameters(draft="draft" if draft else "", **more), FakeMetrics, words)
-    made._target = Opened(ScriptedEngine(hashed(50)))  # type: ignore[assignment]
-    made._draft = draft if draft and made._draft else None  # type: ignore[assignment]
-    return made
+def test_a_number_of_drafts_is_kept() -> None:
+    """The caller's goes before the deployment's, which goes before as many as pay off."""
+    for number in (3, 30):
+        options = chosen(asking(number), by_default=True, num_draft_tokens=5)
+        assert options is not None and options.num_draft_tokens == number
+    options = chosen(asking(), by_default=True, num_draft_tokens=5)
+    assert options is not None and options.num_draft_tokens == 5
 
 
-def chosen(made: Sources, **fields: Any) -> Source:
-    request = TextRequest(request_id="1", text="a", max_tokens=5, **fields)
-    return asyncio.run(made.source_for(request))
+@pytest.mark.parametrize(("draft", "source"), [(True, "model"), (False, "ngram")])
+def test_where_drafts_come_from_if_nobody_says(draft: bool, source: str) -> None:
+    """From the draft model if there is one; the caller's word and the deployment's go before."""
+    options = chosen(asking(3), draft=draft)
+    assert options is not None and options.draft_source.value == source
+    options = chosen(asking(3), draft=draft, by_default=True)
+    assert options is not None and options.draft_source is DraftSource.NGRAM
+    options = chosen(asking(source="mixed"), draft=draft)
+    assert options is not None and options.draft_source is DraftSource.MIXED
 
 
-def engine_of(source: Source) -> SpeculativeEngine:
-    assert isinstance(source.engine, SpeculativeEngine)
-    return source.engine
+def test_draft_logits_are_used_where_either_side_wants_them() -> None:
+    """The deployment may ask for all, a caller for itself."""
+    wish = replace(asking(3), speculation=SpeculationRequest(draft_source="model"))
+    using = replace(wish, speculation=replace(wish.speculation, use_draft_logits=True))
+    for request, deployed in ((using, False), (wish, True)):
+        options = chosen(request, use_draft_logits=deployed)
+        assert options is not None and options.use_draft_logits
+    options = chosen(wish)
+    assert options is not None and not options.use_draft_logits
 
 
-def test_plain_unless_asked(words: Tokenizer) -> None:
-    """A deployment that is silent about drafts decodes plainly, and so does k = 0."""
-    assert not isinstance(chosen(sources(words)).engine, SpeculativeEngine)
-    on = sources(words, draft_source="ngram")
-    assert not isinstance(chosen(on, num_draft_tokens=0).engine, SpeculativeEngine)
-    assert not isinstance(chosen(on, draft_source="off").engine, SpeculativeEngine)
-    assert engine_of(chosen(on)).options.draft_source is DraftSource.NGRAM
-
-
-def test_engines_are_sent_a_bias_for_each_of_the_models_logits() -> None:
-    """Which may be more than the tokenizer has tokens."""
-    made = Sources(parameters(), FakeMetrics, tokenizer_of_padded_model())
-    assert made._target._route.vocab_size == tokenizer().vocab_size + 64
-
-
-def test_a_number_of_drafts_is_kept(words: Tokenizer) -> None:
-    """num_draft_tokens fixes k; without a draft model the drafts are n-grams."""
-    options = engine_of(chosen(sources(words), num_draft_tokens=3)).options
-    assert (options.num_draft_tokens, options.draft_source) == (3, DraftSource.NGRAM)
-    draft = Opened(ScriptedEngine(hashed(50)))
-    engine = engine_of(chosen(sources(words, draft), num_draft_tokens=3))
-    assert engine.options.draft_source is DraftSource.MODEL
-    assert engine.draft is not None
-
-
-def test_an_unknown_source_is_named(words: Tokenizer) -> None:
+def test_an_unknown_source_is_named() -> None:
     """The value and what may be sent instead."""
-    with pytest.raises(InvalidRequest, match="draft_source: 'oracle' is unknown; send one of: off"):
-        chosen(sources(words), draft_source="oracle")
+    problem = "draft_source: 'oracle' is unknown; send one of: off, model, ngram, mixed"
+    with pytest.raises(InvalidRequest, match=problem):
+        chosen(asking(source="oracle"))
 
 
-def test_a_default_never_refuses(words: Tokenizer) -> None:
-    """What speculation cannot keep runs plainly under a default, and is left to fail if asked."""
-    on = sources(words, draft_source="ngram")
-    several = {"num_return_sequences": 2}
-    assert not isinstance(chosen(on, **several).engine, SpeculativeEngine)
-    decaying = {"sampling": Sampling(top_p_decay=0.5)}
-    assert not isinstance(chosen(on, **decaying).engine, SpeculativeEngine)
-    assert engine_of(chosen(on, num_draft_tokens=2, **several))
+@pytest.mark.parametrize("field", CANNOT)
+def test_a_default_never_refuses_what_was_asked_for_is_refused_by_name(field: str) -> None:
+    """What speculation cannot keep runs plainly under a default."""
+    assert chosen(asking(**CANNOT[field]), by_default=True) is None
+    assert chosen(asking(0, **CANNOT[field])) is None
+    for request in (asking(2, **CANNOT[field]), asking(source="ngram", **CANNOT[field])):
+        with pytest.raises(Unsupported) as caught:
+            chosen(request, by_default=True)
+        assert caught.value.field == field
 
 
+# --- over engines ---------------------------------------------------------------------------------
+
+
+class Routed:
+    """A routing engine over a pair, and what it told of its requests' ends."""
+
+    def __init__(self, engines: Pair, draft: Engine | None = None, **more: Any) -> None:
+        self.ended: list[SpeculationStats] = []
+        self.engine = RoutingEngine(
+            engines.target, draft, on_end=self.ended.append, shared=engines.shared, **more
+        )
+
+    async def read(self, request: EngineRequest) -> list[EngineChunk]:
+        await self.engine.limits()
+        return await read(self.engine, request)
+
+
+def plain_answer(request: EngineRequest) -> Any:
+    return told(run(read(hashed_pair().target, request)))
+
+
+def test_a_plain_request_goes_straight_to_the_target() -> None:
+    """As it is, once; the draft hears nothing of it, and nothing is counted."""
+    engines = hashed_pair()
+    routed = Routed(engines, engines.draft)
+    assert told(run(routed.read(asking()))) == plain_answer(ask())
+    assert engines.target.requests == [asking()]
+    assert (engines.draft.requests, routed.ended) == ([], [])
+
+
+def test_a_request_that_asks_is_speculated() -> None:
+    """The same answer, with drafts of the length that it asked for; counted once."""
+    engines = hashed_pair(rate=1.0)
+    routed = Routed(engines, engines.draft)
+    assert told(run(routed.read(asking(3)))) == plain_answer(ask())
+    drafts = [len(asked.draft.token_ids) for asked in engines.target.requests if asked.draft]
+    assert drafts and max(drafts) == 3
+    (stats,) = routed.ended
+    assert (stats.rounds, stats.drafted) == (len(drafts), sum(drafts))
+
+
+def test_what_cannot_be_speculated_is_refused_before_any_engine_works() -> None:
+    """When the stream is asked for, so that no stream has to be ended."""
+    engines = hashed_pair()
+    routed = Routed(engines, engines.draft)
+    for request in (asking(2, num_return_sequences=2), asking(source="oracle")):
+        with pytest.raises(InvalidRequest):
+            routed.engine.generate(request)
+    assert (engines.target.requests, engines.draft.requests, routed.ended) == ([], [], [])
+
+
+@pytest.mark.parametrize("missing", [True, False])
 def test_a_draft_model_that_is_not_there_fails_no_request(
-    words: Tokenizer, caplog: pytest.LogCaptureFixture
+    missing: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The request runs without drafts; the log says so once, the counter each time."""
-    made = sources(words, Opened(EngineUnavailable("draft: gone")))
-    for _ in range(2):
-        assert engine_of(chosen(made, num_draft_tokens=2)).draft is None
-    assert [record.message for record in caplog.records].count(
-        "no draft model, decoding plainly: draft: gone"
-    ) == 1
-    assert made._shared.failures["missing"] == 2
+    """Not deployed at all, or unreachable: the answer is the target's; the log says why."""
+    engines = hashed_pair()
+    engines.draft.fault = Fault(error=EngineUnavailable("draft: gone"), limits=True)
+    routed = Routed(engines, None if missing else engines.draft)
+    with caplog.at_level(logging.WARNING, "trtllm_bls.speculation"):
+        for _ in range(2):
+            assert told(run(routed.read(asking(2, "model")))) == plain_answer(ask())
+    assert [stats.rounds for stats in routed.ended] == [0, 0]
+    assert engines.draft.requests == []
+    assert missing or "draft: gone" in caplog.text
 
 
-def test_a_draft_with_another_vocabulary_is_never_asked(
-    words: Tokenizer, caplog: pytest.LogCaptureFixture
+def test_the_end_of_a_speculating_request_is_told_once_however_it_ends() -> None:
+    """Well, by an error or by its reader; never for plain requests."""
+
+    async def listen() -> None:
+        engines = hashed_pair()
+        routed = Routed(engines, engines.draft)
+        await routed.read(asking(2))
+        await routed.read(asking())
+        assert len(routed.ended) == 1
+        async with aclosing(routed.engine.generate(asking(2, max_tokens=90))) as stream:
+            await stream.wait()
+        await stream.aclose()
+        assert len(routed.ended) == 2
+        so_far = len(engines.target.requests)
+        engines.target.fault = Fault(error=EngineError("broken"), after_requests=so_far + 2)
+        with pytest.raises(EngineError, match="broken"):
+            await routed.read(asking(2))
+        assert len(routed.ended) == 3
+        assert (engines.live, engines.shared.in_flight) == ((0, 0), 0)
+
+    run(listen())
+
+
+def test_closing_closes_both_engines() -> None:
+    """A request after that is told so."""
+
+    async def close() -> None:
+        engines = hashed_pair()
+        await RoutingEngine(engines.target, engines.draft).close()
+        for engine in (engines.target, engines.draft):
+            with pytest.raises(EngineUnavailable):
+                await read(engine, ask())
+
+    asyncio.run(close())
+
+
+# --- a target that ends every request after one step ----------------------------------------------
+
+
+class TellsOneStep(ScriptedEngine):
+    """As the configuration of an engine that was built for external drafts does."""
+
+    async def limits(self) -> EngineLimits:
+        return replace(await super().limits(), one_step=True)
+
+
+def one_step_pair() -> Pair:
+    engines = hashed_pair(one_step=True)
+    engines.target = TellsOneStep(engines.target._rule, engines.target.script)
+    return engines
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("number", [None, 0])
+def test_a_one_step_target_is_asked_for_token_after_token(
+    streaming: bool, number: int | None
 ) -> None:
-    """Token tables are compared at load; equal sizes would not be enough."""
-    draft = Opened(ScriptedEngine(hashed(50)))
-    made = sources(words, draft, draft_tokenizer_dir=Path(directory("sentencepiece")))
-    assert "another token table" in caplog.text
-    assert engine_of(chosen(made, draft_source="model")).draft is None
+    """A plain request has its whole answer, and is not counted as speculation."""
+    engines = one_step_pair()
+    routed = Routed(engines, engines.draft)
+    request = asking(number, streaming=streaming, end_id=3, max_tokens=30)
+    expected = plain_answer(ask(streaming=streaming, end_id=3, max_tokens=30))
+    assert told(run(routed.read(request))) == expected
+    assert len(engines.target.requests) >= len(expected[0]) > 1
+    assert (engines.draft.requests, routed.ended) == ([], [])
+    assert engines.live == (0, 0)
 
 
-def test_what_drafting_did_is_counted_once_per_request(words: Tokenizer) -> None:
-    """Source.done adds the request's own figures to the counters."""
-    FakeMetrics.MetricFamily.added.clear()
-    source = chosen(sources(words), num_draft_tokens=3)
-    engine_of(source).stats.add_round(DraftSource.NGRAM, 3, 2)
-    source.done()
-    added = FakeMetrics.MetricFamily.added
-    assert added["trtllm_bls_speculation_drafted_total"] == 3
-    assert added["trtllm_bls_speculation_accepted_total"] == 2
-    told = source.speculation()
-    assert told is not None and (told.rounds, told.drafted, told.accepted) == (1, 3, 2)
+def test_a_one_step_target_is_speculated_as_any_other() -> None:
+    """That is what it was built for."""
+    engines = one_step_pair()
+    routed = Routed(engines, engines.draft)
+    assert told(run(routed.read(asking(3)))) == plain_answer(ask())
+    assert routed.ended[0].rounds > 0
+
+
+def test_a_one_step_target_verifies_a_callers_own_draft() -> None:
+    """In one request, as it came."""
+    engines = one_step_pair()
+    routed = Routed(engines)
+    request = ask(draft=Draft(token_ids=(1, 2)))
+    chunks = run(routed.read(request))
+    assert engines.target.requests == [request] and 1 <= len(ids(chunks)) <= 3
+
+
+@pytest.mark.parametrize("field", ["num_return_sequences", "beam_width", "runtime_top_p_decay"])
+def test_what_cannot_be_decoded_token_by_token_is_refused_by_name(field: str) -> None:
+    """With the reason: speculation was not asked for."""
+    engines = one_step_pair()
+    routed = Routed(engines)
+
+    async def begin() -> None:
+        await routed.engine.limits()
+        with pytest.raises(Unsupported) as caught:
+            routed.engine.generate(ask(**{"sampling": GREEDY, **CANNOT[field]}))
+        assert caught.value.field == field
+        assert "gives one token per request" in str(caught.value)
+
+    asyncio.run(begin())
+    assert engines.target.requests == []

@@ -1,0 +1,152 @@
+"""From a deployment's parameters to its engines and its orchestrator."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.helpers.scripted_text import padded_model, tokenizer
+from tests.helpers.small_tokenizers import directory
+from trtllm_bls.errors import EngineUnavailable, SetupError
+from trtllm_bls.messages import TextChunk, TextRequest
+from trtllm_bls.parameters import BlsParameters
+from trtllm_bls.services.deployment import Deployment
+from trtllm_bls.services.metrics import SpeculationMetrics
+from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationStats
+
+
+class FakeMetrics:
+    """``pb_utils`` as far as counters go: remembers what was added."""
+
+    class MetricFamily:
+        COUNTER = 0
+        added: ClassVar[dict[str, int]] = {}
+
+        def __init__(self, name: str, description: str, kind: int) -> None:
+            self._name = name
+
+        def Metric(self, labels: dict[str, str]) -> FakeMetrics.Counter:
+            return FakeMetrics.Counter(self._name)
+
+    class Counter:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def increment(self, value: int) -> None:
+            added = FakeMetrics.MetricFamily.added
+            added[self._name] = added.get(self._name, 0) + value
+
+
+def parameters(**more: Any) -> BlsParameters:
+    values: dict[str, Any] = {
+        "tokenizer_dir": Path(directory("byte-level")),
+        "add_special_tokens": True,
+        "skip_special_tokens": True,
+        "accumulate_tokens": False,
+        "transport": "grpc",
+        "engine_url": "localhost:1",
+        "stall_seconds": 1,
+        "timeout_seconds": 0,
+        "target": "tensorrt_llm",
+        "draft": "",
+        "draft_tokenizer_dir": None,
+        "draft_source": "off",
+        "num_draft_tokens": None,
+        "max_draft_tokens": 10,
+        "draft_deadline_seconds": 0.5,
+        "overlap_drafts": False,
+        "max_streams": 4,
+    }
+    return BlsParameters(**(values | more))
+
+
+def deployed(**more: Any) -> Deployment:
+    """A deployment that has been closed again; what it was made of can be looked at."""
+
+    async def make() -> Deployment:
+        made = Deployment(parameters(**more), FakeMetrics)
+        await made.close()
+        return made
+
+    return asyncio.run(make())
+
+
+def test_engines_are_sent_a_bias_for_each_of_the_models_logits() -> None:
+    """Which may be more than the tokenizer has tokens."""
+    made: Any = deployed(tokenizer_dir=padded_model()).engine
+    assert made._target._route.vocab_size == tokenizer().vocab_size + 64
+
+
+@pytest.mark.parametrize("source", ["off", "model", "ngram", "mixed"])
+def test_the_source_of_drafts_is_a_default_unless_it_is_off(source: str) -> None:
+    """And every other parameter of speculation arrives where it counts."""
+    made: Any = deployed(draft_source=source, num_draft_tokens=4, overlap_drafts=None).engine
+    assert made._by_default == (source != "off")
+    assert made._options == SpeculationOptions(
+        draft_source=DraftSource("model" if source == "off" else source),
+        num_draft_tokens=4,
+        max_draft_tokens=10,
+        draft_deadline_s=0.5,
+        overlap=None,
+    )
+
+
+def test_a_draft_with_another_vocabulary_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
+    """Token tables are compared at load; equal sizes would not be enough."""
+    other = Path(directory("sentencepiece"))
+    made: Any = deployed(draft="draft", draft_tokenizer_dir=other, draft_source="model").engine
+    assert made._draft is None
+    assert "draft model draft is not used" in caplog.text
+    assert "another token table" in caplog.text and str(other) in caplog.text
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_draft_with_the_targets_vocabulary_is_used(told: bool) -> None:
+    """Where its tokenizer is not named, nothing is compared."""
+    same = Path(directory("byte-level")) if told else None
+    made: Any = deployed(draft="draft", draft_tokenizer_dir=same).engine
+    assert made._draft.name == "draft"
+    assert deployed().engine.name == "tensorrt_llm"
+
+
+def test_a_tokenizer_that_is_not_there_is_told_at_load(tmp_path: Path) -> None:
+    """Not at the first request."""
+    with pytest.raises(SetupError, match=str(tmp_path)):
+        Deployment(parameters(tokenizer_dir=tmp_path), FakeMetrics)
+
+
+def test_an_engine_that_is_not_there_is_told_at_the_request() -> None:
+    """While models load, the server's own port is not open yet, so loading cannot wait for it."""
+
+    class Nowhere:
+        async def ready(self) -> None:
+            pass
+
+        def send(self, chunk: TextChunk) -> None:
+            raise AssertionError(chunk)
+
+    async def ask() -> None:
+        made = Deployment(parameters(), FakeMetrics)
+        request = TextRequest(request_id="r", text="hi", max_tokens=5)
+        with pytest.raises(EngineUnavailable, match="tensorrt_llm"):
+            await made.orchestrator.run(request, Nowhere())
+        await made.close()
+
+    asyncio.run(ask())
+
+
+def test_what_drafting_did_is_counted() -> None:
+    """One request's figures are added to the counters; outside of Triton there are none."""
+    FakeMetrics.MetricFamily.added.clear()
+    stats = SpeculationStats()
+    stats.add_round(DraftSource.NGRAM, 3, 2)
+    for pb_utils in (FakeMetrics, None):
+        SpeculationMetrics(pb_utils).add(stats)
+    assert FakeMetrics.MetricFamily.added == {
+        "trtllm_bls_speculation_rounds_total": 1,
+        "trtllm_bls_speculation_drafted_total": 3,
+        "trtllm_bls_speculation_accepted_total": 2,
+    }
