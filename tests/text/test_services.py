@@ -15,6 +15,7 @@ import pytest
 from tests.helpers.fake_python_backend import SECONDS
 from tests.helpers.scripted_text import (
     PROMPT,
+    prompt_ids,
     saying,
     tokenizer,
 )
@@ -119,6 +120,18 @@ def test_log_probs_of_a_whole_answer_are_sent_once() -> None:
     assert [len(row[0]) for row in whole.said("output_log_probs")] == [count]
     lengths = [len(row[0]) for row in streamed.said("output_log_probs")]
     assert lengths == sorted(lengths) and lengths[-1] == count  # of a stream: all so far
+
+
+def test_scores_of_a_stream_are_on_every_response_once_they_are_known() -> None:
+    """As TensorRT-LLM sends them, whose clients read the last response or any."""
+    names = ("text_output", "output_log_probs", "cum_log_probs", "context_logits")
+    with text_service(saying("one two three")) as bench:
+        asked = {name: np.array([[True]]) for name in ("return_log_probs", "return_context_logits")}
+        ask = bench.accept(bench.text(PROMPT, outputs=names, **asked, **STREAM)).wait()
+    assert len(ask.responses) > 3
+    assert all(response.keys() == set(names) for response in ask.responses)
+    prompt = len(prompt_ids())
+    assert {response["context_logits"].shape[1] for response in ask.responses} == {prompt}
 
 
 # --- not decoupled --------------------------------------------------------------------------------
