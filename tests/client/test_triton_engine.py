@@ -109,7 +109,7 @@ def test_tensors_are_read_from_the_repository_where_nobody_can_be_asked(tmp_path
         assert (await model.limits()).max_sequence_tokens == 77
         with pytest.raises(InvalidRequest, match="seed"):
             asked = replace(ASK, sampling=Sampling(seed=1))
-            await aiter(model.generate(asked)).__anext__()
+            await model.generate(asked).wait()
         await model.close()
 
     run(dialogue())
