@@ -14,7 +14,6 @@ from trtllm_bls.messages import TextRequest, TokenIds
 from trtllm_bls.stopping import check_words, checked_stops
 from trtllm_bls.tokenizer import Tokenizer
 
-
 MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words; stop_words: stopping.MAX_STOPS
 MAX_WORD_CHARS = 256
 
