@@ -52,8 +52,11 @@ class Call:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, pb_utils: Any, request: Any, senders: SenderThreads) -> None:
+    def __init__(
+        self, pb_utils: Any, request: Any, senders: SenderThreads, decoupled: bool
+    ) -> None:
         self._pb = pb_utils
+        self._decoupled = decoupled
         self._sender = request.get_response_sender()
         self._senders = senders
         self.wanted: frozenset[str] = frozenset(request.requested_output_names())
@@ -86,8 +89,11 @@ class Call:
         self._put(lambda: self._error(error), final=True)
 
     def finish(self) -> None:
-        """End the call without another response; ignored once it has ended."""
-        self._put(None, final=True)
+        """End the call without another response; ignored once it has ended.
+
+        A model that is not decoupled owes one response, which is then an empty one.
+        """
+        self._put(None if self._decoupled else lambda: self._response({}), final=True)
 
     async def ready(self) -> None:
         """Return once everything has been sent; without suspending if nothing is being sent."""
@@ -222,11 +228,17 @@ class SenderThreads:
 
 
 class RequestServer:
-    """Runs ``handle(call)`` for every request, all at once, until closed."""
+    """Runs ``handle(call)`` for every request, all at once, until closed.
 
-    def __init__(self, pb_utils: Any, handle: Callable[[Call], Awaitable[None]]) -> None:
+    ``decoupled``: the model may send any number of responses to one request; otherwise exactly one.
+    """
+
+    def __init__(
+        self, pb_utils: Any, handle: Callable[[Call], Awaitable[None]], *, decoupled: bool = True
+    ) -> None:
         self._pb = pb_utils
         self._handle = handle
+        self._decoupled = decoupled
         self._open: dict[asyncio.Task[None], Call] = {}
         self._loop = asyncio.new_event_loop()
         self._senders = SenderThreads(self._loop, SENDERS)
@@ -245,7 +257,7 @@ class RequestServer:
     def accept(self, requests: Iterable[Any]) -> None:
         """Take requests from Triton's ``execute``; returns at once."""
         for request in requests:
-            call = Call(self._pb, request, self._senders)
+            call = Call(self._pb, request, self._senders, self._decoupled)
             try:
                 call.read(request)
             except Exception as error:  # raised to Triton, it would answer the whole batch twice

@@ -122,12 +122,12 @@ class Tokenizer:
         )
 
     def _ends_with(self, word: str, token_ids: tuple[int, ...]) -> bool:
-        """Whether any text that goes on with these ids ends with ``word``.
+        """Whether every text that goes on with these ids ends with ``word``.
 
-        One text before them stands for all: decoders treat the first token otherwise, and no
-        other.
+        Two texts before them stand for all: decoders treat the first token otherwise, and some
+        put a space after a word's last token but not after others.
         """
-        return self._text(token_ids, after=self._some_text).endswith(word)
+        return all(self._text(token_ids, before).endswith(word) for before in self._texts_before)
 
     def _text(self, token_ids: tuple[int, ...], after: tuple[int, ...] = ()) -> str:
         """What ``token_ids`` show, special tokens included, where they follow ``after``."""
@@ -136,8 +136,9 @@ class Tokenizer:
         return detokenizer.feed(token_ids) + detokenizer.flush()
 
     @cached_property
-    def _some_text(self) -> tuple[int, ...]:
-        return self.encode_word("a")
+    def _texts_before(self) -> tuple[tuple[int, ...], ...]:
+        word = self.encode_word("a")
+        return (word,) if self.eos_id is None else (word, (*word, self.eos_id))
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> tuple[int, ...]:
         try:
@@ -289,7 +290,7 @@ def _most_characters(backend: Any) -> int | None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer as tokenizer.json has them, sequences unfolded."""
+    """The steps of a normalizer or pre-tokenizer as tokenizer.json tells them, in one list."""
     waiting = [] if part is None else [json.loads(part.__getstate__())]
     while waiting:
         step = waiting.pop()

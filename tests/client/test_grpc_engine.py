@@ -342,6 +342,7 @@ def test_leaving_early_is_seen_by_the_engine() -> None:
 
     async def dialogue() -> None:
         async with reaching(Say((3,)), HOLD) as (engine, triton):
+            await engine.limits()
             async with aclosing(engine.generate(ASK)) as chunks:
                 await chunks.wait()
             await triton.cancelled.wait()
@@ -361,13 +362,12 @@ def test_leaving_after_the_last_chunk_cancels_nothing() -> None:
     """A cancel around the final response leaks the request inside Triton 24.10."""
 
     async def dialogue() -> None:
-        async with (
-            reaching(Say((3,)), Say((4,), final=True), LINGER) as (engine, triton),
-            aclosing(engine.generate(ASK)) as chunks,
-        ):
-            async for chunk in chunks:
-                if chunk.final:
-                    break
+        async with reaching(Say((3,)), Say((4,), final=True), LINGER) as (engine, triton):
+            await engine.limits()
+            async with aclosing(engine.generate(ASK)) as chunks:
+                async for chunk in chunks:
+                    if chunk.final:
+                        break
         assert not triton.cancelled.is_set()
 
     run(dialogue())

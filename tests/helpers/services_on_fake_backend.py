@@ -58,10 +58,10 @@ STREAM = {"stream": np.array([[True]])}
 
 
 @contextmanager
-def serving(engine: Any, handle: Any) -> Iterator[Bench]:
+def serving(engine: Any, handle: Any, *, decoupled: bool = True) -> Iterator[Bench]:
     """Every rule of Triton is kept, and in the end nothing runs any more."""
     triton, left = FakeTriton(), []
-    server = RequestServer(triton, handle)
+    server = RequestServer(triton, handle, decoupled=decoupled)
 
     async def finish() -> None:
         left.extend(asyncio.all_tasks() - {asyncio.current_task()})  # type: ignore[arg-type]
@@ -83,7 +83,8 @@ def engine_service(*answer: int, exclude: bool = True, **script: Any) -> Iterato
 
 @contextmanager
 def text_service(engine: Any, *, decoupled: bool = True) -> Iterator[Bench]:
-    with serving(engine, TextService(orchestrator(engine), decoupled=decoupled).handle) as bench:
+    service = TextService(orchestrator(engine), decoupled=decoupled)
+    with serving(engine, service.handle, decoupled=decoupled) as bench:
         yield bench
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from tests.unit.configurations import parsed
-from tests.unit.tokenizers_made import directory
 
+from tests.helpers.model_configurations import parsed
+from tests.helpers.small_tokenizers import directory
 from trtllm_bls.cli import main
 
 BUILD = {

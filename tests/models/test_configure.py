@@ -14,7 +14,7 @@ from tests.helpers.model_configurations import check_wires, rows_of_config, rows
 from tests.models.configured import BUILD, NOT_PAGED, Demo, demo, error_of, make_engine
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.contract.pbtxt import PARAMETERS
-from trtllm_bls.engines.dialect import Dialect
+from trtllm_bls.wire.engine_client import DeployedModel
 
 __all__ = ["demo"]  # the fixture
 
@@ -91,7 +91,7 @@ def test_nothing_is_left_to_fill_in(demo: Demo) -> None:
 def test_the_engines_limits_reach_the_orchestrator(demo: Demo) -> None:
     """It reads them where it looks for every engine's limits, and sizes come from the build."""
     demo.write()
-    limits = Dialect.of(demo.config("tensorrt_llm")).limits
+    limits = DeployedModel.of(demo.config("tensorrt_llm")).limits
     assert (limits.max_sequence_tokens, limits.max_draft_tokens) == (4096, 10)
     assert {demo.config(model.name).max_batch_size for model in MODELS} == {32}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.configurations import rows_of_config
 
+from tests.helpers.model_configurations import rows_of_config
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, demo, error_of, make_engine
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract.backend import keys_of as keys_of_table

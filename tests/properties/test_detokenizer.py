@@ -364,7 +364,7 @@ def test_a_tokenizer_that_cannot_be_streamed_is_named(caplog: pytest.LogCaptureF
 
 
 def test_made_families_load_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    """No family falls back: a warning at load is news."""
+    """No family falls back to the window with a warning."""
     with caplog.at_level(logging.WARNING):
         for family in FAMILIES:
             for skip in (True, False):

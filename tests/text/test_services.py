@@ -267,7 +267,7 @@ def test_closing_ends_what_runs() -> None:
 
 
 class Bumpy:
-    """A text engine that fails, hangs or ends, by lot, after a chance number of steps."""
+    """A text engine that fails, hangs or ends, at random, after a random number of steps."""
 
     name = "bumpy"
 
@@ -288,7 +288,7 @@ class Bumpy:
                 yield chunk
                 steps -= 1
                 if steps == 0 and fate == 0:
-                    raise EngineError("by lot")
+                    raise EngineError("at random")
                 if steps == 0 and fate == 1:
                     await asyncio.Event().wait()
         finally:

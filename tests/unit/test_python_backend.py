@@ -53,7 +53,7 @@ def opened(triton: FakeTriton, handle: Handle) -> Iterator[RequestServer]:
 def call_of(ask: Ask, triton: FakeTriton) -> Call:
     """A call whose responses are sent by nobody, unless the test does."""
     no_loop: Any = None
-    return Call(triton, ask, SenderThreads(no_loop, 0))
+    return Call(triton, ask, SenderThreads(no_loop, 0), decoupled=True)
 
 
 def failing(times: int) -> Callable[[Any], None]:
@@ -429,6 +429,26 @@ def test_an_error_that_cannot_even_be_made_still_ends_its_call() -> None:
         server.accept(asks)
         for ask in asks:
             ask.wait()
+
+
+def test_a_model_that_is_not_decoupled_owes_one_response() -> None:
+    """An empty one, where its handler has nothing to say."""
+
+    async def handle(call: Call) -> None:
+        pass
+
+    triton, sends = FakeTriton(), []
+    ask = triton.ask(ONE, "number")
+    ask.on_send = sends.append
+    server = RequestServer(triton, handle, decoupled=False)
+    server.accept([ask])
+    assert ask.wait().responses == [{}]
+    assert [response is not None for response in sends] == [True]
+
+    async def finish() -> None:
+        pass
+
+    server.close(finish)
 
 
 # --- watching callers ---------------------------------------------------------------------------

@@ -248,7 +248,7 @@ def test_leaving_a_stream_ends_its_work() -> None:
 
     async def leave() -> None:
         async with aclosing(engine.generate(ASK)) as stream:
-            await stream.__anext__()
+            await stream.wait()
             assert engine.live == 1
         engine.fault = Fault()
         reader = asyncio.create_task(read(engine, replace(ASK, request_id="silent")))

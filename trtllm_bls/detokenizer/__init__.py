@@ -1,7 +1,7 @@
 """Token ids to text as they come: exactly the tokenizer's own text, at a cost linear in the ids.
 
 ``choice`` picks what fits a tokenizer: ``byte_table`` where tokens spell bytes, else ``window``.
-``vocabulary`` is the seam to the tokenizer. Nothing here knows a tokenizer library or an engine.
+``vocabulary`` is what they ask of a tokenizer. Nothing here knows a tokenizer library or an engine.
 
 The ``tokenizers`` library's ``DecodeStream`` is not used: it cannot flush, so a text's tail is
 lost; after one invalid prefix every further step raises; and a run of U+FFFD costs it more per

@@ -1,4 +1,4 @@
-"""The seam to a tokenizer: what the detokenizers need to know of one.
+"""The interface to a tokenizer: what the detokenizers need to know of one.
 
 Knows nothing of any tokenizer library; ``trtllm_bls.tokenizer`` implements this over one.
 """

@@ -11,6 +11,7 @@ keeps about a kilobyte for each until the call ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from trtllm_bls.engines.grpc_transport import Call, Connection, GrpcError
 
@@ -18,6 +19,7 @@ METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 IDLE_SECONDS = 1.0  # rounds of speculative decoding come back within milliseconds
 MAX_IDLE = 64
 MAX_REPLIES = 512  # half a megabyte inside Triton 24.10
+_CLOSE_SECONDS = 1.0  # for the server to end its side
 
 
 class StreamPool:
@@ -26,6 +28,8 @@ class StreamPool:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._idle: dict[Call, asyncio.TimerHandle] = {}
+        self._ending: set[Call] = set()
+        self._all_ended = asyncio.Event()
 
     def take(self) -> Call:
         """A call that carries nothing; the latest used, so that the others may expire."""
@@ -47,13 +51,20 @@ class StreamPool:
 
     def end(self, call: Call) -> None:
         """Close our side of a call; what still arrives is dropped."""
-        call.on_messages, call.on_end = _ignore_messages, _ignore_end
-        call.half_close()
+        call.on_messages = _ignore_messages
+        call.on_end = lambda error: self._forget(call)
+        if not call.done:
+            self._ending.add(call)
+            call.half_close()
 
-    def close(self) -> None:
-        """End what is idle; calls that carry a request are their requests' business."""
+    async def close(self) -> None:
+        """End what is idle, in order; calls that carry a request are their requests' business."""
         for call in list(self._idle):
             self._expire(call)
+        if self._ending:
+            self._all_ended.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), _CLOSE_SECONDS)
 
     def _expire(self, call: Call) -> None:
         self._forget(call)
@@ -63,6 +74,9 @@ class StreamPool:
         expiry = self._idle.pop(call, None)
         if expiry is not None:
             expiry.cancel()
+        self._ending.discard(call)
+        if not self._ending:
+            self._all_ended.set()
 
 
 def _ignore_messages(messages: list[bytes]) -> None:

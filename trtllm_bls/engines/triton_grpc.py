@@ -107,7 +107,7 @@ class GrpcEngine:
         for pending in (self._watch, self._probe, self._asking):
             if pending is not None:
                 pending.cancel()
-        self.pool.close()
+        await self.pool.close()
         await self._connection.close()
 
     # --- used by the running requests ---------------------------------------------------------

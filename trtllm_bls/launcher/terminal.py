@@ -113,11 +113,11 @@ def announcement(server: TritonServer) -> str:
 def _curl(server: TritonServer) -> str:
     if _TEXT_MODEL not in server.models:
         return f"curl -i {server.http_url}/v2/health/ready"
-    return (
-        f"curl -sN {server.http_url}/v2/models/{_TEXT_MODEL}/generate_stream "
-        "-H 'Content-Type: application/json' "
-        '-d \'{"text_input": "Once upon a time", "max_tokens": 32, "stream": true}\''
-    )
+    url = f"{server.http_url}/v2/models/{_TEXT_MODEL}/generate"
+    request = '"text_input": "Once upon a time", "max_tokens": 32'
+    if server.settings.decoupled is not False:  # else there are no streams
+        url, request = url + "_stream", request + ', "stream": true'
+    return f"curl -sN {url} -H 'Content-Type: application/json' -d '{{{request}}}'"
 
 
 def show_error(console: Console, error: TrtllmBlsError) -> None:

@@ -1,4 +1,4 @@
-"""Behind the ``preprocessing`` and ``postprocessing`` doors: arrays in, arrays out, no waiting.
+"""What the ``preprocessing`` and ``postprocessing`` models do: arrays in, arrays out, no waiting.
 
 They use the orchestrator's own prompt maker and detokeniser, so an ensemble cannot disagree with
 ``tensorrt_llm_bls`` about the ids of a prompt or the text of ids.

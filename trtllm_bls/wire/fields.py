@@ -18,6 +18,8 @@ from trtllm_bls.messages import Array, Sampling, Wants
 
 Fields = dict[str, Any]
 
+MAX_STRINGS = 1024  # of one row; to decode many more would hold up every other stream
+
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 _WANTS = tuple(field.name for field in fields(Wants))
 # Opened by this package's messages; every other engine input is passed on as an extra.
@@ -71,6 +73,9 @@ def _read_row(known: list[tuple[Tensor, Array]], row: int) -> Fields:
 def _read_value(tensor: Tensor, element: Any) -> Any:
     values = np.asarray(element).reshape(-1) if tensor.single else element
     if tensor.dtype == "STRING":
+        if np.size(values) > MAX_STRINGS:
+            problem = f"{np.size(values)} strings; at most {MAX_STRINGS} are allowed"
+            raise InvalidRequest(tensor.name, problem)
         texts = tuple(_text(tensor.name, item) for item in np.asarray(values).reshape(-1))
         return _only(tensor, texts) if tensor.single else texts
     if not tensor.single:

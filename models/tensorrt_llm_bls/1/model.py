@@ -20,7 +20,7 @@ class TritonPythonModel:
         parameters = BlsParameters.read(Parameters(args))
         self._deployment = Deployment(parameters, pb_utils)
         service = TextService(self._deployment.orchestrator, decoupled=parameters.decoupled)
-        self._server = RequestServer(pb_utils, service.handle)
+        self._server = RequestServer(pb_utils, service.handle, decoupled=parameters.decoupled)
 
     def execute(self, requests: list[Any]) -> None:
         self._server.accept(requests)
