@@ -1,0 +1,74 @@
+"""Request servers on a fake Triton, and sends that are slow or fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from tests.helpers.fake_python_backend import SECONDS, Ask, FakeTriton, TritonModelError
+from trtllm_bls.python_backend import Call, RequestServer, SenderThreads
+
+Handle = Callable[[Call], Awaitable[None]]
+ONE = {"number": np.array([[1]], dtype=np.int32)}
+
+
+def number(value: int) -> dict[str, Any]:
+    return {"number": np.array([[value]], dtype=np.int32)}
+
+
+@contextmanager
+def opened(triton: FakeTriton, handle: Handle) -> Iterator[RequestServer]:
+    """A server that must not leave a task behind nor break a rule of Triton."""
+    server = RequestServer(triton, handle)
+    left: list[asyncio.Task[Any]] = []
+
+    async def finish() -> None:
+        left.extend(asyncio.all_tasks() - {asyncio.current_task()})  # type: ignore[arg-type]
+
+    try:
+        yield server
+    finally:
+        server.close(finish)
+        assert (left, triton.broken) == ([], [])
+
+
+def call_of(ask: Ask, triton: FakeTriton) -> Call:
+    """A call whose responses are sent by nobody, unless the test does."""
+    no_loop: Any = None
+    return Call(triton, ask, SenderThreads(no_loop, 0), decoupled=True)
+
+
+def failing(times: int) -> Callable[[Any], None]:
+    """For ``Ask.on_send``: so many sends fail."""
+    left = iter(range(times))
+
+    def on_send(response: Any) -> None:
+        if next(left, None) is not None:
+            raise TritonModelError("no space left in shared memory")
+
+    return on_send
+
+
+class Gate:
+    """For ``Ask.on_send``: sends wait here until it is open; ``begun``: one does."""
+
+    def __init__(self) -> None:
+        self.begun, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, response: Any) -> None:
+        self.begun.set()
+        assert self.open.wait(SECONDS)
+
+
+def answered(handle: Handle, *outputs: str) -> Ask:
+    """One request, answered to its end."""
+    triton = FakeTriton()
+    ask = triton.ask(ONE, *(outputs or ("number",)), id="mine")
+    with opened(triton, handle) as server:
+        server.accept([ask])
+        return ask.wait()
