@@ -1,8 +1,9 @@
 """A gRPC client over one HTTP/2 connection, for processes that read many streams.
 
-grpc.aio wakes a task for every message: about 90 microseconds of CPU for each streamed token. Here
-one read of the socket hands each call all its messages in one function call, 20 to 40 microseconds
-a token with the parsing of its message, and no task runs but the one that connects.
+grpc.aio wakes a task for every message. Here one read of the socket hands each call all its
+messages in one function call, and no task runs but the one that connects. CPU of the client for
+one streamed token on one host, parsing included: grpc.aio 40 to 56 microseconds with 32 streams
+and 25 to 35 with 128, this module 18 to 23 and 10 to 13.
 
 Of gRPC there are unary and streaming calls, statuses with details, cancellation, flow control, the
 server's limit on concurrent streams, GOAWAY, TLS, and a second try of calls that the server says
@@ -21,6 +22,7 @@ import ssl
 import struct
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 from urllib.parse import unquote_to_bytes
 
 import grpc
@@ -115,6 +117,7 @@ class Call:
         if not self.done:
             self.done = True
             self._outbox.clear()
+            self._sent = None
             if self._http2 is not None:
                 self._http2.cancel(self)
 
@@ -158,6 +161,7 @@ class Call:
             return
         self.done = True
         self._outbox.clear()
+        self._sent = None
         try:
             self.on_end(error)
         except Exception:
@@ -334,8 +338,7 @@ class _Http2(asyncio.Protocol):
             self._lose(str(error))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport  # asyncio has set TCP_NODELAY
+        self._transport = cast(asyncio.Transport, transport)  # with TCP_NODELAY, by asyncio
         tls = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() != "h2":
             return self._lose("the server does not offer HTTP/2 (ALPN h2)")
@@ -562,7 +565,7 @@ class _Http2(asyncio.Protocol):
         self._schedule_flush()
 
     def _try_again(self, call: Call, error: GrpcError) -> None:
-        """Of a call that the server has not begun; it ends with ``error`` if it was the last try."""
+        """Of a call that the server has not begun; ``error`` ends it after its last try."""
         if not call._rewind():
             self._finished.append((call, error))
         elif self._draining:
