@@ -17,6 +17,8 @@ from typing import Any
 from bench.answers import Answer, Request
 
 PATIENCE_S = 300
+# It asks the server for statistics after the load, and now and then does not find a model's.
+ATTEMPTS = 3
 # Libraries that the program needs and the server's wheel has, under names of its own.
 _LIBRARIES = {"libb64": "libb64.so.0d", "libcudart": "libcudart.so.12"}
 
@@ -53,16 +55,14 @@ class PerfAnalyzer:
             for option in ("--concurrency-range", "--max-threads"):
                 options[option] = str(len(plan))
             options |= {"--request-count": str(len(in_turn)), "--profile-export-file": str(profile)}
-            ended = self._run(
-                [
-                    "--streaming",
-                    "--async",
-                    *(word for option in options.items() for word in option),
-                ]
-            )
-            if ended.returncode or not profile.exists():
+            words = [word for option in options.items() for word in option]
+            for _ in range(ATTEMPTS):
+                ended = self._run(["--streaming", "--async", *words])
+                if profile.exists():
+                    break
+            else:
                 last = "\n".join((ended.stdout + ended.stderr).strip().splitlines()[-8:])
-                raise OSError(f"perf_analyzer failed with code {ended.returncode}:\n{last}")
+                raise OSError(f"perf_analyzer, {model}, ended with {ended.returncode}:\n{last}")
             (experiment,) = json.loads(profile.read_text())["experiments"]
         known = {_key(request.inputs): request for request in in_turn}
         answers = [_answer(entry, output, known) for entry in experiment["requests"]]
@@ -74,15 +74,17 @@ class PerfAnalyzer:
         pass
 
     def _run(self, options: list[str]) -> subprocess.CompletedProcess[str]:
-        command = [str(self._program), *options]
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env=self._environment,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        try:
+            return subprocess.run(
+                [str(self._program), *options],
+                capture_output=True,
+                text=True,
+                env=self._environment,
+                timeout=PATIENCE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise OSError(f"perf_analyzer did not end within {PATIENCE_S} s") from None
 
 
 def find(explicit: Path | None) -> Path | None:
