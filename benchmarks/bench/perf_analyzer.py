@@ -110,9 +110,12 @@ def _key(inputs: dict[str, Any]) -> tuple[object, ...]:
 def _answer(entry: dict[str, Any], output: str, known: dict[tuple[object, ...], Request]) -> Answer:
     parts = [_text(response.get(output, "")) for response in entry["response_outputs"]]
     request = known[_key(entry["request_inputs"])]
-    counts = [response.get("num_output_tokens") for response in entry["response_outputs"]]
-    times = entry["response_timestamps"]
-    return Answer(request, entry["timestamp"], times, parts, counted=counts[-1] or None).check()
+    answer = Answer(request, entry["timestamp"], entry["response_timestamps"], parts)
+    # An output that did not come has any value in the profile.
+    counts = [response.get("num_output_tokens", 0) for response in entry["response_outputs"]]
+    if counts and 0 < counts[-1] <= int(str(request.inputs.get("max_tokens", [0])[0])):
+        answer.counted = counts[-1]
+    return answer.check()
 
 
 def _text(value: Any) -> str:
