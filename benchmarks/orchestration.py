@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -209,7 +210,7 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="1, 8 and 32 streams, four targets, short")
-    add("--targets", help=f"default {TARGETS}; bls_N has N processes")
+    add("--targets", help=f"default {TARGETS}; bls_N: N processes")
     add("--streams", type=numbers, help="default 1,8,32,128,256,512")
     add("--bursts", type=numbers, help="requests at once; default 1,32,128; '' for none")
     add("--seconds", type=float, help="of steady load, at least; default 4")
@@ -233,6 +234,9 @@ def parse() -> argparse.Namespace:
     options.seconds = options.seconds or (1.5 if quick else 4.0)
     named = options.targets or ("direct,empty,bls,ensemble" if quick else TARGETS)
     options.targets = [options.model] if options.url else named.split(",")
+    for target in [] if options.url else options.targets:
+        if not re.fullmatch(r"direct|empty|ensemble|bls(_[1-9]\d*)?", target):
+            parser.error(f"--targets {target}: direct, empty, ensemble, bls or bls_N")
     return options
 
 
