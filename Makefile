@@ -16,14 +16,20 @@ BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 INSTALLED := $(VENV)/.installed
 SERVE_OPTIONS ?=
+BENCH_OPTIONS ?=
+
+# The last client wheel whose perf_analyzer needs no newer glibc than 2.34, a load generator in C++.
+PERF_ANALYZER := tritonclient==2.51.0
+PERF_DIRECTORY := $(VENV)/perf_analyzer
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest serve static check format clean
+.PHONY: help demo test test-lowest serve bench static check format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
 	@echo 'make serve    keep a server up until Ctrl-C; options: make serve SERVE_OPTIONS="--http-port 9000"'
+	@echo 'make bench    what orchestration costs; options: make bench BENCH_OPTIONS="--quick"'
 	@echo 'make test     all tests: unit tests, then those against real servers'
 	@echo 'make test-lowest  the tests that need no torch and no server, on the oldest packages allowed'
 	@echo 'make static   format, lint, imports, types'
@@ -38,6 +44,14 @@ demo: $(INSTALLED)
 
 serve: $(INSTALLED)
 	@exec $(BIN)/trtllm-bls serve $(SERVE_OPTIONS)
+
+bench: $(INSTALLED) $(PERF_DIRECTORY)
+	@$(BIN)/python benchmarks/orchestration.py $(BENCH_OPTIONS)
+
+# Where there is no such wheel, the benchmark's own client makes the load.
+$(PERF_DIRECTORY): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+		--target $@ $(PERF_ANALYZER) || mkdir -p $@
 
 test: $(INSTALLED)
 	$(BIN)/pytest -q -m 'not live' --durations=5

@@ -231,17 +231,23 @@ class RequestServer:
     """Runs ``handle(call)`` for every request, all at once, until closed.
 
     ``decoupled``: the model may send any number of responses to one request; otherwise exactly one.
+    ``senders``: the threads that send.
     """
 
     def __init__(
-        self, pb_utils: Any, handle: Callable[[Call], Awaitable[None]], *, decoupled: bool = True
+        self,
+        pb_utils: Any,
+        handle: Callable[[Call], Awaitable[None]],
+        *,
+        decoupled: bool = True,
+        senders: int = SENDERS,
     ) -> None:
         self._pb = pb_utils
         self._handle = handle
         self._decoupled = decoupled
         self._open: dict[asyncio.Task[None], Call] = {}
         self._loop = asyncio.new_event_loop()
-        self._senders = SenderThreads(self._loop, SENDERS)
+        self._senders = SenderThreads(self._loop, senders)
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True),

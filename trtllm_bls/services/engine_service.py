@@ -52,7 +52,7 @@ class EngineService:
                 for index in range(row.request.num_return_sequences)
             ]
             running.sequences += sequences
-            running.rows.append(asyncio.create_task(self._row(request, sequences)))
+            running.rows.append(asyncio.create_task(self._row(batch, request, sequences)))
         await self._finish(call, running)
 
     async def _finish(self, call: Call, running: _RunningCall) -> None:
@@ -77,9 +77,14 @@ class EngineService:
             running.stop()
         call.finish()
 
-    async def _row(self, request: EngineRequest, sequences: list[_Sequence]) -> None:
-        async with aclosing(self._engine.generate(request)) as chunks:
-            async for chunk in chunks:
+    async def _row(
+        self, batch: BatchCall, request: EngineRequest, sequences: list[_Sequence]
+    ) -> None:
+        async with aclosing(self._engine.generate(request)) as stream:
+            async for chunk in stream:
+                # One response after the other has been taken: in Triton 24.10 two of one stream
+                # that arrive together can stop a caller that uses the BLS API.
+                await batch.ready()
                 sequences[chunk.sequence_index].add(chunk)
 
 

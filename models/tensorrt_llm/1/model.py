@@ -24,7 +24,7 @@ class TritonPythonModel:
         settings = EmbeddedSettings(name=args["model_name"], **parameters.sizes)
         self._engine = EmbeddedEngine(parameters.model_dir, settings)
         service = EngineService(self._engine, exclude_input=parameters.exclude_input)
-        self._server = RequestServer(pb_utils, service.handle)
+        self._server = RequestServer(pb_utils, service.handle, senders=1)
 
     def execute(self, requests: list[Any]) -> None:
         self._server.accept(requests)

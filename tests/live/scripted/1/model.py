@@ -92,7 +92,7 @@ class TritonPythonModel:
         engine = EchoEngine(value["step_ms"] / 1000, value["vocab_size"])
         service = EngineService(engine, value["exclude_input_in_output"])
         self._engine = engine
-        self._server = RequestServer(pb_utils, service.handle)
+        self._server = RequestServer(pb_utils, service.handle, senders=1)
 
     def execute(self, requests: list[Any]) -> None:
         self._server.accept(requests)

@@ -1,0 +1,139 @@
+"""The tables, the JSON file and the plot of one run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.figures import Row
+
+_COLOURS = ("#444444", "#999999", "#c0392b", "#e67e22", "#2980b9", "#27ae60", "#8e44ad")
+
+
+def show(console: Console, rows: Sequence[Row]) -> None:
+    """Steady load, then bursts; percentages and differences are to ``direct`` in this run."""
+    steady = [row for row in rows if row.mode == "steady"]
+    bursts = [row for row in rows if row.mode == "burst"]
+    if steady:
+        console.print(_steady_table(steady))
+    if bursts:
+        console.print(_burst_table(bursts))
+    for row in rows:
+        for problem, count in row.problems.items():
+            console.print(f"{row.target}, {row.streams} {row.mode}: {count} x {problem}")
+
+
+def _steady_table(rows: Sequence[Row]) -> Table:
+    title = "all streams busy; ms; token: time between responses / tokens; CPU: µs per token"
+    table = Table(title=title)
+    names = ("streams", "target", "tokens/s", "of direct", "TTFT p50", "p99", "token p50", "p99")
+    names += ("gap p99", "resp/token", "server", "model", "engine", "RSS MB", "shm MB", "bad")
+    for name in names:
+        table.add_column(name, justify="left" if name == "target" else "right")
+    for row in rows:
+        direct = _direct(rows, row)
+        share = ""
+        if direct is not None and direct.tokens_per_s and row.tokens_per_s is not None:
+            share = f"{row.tokens_per_s / direct.tokens_per_s:.0%}"
+        cpu = [_number(row.cpu.get(name), 0) for name in ("server", "model", "engine")]
+        cells = [_number(row.tokens_per_s, 0), share]
+        cells += [_number(value, 1) for value in (row.ttft_p50, row.ttft_p99)]
+        cells += [_number(value, 2) for value in (row.token_p50, row.token_p99)]
+        cells += [_number(row.gap_p99, 1), _number(row.responses_per_token, 2), *cpu]
+        cells += [_number(row.rss_mb, 0), _number(row.shm_mb, 0), f"{row.bad}/{row.answers}"]
+        table.add_row(str(row.streams), row.target, *cells)
+    return table
+
+
+def _burst_table(rows: Sequence[Row]) -> Table:
+    table = Table(title="all requests arrive at once; TTFT in ms")
+    for name in ("at once", "target", "p50", "over direct", "p99", "over direct", "bad"):
+        table.add_column(name, justify="left" if name == "target" else "right")
+    for row in rows:
+        direct = _direct(rows, row)
+        over = ["", ""]
+        if direct is not None and direct is not row:
+            over[0] = f"{row.ttft_p50 - direct.ttft_p50:+.1f}"
+            over[1] = f"{row.ttft_p99 - direct.ttft_p99:+.1f}"
+        p50, p99 = _number(row.ttft_p50, 1), _number(row.ttft_p99, 1)
+        bad = f"{row.bad}/{row.answers}"
+        table.add_row(str(row.streams), row.target, p50, over[0], p99, over[1], bad)
+    return table
+
+
+def save(file: Path, conditions: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Everything measured; NaN, where nothing was, becomes null."""
+    text = json.dumps({"conditions": conditions, "rows": [asdict(row) for row in rows]})
+    plain = json.loads(text, parse_constant=lambda _: None)
+    file.write_text(json.dumps(plain, indent=1) + "\n")
+
+
+def plot(file: Path, rows: Sequence[Row], caption: str) -> None:
+    """Two panels as SVG: tokens per second, and CPU of server and model, against streams."""
+    steady = [row for row in rows if row.mode == "steady"]
+    panels: list[tuple[str, Callable[[Row], float | None]]] = [
+        ("tokens/s", lambda row: row.tokens_per_s),
+        ("CPU of tritonserver and model, µs per token", _front_cpu),
+    ]
+    body = [_panel(steady, 20 + 420 * n, *panel) for n, panel in enumerate(panels)]
+    targets = list(dict.fromkeys(row.target for row in steady))
+    for n, target in enumerate(targets):
+        x = 60 + 110 * n
+        body.append(f'<rect x="{x}" y="306" width="14" height="4" fill="{_colour(n)}"/>')
+        body.append(f'<text x="{x + 20}" y="312">{target}</text>')
+    body.append(f'<text x="60" y="334" fill="#666">{caption}</text>')
+    head = '<svg xmlns="http://www.w3.org/2000/svg" width="860" height="345" font-size="12" '
+    style = 'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
+    file.write_text("\n".join([head + style, *body, "</svg>"]) + "\n")
+
+
+def _panel(rows: Sequence[Row], left: int, title: str, value: Callable[[Row], float | None]) -> str:
+    streams = sorted({row.streams for row in rows})
+    top = max((value(row) or 0 for row in rows), default=0) * 1.05 or 1
+    widest = math.log2(streams[-1] / streams[0]) or 1
+
+    def x(count: int) -> float:
+        return left + 50 + 330 * math.log2(count / streams[0]) / widest
+
+    def y(amount: float) -> float:
+        return 260 - 220 * amount / top
+
+    parts = [f'<text x="{left + 50}" y="24" font-weight="bold">{title}</text>']
+    for part in range(5):
+        amount = top * part / 4
+        line = f'x1="{left + 50}" x2="{left + 380}" y1="{y(amount):.0f}" y2="{y(amount):.0f}"'
+        parts.append(f'<line {line} stroke="#ddd"/>')
+        place = f'x="{left + 44}" y="{y(amount) + 4:.0f}" text-anchor="end"'
+        parts.append(f"<text {place}>{amount:,.0f}</text>")
+    for count in streams:
+        parts.append(f'<text x="{x(count):.0f}" y="280" text-anchor="middle">{count}</text>')
+    for n, target in enumerate(dict.fromkeys(row.target for row in rows)):
+        known = [(row.streams, value(row)) for row in rows if row.target == target]
+        points = " ".join(f"{x(c):.0f},{y(v):.0f}" for c, v in sorted(known) if v is not None)
+        line = f'fill="none" stroke="{_colour(n)}" stroke-width="2"'
+        parts.append(f'<polyline points="{points}" {line}/>')
+    return "\n".join(parts)
+
+
+def _front_cpu(row: Row) -> float | None:
+    return row.cpu["server"] + row.cpu["model"] if row.cpu else None
+
+
+def _colour(n: int) -> str:
+    return _COLOURS[n % len(_COLOURS)]
+
+
+def _direct(rows: Sequence[Row], row: Row) -> Row | None:
+    same = (r for r in rows if r.target == "direct" and r.streams == row.streams)
+    return next(same, None)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:,.{digits}f}"

@@ -1,0 +1,280 @@
+"""What orchestration costs: a real tritonserver, an engine that costs next to nothing, and between
+client and engine nothing, as little as possible, tensorrt_llm_bls, or the ensemble.
+
+Every answer is checked to the character. Targets take turns under each load, so ratios are within
+one run. perf_analyzer makes the load where it runs, else a client of our own in several processes.
+
+examples:
+  python benchmarks/orchestration.py --quick                       a minute, 2 cores
+  python benchmarks/orchestration.py --json run.json --plot docs/orchestration.svg
+  python benchmarks/orchestration.py --targets direct,bls,bls_4 --streams 128,256
+  python benchmarks/orchestration.py --url gpu-host:8001 --model tensorrt_llm_bls --streams 1,64
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench import repository
+from bench.answers import (
+    Answer,
+    Request,
+    id_request,
+    make_prompts,
+    plain_request,
+    staggered,
+    text_request,
+)
+from bench.figures import Row, burst_row, steady_row
+from bench.load import Load
+from bench.perf_analyzer import PerfAnalyzer, find
+from bench.processes import Processes
+from bench.report import plot, save, show
+from rich.console import Console
+
+from trtllm_bls.launcher import ServerFailed, TritonServer
+from trtllm_bls.settings import Override, ServeSettings
+
+MODEL = repository.ROOT / "assets" / "demo" / "target"
+TARGETS = "direct,empty,bls,bls_2,bls_4,ensemble"
+BURST_TOKENS = 20
+BURST_WAVES = {1: 1, 32: 4}  # by requests at once; otherwise 2
+ALONE = 20  # requests one after the other, where one at once is asked for
+PROMPTS = 64
+PLAIN_PROMPTS = (
+    "Write a long story about a fox who learns to read.",
+    "Explain in detail how a steam engine works.",
+    "What happened in the year 1848 in Europe?",
+    "List and describe the planets of the solar system.",
+)
+console = Console(width=None if sys.stdout.isatty() else 170)
+
+
+class Bench:
+    """Asks one target after the other; ``processes`` is the server's, where it is ours."""
+
+    def __init__(self, options: argparse.Namespace, client: Any, url: str) -> None:
+        self._options, self._client, self._url = options, client, url
+        self.processes: Processes | None = None
+        self._fastest: dict[str, float] = {}  # tokens/s of each target so far
+        if options.url is None:
+            file = MODEL / "tokenizer.json"
+            self._prompts = make_prompts(file, PROMPTS, options.prompt_tokens)
+
+    def steady(self, target: str, streams: int) -> Row:
+        """All streams busy for about ``--seconds``, more where one wave of answers is longer."""
+        length = self._options.tokens
+        rate = streams * 1000 / self._options.step_ms
+        if target in self._fastest:
+            rate = min(rate, 1.3 * self._fastest[target])
+        waves = max(1, round(self._options.seconds * rate / (streams * length)))
+        answers = self._ask(target, staggered(streams, waves, length))
+        row = steady_row(target, streams, answers, self.processes)
+        self._fastest[target] = max(self._fastest.get(target, 0), row.tokens_per_s or 0)
+        return row
+
+    def burst(self, target: str, streams: int) -> Row:
+        """``streams`` requests at once, some times over."""
+        answers: list[Answer] = []
+        each = ALONE if streams == 1 else 1
+        for _ in range(BURST_WAVES.get(streams, 2)):
+            answers += self._ask(target, [[BURST_TOKENS] * each] * streams)
+        return burst_row(target, streams, answers)
+
+    def warm_up(self, target: str) -> None:
+        """One answer, so that nothing is done for the first time while it is measured."""
+        answers = self._ask(target, [[BURST_TOKENS]])
+        if answers[0].problem:
+            raise SystemExit(f"error: {target} does not answer rightly: {answers[0].problem}")
+
+    def _ask(self, target: str, lengths: list[list[int]]) -> list[Answer]:
+        plan = [
+            [self._request(target, stream + turn, length) for turn, length in enumerate(one)]
+            for stream, one in enumerate(lengths)
+        ]
+        output = "output_ids" if target == "direct" else "text_output"
+        model = target if self._options.url else repository.model_of(target)
+        return list(self._client.ask(self._url, model, output, plan))
+
+    def _request(self, target: str, number: int, length: int) -> Request:
+        if self._options.url is not None:
+            return plain_request(PLAIN_PROMPTS[number % len(PLAIN_PROMPTS)], length)
+        prompt = self._prompts[number % len(self._prompts)]
+        make = id_request if target in ("direct", "empty") else text_request
+        return make(prompt, length)
+
+
+def measure(bench: Bench, options: argparse.Namespace) -> list[Row]:
+    """Every load, and under each load every target, with a line for each."""
+    work = [(bench.burst, streams) for streams in options.bursts]
+    work = [(bench.steady, streams) for streams in options.streams] + work
+    rows: list[Row] = []
+    for target in options.targets:
+        bench.warm_up(target)
+    begun, total = time.monotonic(), len(work) * len(options.targets)
+    for run, streams in work:
+        for target in options.targets:
+            row = run(target, streams)
+            rows.append(row)
+            rate = f"{row.tokens_per_s:,.0f} tokens/s, " if row.tokens_per_s is not None else ""
+            head = f"[{len(rows)}/{total}, {time.monotonic() - begun:.0f} s]"
+            tail = f"TTFT p50 {row.ttft_p50:.1f} ms" + (f", {row.bad} BAD" if row.bad else "")
+            console.print(f"{head} {row.mode} {streams} {target}: {rate}{tail}", markup=False)
+    return rows
+
+
+@contextmanager
+def serving(options: argparse.Namespace, scratch: Path) -> Iterator[TritonServer]:
+    """A server with every target's models in it."""
+    models = scratch / "models"
+    repository.write(models, options.targets, options.engine_instances)
+    settings = ServeSettings(
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+        model=MODEL,
+        model_repository=models,
+        max_streams=max(*options.streams, *options.bursts, 32) + 16,
+        overrides=(Override(repository.ENGINE, "step_ms", str(options.step_ms)),),
+    )
+    with TritonServer(settings) as server:
+        yield server
+
+
+def conditions(options: argparse.Namespace, client: str) -> dict[str, Any]:
+    """What a reader must know to repeat the run."""
+    model = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    packages = ("trtllm-bls", "nvidia-pytriton", "tritonclient", "grpcio", "numpy")
+    return {
+        "cores": os.cpu_count(),
+        "cpu": model,
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+        "client": client,
+        "settings": {k: v for k, v in vars(options).items() if not isinstance(v, Path)},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except Exception:
+        return "not installed"
+
+
+def choose_client(options: argparse.Namespace, scratch: Path) -> PerfAnalyzer | Load:
+    """perf_analyzer if it is there and runs, unless the own client is asked for."""
+    program = None if options.client == "own" else find(options.perf_analyzer)
+    if program is not None:
+        try:
+            return PerfAnalyzer(program, scratch)
+        except OSError as error:
+            if options.client == "perf_analyzer":
+                raise SystemExit(f"error: {error}") from None
+            console.print(f"{error}; using the own client", markup=False)
+    elif options.client == "perf_analyzer":
+        raise SystemExit("error: no perf_analyzer: `make bench` fetches it, or --perf-analyzer")
+    return Load(options.client_processes)
+
+
+def numbers(text: str) -> list[int]:
+    values = [int(part) for part in text.split(",") if part]
+    if any(value < 1 for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: whole numbers from 1, with commas between")
+    return values
+
+
+def parse() -> argparse.Namespace:
+    cores = os.cpu_count() or 1
+    head, _, examples = (__doc__ or "").partition("\nexamples:")
+    parser = argparse.ArgumentParser(
+        description=head,
+        epilog="examples:" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="1, 8 and 32 streams, four targets, short")
+    add("--targets", help=f"default {TARGETS}; bls_N: N processes")
+    add("--streams", type=numbers, help="default 1,8,32,128,256,512")
+    add("--bursts", type=numbers, help="requests at once; default 1,32,128; '' for none")
+    add("--seconds", type=float, help="of steady load, at least; default 4")
+    add("--tokens", type=int, default=100, help="of each answer; default 100")
+    add("--prompt-tokens", type=int, default=20, help="of each prompt; default 20")
+    add("--step-ms", type=float, default=10, help="the engine's step; default 10")
+    instances = 4 if cores >= 8 else 1
+    add("--engine-instances", type=int, default=instances, help=f"default here {instances}")
+    add("--client", choices=("auto", "perf_analyzer", "own"), default="auto")
+    add("--client-processes", type=int, default=max(1, min(4, cores // 4)), help="of the own one")
+    add("--perf-analyzer", type=Path, help="the program, where it is not on the PATH")
+    add("--url", help="a running server's gRPC port, host:port; nothing is started then")
+    add("--model", default=repository.BLS, help="the text model there; default tensorrt_llm_bls")
+    add("--json", type=Path, help="a file for all figures")
+    add("--plot", type=Path, help="a file for a plot (SVG)")
+    options = parser.parse_args()
+    quick = options.quick
+    options.streams = options.streams or ([1, 8, 32] if quick else [1, 8, 32, 128, 256, 512])
+    if options.bursts is None:
+        options.bursts = [1, 32] if quick else [1, 32, 128]
+    options.seconds = options.seconds or (1.5 if quick else 4.0)
+    named = options.targets or ("direct,empty,bls,ensemble" if quick else TARGETS)
+    options.targets = [options.model] if options.url else named.split(",")
+    for target in [] if options.url else options.targets:
+        if not re.fullmatch(r"direct|empty|ensemble|bls(_[1-9]\d*)?", target):
+            parser.error(f"--targets {target}: direct, empty, ensemble, bls or bls_N")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        client = choose_client(options, scratch)
+        told = conditions(options, client.name)
+        for name, value in told.items():
+            console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+        try:
+            rows = _run(options, client, scratch)
+        except ServerFailed as error:
+            raise SystemExit("\n".join([f"error: {error}", *error.log_lines])) from None
+        except OSError as error:
+            raise SystemExit(f"error: {error}") from None
+        finally:
+            client.close()
+    show(console, rows)
+    if options.json:
+        save(options.json, told, rows)
+    if options.plot:
+        plot(options.plot, rows, f"{told['cores']} cores, {told['cpu']}; {client.name}")
+    return 1 if any(row.bad for row in rows) else 0
+
+
+def _run(options: argparse.Namespace, client: PerfAnalyzer | Load, scratch: Path) -> list[Row]:
+    if options.url is not None:
+        return measure(Bench(options, client, options.url), options)
+    with serving(options, scratch) as server:
+        bench = Bench(options, client, server.grpc_url)
+        bench.processes = Processes(server.region_prefix)
+        try:
+            return measure(bench, options)
+        finally:
+            bench.processes.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
