@@ -295,7 +295,7 @@ class SequenceText:
 
     def _note_figures(self, chunk: EngineChunk) -> None:
         self._new_tokens += len(chunk.token_ids)
-        if chunk.context_logits is not None:
+        if chunk.context_logits is not None and self._context_logits is None:
             self._context_logits, self._new_context = chunk.context_logits, True
         if chunk.metrics is not None:
             self._metrics = chunk.metrics

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.live.talk import ask
+from tests.helpers.server_requests import ask
 from trtllm_bls.errors import InvalidRequest
 
 if TYPE_CHECKING:

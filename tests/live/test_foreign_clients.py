@@ -24,7 +24,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.grpc.service_pb2 import ModelInferResponse
 from tritonclient.utils import np_to_triton_dtype
 
-from tests.live.talk import ask
+from tests.helpers.server_requests import ask
 
 if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer

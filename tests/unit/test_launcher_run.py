@@ -236,7 +236,7 @@ def test_a_parameter_that_our_model_does_not_have_is_refused(
 ) -> None:
     """In one line that says what would do, before anything starts."""
     with pytest.raises(SettingsError) as caught:
-        workdir.prepare_models(tmp_path, command.CHECKOUT / "models", (override,), with_draft=False)
+        workdir.prepare_models(tmp_path, REPOSITORY, ServeSettings(overrides=(override,)), with_draft=False)
     assert str(caught.value).startswith(f"--set {override}: ")
     assert mend in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -273,7 +273,7 @@ def test_an_ensemble_has_no_parameters(repository: Path, tmp_path: Path) -> None
 def test_whether_the_model_streams_can_be_set(tmp_path: Path) -> None:
     """It becomes Triton's transaction policy."""
     no_streams = Override("tensorrt_llm_bls", "decoupled", "false")
-    served = override(tmp_path, command.CHECKOUT / "models", no_streams)
+    served = override(tmp_path, REPOSITORY, no_streams)
     text = (served / "tensorrt_llm_bls" / "config.pbtxt").read_text()
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert not config.model_transaction_policy.decoupled

@@ -115,7 +115,8 @@ class QueuedChunks(ChunkStream):
             self._arrived.clear()
             self._leave()
             self.fail(Overloaded(f"its reader is more than {MAX_WAITING_CHUNKS} tokens behind"))
-        self._wake()
+        elif self._arrived:
+            self._wake()
 
     def end(self) -> None:
         """No more chunks."""

@@ -77,7 +77,7 @@ class BlsEngine:
             while (item := await inbox.take(self.stall_seconds if begun else 0)) is not _END:
                 if item is _SILENCE:
                     raise EngineStalled(f"{self.name} sent nothing for {self.stall_seconds:g} s")
-                begun = True
+                begun = request.streaming
                 if isinstance(item, Exception):
                     over = True  # an error is the last thing a child says
                     raise item
