@@ -26,12 +26,12 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
-from trtllm_bls.messages import Array
 
 SENDERS = 4  # threads; each waits for the server most of its time
 # Asking for a caller costs a round trip, so all calls share so many questions: each is asked every
@@ -41,6 +41,9 @@ _FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _RETRY_SECONDS = 0.2  # between attempts to end a call whose every send fails
 
 log = logging.getLogger(__name__)
+
+
+_Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 class Call:
@@ -72,7 +75,7 @@ class Call:
         self.client_id: str = request.request_id()
         # Unique in this process, whatever ids clients choose; it names the call in log lines.
         self.id = f"{self.client_id or 'request'}-{next(self._numbers)}"
-        self.arrays: Mapping[str, Array] = MappingProxyType({})
+        self.arrays: _Arrays = MappingProxyType({})
 
     def read(self, request: Any) -> None:
         """Copy the inputs: Triton may free its own any time."""
@@ -80,7 +83,7 @@ class Call:
             {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
         )
 
-    def send(self, arrays: Mapping[str, Array], final: bool = False) -> None:
+    def send(self, arrays: _Arrays, final: bool = False) -> None:
         """Send one response; with ``final`` it is the last. Ignored once the call has ended."""
         self._put(lambda: self._response(arrays), final)
 
@@ -118,7 +121,7 @@ class Call:
         finally:
             self._lock.release()
 
-    def _response(self, arrays: Mapping[str, Array]) -> Any:
+    def _response(self, arrays: _Arrays) -> Any:
         tensors = [
             self._pb.Tensor(name, array) for name, array in arrays.items() if name in self.wanted
         ]
@@ -335,15 +338,13 @@ def _leave(task: asyncio.Task[None], call: Call) -> None:
 def answer_each(
     pb_utils: Any,
     requests: Iterable[Any],
-    answer: Callable[[Mapping[str, Array]], Mapping[str, Array]],
+    answer: Callable[[_Arrays], _Arrays],
 ) -> list[Any]:
     """One response per request of a model that is not decoupled; a failure is its own answer."""
     return [_answered(pb_utils, request, answer) for request in requests]
 
 
-def _answered(
-    pb_utils: Any, request: Any, answer: Callable[[Mapping[str, Array]], Mapping[str, Array]]
-) -> Any:
+def _answered(pb_utils: Any, request: Any, answer: Callable[[_Arrays], _Arrays]) -> Any:
     try:
         arrays = answer({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
     except Exception as error:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from trtllm_bls.configure.engine_dir import EXTERNAL_DRAFTS, EngineDir
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.contract.backend import Version, keys_of
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import is_true
+from trtllm_bls.parameters.cpp_backend import Version, keys_of
 
 _WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 # Before it, an engine for external drafts ends every request after one step, drafts or not.

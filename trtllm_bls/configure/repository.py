@@ -22,10 +22,10 @@ from trtllm_bls.configure.engine_parameters import (
 )
 from trtllm_bls.configure.versions import models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
-from trtllm_bls.contract.backend import Version, check_backend
 from trtllm_bls.contract.pbtxt import MAX_BATCH_SIZE, PARAMETERS, model_config
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import check
+from trtllm_bls.parameters.cpp_backend import Version, check_backend
 from trtllm_bls.settings import Override
 
 DRAFT = "tensorrt_llm_draft"

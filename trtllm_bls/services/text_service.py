@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.batch import BatchCall, run_rows
-from trtllm_bls.wire.text import text_arrays, text_requests
+from trtllm_bls.wire.text import text_arrays, text_requests, with_callers_name
 
 
 class TextService:
@@ -42,7 +41,7 @@ class TextService:
         try:
             await self._orchestrator.run(request, _RowSink(batch, request, row))
         except InvalidRequest as error:
-            raise _with_callers_name(error, request) from error
+            raise with_callers_name(error, request) from error
 
 
 class _RowSink:
@@ -74,14 +73,3 @@ def _check_single(requests: list[TextRequest]) -> None:
         raise Unsupported("text_input", f"{len(requests)} rows: {why}; send one row")
     if requests[0].num_return_sequences > 1:
         raise Unsupported("num_return_sequences", f"above 1: {why}; send several requests")
-
-
-def _with_callers_name(error: InvalidRequest, request: TextRequest) -> InvalidRequest:
-    """The engine's refusal under the name by which the caller sent the field."""
-    if error.field == "input_ids":
-        name = "text_input" if request.messages is None else "messages"
-    else:
-        tensor = ENGINE.input_named.get(error.field)
-        names = [own.name for own in BLS.inputs if tensor is not None and own.key == tensor.key]
-        name = error.field if error.field in names or not names else names[0]
-    return type(error)(name, error.problem)
