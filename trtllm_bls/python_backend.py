@@ -191,6 +191,8 @@ class SenderThreads:
         self._loop = loop
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._retries: dict[Call, threading.Timer] = {}
+        self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._waking = False
         self._threads = [
             threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
             for number in range(threads)
@@ -223,7 +225,17 @@ class SenderThreads:
     def _send(self, call: Call) -> None:
         self._retries.pop(call, None)
         if waiters := call.send_queued():
-            self._loop.call_soon_threadsafe(_wake, waiters)
+            self._ready.extend(waiters)
+            if not self._waking:  # one wake-up of the loop serves all that are ready by then
+                self._waking = True
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._waking = False
+        while self._ready:
+            waiter = self._ready.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -362,12 +374,6 @@ def as_triton_error(pb_utils: Any, error: Exception, call_id: str) -> Any:
         kind = type(error).__name__
         error = TrtllmBlsError(f"unexpected {kind}; the server's log tells more under {call_id}")
     return pb_utils.TritonError(to_wire(error), getattr(pb_utils.TritonError, error.status))
-
-
-def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
 
 
 def _nothing() -> None:
