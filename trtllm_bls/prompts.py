@@ -73,17 +73,21 @@ class PromptMaker:
         length alone tells.
         """
         bias = request.embedding_bias
-        checked_stops(request.stop_words)
-        check_words("bad_words", request.bad_words, MAX_WORDS, MAX_WORD_CHARS)
-        biased = [word for word, _ in bias]
-        check_words("embedding_bias_words", biased, MAX_WORDS, MAX_WORD_CHARS)
+        if request.stop_words:
+            checked_stops(request.stop_words)
+        for field, words in (
+            ("bad_words", request.bad_words),
+            ("embedding_bias_words", [word for word, _ in bias]),
+        ):
+            if words:
+                check_words(field, words, MAX_WORDS, MAX_WORD_CHARS)
         end_ids = self.end_ids(request)
         stops: tuple[TokenIds, ...] = ()
         engine_stops: tuple[TokenIds, ...] = ()
         if not request.sampling.min_tokens:
             stops = tuple(map(self._tokenizer.stop_ids, request.stop_words))
             engine_stops = (*filter(None, stops), *((token,) for token in end_ids[1:]))
-        words = dict.fromkeys(request.bad_words)
+        bad_words = dict.fromkeys(request.bad_words)
         return Prompt(
             ids=self._ids(request, max_prompt_tokens),
             end_ids=end_ids,
@@ -91,7 +95,7 @@ class PromptMaker:
             stop_sequences=stops,
             engine_stops=tuple(dict.fromkeys(engine_stops)),
             bad_sequences=tuple(
-                ids for word in words for ids in self._tokenizer.word_variants(word)
+                ids for word in bad_words for ids in self._tokenizer.word_variants(word)
             ),
             embedding_bias=tuple(
                 (token, weight) for word, weight in bias for token in self._tokenizer.word_ids(word)

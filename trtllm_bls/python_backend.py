@@ -71,6 +71,7 @@ class Call:
         self._ended = False  # the last response is queued
         self._waiters: list[asyncio.Future[None]] = []
         self.on_broken: Callable[[], object] = _nothing  # called when a response cannot be sent
+        self.sequences = 1  # that have not ended
         self.left = False  # nobody takes its answer any more
         self.client_id: str = request.request_id()
         # Unique in this process, whatever ids clients choose; it names the call in log lines.
@@ -84,8 +85,10 @@ class Call:
         )
 
     def send(self, arrays: _Arrays, final: bool = False) -> None:
-        """Send one response; with ``final`` it is the last. Ignored once the call has ended."""
-        self._put(lambda: self._response(arrays), final)
+        """Send one response; with ``final`` it is the last of its sequence, and the call ends with
+        the last of ``sequences``. Ignored once the call has ended."""
+        self.sequences -= final
+        self._put(lambda: self._response(arrays), self.sequences == 0)
 
     def fail(self, error: Exception) -> None:
         """End the call with an error; ignored once it has ended."""
@@ -378,29 +381,3 @@ def as_triton_error(pb_utils: Any, error: Exception, call_id: str) -> Any:
 
 def _nothing() -> None:
     pass
-
-
-class TritonLogHandler(logging.Handler):
-    """Sends the package's log records to Triton's log, level kept."""
-
-    def __init__(self, pb_utils: Any, model_name: str) -> None:
-        super().__init__()
-        self._logger = pb_utils.Logger
-        self._model_name = model_name
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = f"[{self._model_name}] {self.format(record)}"
-        if record.levelno >= logging.ERROR:
-            self._logger.log_error(text)
-        elif record.levelno >= logging.WARNING:
-            self._logger.log_warn(text)
-        else:
-            self._logger.log_info(text)
-
-
-def log_to_triton(pb_utils: Any, model_name: str) -> None:
-    """Route this package's logging to Triton; called by each model's ``initialize``."""
-    logger = logging.getLogger("trtllm_bls")
-    logger.handlers = [TritonLogHandler(pb_utils, model_name)]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

@@ -140,7 +140,7 @@ def test_a_call_is_ended_politely(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: float
 ) -> None:
     """After many replies, beside enough others, or idle for long; a cancel would leak requests."""
-    monkeypatch.setattr(f"trtllm_bls.engines.stream_pool.{limit}", value)
+    monkeypatch.setattr(f"trtllm_bls.engines.triton_grpc.{limit}", value)
 
     async def dialogue() -> None:
         async with reaching(Say((3,)), Say((4,), final=True)) as (engine, triton):

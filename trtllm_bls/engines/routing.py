@@ -15,7 +15,7 @@ from functools import partial
 from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
 from trtllm_bls.engines.speculative import SpeculativeRun
 from trtllm_bls.errors import Unsupported
-from trtllm_bls.messages import EngineLimits, EngineRequest
+from trtllm_bls.messages import EngineLimits, EngineRequest, SpeculationRequest
 from trtllm_bls.speculative import (
     SpeculationOptions,
     SpeculationShared,
@@ -23,6 +23,7 @@ from trtllm_bls.speculative import (
     check_speculative,
 )
 
+_NOT_ASKED = SpeculationRequest()
 _PLAIN = SpeculationOptions(num_draft_tokens=0)
 
 
@@ -65,9 +66,7 @@ class RoutingEngine:
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``; refuses by name what speculation was asked for but cannot do."""
-        options = self._options.for_request(
-            request, by_default=self._by_default, has_draft_model=self._draft is not None
-        )
+        options = self._speculation(request)
         on_end = self._on_end
         if options is None:
             if not self.shared.one_step or request.draft is not None:
@@ -76,6 +75,14 @@ class RoutingEngine:
             options, on_end = _PLAIN, _ignore
         run = SpeculativeRun(request, self._target, self._draft, self.shared)
         return TaskChunks(partial(run.run, options, on_end))
+
+    def _speculation(self, request: EngineRequest) -> SpeculationOptions | None:
+        """How to speculate; ``None`` for plain decoding. Raises as ``generate`` does."""
+        if not self._by_default and request.speculation == _NOT_ASKED:
+            return None
+        return self._options.for_request(
+            request, by_default=self._by_default, has_draft_model=self._draft is not None
+        )
 
     async def close(self) -> None:
         """Close both engines."""
