@@ -11,8 +11,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from trtllm_bls.detokenizer.vocabulary import Detokenizer
 from trtllm_bls.messages import (
     Array,
     Ending,
@@ -25,14 +25,6 @@ from trtllm_bls.messages import (
     TokenIds,
 )
 from trtllm_bls.stopping import StopMatcher
-
-
-class Detokenizer(Protocol):
-    """Ids in, text that is certain out (``trtllm_bls.detokenizer``)."""
-
-    def feed(self, ids: TokenIds) -> str: ...
-
-    def flush(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ from tests.helpers.fake_engine_server import (
     read,
     run,
 )
+from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.contract.pbtxt import model_config
 from trtllm_bls.engines.triton_grpc import GrpcEngine
 from trtllm_bls.errors import (
     EngineError,

@@ -19,7 +19,7 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import DataReceived, RequestReceived, StreamReset
 
-from trtllm_bls.engines.grpc_transport import Call, Connection, GrpcError
+from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
 
 MEGABYTE = 1 << 20
 UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
@@ -117,7 +117,7 @@ class Caller:
         self.batches: list[list[bytes]] = []
         self._ended: asyncio.Future[GrpcError | None] = asyncio.get_running_loop().create_future()
         self._changed = asyncio.Event()
-        self.call: Call = connection.open(f"/test.Service/{name}", self._add, self._end)
+        self.call: GrpcCall = connection.open(f"/test.Service/{name}", self._add, self._end)
         for message in messages:
             self.call.send(message)
 

@@ -12,8 +12,8 @@ import pytest
 from google.protobuf import text_format
 
 from tests.helpers.fake_engine_server import ASK, Triton, run
+from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.contract.pbtxt import model_config
 from trtllm_bls.engines.triton import Route, TritonEngine, _is_foreign
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest
 from trtllm_bls.messages import Sampling

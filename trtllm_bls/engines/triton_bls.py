@@ -65,16 +65,16 @@ class BlsEngine:
         }
         outputs = self._model.outputs_for(request)
         responses = ResponseReader(request, self._model)
-        inbox = _Inbox()
+        items = _ThreadQueue()
         reading = self._readers.submit(
-            self._read, request.request_id, inputs, outputs, inbox.put_from_thread
+            self._read, request.request_id, inputs, outputs, items.put_from_thread
         )
         over = begun = False
         try:
             # The API loses errors in the middle of a stream, so there silence must be taken for
             # one. A first response may take any time: the request may be queued, or be answered
             # whole.
-            while (item := await inbox.take(self.stall_seconds if begun else 0)) is not _END:
+            while (item := await items.take(self.stall_seconds if begun else 0)) is not _END:
                 if item is _SILENCE:
                     raise EngineStalled(f"{self.name} sent nothing for {self.stall_seconds:g} s")
                 begun = request.streaming
@@ -169,7 +169,7 @@ _END = object()
 _SILENCE = object()
 
 
-class _Inbox:
+class _ThreadQueue:
     """Items from a thread, taken on the event loop, one at a time and in order."""
 
     def __init__(self) -> None:

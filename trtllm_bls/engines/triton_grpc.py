@@ -23,7 +23,7 @@ import ssl
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.engines.grpc_transport import Call, Connection, GrpcError
+from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -268,11 +268,11 @@ class StreamPool:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._idle: dict[Call, asyncio.TimerHandle] = {}
-        self._ending: set[Call] = set()
+        self._idle: dict[GrpcCall, asyncio.TimerHandle] = {}
+        self._ending: set[GrpcCall] = set()
         self._all_ended = asyncio.Event()
 
-    def take(self) -> Call:
+    def take(self) -> GrpcCall:
         """A call for one request: the latest used, so that the others may expire, or a new one."""
         if not self._idle:
             return self._connection.open(
@@ -282,7 +282,7 @@ class StreamPool:
         expiry.cancel()
         return call
 
-    def give_back(self, call: Call) -> None:
+    def give_back(self, call: GrpcCall) -> None:
         """Take back a call whose request has had its final reply."""
         call.on_messages = _ignore_messages
         if call.replies >= MAX_REPLIES or len(self._idle) >= MAX_IDLE:
@@ -292,7 +292,7 @@ class StreamPool:
         loop = asyncio.get_running_loop()
         self._idle[call] = loop.call_later(IDLE_SECONDS, self._expire, call)
 
-    def end(self, call: Call) -> None:
+    def end(self, call: GrpcCall) -> None:
         """Close our side of a call; what still arrives is dropped."""
         call.on_messages = _ignore_messages
         call.on_end = lambda error: self._forget(call)
@@ -309,11 +309,11 @@ class StreamPool:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._all_ended.wait(), _CLOSE_SECONDS)
 
-    def _expire(self, call: Call) -> None:
+    def _expire(self, call: GrpcCall) -> None:
         self._forget(call)
         self.end(call)
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: GrpcCall) -> None:
         expiry = self._idle.pop(call, None)
         if expiry is not None:
             expiry.cancel()

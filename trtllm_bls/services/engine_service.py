@@ -48,7 +48,7 @@ class EngineService:
             # Always streamed inside, so that a stopped request can answer with what there is.
             request = replace(row.request, request_id=f"{call.id}/{number}", streaming=True)
             sequences = [
-                _Sequence(call, writer, index, row.request.streaming)
+                _SequenceResponses(call, writer, index, row.request.streaming)
                 for index in range(row.request.num_return_sequences)
             ]
             running.sequences += sequences
@@ -77,7 +77,9 @@ class EngineService:
             running.stop()
         call.finish()
 
-    async def _row(self, call: Call, request: EngineRequest, sequences: list[_Sequence]) -> None:
+    async def _row(
+        self, call: Call, request: EngineRequest, sequences: list[_SequenceResponses]
+    ) -> None:
         async with aclosing(self._engine.generate(request)) as stream:
             async for chunk in stream:
                 # One response after the other has been taken: in Triton 24.10 two of one stream
@@ -92,7 +94,7 @@ class _RunningCall:
     def __init__(self) -> None:
         self.stopped = False
         self.rows: list[asyncio.Task[None]] = []
-        self.sequences: list[_Sequence] = []
+        self.sequences: list[_SequenceResponses] = []
 
     def stop(self) -> None:
         """End the work; every sequence still ends with its normal last response."""
@@ -101,7 +103,7 @@ class _RunningCall:
             row.cancel()
 
 
-class _Sequence:
+class _SequenceResponses:
     """One sequence on its way out: chunk by chunk, or collected into a single response."""
 
     def __init__(self, call: Call, writer: ChunkWriter, index: int, streaming: bool) -> None:
