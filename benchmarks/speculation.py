@@ -165,7 +165,7 @@ async def overlap(tokens: int) -> None:
         stats, steps = engine.stats, len(pair.draft.requests)
         value = f"{took[False] / took[True]:.2f}x; used {stats.overlap_used}"
         value += f", wasted {stats.overlap_wasted}"
-        report(f"overlap, a={rate}", value, "told, not asked", steps > 0)
+        report(f"overlap, a={rate}", value, "reported only", steps > 0)
 
 
 async def overhead(tokens: int) -> None:

@@ -47,7 +47,7 @@ def request(number: int, ids: tuple[int, ...], tokens: int) -> EngineRequest:
     )
 
 
-async def told(engine: Engine, asked: EngineRequest) -> tuple[int, ...]:
+async def tokens_of(engine: Engine, asked: EngineRequest) -> tuple[int, ...]:
     async with aclosing(engine.generate(asked)) as stream:
         return tuple([token async for chunk in stream for token in chunk.token_ids])
 
@@ -62,17 +62,18 @@ async def measure(
             request(number, tokenizer.encode(prompt, add_special_tokens=True), given.tokens)
             for number, prompt in enumerate(prompts[kind][: given.prompts])
         ]
-        await told(target, asked[0])
+        await tokens_of(target, asked[0])
         begun = time.perf_counter()
-        plain = [await told(target, one) for one in asked]
+        plain = [await tokens_of(target, one) for one in asked]
         base = time.perf_counter() - begun
         line = f"{name:>8} {kind:>5}: plain {sum(map(len, plain)) / base:6.1f} tokens/s"
         for way, options in WAYS.items():
             shared = SpeculationShared()
-            await told(SpeculativeEngine(target, draft, options, shared), asked[0])
+            await tokens_of(SpeculativeEngine(target, draft, options, shared), asked[0])
             begun = time.perf_counter()
             drafted = [
-                await told(SpeculativeEngine(target, draft, options, shared), one) for one in asked
+                await tokens_of(SpeculativeEngine(target, draft, options, shared), one)
+                for one in asked
             ]
             took = time.perf_counter() - begun
             differs = "" if drafted == plain else ", TOKENS DIFFER"

@@ -1,4 +1,4 @@
-"""From a text request's words to everything an engine needs in token ids.
+"""From a text request to everything an engine needs in token ids.
 
 Used by the orchestrator and by preprocessing, so both make the same prompt of the same request.
 """
@@ -24,9 +24,9 @@ _WORD = 256  # characters of a prompt that are tokenised in the time that a shor
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt, tokenised, and what the engine is told of its ends and of the caller's words.
+    """One prompt, tokenised, and what the engine is sent of its ends and of the caller's words.
 
-    ``stop_sequences`` are the ids of each stop word that the engine is told, one entry per word,
+    ``stop_sequences`` are the ids of each stop word that the engine stops at, one entry per word,
     empty for a word that only the text can show; ``engine_stops`` is what it is sent: these, and
     every end id but the first, since it takes only one. Both are empty with ``min_tokens``: an
     engine would stop at them before that.
@@ -70,7 +70,7 @@ class PromptMaker:
         """Raises ``InvalidRequest`` naming the field.
 
         A prompt of more than ``max_prompt_tokens`` is refused, before it is tokenised where its
-        length alone tells.
+        length alone shows it.
         """
         bias = request.embedding_bias
         if request.stop_words:

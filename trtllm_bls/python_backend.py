@@ -2,13 +2,13 @@
 
 One event loop in a thread of its own runs one task per request. Sending is a round trip to the
 server that blocks its thread, so a few sender threads do it; at most one send per request is in
-flight, and what its task has to say meanwhile is answered together (``Call.ready``). One watcher
+flight, and what its task produces meanwhile is answered together (``Call.ready``). One watcher
 thread asks Triton which callers have gone and cancels their tasks. The rules that a response sender
 must obey (docs/architecture.md names the defects behind them) are kept here and nowhere else:
 
 - every request ends in exactly one FINAL, on every path, also where a send fails;
-- an error is the last thing sent and carries FINAL in the same send;
-- only outputs the caller asked for are sent;
+- an error is the last thing sent and has FINAL in the same send;
+- only outputs that the caller asked for are sent;
 - nobody asks ``is_cancelled`` of a sender that has been closed: both are done under one lock.
 
 ``pb_utils`` comes in as an argument, so tests can pass a fake. Knows nothing of text, tokens or
@@ -335,7 +335,7 @@ class RequestServer:
         waiting: list[tuple[asyncio.Task[None], Call]] = []
         while not self._closing.wait(WATCH_SECONDS):
             if not waiting:
-                # copy() is atomic under the GIL; a call that ends meanwhile says "not gone".
+                # copy() is atomic under the GIL; a call that ends meanwhile is not gone.
                 waiting = list(self._open.copy().items())
             asked, waiting = waiting[:WATCHED_AT_ONCE], waiting[WATCHED_AT_ONCE:]
             for task, call in asked:
@@ -371,7 +371,7 @@ def _answered(pb_utils: Any, request: Any, answer: Callable[[_Arrays], _Arrays])
 
 
 def as_triton_error(pb_utils: Any, error: Exception, call_id: str) -> Any:
-    """What a caller is told of a failure: our own errors as they are, of others only the kind."""
+    """A failure as its caller sees it: our own errors as they are, of others only the kind."""
     if not isinstance(error, TrtllmBlsError):
         log.error("%s: unexpected error", call_id, exc_info=error)
         kind = type(error).__name__

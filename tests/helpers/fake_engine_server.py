@@ -59,8 +59,8 @@ def _step(step: Any) -> Step:
     return step  # type: ignore[no-any-return]
 
 
-def run(dialogue: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(dialogue, 20))
+def run(scenario: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(scenario, 20))
 
 
 @asynccontextmanager

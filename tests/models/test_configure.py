@@ -58,8 +58,8 @@ def test_the_engines_slot_holds_the_cpp_backend_and_no_python(demo: Demo) -> Non
 def test_our_own_models_come_with_their_doors(demo: Demo, model: Any) -> None:
     """The same model.py as in the checkout, and the user's tokenizer."""
     demo.write()
-    door = Path(model.name, "1", "model.py")
-    assert (demo.out / door).read_bytes() == (CHECKOUT / door).read_bytes()
+    model_file = Path(model.name, "1", "model.py")
+    assert (demo.out / model_file).read_bytes() == (CHECKOUT / model_file).read_bytes()
     assert demo.values(model.name)["tokenizer_dir"] == str(demo.tokenizer)
     assert demo.values(model.name).keys() == PARAMETERS[model.name].keys() - {"decoupled"}
 

@@ -62,7 +62,7 @@ def test_a_submission_is_read_like_a_list(engine: EmbeddedEngine) -> None:
 
 
 def test_an_end_token_ends_without_being_said(engine: EmbeddedEngine) -> None:
-    """The last chunk carries no token, and the reason."""
+    """The last chunk has no token, and the reason."""
     text, last = read(engine, request(IDS, 9, end_id=TRUTH[3]))
     assert (text, last.token_ids) == (TRUTH[:3], ())
     assert last.finish_reason is FinishReason.END_ID

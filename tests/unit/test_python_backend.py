@@ -163,7 +163,7 @@ def test_a_question_that_fails_does_not_end_the_watch() -> None:
 
 
 def test_a_send_that_fails_is_answered_with_an_error() -> None:
-    """As when shared memory is full: the caller hears of it instead of waiting for ever."""
+    """As when shared memory is full: the caller gets an error instead of waiting for ever."""
 
     def full(response: Any) -> None:
         if response is not None and not response.has_error():

@@ -60,7 +60,7 @@ class Tls:
 
 
 class Client:
-    """Talks to one Triton server over gRPC: ``async with Client("127.0.0.1:8001") as client:``.
+    """A client of one Triton server over gRPC: ``async with Client("127.0.0.1:8001") as client:``.
 
     Belongs to the event loop that entered it: a request in another loop, before entering or after
     leaving is a ``RuntimeError``. ``url`` is ``host:port``. Leaving cancels what still runs.

@@ -104,7 +104,7 @@ Examples:
 @click.option(
     "--exclude-input-in-output/--no-exclude-input-in-output",
     default=None,
-    help="Whole answers without the prompt; the server decides when not said.",
+    help="Whole answers without the prompt; the server decides when not given.",
 )
 @options(*(click.option("--" + name.replace("_", "-"), is_flag=True) for name in _FLAGS))
 @click.option(

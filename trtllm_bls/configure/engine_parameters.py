@@ -1,4 +1,4 @@
-"""What the C++ ``tensorrt_llm`` is told of one engine, and what cannot go together."""
+"""The parameters of the C++ ``tensorrt_llm`` for one engine, and what cannot go together."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def engine_facts(
         "max_draft_len": engine.max_draft_tokens if takes_drafts else 0,
         "speculative_decoding_mode": engine.mode or None,
     }
-    told = {key: str(value) for key, value in facts.items() if value is not None}
+    named = {key: str(value) for key, value in facts.items() if value is not None}
     if ends_after_one_step(engine, version):
-        told["one_step_requests"] = "true"
-    return told
+        named["one_step_requests"] = "true"
+    return named
 
 
 def ends_after_one_step(engine: EngineDir, version: Version) -> bool:

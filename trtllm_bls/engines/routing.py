@@ -1,5 +1,4 @@
-"""One engine made of a target and of what may draft for it: each request takes the way that suits
-it.
+"""One engine made of a target and of what may draft for it; each request is routed to either.
 
 A request that speculates runs in rounds over both engines (``engines.speculative``); any other goes
 straight to the target. A target that ends every request after one step, as older engines built for
@@ -35,7 +34,7 @@ class RoutingEngine:
     """An ``Engine`` over ``target``, with drafts from ``draft`` or from the text itself.
 
     ``options`` are the deployment's; ``by_default``: requests that ask for nothing are speculated
-    too. ``on_end`` is told what speculation did for each request that used it. The engines stay the
+    too. ``on_end`` is given the figures of each request that was speculated. The engines stay the
     caller's but for ``close``.
     """
 

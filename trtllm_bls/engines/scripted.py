@@ -85,7 +85,7 @@ class ScriptedEngine:
             max_draft_tokens=self.script.max_draft_tokens,
         )
         self._closed = False
-        self._free_at = 0.0  # loop time at which the batch has room again
+        self._free_at = 0.0  # loop time at which the batch is free again
 
     async def limits(self) -> EngineLimits:
         if self.fault is not None and self.fault.limits:

@@ -30,12 +30,12 @@ _MASK64 = (1 << 64) - 1
 
 
 def reciting(answer: Sequence[int], prompt_tokens: int, then: int = 0) -> Rule:
-    """Say ``answer`` after any prompt of ``prompt_tokens`` ids, then ``then`` (the end id)."""
-    said = tuple(answer)
+    """Give ``answer`` after any prompt of ``prompt_tokens`` ids, then ``then`` (the end id)."""
+    ids = tuple(answer)
 
     def rule(context: Sequence[int]) -> int:
         place = len(context) - prompt_tokens
-        return said[place] if 0 <= place < len(said) else then
+        return ids[place] if 0 <= place < len(ids) else then
 
     return rule
 

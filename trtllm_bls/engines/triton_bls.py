@@ -79,7 +79,7 @@ class BlsEngine:
                     raise EngineStalled(f"{self.name} sent nothing for {self.stall_seconds:g} s")
                 begun = request.streaming
                 if isinstance(item, Exception):
-                    over = True  # an error is the last thing a child says
+                    over = True  # an error is the last thing a child sends
                     raise item
                 for chunk in responses.chunks(item, last=self._is_last(request, item)):
                     yield chunk
@@ -115,11 +115,11 @@ class BlsEngine:
                 count += 1
                 put(response)
             put(_END if count else EngineError(f"{self.name} ended without any response"))
-        except Exception as error:  # Triton raises its own types here; the reader must hear of it
+        except Exception as error:  # Triton raises its own types here; the reader must see it
             put(EngineError(f"{self.name}: {error}"))
 
     def _stop(self, request_id: str, reading: Future[None]) -> None:
-        """Ask the engine to end the child, again if it had not heard of it yet, until it ends."""
+        """Ask the engine to end the child, again if the child had not begun yet, until it ends."""
         inputs: dict[str, Array] = {
             "input_ids": np.zeros((1, 1), dtype=np.int32),
             "input_lengths": np.zeros((1, 1), dtype=np.int32),

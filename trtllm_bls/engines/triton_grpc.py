@@ -41,8 +41,8 @@ IDLE_SECONDS = 1.0  # rounds of speculative decoding come back within millisecon
 MAX_IDLE = 64
 MAX_REPLIES = 512  # half a megabyte inside Triton 24.10
 _CLOSE_SECONDS = 1.0  # for the server to end its side of idle calls
-_CONFIG_SECONDS = 10.0  # for the model's configuration to be told
-_PROBE_SECONDS = 5.0  # for a silent server to say that it is alive
+_CONFIG_SECONDS = 10.0  # for the server to send the model's configuration
+_PROBE_SECONDS = 5.0  # for a silent server to answer that it is alive
 _REFRESH_SECONDS = 30.0  # after which the configuration is asked for again: models are reloaded
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class GrpcEngine:
         self._known_at = 0.0
         self._asking: asyncio.Task[DeployedModel] | None = None
         self._running: set[GrpcChunks] = set()
-        self._last_heard = 0.0
+        self._last_arrival = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._probe: asyncio.Task[None] | None = None
 
@@ -110,7 +110,7 @@ class GrpcEngine:
         chunks = GrpcChunks(self, request, self._known)
         self._running.add(chunks)
         if self._watch is None and self._stall_seconds:
-            self.heard()
+            self.note_arrival()
             self._watch_in(self._stall_seconds)
         return chunks
 
@@ -124,9 +124,9 @@ class GrpcEngine:
 
     # --- used by the running requests ---------------------------------------------------------
 
-    def heard(self) -> None:
+    def note_arrival(self) -> None:
         """Something has arrived."""
-        self._last_heard = _now()
+        self._last_arrival = _now()
 
     def ended(self, chunks: GrpcChunks) -> None:
         """A request is over."""
@@ -162,17 +162,17 @@ class GrpcEngine:
         self._watch = None
         if not self._running:
             return
-        left = self._last_heard + self._stall_seconds - _now()
+        left = self._last_arrival + self._stall_seconds - _now()
         if left > 0:
             self._watch_in(left)
         else:
             self._probe = asyncio.create_task(self._probe_server())
 
     async def _probe_server(self) -> None:
-        silent_since = self._last_heard
+        silent_since = self._last_arrival
         if await self.server_answers(_PROBE_SECONDS):
-            self.heard()
-        elif self._last_heard == silent_since:
+            self.note_arrival()
+        elif self._last_arrival == silent_since:
             problem = f"{self.name} at {self.url}: its server does not answer"
             log.error("%s; %d requests fail", problem, len(self._running))
             for chunks in list(self._running):
@@ -207,7 +207,7 @@ class GrpcChunks(QueuedChunks):
         self._call.send(self._message)
 
     def _on_messages(self, messages: list[bytes]) -> None:
-        self._engine.heard()
+        self._engine.note_arrival()
         chunks: list[EngineChunk] = []
         last = False
         try:

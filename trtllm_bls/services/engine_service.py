@@ -1,4 +1,4 @@
-"""Behind the ``tensorrt_llm`` model: any ``Engine`` served with TensorRT-LLM's own tensors.
+"""The ``tensorrt_llm`` model: any ``Engine`` served with TensorRT-LLM's own tensors.
 
 Owns what belongs to the wire rather than to running tokens: batch rows, the prompt in front of
 non-streaming output, stop requests by request id, and which response is the last.
@@ -33,7 +33,7 @@ class EngineService:
             self._stop(call)
             return
         for output in ("output_ids", "sequence_length"):
-            if output not in call.wanted:  # upstream refuses too: padding could not be told
+            if output not in call.wanted:  # upstream refuses too: padding could not be recognised
                 raise InvalidRequest(output, "must be among the requested outputs")
         limits = await self._engine.limits()
         rows = engine_requests(call.arrays, call.id, limits.vocab_size)
@@ -104,7 +104,7 @@ class _RunningCall:
 
 
 class _SequenceResponses:
-    """One sequence on its way out: chunk by chunk, or collected into a single response."""
+    """The responses of one sequence: chunk by chunk, or collected into a single response."""
 
     def __init__(self, call: Call, writer: ChunkWriter, index: int, streaming: bool) -> None:
         self._call = call

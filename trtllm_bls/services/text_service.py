@@ -1,4 +1,4 @@
-"""Behind the ``tensorrt_llm_bls`` model: the orchestrator, served with the text tensors."""
+"""The ``tensorrt_llm_bls`` model: the orchestrator, served with the text tensors."""
 
 from __future__ import annotations
 

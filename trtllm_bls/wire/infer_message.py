@@ -26,7 +26,7 @@ def infer_message(
 ) -> Any:
     """A ``ModelInferRequest``. ``inputs``: name, Triton's data type, values; no outputs = all.
 
-    A BF16 input is given as float32. The last response carries Triton's final flag, also if it is
+    A BF16 input is given as float32. The last response has Triton's final flag, also if it is
     empty. (Triton's Python clients refuse that parameter by name, so messages are made here.)
     """
     message = service_pb2.ModelInferRequest(model_name=model, id=request_id)

@@ -132,7 +132,7 @@ class Sequence:
             self.finish = self.finish or FinishReason.LENGTH
 
     def chunk(self) -> EngineChunk | None:
-        """What is new and may leave now; a non-streaming sequence speaks once, at its end."""
+        """What is new and may leave now; of a non-streaming sequence all of it, at its end."""
         new = tuple(self.tokens[self._reported :])
         if not self.finish and not (new and self.request.streaming):
             return None
