@@ -23,7 +23,7 @@ from padded import pad
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
-from trtllm_bls.engines.speculative import SpeculativeEngine
+from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.messages import EngineRequest, Sampling
 from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationShared
 from trtllm_bls.tokenizer import load_tokenizer
@@ -69,12 +69,10 @@ async def measure(
         line = f"{name:>8} {kind:>5}: plain {sum(map(len, plain)) / base:6.1f} tokens/s"
         for way, options in WAYS.items():
             shared = SpeculationShared()
-            await tokens_of(SpeculativeEngine(target, draft, options, shared), asked[0])
+            engine = RoutingEngine(target, draft, options, by_default=True, shared=shared)
+            await tokens_of(engine, asked[0])
             begun = time.perf_counter()
-            drafted = [
-                await tokens_of(SpeculativeEngine(target, draft, options, shared), one)
-                for one in asked
-            ]
+            drafted = [await tokens_of(engine, one) for one in asked]
             took = time.perf_counter() - begun
             differs = "" if drafted == plain else ", TOKENS DIFFER"
             rate = shared.totals.acceptance_rate or 0.0
