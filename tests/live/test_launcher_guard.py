@@ -40,7 +40,7 @@ def guarded(tmp_path: Path, script: str, grace: float = 30) -> subprocess.Popen[
 
 
 def end_of(process: subprocess.Popen[str], said: str | None = None) -> tuple[int, str]:
-    """Exit code and remaining output after saying ``said`` and closing the lifeline."""
+    """Exit code and remaining output after writing ``said`` and closing the control pipe."""
     output, _ = process.communicate(said, timeout=20)
     return process.returncode, output
 
@@ -50,7 +50,7 @@ HANGS = "trap '' TERM; echo up; while :; do sleep 0.01; done"
 
 
 def test_a_dead_launcher_stops_the_server(tmp_path: Path) -> None:
-    """The lifeline's end, however it came about, is an orderly stop; no file remains."""
+    """The control pipe's end, however it came about, is an orderly stop; no file remains."""
     assert end_of(guarded(tmp_path, DRAINS)) == (0, "drained\n")
     assert list(tmp_path.iterdir()) == []
 

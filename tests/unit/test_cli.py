@@ -169,7 +169,7 @@ def test_a_failure_shows_the_servers_last_words_once() -> None:
     speaks, shown, _ = terminal()
     speaks.log(parse("printed by a model"))
     failed = ServerFailed("it ended", ("two\nlines", "printed by a model", "[red]end"))
-    with pytest.raises(ServerFailed) as caught, speaks.last_words():
+    with pytest.raises(ServerFailed) as caught, speaks.lines_of_failure():
         raise failed
     show_error(Console(file=shown), caught.value)
     assert shown.getvalue() == (

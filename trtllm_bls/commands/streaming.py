@@ -135,7 +135,7 @@ Examples:
 @click.option("-q", "--quiet", is_flag=True, help="No summary.")
 @connection_options()
 def main(**given: Any) -> None:
-    """Parse, ask, show."""
+    """Parse, send, show."""
     run(_ask(given, _fields(given)))
 
 

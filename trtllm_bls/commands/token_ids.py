@@ -128,7 +128,7 @@ Examples:
 @click.option("-C", "--grpc-compression-algorithm", type=click.Choice(["gzip", "deflate"]))
 @connection_options("-p")
 def main(**given: Any) -> None:
-    """Parse, ask, show."""
+    """Parse, send, show."""
     if given["check_output"] and not given["output_tokens_csv"]:
         raise click.UsageError("--check-output needs --output-tokens-csv.")
     if given["requested_outputs"] and "output_ids" not in given["requested_outputs"]:

@@ -1,7 +1,7 @@
 """Whether what is asked for may be: the table's bounds, and what an engine says it can take.
 
 Values that came over the wire and requests made in plain Python meet the same rules here, and
-the same words.
+the same error texts.
 """
 
 from __future__ import annotations

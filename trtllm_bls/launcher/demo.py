@@ -38,7 +38,7 @@ def demo(settings: ServeSettings, *, max_tokens: int, verbose: bool = False) -> 
     progress = Terminal(Console(stderr=True), verbose=verbose)
     server = TritonServer(settings, progress)
     try:
-        with progress.progress(), progress.last_words():
+        with progress.progress(), progress.lines_of_failure():
             server.start()
         progress.problems_only = True  # no line of the log between a prompt and its answer
         answers = asyncio.run(ask(server.grpc_url, asked, max_tokens, Console()))

@@ -1,8 +1,8 @@
-"""The server's parent: nothing outlives it, whoever dies first. Run as a script, never imported.
+"""The server's parent: nothing of the server outlives it. Run as a script, never imported.
 
     python -I -S guard.py '{"command": [...], "workdir": ..., "shared_memory": ..., "grace": 35}'
 
-Standard input is a lifeline from the launcher: ``s`` asks the server to stop (it drains what
+Standard input is the control pipe from the launcher: ``s`` asks the server to stop (it drains what
 runs), ``k`` kills it, end of file means that the launcher is gone and counts as ``s``. After the
 server, whatever it started is killed, its shared memory and the working directory are removed,
 and the exit code is the server's (128 + n for signal n).
@@ -35,14 +35,14 @@ def main(command: list[str], workdir: str, shared_memory: str, grace: float) -> 
     """Run the command to its end; ``grace`` seconds after being asked to stop it is killed."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphaned stubs become our children
     wake = _wake_on_signals()
-    lifeline, devnull = os.dup(0), os.open(os.devnull, os.O_RDWR)
+    control, devnull = os.dup(0), os.open(os.devnull, os.O_RDWR)
     server = subprocess.Popen(
         command, stdin=devnull, start_new_session=True, preexec_fn=_die_with_parent
     )
     # Only the server and its stubs may hold the log pipe: its end is how the launcher knows.
     for descriptor in (0, 1, 2):
         os.dup2(devnull, descriptor)
-    code = _watch(server, lifeline, wake, grace)
+    code = _watch(server, control, wake, grace)
     _kill_children()
     remove_traces(Path(workdir), shared_memory)
     return code if code >= 0 else 128 - code
@@ -62,34 +62,34 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _watch(server: subprocess.Popen[bytes], lifeline: int, wake: int, grace: float) -> int:
-    """Wait for the server's end, passing on what the lifeline and signals ask for."""
+def _watch(server: subprocess.Popen[bytes], control: int, wake: int, grace: float) -> int:
+    """Wait for the server's end, passing on what the control pipe and signals ask for."""
     poll = select.poll()
-    poll.register(lifeline, select.POLLIN)
+    poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
     deadline: float | None = None
     while server.poll() is None:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = dict(poll.poll(None if left is None else left * 1000))
-        wishes = b""
-        if lifeline in ready:
-            received = os.read(lifeline, 64)
+        commands = b""
+        if control in ready:
+            received = os.read(control, 64)
             if not received:
-                poll.unregister(lifeline)
-            wishes += received or STOP
+                poll.unregister(control)
+            commands += received or STOP
         if wake in ready and set(os.read(wake, 64)) - {signal.SIGCHLD}:
-            wishes += STOP
-        if KILL in wishes or not ready:
+            commands += STOP
+        if KILL in commands or not ready:
             server.kill()
             deadline = None
-        elif STOP in wishes and deadline is None:
+        elif STOP in commands and deadline is None:
             server.terminate()
             deadline = time.monotonic() + grace
     return server.returncode
 
 
 def _kill_children() -> None:
-    """Kill and bury every process that the server left; orphans have become ours."""
+    """Kill and reap every process that the server left; orphans have become ours."""
     while True:
         for child in _children(os.getpid()):
             with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The server's process as the launcher sees it: a guard, its lifeline, and lines of log.
+"""The server's process as the launcher sees it: a guard, its control pipe, and lines of log.
 
 Owns the guard's start and end. Knows nothing of models or readiness.
 """
@@ -86,7 +86,7 @@ class GuardedProcess:
         """The command's own process; ``None`` before it started and after it ended."""
         with suppress(psutil.Error):
             children = psutil.Process(self._guard.pid).children()
-            if children:  # the eldest; orphans of the server would be adopted later
+            if children:  # the first; orphans of the server would be adopted later
                 return int(min(children, key=psutil.Process.create_time).pid)
         return None
 
@@ -108,7 +108,7 @@ class GuardedProcess:
         return code if code >= 0 else 128 - code
 
     def close(self) -> None:
-        """Give up the lifeline and the log; the process is over or as good as."""
+        """Close the control pipe and the log; the process has ended or is about to."""
         if self._guard.stdin:
             self._guard.stdin.close()
         self._guard.wait()

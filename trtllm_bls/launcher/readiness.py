@@ -1,4 +1,4 @@
-"""Is every model ready, by the log first and by the server's own word in the end?
+"""Is every model ready, by the log first, then by the server's answer?
 
 The server listens only after all models have loaded, so progress comes from the log; that it
 serves is believed when it says so over HTTP and its other two ports accept connections.

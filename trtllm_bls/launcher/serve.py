@@ -41,7 +41,7 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         stack.callback(server.stop)
         last_signal = stack.enter_context(_stopping_on_signals(server))
         try:
-            with terminal.last_words():
+            with terminal.lines_of_failure():
                 with terminal.progress():
                     server.start()
                 Console().print(Text(announcement(server)), soft_wrap=True)
@@ -55,7 +55,7 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
 
 @contextmanager
 def _stopping_on_signals(server: TritonServer) -> Iterator[Callable[[], int]]:
-    """Signals become stop requests; yields a function that tells the last signal's number."""
+    """Signals become stop requests; yields a function that returns the last signal's number."""
     received = [0]
 
     def on_signal(number: int, frame: FrameType | None) -> None:

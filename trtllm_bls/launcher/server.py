@@ -1,10 +1,10 @@
-"""A running tritonserver, from nothing to ready to gone.
+"""One tritonserver: started, ready, drained, ended.
 
     with TritonServer(ServeSettings(http_port=0, grpc_port=0, metrics_port=0)) as server:
         ...  # server.grpc_url
 
 Owns the order of things: look at the machine, prepare, start, wait until every model is ready,
-stop, clean up. How each is done is in the neighbours.
+stop, clean up. The other files of this package do each step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ POLL_S = 0.1
 
 
 class ServerFailed(SetupError):
-    """The server did not get ready, or ended by itself. ``log_lines`` are its last words."""
+    """The server did not get ready, or ended by itself. ``log_lines`` are its last ones."""
 
     def __init__(self, problem: str, log_lines: tuple[str, ...] = ()) -> None:
         super().__init__(problem)
@@ -46,7 +46,7 @@ class ServerFailed(SetupError):
 
 
 class PortTaken(ServerFailed):
-    """Somebody was faster to bind one of the ports."""
+    """Another process bound one of the ports first."""
 
 
 class Stopped(SetupError):
@@ -73,7 +73,7 @@ class TritonServer:
     def __init__(self, settings: ServeSettings, listener: Listener | None = None) -> None:
         self.settings = settings
         self._listener = listener or Listener()
-        self._news = threading.Event()  # set by every log line
+        self._logged = threading.Event()  # set by every log line
         self._run: _RunningServer | None = None
         self._stop_requests = 0
 
@@ -128,7 +128,7 @@ class TritonServer:
     def start(self) -> None:
         """Start and return when every model is ready.
 
-        Raises ``SetupError``: ``ServerFailed`` with the server's last words if it started but
+        Raises ``SetupError``: ``ServerFailed`` with the last log lines if it started but
         did not get ready, ``Stopped`` if it was asked to stop meanwhile.
         """
         server = self._checked_installation()
@@ -235,7 +235,7 @@ class TritonServer:
     def _hear(self, book: LogBook) -> Callable[[str], None]:
         def on_line(raw: str) -> None:
             self._listener.log(book.add(raw))
-            self._news.set()
+            self._logged.set()
 
         return on_line
 
@@ -244,8 +244,8 @@ class TritonServer:
         readiness = Readiness(run.ports, run.models)
         self._listener.starting(run.models)
         while not readiness.complete:
-            self._news.wait(POLL_S)
-            self._news.clear()
+            self._logged.wait(POLL_S)
+            self._logged.clear()
             if self._stop_requests:
                 raise Stopped("stopped before the models were ready")
             self._raise_failure(run)

@@ -1,6 +1,6 @@
 """What ``serve`` and ``demo`` show: progress, readable logs, addresses, errors.
 
-Owns words and colours. Progress and logs go to standard error, the addresses to standard output.
+Owns texts and colours. Progress and logs go to standard error, the addresses to standard output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TEXT_MODEL = "tensorrt_llm_bls"
 
 
 class Terminal(Listener):
-    """Shows one server's life; ``log_file`` gets every line of its log as it is.
+    """Shows one server's start, log and end; ``log_file`` gets every line of its log as it is.
 
     With ``problems_only`` set, lines of the log below a warning are not shown.
     """
@@ -50,7 +50,7 @@ class Terminal(Listener):
         self._status = None
 
     @contextmanager
-    def last_words(self) -> Iterator[None]:
+    def lines_of_failure(self) -> Iterator[None]:
         """If the server fails, show those of its last lines that were not shown as they came."""
         try:
             yield

@@ -1,4 +1,4 @@
-"""The embedded engine: one thread that runs steps, and the streams of those who asked.
+"""The embedded engine: one thread that runs steps, and the streams of its callers.
 
 ``submit`` serves plain Python, ``generate`` the asyncio seam; both read the same submissions.
 Owns the thread, the queue limit and delivery (one wake-up per step and event loop, however many
