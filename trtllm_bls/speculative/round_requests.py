@@ -20,6 +20,7 @@ from trtllm_bls.messages import (
     EngineRequest,
     Sampling,
     Wants,
+    engine_request_id,
 )
 from trtllm_bls.speculative.progress import Progress
 
@@ -166,7 +167,7 @@ class RoundRequests:
 
     def _request_id(self, who: str) -> str:
         self._made += 1
-        return f"{self._request.request_id}-{who}-{self._made}"
+        return engine_request_id(f"{self._request.request_id}-{who}-{self._made}")
 
 
 def _with_minimum(sampling: Sampling, generated: int) -> Sampling:

@@ -46,6 +46,7 @@ from trtllm_bls.messages import (
     FinishReason,
     Sampling,
     SpeculationCounts,
+    engine_request_id,
 )
 from trtllm_bls.speculative.answer_figures import AnswerFigures
 from trtllm_bls.speculative.cost_model import Stopwatch
@@ -420,7 +421,7 @@ class SpeculativeRounds:
         One token looks like an end id otherwise. Asked once per target.
         """
         return EngineRequest(
-            request_id=f"{self._request.request_id}-steps",
+            request_id=engine_request_id(f"{self._request.request_id}-steps"),
             input_ids=(self._progress.ids[-1],),
             max_tokens=2,
             streaming=False,
