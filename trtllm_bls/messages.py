@@ -219,6 +219,7 @@ class TextRequest:
 
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
+    ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
     """
 
     request_id: str
@@ -241,6 +242,7 @@ class TextRequest:
     timeout_s: float | None = None
     stream_interval: int = 1
     wants: Wants = Wants()
+    prompt_table_extra_id: int | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
 

@@ -156,7 +156,7 @@ class Orchestrator:
             embedding_bias=prompt.embedding_bias,
             speculation=request.speculation,
             wants=request.wants,
-            extras=request.extras,
+            extras=prompt.extras,
         )
 
 

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers.scripted_text import (
@@ -17,6 +18,7 @@ from tests.helpers.scripted_text import (
     saying,
     text_of,
     tokenizer,
+    tokenizer_with_a_prompt_table,
 )
 from tests.helpers.virtual_time import run_skipping_waits
 from trtllm_bls.engines.routing import RoutingEngine
@@ -117,6 +119,21 @@ def test_a_seed_is_drawn_where_sampling_is_asked_for_without_one(
     assert seeds == {found.seed for found in endings if found is not None}
     assert (len(seeds) == 2) is fresh
     assert (seeds == {None}) is not fresh
+
+
+def test_a_prompt_tables_id_is_at_the_tokens_of_the_table() -> None:
+    """They alone do not say of which table they are, which KV cache reuse has to know."""
+    engine = saying("hi", PROMPT + "<|user|>")
+    table = {"prompt_embedding_table": np.zeros((1, 4), np.float16)}
+    request = asking(PROMPT + "<|user|>", prompt_table_extra_id=2**64 - 1, extras=table)
+    ask(engine, request, words=tokenizer_with_a_prompt_table())
+    (asked,) = engine.requests
+    assert asked.extras["prompt_embedding_table"] is table["prompt_embedding_table"]
+    ids = asked.extras["prompt_table_extra_ids"]
+    assert ids.dtype == np.uint64 and len(ids) == len(asked.input_ids)
+    assert ids.tolist() == [0] * (len(ids) - 1) + [2**64 - 1]
+    ask(engine, asking(extras=table))
+    assert asked.extras.keys() - engine.requests[1].extras.keys() == {"prompt_table_extra_ids"}
 
 
 def test_a_temperature_alone_is_passed_on_as_it_is() -> None:

@@ -15,7 +15,7 @@ _NOT_NEGATIVE = Bounds(low=0)
 _POSITIVE = Bounds(low=0, above=True)
 _FINITE = Bounds()
 _SHARE = Bounds(low=0, high=1, above=True)
-_SEED = Bounds(low=0, high=2**64 - 1)
+_UNSIGNED = Bounds(low=0, high=2**64 - 1)
 
 # field, name in text models, name in tensorrt_llm, dtype, bounds. top_p <= 0 means "not set" on
 # the wire, so its lower bound is open downwards.
@@ -30,8 +30,8 @@ _SAMPLING = (
     ("min_tokens", "min_length", "min_length", "INT32", _NOT_NEGATIVE),
     ("presence_penalty", "presence_penalty", "presence_penalty", "FP32", _FINITE),
     ("frequency_penalty", "frequency_penalty", "frequency_penalty", "FP32", _FINITE),
-    ("seed", "seed", "seed", "UINT64", _SEED),
-    ("seed", "random_seed", "random_seed", "UINT64", _SEED),
+    ("seed", "seed", "seed", "UINT64", _UNSIGNED),
+    ("seed", "random_seed", "random_seed", "UINT64", _UNSIGNED),
 )
 # Only tensorrt_llm has these upstream; the text models take them under the same names (ours).
 _FINE_SAMPLING = (
@@ -254,6 +254,7 @@ BLS = Model(
         Tensor("timeout_ms", "INT32", bounds=_COUNT),  # ours
         Tensor("stream_interval", "INT32", bounds=_COUNT),  # ours
         *_TEXT_PROMPT_TABLE,
+        Tensor("prompt_table_extra_id", "UINT64", bounds=_UNSIGNED),
         *_LORA,
         Tensor("guided_decoding_guide_type", "STRING"),
         Tensor("guided_decoding_guide", "STRING"),
