@@ -200,7 +200,8 @@ class EngineLimits:
     """What an engine can take; ``None`` where it does not tell.
 
     ``max_sequence_tokens`` counts prompt and completion together. ``one_step``: the engine ends
-    every request after one step, as older engines built for external drafts do.
+    every request after one step, as older engines built for external drafts do;
+    ``may_be_one_step``: it is of a kind that may do so, without saying.
     """
 
     vocab_size: int | None = None
@@ -208,6 +209,7 @@ class EngineLimits:
     max_prompt_tokens: int | None = None
     max_draft_tokens: int | None = None
     one_step: bool | None = None
+    may_be_one_step: bool = False
 
 
 # --- to the orchestrator --------------------------------------------------------------------

@@ -77,6 +77,19 @@ def round_seed(seed: int, generated: int, who: str = "target") -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def one_step_probe(name: str, token: int) -> EngineRequest:
+    """Two tokens after ``token``, without an end: an engine that gives one ends every request after
+    one step.
+    """
+    return EngineRequest(
+        request_id=engine_request_id(f"{name}-steps"),
+        input_ids=(token,),
+        max_tokens=2,
+        streaming=False,
+        sampling=Sampling(top_k=1),
+    )
+
+
 class RoundRequests:
     """Makes the engine requests of one caller's request."""
 
