@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trtllm_bls.checkpoint_dir import check_tokenizer
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
 from trtllm_bls.errors import InvalidRequest, TokenizerError
 
@@ -323,6 +324,8 @@ def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> To
     path = Path(directory)
     if not path.is_dir():
         raise TokenizerError(f"{path}: no such directory; give the model's tokenizer directory")
+    if not trust_remote_code:  # whose code may read files of any name
+        check_tokenizer(path)
     generation_eos, config_vocab_size = _generation_eos(path), _config_vocab_size(path)
     try:
         with _torch_unseen():
