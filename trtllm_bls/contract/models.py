@@ -7,6 +7,8 @@ not know them (docs/contract.md says when each one appears).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trtllm_bls.contract.tensors import Bounds, Model, Tensor
 
 _COUNT = Bounds(low=1)
@@ -171,7 +173,9 @@ PREPROCESSING = Model(
     "preprocessing",
     inputs=(
         Tensor("QUERY", "STRING", field="text_input"),
-        Tensor("REQUEST_OUTPUT_LEN", "INT32", field="max_tokens", required=True),
+        # Needed all the same: an ensemble ends without a word where a step lacks an input that is
+        # required, so the model itself refuses a request without it.
+        Tensor("REQUEST_OUTPUT_LEN", "INT32", field="max_tokens"),
         *(Tensor(name, dtype, (-1,), field=field) for field, name, dtype in _WORD_LISTS),
         Tensor("END_ID", "INT32", field="end_id", bounds=Bounds(low=-1)),
         Tensor("PAD_ID", "INT32", field="pad_id"),
@@ -225,7 +229,7 @@ ENSEMBLE = Model(
     decoupled=True,
     backend="ensemble",
     inputs=(
-        *_TEXT_INPUTS,
+        *(replace(tensor, required=False) for tensor in _TEXT_INPUTS),  # see preprocessing
         *_flags(*_RETURN_FLAGS, scalar=False),
         Tensor("num_return_sequences", "INT32", bounds=_SEQUENCES),
         *_TEXT_PROMPT_TABLE,
