@@ -236,7 +236,9 @@ def test_a_parameter_that_our_model_does_not_have_is_refused(
 ) -> None:
     """In one line that says what would do, before anything starts."""
     with pytest.raises(SettingsError) as caught:
-        workdir.prepare_models(tmp_path, REPOSITORY, ServeSettings(overrides=(override,)), with_draft=False)
+        workdir.prepare_models(
+            tmp_path, REPOSITORY, ServeSettings(overrides=(override,)), with_draft=False
+        )
     assert str(caught.value).startswith(f"--set {override}: ")
     assert mend in str(caught.value)
     assert "\n" not in str(caught.value)
