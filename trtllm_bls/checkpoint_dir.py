@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trtllm_bls.errors import CheckpointError
+from trtllm_bls.errors import CheckpointError, TokenizerError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -50,16 +50,17 @@ def check_checkpoint(directory: Path) -> None:
 def check_tokenizer(directory: Path) -> None:
     """A tokenizer that can be loaded by the packages that are installed.
 
-    Raises ``CheckpointError`` where there is nothing but ``tokenizer.model`` and no sentencepiece.
+    Raises ``TokenizerError`` where there is none, or nothing but ``tokenizer.model`` and no
+    sentencepiece.
     """
     if any((directory / name).is_file() for name in _TOKENIZERS):
         return
     if not (directory / "tokenizer.model").is_file():
-        raise CheckpointError(
+        raise TokenizerError(
             f"{directory} has no tokenizer: copy the model's tokenizer.json into it"
         )
     if importlib.util.find_spec("sentencepiece") is None:
-        raise CheckpointError(
+        raise TokenizerError(
             f"{directory} has tokenizer.model alone: copy the model's tokenizer.json into it, "
             "or run `pip install sentencepiece`"
         )

@@ -8,6 +8,7 @@ LoRA weights) are typed ``Array`` and never opened here; the wire gives and take
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -108,14 +109,22 @@ class SpeculationRequest:
     use_draft_logits: bool = False
 
 
+def engine_request_id(name: str) -> str:
+    """A fresh id for one engine request: a random number, a slash, and ``name`` for the logs.
+
+    TensorRT-LLM 0.9 takes the number at an id's beginning for the whole id.
+    """
+    return f"{secrets.randbits(63)}/{name}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     """One prompt as token ids, for any engine.
 
-    ``request_id`` is unique among running requests. ``embedding_bias`` is sparse:
-    ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by itself
-    (``engines.routing``); ``draft`` for one that verifies. ``extras`` holds further engine tensors
-    by wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
+    ``request_id`` is unique among running requests (``engine_request_id``). ``embedding_bias`` is
+    sparse: ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by
+    itself (``engines.routing``); ``draft`` for one that verifies. ``extras`` holds further engine
+    tensors by wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
     """
 
     request_id: str
@@ -191,7 +200,8 @@ class EngineLimits:
     """What an engine can take; ``None`` where it does not tell.
 
     ``max_sequence_tokens`` counts prompt and completion together. ``one_step``: the engine ends
-    every request after one step, as older engines built for external drafts do.
+    every request after one step, as older engines built for external drafts do;
+    ``may_be_one_step``: it is of a kind that may do so, without saying.
     """
 
     vocab_size: int | None = None
@@ -199,6 +209,7 @@ class EngineLimits:
     max_prompt_tokens: int | None = None
     max_draft_tokens: int | None = None
     one_step: bool | None = None
+    may_be_one_step: bool = False
 
 
 # --- to the orchestrator --------------------------------------------------------------------
@@ -210,6 +221,7 @@ class TextRequest:
 
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
+    ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
     """
 
     request_id: str
@@ -232,6 +244,7 @@ class TextRequest:
     timeout_s: float | None = None
     stream_interval: int = 1
     wants: Wants = Wants()
+    prompt_table_extra_id: int | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
 

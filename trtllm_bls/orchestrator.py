@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-import uuid
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,8 +20,10 @@ from trtllm_bls.messages import (
     EngineLimits,
     EngineRequest,
     FinishReason,
+    SpeculationRequest,
     TextChunk,
     TextRequest,
+    engine_request_id,
 )
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
@@ -142,7 +143,7 @@ class Orchestrator:
         # In one piece only where no text and no clock can end it half-way.
         watched = request.stop_words or request.sampling.min_tokens or deadline is not None
         return EngineRequest(
-            request_id=f"{request.request_id}/{uuid.uuid4().hex[:12]}",
+            request_id=engine_request_id(request.request_id),
             input_ids=prompt.ids,
             max_tokens=request.max_tokens,
             streaming=bool(request.stream or watched),
@@ -155,7 +156,7 @@ class Orchestrator:
             embedding_bias=prompt.embedding_bias,
             speculation=request.speculation,
             wants=request.wants,
-            extras=request.extras,
+            extras=prompt.extras,
         )
 
 
@@ -177,11 +178,15 @@ async def _drive(stream: ChunkStream, answer: Answer, sink: TextSink) -> None:
 def _with_seed(request: TextRequest) -> TextRequest:
     """The request with a seed of its own where it samples and has none.
 
-    An engine's default seed gives the same text every time.
+    An engine's default seed gives the same text every time. A request that brings its seed is to
+    get the same text again, so it is decoded without drafts: how many tokens a round drafts depends
+    on what else runs, and with it the random numbers that are drawn.
     """
     sampling = request.sampling
-    if sampling.is_greedy or sampling.seed is not None:
+    if sampling.is_greedy:
         return request
+    if sampling.seed is not None:
+        return replace(request, speculation=SpeculationRequest(num_draft_tokens=0))
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
 
 

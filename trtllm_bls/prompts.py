@@ -6,11 +6,14 @@ Used by the orchestrator and by preprocessing, so both make the same prompt of t
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import TextRequest, TokenIds
+from trtllm_bls.messages import Array, TextRequest, TokenIds
 from trtllm_bls.stopping import check_words, checked_stops
 from trtllm_bls.tokenizer import Tokenizer
 
@@ -29,7 +32,8 @@ class Prompt:
     ``stop_sequences`` are the ids of each stop word that the engine stops at, one entry per word,
     empty for a word that only the text can show; ``engine_stops`` is what it is sent: these, and
     every end id but the first, since it takes only one. Both are empty with ``min_tokens``: an
-    engine would stop at them before that.
+    engine would stop at them before that. ``extras`` are the request's, with what they need to know
+    of each token.
     """
 
     ids: TokenIds
@@ -39,6 +43,7 @@ class Prompt:
     engine_stops: tuple[TokenIds, ...]
     bad_sequences: tuple[TokenIds, ...]
     embedding_bias: tuple[tuple[int, float], ...]
+    extras: Mapping[str, Array]
 
     @property
     def end_id(self) -> int:
@@ -88,8 +93,9 @@ class PromptMaker:
             stops = tuple(map(self._tokenizer.stop_ids, request.stop_words))
             engine_stops = (*filter(None, stops), *((token,) for token in end_ids[1:]))
         bad_words = dict.fromkeys(request.bad_words)
+        ids = self._ids(request, max_prompt_tokens)
         return Prompt(
-            ids=self._ids(request, max_prompt_tokens),
+            ids=ids,
             end_ids=end_ids,
             pad_id=self._tokenizer.pad_id if request.pad_id is None else request.pad_id,
             stop_sequences=stops,
@@ -100,6 +106,7 @@ class PromptMaker:
             embedding_bias=tuple(
                 (token, weight) for word, weight in bias for token in self._tokenizer.word_ids(word)
             ),
+            extras=self._extras(request, ids),
         )
 
     def end_ids(self, request: TextRequest) -> TokenIds:
@@ -107,6 +114,19 @@ class PromptMaker:
         if request.end_id is None:
             return self._tokenizer.end_ids
         return () if request.end_id < 0 else (request.end_id,)
+
+    def _extras(self, request: TextRequest, ids: TokenIds) -> Mapping[str, Array]:
+        """With the prompt table's id at each token that stands for one of its rows.
+
+        TensorRT-LLM asks for it where KV blocks are reused, since such a token alone does not say
+        of which table it is.
+        """
+        table = request.prompt_table_extra_id
+        if table is None:
+            return request.extras
+        first = self._tokenizer.first_table_id
+        rows = np.array([table if token >= first else 0 for token in ids], dtype=np.uint64)
+        return {**request.extras, "prompt_table_extra_ids": rows}
 
     def _ids(self, request: TextRequest, most: int | None) -> TokenIds:
         if (request.text is None) == (request.messages is None):

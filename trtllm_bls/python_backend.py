@@ -11,8 +11,7 @@ must obey (docs/architecture.md names the defects behind them) are kept here and
 - only outputs that the caller asked for are sent;
 - nobody asks ``is_cancelled`` of a sender that has been closed: both are done under one lock.
 
-``pb_utils`` comes in as an argument, so tests can pass a fake. Knows nothing of text, tokens or
-engines.
+``pb_utils`` comes in as an argument. Knows nothing of text, tokens or engines.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SENDERS = 4  # threads; each waits for the server most of its time
 # 50 ms while there are at most 60 calls, and every 250 ms while there are 300.
 WATCH_SECONDS, WATCHED_AT_ONCE = 0.05, 60
 _FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-_RETRY_SECONDS = 0.2  # between attempts to end a call whose every send fails
+_FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 5.0  # where every send fails; doubled
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +68,10 @@ class Call:
         self._queue: collections.deque[tuple[Callable[[], Any] | None, bool]] = collections.deque()
         self._sending = False
         self._ended = False  # the last response is queued
+        self._retry_seconds = _FIRST_RETRY_SECONDS
+        self._failure_told = False
         self._waiters: list[asyncio.Future[None]] = []
-        self.on_broken: Callable[[], object] = _nothing  # called when a response cannot be sent
+        self.on_broken: Callable[[], object] = lambda: None  # called when a response cannot be sent
         self.sequences = 1  # that have not ended
         self.left = False  # nobody takes its answer any more
         self.client_id: str = request.request_id()
@@ -95,11 +96,8 @@ class Call:
         self._put(lambda: self._error(error), final=True)
 
     def finish(self) -> None:
-        """End the call without another response; ignored once it has ended.
-
-        A model that is not decoupled owes one response, which is then an empty one.
-        """
-        self._put(None if self._decoupled else lambda: self._response({}), final=True)
+        """End the call without another response if that is allowed; ignored once it has ended."""
+        self._put(self._bare_end(), final=True)
 
     async def ready(self) -> None:
         """Return once everything has been sent; without suspending if nothing is being sent."""
@@ -133,6 +131,10 @@ class Call:
     def _error(self, error: Exception) -> Any:
         return self._pb.InferenceResponse([], error=as_triton_error(self._pb, error, self.id))
 
+    def _bare_end(self) -> Callable[[], Any] | None:
+        """The least that ends a call: a model that is not decoupled owes one response."""
+        return None if self._decoupled else lambda: self._response({})
+
     def _put(self, response: Callable[[], Any] | None, final: bool) -> None:
         if self._ended:
             return
@@ -158,7 +160,8 @@ class Call:
             if not self._send(response, final):
                 with self._queue_lock:
                     self._queue.appendleft((self._unsendable, True))
-                self._senders.later(_RETRY_SECONDS, self)
+                self._senders.later(self._retry_seconds, self)
+                self._retry_seconds = min(2 * self._retry_seconds, _LONGEST_RETRY_SECONDS)
                 return []
 
     def _send(self, response: Callable[[], Any] | None, final: bool) -> bool:
@@ -168,7 +171,7 @@ class Call:
                 return True
             if self._try(response, final):
                 return True
-            _ = self._try(self._unsendable, True) or self._try(None, True)
+            _ = self._try(self._unsendable, True) or self._try(self._bare_end(), True)
         self.on_broken()
         return self._closed
 
@@ -177,7 +180,9 @@ class Call:
             responses = [] if response is None else [response()]
             self._sender.send(*responses, flags=_FINAL if final else 0)
         except Exception as error:  # Triton raises types of its own
-            log.error("%s: a response could not be sent: %s", self.id, error)
+            if not self._failure_told:  # there may be many more of it
+                log.error("%s: a response could not be sent: %s", self.id, error)
+            self._failure_told = True
             return False
         self._closed = final
         return True
@@ -377,7 +382,3 @@ def as_triton_error(pb_utils: Any, error: Exception, call_id: str) -> Any:
         kind = type(error).__name__
         error = TrtllmBlsError(f"unexpected {kind}; the server's log tells more under {call_id}")
     return pb_utils.TritonError(to_wire(error), getattr(pb_utils.TritonError, error.status))
-
-
-def _nothing() -> None:
-    pass

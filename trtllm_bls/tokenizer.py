@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trtllm_bls.checkpoint_dir import check_tokenizer
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
 from trtllm_bls.errors import InvalidRequest, TokenizerError
 
@@ -33,9 +34,10 @@ class Tokenizer:
     """A loaded tokenizer; made by ``load_tokenizer``. Safe to share between threads.
 
     ``vocab_size`` counts every token of the table, added ones included; ``model_vocab_size`` is
-    how many logits the model has, which may be more (padded embeddings). ``eos_id`` and
-    ``pad_id`` are ``None`` where the directory names none (``pad_id`` falls back to ``eos_id``);
-    ``end_ids`` are all ids that end a sequence, ``eos_id`` first.
+    how many logits the model has, which may be more (padded embeddings); from ``first_table_id`` on
+    an id stands for a row of a prompt embedding table. ``eos_id`` and ``pad_id`` are ``None`` where
+    the directory names none (``pad_id`` falls back to ``eos_id``); ``end_ids`` are all ids that end
+    a sequence, ``eos_id`` first.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Tokenizer:
         self._warned_of_bos = False
         self.vocab_size = len(hf)
         self.model_vocab_size = max(self.vocab_size, config_vocab_size)
+        self.first_table_id = config_vocab_size or self.vocab_size
         self.added_ids: frozenset[int] = frozenset(hf.added_tokens_decoder)
         self.special_ids: frozenset[int] = frozenset(
             token_id for token_id, token in hf.added_tokens_decoder.items() if token.special
@@ -321,6 +324,8 @@ def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> To
     path = Path(directory)
     if not path.is_dir():
         raise TokenizerError(f"{path}: no such directory; give the model's tokenizer directory")
+    if not trust_remote_code:  # whose code may read files of any name
+        check_tokenizer(path)
     generation_eos, config_vocab_size = _generation_eos(path), _config_vocab_size(path)
     try:
         with _torch_unseen():

@@ -233,6 +233,35 @@ def test_limits_are_the_models_parameters() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("parameters", "one_step", "may_be"),
+    [
+        ({}, None, False),
+        ({"gpt_model_type": "inflight_fused_batching"}, None, True),
+        (
+            {"gpt_model_type": "V1", "speculative_decoding_mode": "draft_tokens_external"},
+            None,
+            True,
+        ),
+        ({"gpt_model_type": "V1", "speculative_decoding_mode": "medusa"}, None, False),
+        ({"gpt_model_type": "V1", "one_step_requests": "true"}, True, False),
+        ({"gpt_model_type": "V1", "one_step_requests": "false"}, False, False),
+    ],
+    ids=str,
+)
+def test_the_c_backend_may_end_requests_after_one_step_unless_it_tells(
+    parameters: dict[str, str], one_step: bool | None, may_be: bool
+) -> None:
+    """Its template has no parameter for it; our own engine never does."""
+
+    async def dialogue() -> None:
+        async with reaching(config=model_config(ENGINE, parameters)) as (engine, _):
+            limits = await engine.limits()
+            assert (limits.one_step, limits.may_be_one_step) == (one_step, may_be)
+
+    run(dialogue())
+
+
 # --- failing --------------------------------------------------------------------------------
 
 

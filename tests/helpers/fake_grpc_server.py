@@ -25,12 +25,13 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 class Say:
     """One response; values are arrays without batch dimension, or one string or number.
 
-    ``id``: of another request than the one it answers.
+    ``id``: of another request than the one it answers. ``damage`` changes the finished message.
     """
 
     outputs: Mapping[str, Any] = field(default_factory=dict)
     final: bool = False
     id: str | None = None
+    damage: Callable[[Any], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,8 @@ def _response(step: Say, request: Any) -> Any:
         packed = serialize_byte_tensor(array).item() if is_text else array.tobytes()
         response.outputs.add(name=name, datatype=np_to_triton_dtype(array.dtype), shape=array.shape)
         response.raw_output_contents.append(packed)
+    if step.damage is not None:
+        step.damage(response)
     return response
 
 

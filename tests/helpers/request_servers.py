@@ -22,9 +22,9 @@ def number(value: int) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(triton: FakeTriton, handle: Handle) -> Iterator[RequestServer]:
+def opened(triton: FakeTriton, handle: Handle, decoupled: bool = True) -> Iterator[RequestServer]:
     """A server that must not leave a task behind nor break a rule of Triton."""
-    server = RequestServer(triton, handle)
+    server = RequestServer(triton, handle, decoupled=decoupled)
     left: list[asyncio.Task[Any]] = []
 
     async def finish() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +47,26 @@ class TellsLess(ScriptedEngine):
 
     async def limits(self) -> EngineLimits:
         return replace(await super().limits(), **{self._untold: None})
+
+
+class RedrawingEngine(ScriptedEngine):
+    """A target that rejects each draft's first token, and then draws that very token if it would
+    have chosen it; ``redrawn`` counts how often.
+
+    So do runtimes that draw the replacement of a token, rejected by logits, from the whole
+    distribution.
+    """
+
+    redrawn = 0
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        async with aclosing(super()._chunks(request)) as chunks:
+            async for chunk in chunks:
+                if request.draft is None or request.draft.logits is None:
+                    yield chunk
+                    continue
+                self.redrawn += chunk.token_ids[:1] == request.draft.token_ids[:1]
+                yield replace(chunk, token_ids=chunk.token_ids[:1])
 
 
 @dataclass

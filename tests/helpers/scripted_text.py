@@ -52,6 +52,16 @@ def tokenizer_of_padded_model() -> Tokenizer:
     return load_tokenizer(padded_model())
 
 
+@functools.cache
+def tokenizer_with_a_prompt_table() -> Tokenizer:
+    """The same, of a model that has fewer embeddings: ``<|user|>`` and the next are a table's."""
+    (first,) = tokenizer().encode_word("<|user|>")
+    path = Path(mkdtemp(prefix="table-"))
+    shutil.copytree(directory("byte-level"), path, dirs_exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": first}))
+    return load_tokenizer(path)
+
+
 def prompt_ids(text: str = PROMPT) -> tuple[int, ...]:
     return tokenizer().encode(text, add_special_tokens=True)
 

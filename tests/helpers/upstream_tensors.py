@@ -178,6 +178,7 @@ text_output STRING [-1]
 TENSORRT_LLM_BLS_INPUTS = (
     _TEXT_INPUTS
     + """
+prompt_table_extra_id UINT64 [1]
 return_log_probs BOOL [1] s
 return_context_logits BOOL [1] s
 return_generation_logits BOOL [1] s

@@ -244,6 +244,26 @@ def test_bad_input_is_one_clear_line(
     assert generate(echo.http_url, text_input="ok", max_tokens=9)["text_output"] == "ok"
 
 
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_a_missing_input_is_an_error_that_names_it(
+    echo: TritonServer, model: str, endpoint: str
+) -> None:
+    """However many others there are: Triton itself only counts them."""
+    for body, problem in (
+        ({"text_input": "a"}, "max_tokens: is missing"),
+        ({"text_input": "a", "temperature": 0.5, "top_k": 4}, "max_tokens: is missing"),
+        ({"messages": "[]"}, "max_tokens: is missing"),
+        ({"max_tokens": 5}, "text_input: send either"),
+        ({"max_tokens": 5, "stop_words": ["b"]}, "text_input: send either"),
+        ({"temperature": 0.5}, ""),
+        ({}, ""),
+    ):
+        status, text = post(echo.http_url, model, endpoint, **body)
+        assert status == 400 and "error" in text and problem in text
+    assert generate(echo.http_url, model, text_input="ok", max_tokens=9)["text_output"] == "ok"
+
+
 def test_wrong_type_and_shape_are_refused_by_triton(echo: TritonServer) -> None:
     """A wrong JSON type or an unknown shape never reaches the model; the server goes on."""
     for body in ({"text_input": 5, "max_tokens": 5}, {"text_input": "a", "max_tokens": "five"}):

@@ -434,13 +434,22 @@ def test_a_missing_directory(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "{}", "[]", "null", '{"model": {}}', "\x00"])
-def test_an_unusable_tokenizer_file(tmp_path: Path, content: str | None) -> None:
-    """Absent, empty, cut off or something else: one line with the directory and the mend."""
+@pytest.mark.parametrize("name", [None, "tokenizer.model"])
+def test_a_directory_without_a_tokenizer_file(tmp_path: Path, name: str | None) -> None:
+    """What the library says of a lone tokenizer.model would not help."""
     path = copied(tmp_path)
     (path / "tokenizer.json").unlink()
-    if content is not None:
-        (path / "tokenizer.json").write_text(content)
+    if name is not None:
+        (path / name).write_text("sentencepiece")
+    with pytest.raises(TokenizerError, match=f"^{path} has .*: copy the model's tokenizer.json"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null", '{"model": {}}', "\x00"])
+def test_an_unusable_tokenizer_file(tmp_path: Path, content: str) -> None:
+    """Empty, cut off or something else: one line with the directory and the mend."""
+    path = copied(tmp_path)
+    (path / "tokenizer.json").write_text(content)
     with pytest.raises(TokenizerError) as caught:
         load_tokenizer(path)
     line = str(caught.value)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.scripted_pairs import Pair, RedrawingEngine, ids, pair, read
 from tests.helpers.scripted_pairs import engine_request as ask
-from tests.helpers.scripted_pairs import ids, pair, read
 from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.engines.scripted import Script
 from trtllm_bls.engines.scripted_tokens import table
 from trtllm_bls.messages import Sampling
-from trtllm_bls.speculative import DraftSource
+from trtllm_bls.speculative import DraftSource, SpeculationShared
 
 TARGET = ((0.5, 0.3, 0.2), (0.1, 0.6, 0.3), (0.3, 0.3, 0.4))
 GUESS = ((0.2, 0.6, 0.2), (0.4, 0.3, 0.3), (0.1, 0.2, 0.7))
 ANSWERS, TOKENS = 80, 16
 P_001_AT_6_DEGREES = 22.46  # three rows of a table with two free shares each
+P_001_AT_3_DEGREES = 16.27  # four lengths of an answer
+END = 2
 
 
 async def chi_square(sampling: Sampling | None, **options: object) -> float:
@@ -90,5 +92,58 @@ def test_the_draft_decodes_greedily_unless_its_logits_are_used() -> None:
                 text = (request.input_ids[-1], *request.draft.token_ids)
                 believed = [GUESS[token] for token in text[:-1]]
                 assert np.exp(request.draft.logits) == pytest.approx(np.asarray(believed))
+
+    run(listen())
+
+
+@pytest.mark.parametrize("ends", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_draft_tokens": 2, "use_draft_logits": True},
+        {"num_draft_tokens": 3, "use_draft_logits": True, "overlap": True},
+        {"use_draft_logits": True, "draft_source": DraftSource.MIXED},
+        {"num_draft_tokens": 2},
+    ],
+    ids=str,
+)
+def test_answers_are_as_long_as_plain_ones(options: dict[str, object], ends: float) -> None:
+    """The target ends after each token with probability 1/2, whatever the draft model believes."""
+
+    async def lengths() -> list[int]:
+        engines = pair(
+            lambda _: (0.3, 0.2, 0.5),
+            lambda _: ((1 - ends) / 2, (1 - ends) / 2, ends),
+            Script(vocab_size=3),
+            vocab_size=3,
+            tells_reason=False,
+        )
+        found = []
+        for seed in range(300):
+            sampling = Sampling(temperature=1.0, top_p=1.0, seed=seed)
+            request = ask((0, 1, 0, 1, 0), max_tokens=40, sampling=sampling, end_id=END)
+            found.append(len(ids(await read(engines.speculative(**options), request))))
+        return found
+
+    found = run(lengths())
+    counts = np.bincount(np.minimum(found, 3), minlength=4)
+    expected = len(found) * np.array([1 / 2, 1 / 4, 1 / 8, 1 / 8])
+    assert ((counts - expected) ** 2 / expected).sum() < P_001_AT_3_DEGREES
+
+
+def test_a_rejected_token_that_is_drawn_again_ends_no_answer() -> None:
+    """On runtimes that draw from the whole distribution after a rejection, as some do."""
+
+    async def listen() -> None:
+        script = Script(vocab_size=3, tells_reason=False)
+        target = RedrawingEngine(table(TARGET), script)
+        draft = pair(table(TARGET), table(GUESS), script).draft
+        engines = Pair(target, draft, SpeculationShared())
+        for seed in range(ANSWERS):
+            sampling = Sampling(temperature=1.0, top_p=1.0, seed=seed)
+            request = ask((0,), max_tokens=TOKENS, sampling=sampling)
+            engine = engines.speculative(num_draft_tokens=3, use_draft_logits=True)
+            assert len(ids(await read(engine, request))) == TOKENS
+        assert target.redrawn > 0
 
     run(listen())

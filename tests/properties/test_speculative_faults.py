@@ -42,6 +42,7 @@ ERRORS = (
     EngineUnavailable("gone"),
     Overloaded("Maximum queue size of 8 is reached"),
     InvalidRequest("input_ids", "too long"),
+    ZeroDivisionError("of any kind"),
     None,
 )
 

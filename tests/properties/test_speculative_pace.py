@@ -135,7 +135,7 @@ def test_drafts_shorten_with_load_and_come_back() -> None:
     for in_flight in (1, 6, 12, 20, 64, 6, 1):
         shared.in_flight = in_flight
         lengths.append(one.length(DraftSource.NGRAM, 10, 99))
-    assert lengths == [16, 4, 2, 1, 0, 4, 16]
+    assert lengths == [10, 4, 2, 1, 0, 4, 10]
 
 
 def test_a_rest_is_ended_by_a_probe_and_doubles_while_it_fails() -> None:

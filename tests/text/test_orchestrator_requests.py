@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers.scripted_text import (
@@ -11,14 +14,17 @@ from tests.helpers.scripted_text import (
     ask,
     asking,
     prompt_ids,
+    read,
     saying,
     text_of,
     tokenizer,
+    tokenizer_with_a_prompt_table,
 )
+from tests.helpers.virtual_time import run_skipping_waits
+from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.engines.scripted import Script, ScriptedEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.messages import (
-    Sampling,
-)
+from trtllm_bls.messages import Sampling, SpeculationRequest
 from trtllm_bls.orchestrator import Defaults
 
 # --- refused --------------------------------------------------------------------------------
@@ -115,6 +121,21 @@ def test_a_seed_is_drawn_where_sampling_is_asked_for_without_one(
     assert (seeds == {None}) is not fresh
 
 
+def test_a_prompt_tables_id_is_at_the_tokens_of_the_table() -> None:
+    """They alone do not say of which table they are, which KV cache reuse has to know."""
+    engine = saying("hi", PROMPT + "<|user|>")
+    table = {"prompt_embedding_table": np.zeros((1, 4), np.float16)}
+    request = asking(PROMPT + "<|user|>", prompt_table_extra_id=2**64 - 1, extras=table)
+    ask(engine, request, other=tokenizer_with_a_prompt_table())
+    (asked,) = engine.requests
+    assert asked.extras["prompt_embedding_table"] is table["prompt_embedding_table"]
+    ids = asked.extras["prompt_table_extra_ids"]
+    assert ids.dtype == np.uint64 and len(ids) == len(asked.input_ids)
+    assert ids.tolist() == [0] * (len(ids) - 1) + [2**64 - 1]
+    ask(engine, asking(extras=table))
+    assert asked.extras.keys() - engine.requests[1].extras.keys() == {"prompt_table_extra_ids"}
+
+
 def test_a_temperature_alone_is_passed_on_as_it_is() -> None:
     """TensorRT-LLM stays greedy then, and so does this layer over it."""
     engine = saying("hi")
@@ -130,10 +151,46 @@ def test_a_callers_seed_is_used() -> None:
     assert engine.requests[0].sampling.seed == 0
 
 
-def test_engine_ids_are_unique_and_begin_with_the_calls() -> None:
-    """Two engine requests of one call must never be taken for each other."""
-    engine = saying("hi")
-    ask(engine)
-    ask(engine)
-    first, second = (request.request_id for request in engine.requests)
-    assert first != second and first.startswith("r/") and second.startswith("r/")
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_engine_ids_begin_with_a_number_of_their_own(drafts: int) -> None:
+    """Release 0.9 of TensorRT-LLM knows no more of an id; the caller's own follows for the logs."""
+    target, draft = saying("one two three four"), saying("one two three four", name="draft")
+    engine = RoutingEngine(target, draft)
+    for _ in range(2):
+        ask(engine, asking(speculation=SpeculationRequest(num_draft_tokens=drafts)))
+    asked = [request.request_id for request in (*target.requests, *draft.requests)]
+    assert len(asked) == 2 if not drafts else draft.requests
+    numbers, names = zip(*(id.split("/", 1) for id in asked), strict=True)
+    assert len(set(map(int, numbers))) == len(asked) and max(map(int, numbers)) < 2**63
+    assert all(name.partition("-")[0].split("/")[-1] == "r" for name in names)
+
+
+def test_a_callers_seed_gives_the_same_text_whatever_else_runs() -> None:
+    """How long adaptive drafts are depends on the load; without a seed they are drafted."""
+    vocab_size = tokenizer().vocab_size
+    chances = [0.0] * vocab_size
+    chances[300:316] = [1 / 16] * 16
+    sampling = Sampling(temperature=1.0, top_p=1.0)
+
+    async def texts(seed: int | None) -> tuple[set[str], int]:
+        found, drafted = set(), 0
+        for others in (0, 2, 5, 12, 40):
+            script = Script(vocab_size=vocab_size, step_seconds=0.02, batch_limit=16)
+            quick = Script(vocab_size=vocab_size, step_seconds=0.001)
+            target = ScriptedEngine(lambda _: chances, script)
+            draft = ScriptedEngine(lambda _: chances, quick)
+            engine = RoutingEngine(target, draft, by_default=True)
+            asked = [
+                asking(max_tokens=30, sampling=replace(sampling, seed=which))
+                for which in (seed, *(None for _ in range(others)))
+            ]
+            answer, *_ = await asyncio.gather(*(read(engine, request) for request in asked))
+            found.add(text_of(answer))
+            counts = answer[-1].ending.speculation if answer[-1].ending else None
+            drafted += counts.drafted if counts else 0
+        return found, drafted
+
+    (text, *more), drafted = run_skipping_waits(texts(5))
+    assert text and not more and not drafted
+    unseeded, drafted = run_skipping_waits(texts(None))
+    assert len(unseeded) == 5 and drafted

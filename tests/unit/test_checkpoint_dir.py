@@ -11,7 +11,7 @@ import pytest
 
 from trtllm_bls.bundled import DEMO
 from trtllm_bls.checkpoint_dir import check_checkpoint, check_tokenizer
-from trtllm_bls.errors import CheckpointError
+from trtllm_bls.errors import CheckpointError, TokenizerError
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 13910360\n"
 
@@ -108,8 +108,8 @@ def test_a_whole_checkpoint_passes(name: str) -> None:
 def test_a_tokenizer_that_cannot_be_loaded_names_the_file(checkpoint: Path) -> None:
     """The library would speak of a package that does not help."""
     (checkpoint / "tokenizer.json").rename(checkpoint / "tokenizer.model")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model alone: copy .*tokenizer\.json"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model alone: copy .*tokenizer\.json"):
         check_tokenizer(checkpoint)
     (checkpoint / "tokenizer.model").unlink()
-    with pytest.raises(CheckpointError, match=r"has no tokenizer: copy .*tokenizer\.json"):
+    with pytest.raises(TokenizerError, match=r"has no tokenizer: copy .*tokenizer\.json"):
         check_tokenizer(checkpoint)

@@ -6,13 +6,16 @@ import asyncio
 from pathlib import Path
 from typing import Any, ClassVar
 
+import grpc
 import pytest
+import trustme
 
+from tests.helpers.fake_engine_server import Triton, run
 from tests.helpers.scripted_text import padded_model, tokenizer
 from tests.helpers.small_tokenizers import directory
-from trtllm_bls.errors import EngineUnavailable, SetupError
+from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
 from trtllm_bls.messages import TextChunk, TextRequest
-from trtllm_bls.parameters import BlsParameters
+from trtllm_bls.parameters import BlsParameters, rows_of
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.metrics import SpeculationMetrics
 from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationStats
@@ -92,6 +95,82 @@ def test_the_source_of_drafts_is_a_default_unless_it_is_off(source: str) -> None
         draft_deadline_s=0.5,
         overlap=None,
     )
+
+
+def test_what_is_silent_about_speculation_is_as_the_table_says() -> None:
+    """No default of the parameter table is written down twice."""
+    rows, options = rows_of("tensorrt_llm_bls"), SpeculationOptions()
+    assert options.max_draft_tokens == int(rows["max_draft_len"].default)
+    assert options.draft_deadline_s == float(rows["draft_deadline_seconds"].default)
+
+
+class Certificates:
+    """Of a server at 127.0.0.1 and of a client, by one authority; files as parameters name them."""
+
+    def __init__(self, directory: Path) -> None:
+        authority = trustme.CA()
+        self.ca = directory / "ca.pem"
+        authority.cert_pem.write_to_path(str(self.ca))
+        client = authority.issue_cert("client")
+        self.cert, self.key = directory / "client.pem", directory / "client.key"
+        client.cert_chain_pems[0].write_to_path(str(self.cert))
+        client.private_key_pem.write_to_path(str(self.key))
+        server = authority.issue_cert("127.0.0.1")
+        self.server = grpc.ssl_server_credentials(
+            [(server.private_key_pem.bytes(), server.cert_chain_pems[0].bytes())],
+            root_certificates=authority.cert_pem.bytes(),
+            require_client_auth=True,
+        )
+
+
+def test_an_engine_behind_tls_is_reached_by_who_shows_its_certificate(tmp_path: Path) -> None:
+    """And the server's has to be of the authority that the parameter names."""
+    known = Certificates(tmp_path)
+    (tmp_path / "others").mkdir()
+    other = Certificates(tmp_path / "others")
+
+    async def ask(url: str, **files: Path) -> int | None:
+        made = Deployment(parameters(engine_url=url, **files), FakeMetrics)
+        try:
+            return (await made.engine.limits()).max_sequence_tokens
+        finally:
+            await made.close()
+
+    async def dialogue() -> None:
+        triton = Triton()
+        triton.credentials = known.server
+        async with triton:
+            mine = {"tls_ca": known.ca, "tls_cert": known.cert, "tls_key": known.key}
+            assert await ask(triton.url, **mine) == 64
+            for wrong in (
+                {},
+                {"tls_ca": known.ca},
+                {**mine, "tls_ca": other.ca},
+                {**mine, "tls_cert": other.cert, "tls_key": other.key},
+            ):
+                with pytest.raises(EngineUnavailable):
+                    await ask(triton.url, **wrong)
+
+    run(dialogue())
+
+
+def test_tls_that_is_half_configured_is_refused_at_load(tmp_path: Path) -> None:
+    """Each time with the parameter's name; nothing is sent in the clear instead."""
+    files = Certificates(tmp_path)
+    for named, said in (
+        ({"tls_cert": files.cert, "tls_key": files.key}, "engine_tls_ca is empty"),
+        ({"tls_ca": files.ca, "tls_cert": files.cert}, "engine_tls_key: set both"),
+        ({"tls_ca": files.key}, "engine_tls_.*client.key"),
+        ({"tls_ca": files.ca, "tls_cert": files.ca, "tls_key": files.key}, "not usable"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            Deployment(parameters(**named), FakeMetrics)
+
+
+def test_engines_are_looked_up_in_the_models_own_repository(tmp_path: Path) -> None:
+    """Where one cannot be asked what it declares."""
+    made: Any = deployed(repository=tmp_path).engine
+    assert made._target._route.repository == tmp_path
 
 
 def test_a_draft_with_another_vocabulary_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,7 @@ from trtllm_bls.parameters import (
     rows_of,
 )
 from trtllm_bls.parameters.__main__ import as_markdown
-from trtllm_bls.parameters.kinds import DIRECTORY, FLAG, NUMBER, TEXT, Kind, choice, count
+from trtllm_bls.parameters.kinds import DIRECTORY, FILE, FLAG, NUMBER, TEXT, Kind, choice, count
 
 DOCS = Path(__file__).parents[2] / "docs" / "parameters.md"
 
@@ -87,6 +87,10 @@ def test_truth_has_many_spellings(text: str, value: bool | None) -> None:
         (choice("auto", "grpc"), "http"),
         (DIRECTORY, ""),
         (DIRECTORY, "no/such/directory"),
+        (DIRECTORY, __file__),
+        (FILE, ""),
+        (FILE, "no/such/file"),
+        (FILE, "/"),
         (TEXT, "${engine_url}"),
         (FLAG, "${flag}"),
     ],
@@ -109,6 +113,15 @@ def test_directories_begin_at_the_repository(tmp_path: Path) -> None:
         read(row(DIRECTORY, optional=True), "no/such/directory")
 
 
+def test_what_lies_beside_a_repository_of_links_is_beside_the_links(tmp_path: Path) -> None:
+    """The path that the links lead to may hold letters that a model cannot read."""
+    for directory in ("real/models", "real/assets", "links/assets"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "links" / "models").symlink_to(tmp_path / "real" / "models")
+    found = read(row(DIRECTORY), "../assets", tmp_path / "links" / "models")
+    assert found == tmp_path / "links" / "assets"
+
+
 def test_serve_overrides_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Even a template that was never filled in; an empty variable overrides nothing."""
     monkeypatch.setenv(MODEL_DIR, str(tmp_path))
@@ -118,6 +131,7 @@ def test_serve_overrides_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
     bls = BlsParameters.read(parameters(tokenizer_dir="${x}", engine_url="a:1", max_streams="3"))
     assert (bls.tokenizer_dir, bls.engine_url, bls.max_streams) == (tmp_path, "localhost:9", 7)
     assert bls.draft_tokenizer_dir is None
+    assert bls.repository == Path("/models")
 
 
 def test_defaults_are_those_of_the_checked_in_configuration(tmp_path: Path) -> None:
@@ -180,11 +194,13 @@ OTHER = {
 def test_no_row_is_without_effect(model: str, reader: Any, tmp_path: Path) -> None:
     """Whatever can be set changes what the model is told."""
     (tmp_path / "other").mkdir()
+    (tmp_path / "file").touch()
     given = {key: str(tmp_path) for key in ("tokenizer_dir", "model_dir")}
     before = reader.read(parameters(**given))
     # The first is Triton's switch, the second chooses between two variables.
+    paths = {DIRECTORY: str(tmp_path / "other"), FILE: str(tmp_path / "file")}
     for key in rows_of(model).keys() - {"decoupled", "is_draft"}:
-        other = str(tmp_path / "other") if key.endswith("_dir") else OTHER.get(key, "7")
+        other = paths.get(rows_of(model)[key].kind) or OTHER.get(key, "7")
         assert reader.read(parameters(**given | {key: other})) != before, key
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton, TritonModelError
 from tests.helpers.request_servers import ONE, Gate, call_of, failing, number, opened
 from trtllm_bls.errors import EngineError, Overloaded
-from trtllm_bls.python_backend import WATCHED_AT_ONCE, Call, RequestServer
+from trtllm_bls.python_backend import WATCHED_AT_ONCE, Call
 
 
 def test_a_slow_send_holds_up_neither_other_calls_nor_the_loop() -> None:
@@ -150,15 +150,63 @@ def test_a_model_that_is_not_decoupled_owes_one_response() -> None:
     triton, sends = FakeTriton(), []
     ask = triton.ask(ONE, "number")
     ask.on_send = sends.append
-    server = RequestServer(triton, handle, decoupled=False)
-    server.accept([ask])
-    assert ask.wait().responses == [{}]
+    with opened(triton, handle, decoupled=False) as server:
+        server.accept([ask])
+        assert ask.wait().responses == [{}]
     assert [response is not None for response in sends] == [True]
 
-    async def finish() -> None:
+
+def test_a_model_that_is_not_decoupled_never_ends_without_a_response() -> None:
+    """Triton raises where it is told so; an empty response is the least that ends a call."""
+
+    async def handle(call: Call) -> None:
+        call.send(number(1), final=True)
+
+    triton, sends, fail = FakeTriton(), [], failing(2)
+    ask = triton.ask(ONE, "number")
+
+    def on_send(response: Any) -> None:
+        sends.append(response)
+        fail(response)
+
+    ask.on_send = on_send
+    with opened(triton, handle, decoupled=False) as server:
+        server.accept([ask])
+        assert ask.wait().responses == [{}] and ask.error is None
+    assert len(sends) == 3 and None not in sends
+
+
+class Later:
+    """In place of the sending threads: remembers how long they should wait."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def work_on(self, call: Call) -> None:
         pass
 
-    server.close(finish)
+    def later(self, seconds: float, call: Call) -> None:
+        self.seconds.append(seconds)
+
+
+def test_a_call_that_cannot_be_ended_is_tried_less_and_less_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And has one line in the log, however often that is."""
+    triton = FakeTriton()
+    ask = triton.ask(ONE, "number")
+    ask.on_send = failing(24)
+    threads: Any = Later()
+    call = Call(triton, ask, threads, decoupled=True)
+    call.send(number(1))
+    for _ in range(8):
+        assert call.send_queued() == [] and not ask.responses
+    assert threads.seconds == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+    call.send_queued()
+    assert ask.wait().error is not None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{call.id}: a response could not be sent: no space left in shared memory"
+    ]
 
 
 # --- watching callers ---------------------------------------------------------------------------

@@ -16,7 +16,13 @@ from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.scripted import Fault, ScriptedEngine
-from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Unsupported
+from trtllm_bls.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    Unsupported,
+)
 from trtllm_bls.messages import (
     Draft,
     EngineChunk,
@@ -262,6 +268,57 @@ def test_a_one_step_target_verifies_a_callers_own_draft() -> None:
     request = ask(draft=Draft(token_ids=(1, 2)))
     chunks = run(routed.read(request))
     assert engines.target.requests == [request] and 1 <= len(ids(chunks)) <= 3
+
+
+class MayBeOneStep(ScriptedEngine):
+    """An engine in the C++ backend, whose configuration does not say how it was built."""
+
+    async def limits(self) -> EngineLimits:
+        return replace(await super().limits(), may_be_one_step=True)
+
+
+def untold_pair(one_step: bool) -> Pair:
+    engines = hashed_pair(one_step=one_step)
+    engines.target = MayBeOneStep(engines.target._rule, engines.target.script)
+    return engines
+
+
+@pytest.mark.parametrize("one_step", [True, False])
+def test_an_engine_that_does_not_say_is_tried_once(one_step: bool) -> None:
+    """Before the first plain requests are answered, however many there are."""
+    engines = untold_pair(one_step)
+    routed = Routed(engines)
+    expected = plain_answer(ask(max_tokens=9))
+
+    async def listen() -> None:
+        answers = await asyncio.gather(*(routed.read(ask(max_tokens=9)) for _ in range(5)))
+        assert [told(answer) for answer in answers] == [expected] * 5
+
+    run(listen())
+    probes = [request for request in engines.target.requests if request.max_tokens == 2]
+    assert len(probes) == 1 and probes[0].end_id is None
+    assert engines.shared.one_step is one_step
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (EngineError("broken"), False),
+        (InvalidRequest("input_ids", "0 is not welcome"), False),
+        (Overloaded("full"), True),
+        (EngineUnavailable("restarting"), True),
+    ],
+)
+def test_an_engine_that_refuses_to_be_tried_is_used_as_it_is(error: Exception, again: bool) -> None:
+    """Tried again only where it could not be reached or was full."""
+    engines = untold_pair(one_step=False)
+    routed = Routed(engines)
+    engines.target.fault = Fault(error=error)
+    run(routed.engine.limits())
+    engines.target.fault = None
+    assert engines.shared.one_step is None
+    assert told(run(routed.read(ask()))) == plain_answer(ask())
+    assert engines.shared.one_step is (False if again else None)
 
 
 @pytest.mark.parametrize("field", ["num_return_sequences", "beam_width", "runtime_top_p_decay"])

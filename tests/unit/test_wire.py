@@ -337,6 +337,12 @@ def test_extras_of_a_text_request_reach_the_engine() -> None:
     assert arrays["lora_task_id"].tolist() == [[7]]
 
 
+def test_a_prompt_tables_id_is_one_number() -> None:
+    """Of 64 bits; it is spread over the tokens once there are any."""
+    assert text(prompt_table_extra_id=column(2**63, dtype=np.uint64)).prompt_table_extra_id == 2**63
+    assert text().prompt_table_extra_id is None
+
+
 def test_an_option_the_engine_has_no_input_for_is_refused() -> None:
     """Dropping it would change the answer in silence."""
     asked = replace(ASK, sampling=Sampling(top_p_min=0.5))

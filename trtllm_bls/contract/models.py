@@ -7,6 +7,8 @@ not know them (docs/contract.md says when each one appears).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trtllm_bls.contract.tensors import Bounds, Model, Tensor
 
 _COUNT = Bounds(low=1)
@@ -15,7 +17,7 @@ _NOT_NEGATIVE = Bounds(low=0)
 _POSITIVE = Bounds(low=0, above=True)
 _FINITE = Bounds()
 _SHARE = Bounds(low=0, high=1, above=True)
-_SEED = Bounds(low=0, high=2**64 - 1)
+_UNSIGNED = Bounds(low=0, high=2**64 - 1)
 
 # field, name in text models, name in tensorrt_llm, dtype, bounds. top_p <= 0 means "not set" on
 # the wire, so its lower bound is open downwards.
@@ -30,8 +32,8 @@ _SAMPLING = (
     ("min_tokens", "min_length", "min_length", "INT32", _NOT_NEGATIVE),
     ("presence_penalty", "presence_penalty", "presence_penalty", "FP32", _FINITE),
     ("frequency_penalty", "frequency_penalty", "frequency_penalty", "FP32", _FINITE),
-    ("seed", "seed", "seed", "UINT64", _SEED),
-    ("seed", "random_seed", "random_seed", "UINT64", _SEED),
+    ("seed", "seed", "seed", "UINT64", _UNSIGNED),
+    ("seed", "random_seed", "random_seed", "UINT64", _UNSIGNED),
 )
 # Only tensorrt_llm has these upstream; the text models take them under the same names (ours).
 _FINE_SAMPLING = (
@@ -171,7 +173,9 @@ PREPROCESSING = Model(
     "preprocessing",
     inputs=(
         Tensor("QUERY", "STRING", field="text_input"),
-        Tensor("REQUEST_OUTPUT_LEN", "INT32", field="max_tokens", required=True),
+        # Needed all the same: an ensemble ends without a word where a step lacks an input that is
+        # required, so the model itself refuses a request without it.
+        Tensor("REQUEST_OUTPUT_LEN", "INT32", field="max_tokens"),
         *(Tensor(name, dtype, (-1,), field=field) for field, name, dtype in _WORD_LISTS),
         Tensor("END_ID", "INT32", field="end_id", bounds=Bounds(low=-1)),
         Tensor("PAD_ID", "INT32", field="pad_id"),
@@ -225,7 +229,7 @@ ENSEMBLE = Model(
     decoupled=True,
     backend="ensemble",
     inputs=(
-        *_TEXT_INPUTS,
+        *(replace(tensor, required=False) for tensor in _TEXT_INPUTS),  # see preprocessing
         *_flags(*_RETURN_FLAGS, scalar=False),
         Tensor("num_return_sequences", "INT32", bounds=_SEQUENCES),
         *_TEXT_PROMPT_TABLE,
@@ -254,6 +258,7 @@ BLS = Model(
         Tensor("timeout_ms", "INT32", bounds=_COUNT),  # ours
         Tensor("stream_interval", "INT32", bounds=_COUNT),  # ours
         *_TEXT_PROMPT_TABLE,
+        Tensor("prompt_table_extra_id", "UINT64", bounds=_UNSIGNED),
         *_LORA,
         Tensor("guided_decoding_guide_type", "STRING"),
         Tensor("guided_decoding_guide", "STRING"),

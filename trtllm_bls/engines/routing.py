@@ -8,22 +8,27 @@ external drafts do, is asked for one token after the other.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+from contextlib import aclosing
 from functools import partial
 
 from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
 from trtllm_bls.engines.speculative import SpeculativeRun
-from trtllm_bls.errors import Unsupported
+from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
 from trtllm_bls.messages import EngineLimits, EngineRequest, SpeculationRequest
 from trtllm_bls.speculative import (
     SpeculationOptions,
     SpeculationShared,
     SpeculationStats,
     check_speculative,
+    one_step_probe,
 )
 
 _NOT_ASKED = SpeculationRequest()
 _PLAIN = SpeculationOptions(num_draft_tokens=0)
+
+log = logging.getLogger(__name__)
 
 
 def _ignore(stats: SpeculationStats) -> None:
@@ -55,12 +60,17 @@ class RoutingEngine:
         self._options = options or SpeculationOptions()
         self._by_default = by_default
         self._on_end = on_end
+        self._probing = asyncio.Lock()
+        self._probe_failed = False
 
     async def limits(self) -> EngineLimits:
-        """The target's."""
+        """The target's. One that may end every request after one step is tried, once."""
         limits = await self._target.limits()
         if limits.one_step is not None:
             self.shared.one_step = limits.one_step
+        elif limits.may_be_one_step and self.shared.one_step is None:
+            async with self._probing:
+                await self._probe_steps()
         return limits
 
     def generate(self, request: EngineRequest) -> ChunkStream:
@@ -74,6 +84,24 @@ class RoutingEngine:
             options, on_end = _PLAIN, _ignore
         run = SpeculativeRun(request, self._target, self._draft, self.shared)
         return TaskChunks(partial(run.run, options, on_end))
+
+    async def _probe_steps(self) -> None:
+        if self.shared.one_step is not None or self._probe_failed:
+            return
+        try:
+            async with aclosing(self._target.generate(one_step_probe(self.name, 0))) as stream:
+                tokens = sum([len(chunk.token_ids) async for chunk in stream])
+        except (EngineUnavailable, Overloaded):
+            return  # the next request tries again
+        except Exception as error:
+            self._probe_failed = True
+            log.warning(
+                "%s: whether it ends requests after one step is unknown: %s", self.name, error
+            )
+            return
+        self.shared.one_step = tokens < 2
+        if self.shared.one_step:
+            log.warning("%s ends every request after one token: asked token by token", self.name)
 
     def _speculation(self, request: EngineRequest) -> SpeculationOptions | None:
         """How to speculate; ``None`` for plain decoding. Raises as ``generate`` does."""

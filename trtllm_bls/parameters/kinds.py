@@ -60,4 +60,6 @@ def choice(*choices: str) -> Kind:
 FLAG = Kind("true or false", _flag)
 NUMBER = Kind("a number that is not negative", _number)
 TEXT = Kind("a text", str)
-DIRECTORY = Kind("a directory", Path)  # must exist; a relative one starts at the repository
+# Must exist; a relative one starts at the repository.
+DIRECTORY = Kind("a directory", Path)
+FILE = Kind("a file", Path)

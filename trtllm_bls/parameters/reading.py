@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtllm_bls.parameters.kinds import DIRECTORY
+from trtllm_bls.parameters.kinds import DIRECTORY, FILE
 from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, Parameter, error, parsed, rows_of
 
 
@@ -24,7 +24,7 @@ class Parameters:
     def __init__(self, args: Mapping[str, str]) -> None:
         config: Mapping[str, Any] = json.loads(args["model_config"])
         self._model = args.get("model_name") or config["name"]
-        self._repository = Path(args["model_repository"])
+        self.repository = Path(args["model_repository"]).parent  # of all models
         self._values = {
             key: value["string_value"] for key, value in config.get("parameters", {}).items()
         }
@@ -34,23 +34,26 @@ class Parameters:
     def read(self, rows: Iterable[Parameter]) -> dict[str, Any]:
         """The values by key, in the type of each row's kind. Raises ``SettingsError``.
 
-        An empty value counts as not set; an optional directory that is not set is ``None``.
+        An empty value counts as not set; an optional path that is not set is ``None``.
         """
         return {row.key: self._value(row) for row in rows}
 
     def _value(self, row: Parameter) -> Any:
         text = (os.environ.get(row.env) if row.env else None) or self._values.get(row.key, "")
         value = parsed(self._model, row, text)
-        return self._directory(row, value) if row.kind is DIRECTORY else value
+        return self._path(row, value) if row.kind in (DIRECTORY, FILE) else value
 
-    def _directory(self, row: Parameter, value: Path | None) -> Path | None:
+    def _path(self, row: Parameter, value: Path | None) -> Path | None:
         if value is None:
             if row.optional:
                 return None
-            raise error(self._model, row.key, "", "name a directory")
-        path = (self._repository.parent / value).resolve()
-        if not path.is_dir():
-            raise error(self._model, row.key, str(path), "no such directory")
+            raise error(self._model, row.key, "", f"name {row.kind.expected}")
+        # Symbolic links stay: a repository may be served through links to its models, and what lies
+        # beside it is meant beside the links.
+        path = Path(os.path.abspath(self.repository / value))
+        if not (path.is_dir() if row.kind is DIRECTORY else path.is_file()):
+            kind = row.kind.expected.removeprefix("a ")
+            raise error(self._model, row.key, str(path), f"no such {kind}")
         return path
 
 
@@ -79,6 +82,10 @@ class BlsParameters:
     overlap_drafts: bool | None  # None: where it measures faster
     max_streams: int
     decoupled: bool = True
+    tls_ca: Path | None = None  # None: no TLS
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    repository: Path | None = None  # the model repository's directory, inside Triton
 
     @classmethod
     def read(cls, parameters: Parameters) -> BlsParameters:
@@ -103,6 +110,10 @@ class BlsParameters:
             overlap_drafts=_OVERLAP[value["overlap_drafts"]],
             max_streams=value["max_streams"],
             decoupled=value["decoupled"],
+            tls_ca=value["engine_tls_ca"],
+            tls_cert=value["engine_tls_cert"],
+            tls_key=value["engine_tls_key"],
+            repository=parameters.repository,
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.kinds import DIRECTORY, FLAG, NUMBER, TEXT, Kind, choice, count
+from trtllm_bls.parameters.kinds import DIRECTORY, FILE, FLAG, NUMBER, TEXT, Kind, choice, count
 
 MODEL_DIR = "TRTLLM_BLS_MODEL_DIR"
 DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
@@ -23,7 +23,7 @@ class Parameter:
 
     ``default`` holds where a configuration does not have the key. ``shipped`` is the value in the
     checked-in ``config.pbtxt`` where that is another. ``env`` names the variable that overrides
-    both. An empty default of a directory that is not ``optional`` means it must be given.
+    both. An empty default of a directory or file that is not ``optional`` means it must be given.
     """
 
     key: str
@@ -90,6 +90,30 @@ TABLE = (
         "localhost:8001",
         "`host:port` of the gRPC port behind which the engine is.",
         env=GRPC_URL,
+    ),
+    Parameter(
+        "engine_tls_ca",
+        _BLS,
+        FILE,
+        "",
+        "Certificates of whom to trust at `engine_url`, in PEM; empty = no TLS.",
+        optional=True,
+    ),
+    Parameter(
+        "engine_tls_cert",
+        _BLS,
+        FILE,
+        "",
+        "Certificate to show at `engine_url`, in PEM, where that port asks for one.",
+        optional=True,
+    ),
+    Parameter(
+        "engine_tls_key",
+        _BLS,
+        FILE,
+        "",
+        "Key of `engine_tls_cert`, in PEM.",
+        optional=True,
     ),
     Parameter(
         "engine_stall_seconds",
@@ -325,7 +349,7 @@ def parsed(model: str, row: Parameter, value: str) -> Any:
     if "${" in value:
         raise error(model, row.key, value, "fill in the template or remove the parameter")
     if not value and not row.default:
-        return None if row.kind is DIRECTORY else value
+        return None if row.kind in (DIRECTORY, FILE) else value
     try:
         return row.kind.parse(value or row.default)
     except ValueError:

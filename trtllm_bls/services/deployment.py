@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from typing import Any
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import Route, TritonEngine
+from trtllm_bls.errors import SettingsError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.metrics import SpeculationMetrics
@@ -48,6 +50,8 @@ def _engine(parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer) -> R
         vocab_size=tokenizer.model_vocab_size,
         max_streams=parameters.max_streams,
         stall_seconds=parameters.stall_seconds,
+        tls=_tls(parameters),
+        repository=parameters.repository,
     )
     draft: Engine | None = None
     if parameters.draft and _same_vocabulary(parameters, tokenizer):
@@ -67,6 +71,24 @@ def _engine(parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer) -> R
         by_default=source != "off",
         on_end=SpeculationMetrics(pb_utils).add,
     )
+
+
+def _tls(parameters: BlsParameters) -> ssl.SSLContext | None:
+    ca, cert, key = parameters.tls_ca, parameters.tls_cert, parameters.tls_key
+    if ca is None and cert is None and key is None:
+        return None
+    if ca is None:
+        raise SettingsError("parameter engine_tls_ca is empty: name whom to trust at engine_url")
+    if (cert is None) != (key is None):
+        raise SettingsError("parameters engine_tls_cert and engine_tls_key: set both or neither")
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except (OSError, ValueError) as error:  # of which ssl's own are kinds
+        files = ", ".join(str(path) for path in (ca, cert, key) if path)
+        raise SettingsError(f"parameters engine_tls_*: {files}: not usable: {error}") from error
+    return context
 
 
 def _same_vocabulary(parameters: BlsParameters, tokenizer: Tokenizer) -> bool:

@@ -12,7 +12,7 @@ from trtllm_bls.speculative.options import (
     SpeculationOptions,
     SpeculationStats,
 )
-from trtllm_bls.speculative.round_requests import check_speculative
+from trtllm_bls.speculative.round_requests import check_speculative, one_step_probe
 from trtllm_bls.speculative.shared import SpeculationShared
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "SpeculationShared",
     "SpeculationStats",
     "check_speculative",
+    "one_step_probe",
 ]

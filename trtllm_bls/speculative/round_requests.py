@@ -20,6 +20,7 @@ from trtllm_bls.messages import (
     EngineRequest,
     Sampling,
     Wants,
+    engine_request_id,
 )
 from trtllm_bls.speculative.progress import Progress
 
@@ -74,6 +75,19 @@ def round_seed(seed: int, generated: int, who: str = "target") -> int:
     """
     digest = blake2b(f"{who} {seed} {generated}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def one_step_probe(name: str, token: int) -> EngineRequest:
+    """Two tokens after ``token``, without an end: an engine that gives one ends every request after
+    one step.
+    """
+    return EngineRequest(
+        request_id=engine_request_id(f"{name}-steps"),
+        input_ids=(token,),
+        max_tokens=2,
+        streaming=False,
+        sampling=Sampling(top_k=1),
+    )
 
 
 class RoundRequests:
@@ -166,7 +180,7 @@ class RoundRequests:
 
     def _request_id(self, who: str) -> str:
         self._made += 1
-        return f"{self._request.request_id}-{who}-{self._made}"
+        return engine_request_id(f"{self._request.request_id}-{who}-{self._made}")
 
 
 def _with_minimum(sampling: Sampling, generated: int) -> Sampling:

@@ -44,7 +44,6 @@ from trtllm_bls.messages import (
     EngineLimits,
     EngineRequest,
     FinishReason,
-    Sampling,
     SpeculationCounts,
 )
 from trtllm_bls.speculative.answer_figures import AnswerFigures
@@ -53,7 +52,7 @@ from trtllm_bls.speculative.draft_length import DraftLength
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions, SpeculationStats
 from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.speculative.prompt_lookup import PromptLookup
-from trtllm_bls.speculative.round_requests import RoundRequests, draft_can_follow
+from trtllm_bls.speculative.round_requests import RoundRequests, draft_can_follow, one_step_probe
 from trtllm_bls.speculative.shared import SpeculationShared
 
 UNSTREAMED_STRETCH = 64  # plain tokens per request that cannot be left half-way
@@ -192,7 +191,8 @@ class SpeculativeRounds:
         if self.state is State.GUESSED:
             return self._verify(now)
         if self.state is State.PROBING:
-            return Probe(self._probe())
+            # One token looks like an end id otherwise. Asked once per target.
+            return Probe(one_step_probe(self._request.request_id, self._progress.ids[-1]))
         return self._choose(now)
 
     def _choose(self, now: float) -> Action:
@@ -413,19 +413,6 @@ class SpeculativeRounds:
             self.state = State.PROBING
         elif has_reason or got == 0 or (got < asked and not (got == 1 and self._shared.one_step)):
             self._progress.finish = reason or FinishReason.END_ID
-
-    def _probe(self) -> EngineRequest:
-        """Two tokens without an end: an engine that gives one ends every request after one.
-
-        One token looks like an end id otherwise. Asked once per target.
-        """
-        return EngineRequest(
-            request_id=f"{self._request.request_id}-steps",
-            input_ids=(self._progress.ids[-1],),
-            max_tokens=2,
-            streaming=False,
-            sampling=Sampling(top_k=1),
-        )
 
     def probed(self, chunk: EngineChunk) -> EngineChunk:
         """The target's answer to ``Probe``; the end of the answer, if it had ended after all."""

@@ -59,6 +59,7 @@ def _text_request(row: Fields, request_id: str) -> TextRequest:
         stream_interval=row.get("stream_interval", 1),
         timeout_s=row["timeout_ms"] / 1000 if "timeout_ms" in row else None,
         wants=wants_of(row),
+        prompt_table_extra_id=row.get("prompt_table_extra_id"),
         extras=extras_of(row),
     )
 
