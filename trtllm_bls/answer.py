@@ -140,7 +140,7 @@ class SequenceText:
         )
         self._tokens = 0
         self._length = 0  # characters detokenised, of the completion
-        self._left = 0  # characters of the completion that may leave
+        self._released = 0  # characters of the completion that may leave
         self._scored: collections.deque[_Scored] = collections.deque()
         self._log_probs: list[float] = []  # of tokens whose text may leave, all so far
         self._cum_log_prob = 0.0
@@ -236,18 +236,18 @@ class SequenceText:
         if self._matcher is not None:
             cut = self._matcher.feed(text, armed=self._tokens >= self._rules.min_tokens)
             text, stop = cut.text, cut.stop
-        self._leave(text)
+        self._release(text)
         return stop
 
     def _flush(self) -> str | None:
         stop = self._cut(self._detokenizer.flush())
         if stop is None and self._matcher is not None:
-            self._leave(self._matcher.flush())
+            self._release(self._matcher.flush())
         return stop
 
-    def _leave(self, text: str) -> None:
+    def _release(self, text: str) -> None:
         if text:
-            self._left += len(text)
+            self._released += len(text)
             self._text.append(text)
 
     # --- the end ------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class SequenceText:
             self._scored.append(_Scored(end, log_prob, logits))
 
     def _release_scores(self, everything: bool) -> None:
-        while self._scored and (everything or self._scored[0].end <= self._left):
+        while self._scored and (everything or self._scored[0].end <= self._released):
             scored = self._scored.popleft()
             if scored.log_prob is not None:
                 self._log_probs.append(scored.log_prob)

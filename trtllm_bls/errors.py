@@ -2,7 +2,7 @@
 
     TrtllmBlsError
     ├── SetupError            the machine or a file is not as we need it; nothing was served yet
-    │   ├── SettingsError     a parameter or option (names it, its value and the mend)
+    │   ├── SettingsError     a parameter or option (names it, its value and what to do)
     │   ├── TokenizerError    the tokenizer directory
     │   └── CheckpointError   the model directory
     ├── InvalidRequest        the caller's mistake: one field, its value, what is allowed
@@ -31,7 +31,7 @@ class TrtllmBlsError(Exception):
 
 
 class SetupError(TrtllmBlsError):
-    """Something on this machine must be mended before anything can be served."""
+    """Something on this machine must be fixed before anything can be served."""
 
 
 class SettingsError(SetupError):
@@ -86,7 +86,7 @@ class EngineStalled(EngineError):
 
 
 class ClientError(TrtllmBlsError):
-    """A client's request got no complete answer, and not by the server's word."""
+    """A client's request got no complete answer, and no error from the server either."""
 
 
 class ConnectionFailed(ClientError):
@@ -108,7 +108,7 @@ def to_wire(error: TrtllmBlsError) -> str:
 
 
 def from_wire(text: str) -> TrtllmBlsError:
-    """An engine's error text as an error; one of our own engines' is revived as what it was.
+    """An engine's error text as an error; one of our own engines becomes what it was raised as.
 
     Only its first line counts: below it, engines write stack traces and paths of theirs.
     """

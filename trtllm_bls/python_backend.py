@@ -73,7 +73,7 @@ class Call:
         self._waiters: list[asyncio.Future[None]] = []
         self.on_broken: Callable[[], object] = lambda: None  # called when a response cannot be sent
         self.sequences = 1  # that have not ended
-        self.left = False  # nobody takes its answer any more
+        self.abandoned = False  # nobody takes its answer any more
         self.client_id: str = request.request_id()
         # Unique in this process, whatever ids clients choose; it names the call in log lines.
         self.id = f"{self.client_id or 'request'}-{next(self._numbers)}"
@@ -311,14 +311,14 @@ class RequestServer:
     def _start(self, call: Call) -> None:
         task = self._loop.create_task(self._answer(call))
         self._open[task] = call
-        call.on_broken = lambda: self._loop.call_soon_threadsafe(_leave, task, call)
+        call.on_broken = lambda: self._loop.call_soon_threadsafe(_abandon, task, call)
         task.add_done_callback(self._open.pop)
 
     async def _answer(self, call: Call) -> None:
         try:
             await self._handle(call)
         except asyncio.CancelledError:
-            if call.left:
+            if call.abandoned:
                 log.info("%s: cancelled: nobody takes its answer any more", call.id)
             else:  # a silent end would look like a whole answer
                 call.fail(EngineUnavailable("the server is shutting down"))
@@ -332,7 +332,7 @@ class RequestServer:
     async def _cancel_all(self) -> None:
         tasks = list(self._open)
         for task, call in self._open.items():
-            if not call.left:
+            if not call.abandoned:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -345,13 +345,13 @@ class RequestServer:
             asked, waiting = waiting[:WATCHED_AT_ONCE], waiting[WATCHED_AT_ONCE:]
             for task, call in asked:
                 if call.gone():
-                    self._loop.call_soon_threadsafe(_leave, task, call)
+                    self._loop.call_soon_threadsafe(_abandon, task, call)
 
 
-def _leave(task: asyncio.Task[None], call: Call) -> None:
+def _abandon(task: asyncio.Task[None], call: Call) -> None:
     """Cancel the task of a call, once: a second cancellation would hit its clean-up."""
-    if not call.left:
-        call.left = True
+    if not call.abandoned:
+        call.abandoned = True
         task.cancel()
 
 

@@ -102,7 +102,7 @@ def at_once(ask: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, A
         return list(pool.map(ask, requests()))
 
 
-def test_200_requests_are_answered_alike_at_every_door(echo: TritonServer) -> None:
+def test_200_requests_are_answered_alike_at_every_endpoint(echo: TritonServer) -> None:
     """gRPC streaming and not, generate, generate_stream: all alike, reasons included."""
     bodies = requests()
     streamed = [of_result(result) for result in ask_all(echo.grpc_url, bodies)]

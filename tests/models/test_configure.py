@@ -55,7 +55,7 @@ def test_the_engines_slot_holds_the_cpp_backend_and_no_python(demo: Demo) -> Non
 
 
 @pytest.mark.parametrize("model", [PREPROCESSING, POSTPROCESSING, BLS], ids=lambda m: m.name)
-def test_our_own_models_come_with_their_doors(demo: Demo, model: Any) -> None:
+def test_our_own_models_come_with_their_model_files(demo: Demo, model: Any) -> None:
     """The same model.py as in the checkout, and the user's tokenizer."""
     demo.write()
     model_file = Path(model.name, "1", "model.py")
