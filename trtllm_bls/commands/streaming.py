@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from trtllm_bls.client import Event, Stream
+from trtllm_bls.client import BLS, Event, Stream
 from trtllm_bls.commands.display import JsonDisplay, TextDisplay
 from trtllm_bls.commands.summary import summarise
 from trtllm_bls.commands.terminal import (
@@ -30,7 +30,6 @@ from trtllm_bls.commands.terminal import (
     run,
     tensor_options,
 )
-from trtllm_bls.contract import BLS
 from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, TrtllmBlsError
 
 # Wire name and help; flag, type and whether it repeats follow from the contract.

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import click
 
+from trtllm_bls.client import Model
 from trtllm_bls.client.connection import Client, Tls
 from trtllm_bls.client.stream import Stream
-from trtllm_bls.contract import Model
 from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SetupError, TrtllmBlsError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")

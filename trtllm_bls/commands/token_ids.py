@@ -19,7 +19,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_bls.client import Client, Event, Stream
+from trtllm_bls.client import ENGINE, Client, Event, Model, Stream
 from trtllm_bls.commands.terminal import (
     EXIT_CODES,
     Exit,
@@ -35,7 +35,6 @@ from trtllm_bls.commands.terminal import (
     tensor_options,
 )
 from trtllm_bls.commands.token_answer import TokenAnswer, agrees
-from trtllm_bls.contract import ENGINE, Model
 from trtllm_bls.errors import EngineError, SettingsError, TrtllmBlsError
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 

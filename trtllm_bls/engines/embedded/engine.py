@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trtllm_bls.contract.checks import check_request
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.engines.embedded.batcher import Batcher
 from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
 from trtllm_bls.engines.embedded.sequence import Event, Sequence, Submission
+from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 

@@ -1,7 +1,6 @@
-"""Whether what is asked for may be: the table's bounds, and what an engine says it can take.
+"""Whether an engine can run a request: the bounds of the contract table, and the engine's limits.
 
-Values that came over the wire and requests made in plain Python meet the same rules here, and
-the same error texts.
+Values from the wire and requests made in Python meet the same rules and the same error texts.
 """
 
 from __future__ import annotations
