@@ -196,7 +196,7 @@ async def play(scene: Scene) -> Outcome:
             first = await process.stdout.readline()
             process.send_signal(signal.SIGINT)
         out, err = await process.communicate(scene.stdin.encode())
-        if scene.interrupted or (scene.redirected == DISK_FULL and server.requests):
+        if scene.interrupted or (scene.redirected == DISK_FULL and server.asked):
             await server.cancelled.wait()
         inputs = [inputs_of(request) for request in server.asked]
     code = process.returncode

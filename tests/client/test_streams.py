@@ -357,7 +357,7 @@ async def test_a_connection_lost_before_the_first_response_is_tried_again() -> N
     server = FakeGrpcServer(lambda _: next(scripts))
     async with server, Client(server.url, retries=2) as client:
         assert (await client.generate(**ASK, request_id="7")).text == "Hi"
-    assert [request.id for request in server.requests] == ["7"] * 3
+    assert [request.id for request in server.asked] == ["7"] * 3
 
 
 @dialogue
@@ -369,7 +369,7 @@ async def test_nothing_is_tried_again_after_the_first_response() -> None:
         async with FakeGrpcServer(script) as server, Client(server.url, retries=retries) as client:
             with pytest.raises((ConnectionFailed, Overloaded)):
                 await client.generate(**ASK)
-        assert len(server.requests) == 1
+        assert len(server.asked) == 1
 
 
 def test_the_number_of_retries_is_checked() -> None:
