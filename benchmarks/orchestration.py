@@ -245,8 +245,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         client = choose_client(options, scratch)
-        told = conditions(options, client.name)
-        for name, value in told.items():
+        setting = conditions(options, client.name)
+        for name, value in setting.items():
             console.print(f"{name}: {value}", markup=False, soft_wrap=True)
         try:
             rows = _run(options, client, scratch)
@@ -258,9 +258,13 @@ def main() -> int:
             client.close()
     show(console, rows)
     if options.json:
-        save(options.json, told, rows)
+        save(options.json, setting, rows)
     if options.plot:
-        plot(options.plot, rows, f"{told['cores']} cores, {told['cpu']}; {client.name}")
+        plot(
+            options.plot,
+            rows,
+            f"{setting['cores']} cores, {setting['cpu']}; {client.name}",
+        )
     return 1 if any(row.bad for row in rows) else 0
 
 

@@ -23,7 +23,7 @@ from padded import pad
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
-from trtllm_bls.engines.speculative import SpeculativeEngine
+from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.messages import EngineRequest, Sampling
 from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationShared
 from trtllm_bls.tokenizer import load_tokenizer
@@ -47,7 +47,7 @@ def request(number: int, ids: tuple[int, ...], tokens: int) -> EngineRequest:
     )
 
 
-async def told(engine: Engine, asked: EngineRequest) -> tuple[int, ...]:
+async def tokens_of(engine: Engine, asked: EngineRequest) -> tuple[int, ...]:
     async with aclosing(engine.generate(asked)) as stream:
         return tuple([token async for chunk in stream for token in chunk.token_ids])
 
@@ -62,18 +62,17 @@ async def measure(
             request(number, tokenizer.encode(prompt, add_special_tokens=True), given.tokens)
             for number, prompt in enumerate(prompts[kind][: given.prompts])
         ]
-        await told(target, asked[0])
+        await tokens_of(target, asked[0])
         begun = time.perf_counter()
-        plain = [await told(target, one) for one in asked]
+        plain = [await tokens_of(target, one) for one in asked]
         base = time.perf_counter() - begun
         line = f"{name:>8} {kind:>5}: plain {sum(map(len, plain)) / base:6.1f} tokens/s"
         for way, options in WAYS.items():
             shared = SpeculationShared()
-            await told(SpeculativeEngine(target, draft, options, shared), asked[0])
+            engine = RoutingEngine(target, draft, options, by_default=True, shared=shared)
+            await tokens_of(engine, asked[0])
             begun = time.perf_counter()
-            drafted = [
-                await told(SpeculativeEngine(target, draft, options, shared), one) for one in asked
-            ]
+            drafted = [await tokens_of(engine, one) for one in asked]
             took = time.perf_counter() - begun
             differs = "" if drafted == plain else ", TOKENS DIFFER"
             rate = shared.totals.acceptance_rate or 0.0

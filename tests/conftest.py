@@ -15,11 +15,11 @@ import pytest
 if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer
 
-LIVE = frozenset(Path(__file__).parent / room for room in ("live", "conformance"))
+LIVE = frozenset(Path(__file__).parent / name for name in ("live", "conformance"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in the rooms that talk to a server is marked ``live``."""
+    """Everything in the directories that need a server is marked ``live``."""
     for item in items:
         if not LIVE.isdisjoint(item.path.parents):
             item.add_marker(pytest.mark.live)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from trtllm_bls.detokenizer.vocabulary import Detokenizer
 from trtllm_bls.messages import (
     Array,
     Ending,
@@ -27,20 +27,12 @@ from trtllm_bls.messages import (
 from trtllm_bls.stopping import StopMatcher
 
 
-class Detokenizer(Protocol):
-    """Ids in, text that is certain out (``trtllm_bls.detokenizer``)."""
-
-    def feed(self, ids: TokenIds) -> str: ...
-
-    def flush(self) -> str: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextRules:
     """What ends a sequence and what its caller wants to see of it.
 
     ``echo_ids``: the prompt, when the caller wants it in front of the completion.
-    ``stop_sequences``: what the engine was told to stop at, one entry per stop word.
+    ``stop_sequences``: what the engine was given to stop at, one entry per stop word.
     ``max_sequence_tokens``: the engine's limit on prompt and completion together, if known.
     """
 
@@ -66,7 +58,7 @@ class Answer:
         self.begun = False  # the engine has begun to answer
         self._stream = request.stream
         self._interval = request.stream_interval
-        # An engine that was told of no further end ids does not end at them.
+        # An engine that was sent no further end ids does not end at them.
         self._knows_end_ids = not rules.min_tokens
         self._cut_short = False
         self._sequences = [
@@ -217,12 +209,12 @@ class SequenceText:
 
     def _before_end(self, ids: TokenIds) -> tuple[TokenIds, FinishReason | None]:
         """The ids before an end id or the token limit, and which of the two there is."""
-        rules, room = self._rules, self._rules.max_tokens - self._tokens
-        for place, token in enumerate(ids[:room]):
+        rules, remaining = self._rules, self._rules.max_tokens - self._tokens
+        for place, token in enumerate(ids[:remaining]):
             if token in rules.end_ids and self._tokens + place >= rules.min_tokens:
                 return ids[:place], FinishReason.END_ID
-        if len(ids) >= room:
-            return ids[:room], FinishReason.LENGTH
+        if len(ids) >= remaining:
+            return ids[:remaining], FinishReason.LENGTH
         return ids, None
 
     def _feed_each(self, ids: TokenIds, chunk: EngineChunk) -> str | None:
@@ -261,7 +253,7 @@ class SequenceText:
     # --- the end ------------------------------------------------------------------------------
 
     def _why(self, chunk: EngineChunk) -> FinishReason:
-        """Why the engine ended, from what it says or, on a wire that does not say, from counts."""
+        """Why the engine ended, from the reason it gives or, where it gives none, from counts."""
         if chunk.finish_reason is not None:
             return chunk.finish_reason
         rules = self._rules

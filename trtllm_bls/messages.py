@@ -2,7 +2,7 @@
 
 Grouped by receiver: what an engine takes and gives (token ids), then what the orchestrator
 takes and gives (text). ``None`` in a field always means "the caller did not say", and is never
-sent on, so that the engine's own default applies. Arrays that are only carried through (logits,
+sent on, so that the engine's own default applies. Arrays that are only passed on (logits,
 LoRA weights) are typed ``Array`` and never opened here; the wire gives and takes them.
 """
 
@@ -149,7 +149,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMetrics:
-    """Figures of one engine request; ``None`` where the engine does not tell.
+    """Figures of one engine request; ``None`` where the engine does not report it.
 
     Times are steady-clock nanoseconds; blocks are KV-cache blocks.
     """

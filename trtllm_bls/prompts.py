@@ -1,4 +1,4 @@
-"""From a text request's words to everything an engine needs in token ids.
+"""From a text request to everything an engine needs in token ids.
 
 Used by the orchestrator and by preprocessing, so both make the same prompt of the same request.
 """
@@ -27,9 +27,9 @@ _WORD = 256  # characters of a prompt that are tokenised in the time that a shor
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt, tokenised, and what the engine is told of its ends and of the caller's words.
+    """One prompt, tokenised, and what the engine is sent of its ends and of the caller's words.
 
-    ``stop_sequences`` are the ids of each stop word that the engine is told, one entry per word,
+    ``stop_sequences`` are the ids of each stop word that the engine stops at, one entry per word,
     empty for a word that only the text can show; ``engine_stops`` is what it is sent: these, and
     every end id but the first, since it takes only one. Both are empty with ``min_tokens``: an
     engine would stop at them before that. ``extras`` are the request's, with what they need to know
@@ -75,20 +75,24 @@ class PromptMaker:
         """Raises ``InvalidRequest`` naming the field.
 
         A prompt of more than ``max_prompt_tokens`` is refused, before it is tokenised where its
-        length alone tells.
+        length alone shows it.
         """
         bias = request.embedding_bias
-        checked_stops(request.stop_words)
-        check_words("bad_words", request.bad_words, MAX_WORDS, MAX_WORD_CHARS)
-        biased = [word for word, _ in bias]
-        check_words("embedding_bias_words", biased, MAX_WORDS, MAX_WORD_CHARS)
+        if request.stop_words:
+            checked_stops(request.stop_words)
+        for field, words in (
+            ("bad_words", request.bad_words),
+            ("embedding_bias_words", [word for word, _ in bias]),
+        ):
+            if words:
+                check_words(field, words, MAX_WORDS, MAX_WORD_CHARS)
         end_ids = self.end_ids(request)
         stops: tuple[TokenIds, ...] = ()
         engine_stops: tuple[TokenIds, ...] = ()
         if not request.sampling.min_tokens:
             stops = tuple(map(self._tokenizer.stop_ids, request.stop_words))
             engine_stops = (*filter(None, stops), *((token,) for token in end_ids[1:]))
-        words = dict.fromkeys(request.bad_words)
+        bad_words = dict.fromkeys(request.bad_words)
         ids = self._ids(request, max_prompt_tokens)
         return Prompt(
             ids=ids,
@@ -97,7 +101,7 @@ class PromptMaker:
             stop_sequences=stops,
             engine_stops=tuple(dict.fromkeys(engine_stops)),
             bad_sequences=tuple(
-                ids for word in words for ids in self._tokenizer.word_variants(word)
+                ids for word in bad_words for ids in self._tokenizer.word_variants(word)
             ),
             embedding_bias=tuple(
                 (token, weight) for word, weight in bias for token in self._tokenizer.word_ids(word)

@@ -2,13 +2,13 @@
 
 One event loop in a thread of its own runs one task per request. Sending is a round trip to the
 server that blocks its thread, so a few sender threads do it; at most one send per request is in
-flight, and what its task has to say meanwhile is answered together (``Call.ready``). One watcher
+flight, and what its task produces meanwhile is answered together (``Call.ready``). One watcher
 thread asks Triton which callers have gone and cancels their tasks. The rules that a response sender
 must obey (docs/architecture.md names the defects behind them) are kept here and nowhere else:
 
 - every request ends in exactly one FINAL, on every path, also where a send fails;
-- an error is the last thing sent and carries FINAL in the same send;
-- only outputs the caller asked for are sent;
+- an error is the last thing sent and has FINAL in the same send;
+- only outputs that the caller asked for are sent;
 - nobody asks ``is_cancelled`` of a sender that has been closed: both are done under one lock.
 
 ``pb_utils`` comes in as an argument. Knows nothing of text, tokens or engines.
@@ -25,12 +25,12 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
-from trtllm_bls.messages import Array
 
 SENDERS = 4  # threads; each waits for the server most of its time
 # Asking for a caller costs a round trip, so all calls share so many questions: each is asked every
@@ -40,6 +40,9 @@ _FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 5.0  # where every send fails; doubled
 
 log = logging.getLogger(__name__)
+
+
+_Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 class Call:
@@ -69,11 +72,12 @@ class Call:
         self._failure_told = False
         self._waiters: list[asyncio.Future[None]] = []
         self.on_broken: Callable[[], object] = lambda: None  # called when a response cannot be sent
+        self.sequences = 1  # that have not ended
         self.left = False  # nobody takes its answer any more
         self.client_id: str = request.request_id()
         # Unique in this process, whatever ids clients choose; it names the call in log lines.
         self.id = f"{self.client_id or 'request'}-{next(self._numbers)}"
-        self.arrays: Mapping[str, Array] = MappingProxyType({})
+        self.arrays: _Arrays = MappingProxyType({})
 
     def read(self, request: Any) -> None:
         """Copy the inputs: Triton may free its own any time."""
@@ -81,9 +85,11 @@ class Call:
             {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
         )
 
-    def send(self, arrays: Mapping[str, Array], final: bool = False) -> None:
-        """Send one response; with ``final`` it is the last. Ignored once the call has ended."""
-        self._put(lambda: self._response(arrays), final)
+    def send(self, arrays: _Arrays, final: bool = False) -> None:
+        """Send one response; with ``final`` it is the last of its sequence, and the call ends with
+        the last of ``sequences``. Ignored once the call has ended."""
+        self.sequences -= final
+        self._put(lambda: self._response(arrays), self.sequences == 0)
 
     def fail(self, error: Exception) -> None:
         """End the call with an error; ignored once it has ended."""
@@ -116,7 +122,7 @@ class Call:
         finally:
             self._lock.release()
 
-    def _response(self, arrays: Mapping[str, Array]) -> Any:
+    def _response(self, arrays: _Arrays) -> Any:
         tensors = [
             self._pb.Tensor(name, array) for name, array in arrays.items() if name in self.wanted
         ]
@@ -193,6 +199,8 @@ class SenderThreads:
         self._loop = loop
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._retries: dict[Call, threading.Timer] = {}
+        self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._waking = False
         self._threads = [
             threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
             for number in range(threads)
@@ -225,7 +233,17 @@ class SenderThreads:
     def _send(self, call: Call) -> None:
         self._retries.pop(call, None)
         if waiters := call.send_queued():
-            self._loop.call_soon_threadsafe(_wake, waiters)
+            self._ready.extend(waiters)
+            if not self._waking:  # one wake-up of the loop serves all that are ready by then
+                self._waking = True
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._waking = False
+        while self._ready:
+            waiter = self._ready.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -322,7 +340,7 @@ class RequestServer:
         waiting: list[tuple[asyncio.Task[None], Call]] = []
         while not self._closing.wait(WATCH_SECONDS):
             if not waiting:
-                # copy() is atomic under the GIL; a call that ends meanwhile says "not gone".
+                # copy() is atomic under the GIL; a call that ends meanwhile is not gone.
                 waiting = list(self._open.copy().items())
             asked, waiting = waiting[:WATCHED_AT_ONCE], waiting[WATCHED_AT_ONCE:]
             for task, call in asked:
@@ -340,15 +358,13 @@ def _leave(task: asyncio.Task[None], call: Call) -> None:
 def answer_each(
     pb_utils: Any,
     requests: Iterable[Any],
-    answer: Callable[[Mapping[str, Array]], Mapping[str, Array]],
+    answer: Callable[[_Arrays], _Arrays],
 ) -> list[Any]:
     """One response per request of a model that is not decoupled; a failure is its own answer."""
     return [_answered(pb_utils, request, answer) for request in requests]
 
 
-def _answered(
-    pb_utils: Any, request: Any, answer: Callable[[Mapping[str, Array]], Mapping[str, Array]]
-) -> Any:
+def _answered(pb_utils: Any, request: Any, answer: Callable[[_Arrays], _Arrays]) -> Any:
     try:
         arrays = answer({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
     except Exception as error:
@@ -360,41 +376,9 @@ def _answered(
 
 
 def as_triton_error(pb_utils: Any, error: Exception, call_id: str) -> Any:
-    """What a caller is told of a failure: our own errors as they are, of others only the kind."""
+    """A failure as its caller sees it: our own errors as they are, of others only the kind."""
     if not isinstance(error, TrtllmBlsError):
         log.error("%s: unexpected error", call_id, exc_info=error)
         kind = type(error).__name__
         error = TrtllmBlsError(f"unexpected {kind}; the server's log tells more under {call_id}")
     return pb_utils.TritonError(to_wire(error), getattr(pb_utils.TritonError, error.status))
-
-
-def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
-
-
-class TritonLogHandler(logging.Handler):
-    """Sends the package's log records to Triton's log, level kept."""
-
-    def __init__(self, pb_utils: Any, model_name: str) -> None:
-        super().__init__()
-        self._logger = pb_utils.Logger
-        self._model_name = model_name
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = f"[{self._model_name}] {self.format(record)}"
-        if record.levelno >= logging.ERROR:
-            self._logger.log_error(text)
-        elif record.levelno >= logging.WARNING:
-            self._logger.log_warn(text)
-        else:
-            self._logger.log_info(text)
-
-
-def log_to_triton(pb_utils: Any, model_name: str) -> None:
-    """Route this package's logging to Triton; called by each model's ``initialize``."""
-    logger = logging.getLogger("trtllm_bls")
-    logger.handlers = [TritonLogHandler(pb_utils, model_name)]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

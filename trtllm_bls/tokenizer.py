@@ -159,7 +159,7 @@ class Tokenizer:
         return tuple(ids)
 
     def fewest_tokens(self, text: str) -> int:
-        """A prompt of ``text`` has at least so many tokens; told without tokenising it.
+        """A prompt of ``text`` has at least so many tokens; known without tokenising it.
 
         0 where this tokenizer gives no bound.
         """
@@ -247,8 +247,8 @@ def _check_messages(messages: object) -> None:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             problem = f"message {index} must be an object with a 'role' and a 'content'"
             raise InvalidRequest("messages", problem)
-        spoken = message.get("content", None if "tool_calls" in message else 0)
-        if not isinstance(spoken, (str, list, type(None))):
+        content = message.get("content", None if "tool_calls" in message else 0)
+        if not isinstance(content, (str, list, type(None))):
             problem = f"the content of message {index} must be text or a list of parts"
             raise InvalidRequest("messages", problem)
 

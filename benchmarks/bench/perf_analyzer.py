@@ -39,10 +39,10 @@ class PerfAnalyzer:
             before = os.environ.get("LD_LIBRARY_PATH", "")
             self._environment["LD_LIBRARY_PATH"] = f"{links}:{before}" if before else str(links)
         asked = self._run(["--version"])
-        said = (asked.stderr + asked.stdout).strip().splitlines() or ["it says nothing"]
-        if "Perf Analyzer Version" not in said[-1]:
-            raise OSError(f"{program} does not run: {said[0]}")
-        self.name = said[-1]
+        printed = (asked.stderr + asked.stdout).strip().splitlines() or ["it prints nothing"]
+        if "Perf Analyzer Version" not in printed[-1]:
+            raise OSError(f"{program} does not run: {printed[0]}")
+        self.name = printed[-1]
 
     def ask(self, url: str, model: str, output: str, plan: list[list[Request]]) -> list[Answer]:
         """Every stream asks its requests one after the other; all have the same number."""
@@ -67,7 +67,7 @@ class PerfAnalyzer:
         known = {_key(request.inputs): request for request in in_turn}
         answers = [_answer(entry, output, known) for entry in experiment["requests"]]
         if len(answers) != len(in_turn):
-            raise OSError(f"perf_analyzer tells of {len(answers)} of {len(in_turn)} requests")
+            raise OSError(f"perf_analyzer reports {len(answers)} of {len(in_turn)} requests")
         return answers
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ from tests.helpers.fake_engine_server import (
     read,
     run,
 )
+from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.contract.pbtxt import model_config
 from trtllm_bls.engines.triton_grpc import GrpcEngine
 from trtllm_bls.errors import (
     EngineError,
@@ -37,7 +37,7 @@ from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
 
 
 def inputs(message: Any) -> dict[str, Any]:
-    """What a request carries: numbers by name."""
+    """A request's inputs: numbers by name."""
     found = {}
     for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True):
         if tensor.datatype == "BYTES":
@@ -48,13 +48,13 @@ def inputs(message: Any) -> dict[str, Any]:
     return found
 
 
-# --- talking --------------------------------------------------------------------------------
+# --- chunks ---------------------------------------------------------------------------------
 
 
 def test_chunks_come_as_they_are_said_and_the_request_is_whole() -> None:
     """Tokens, an empty end, the id, and only outputs that somebody reads."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(Say((3,)), Say((4, 5)), Say(final=True)) as (engine, triton):
             chunks = await read(engine)
             assert [(c.token_ids, c.final) for c in chunks] == [
@@ -69,20 +69,20 @@ def test_chunks_come_as_they_are_said_and_the_request_is_whole() -> None:
             assert inputs(message)["streaming"] == [[True]]
             assert message.parameters["triton_enable_empty_final_response"].bool_param
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_an_end_without_outputs_is_an_end() -> None:
     """A separate empty final response, as some engines send it."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(Say((3,)), Say(final=True, empty=True)) as (engine, _):
             assert [(c.token_ids, c.final) for c in await read(engine)] == [
                 ((3,), False),
                 ((), True),
             ]
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_what_was_asked_for_comes_along() -> None:
@@ -98,7 +98,7 @@ def test_what_was_asked_for_comes_along() -> None:
     )
     more = ChunkWriter(EngineCall(request, None), True, None).arrays(said)
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(Say((3,), final=True, more=more)) as (engine, triton):
             (chunk,) = await read(engine, request)
             assert (chunk.log_probs, chunk.cum_log_prob) == ((-0.5,), -0.5)
@@ -109,13 +109,13 @@ def test_what_was_asked_for_comes_along() -> None:
             assert {"output_log_probs", "generation_logits", "arrival_time_ns"} <= names
             assert not names & {"context_logits", "sequence_index", "num_input_tokens"}
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_every_sequence_ends_with_the_request() -> None:
     """The wire marks the last response of all, not of each."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         first, second = ({"sequence_index": np.array([[i]], np.int32)} for i in (0, 1))
         steps = Say((3,), more=first), Say((4,), more=second), Say((5,), more=first, final=True)
         async with reaching(*steps) as (engine, _):
@@ -123,13 +123,13 @@ def test_every_sequence_ends_with_the_request() -> None:
             assert [c.sequence_index for c in chunks if c.final] == [0, 1]
             assert [c.token_ids for c in chunks if c.sequence_index == 1] == [(4,), ()]
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_text_among_the_extras_is_sent_as_bytes() -> None:
     """The one type whose packing is not numpy's own."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         guide = {"guided_decoding_guide": np.array(["[ä-ü]".encode()], np.object_)}
         async with reaching(Say((3,), final=True)) as (engine, triton):
             await read(engine, replace(ASK, extras=guide))
@@ -137,19 +137,19 @@ def test_text_among_the_extras_is_sent_as_bytes() -> None:
             (tensor,) = [t for t in triton.asked[0].inputs if t.datatype == "BYTES"]
             assert list(tensor.shape) == [1, 1]
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_many_streams_share_one_channel() -> None:
-    """And each hears its own answer to the end."""
+    """And each gets its own answer to the end."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(Say((3,)), LINGER, Say((4,), final=True)) as (engine, triton):
             answers = await asyncio.gather(*(read(engine) for _ in range(50)))
             assert {tuple(c.token_ids for c in chunks) for chunks in answers} == {((3,), (4,))}
             assert triton.config_asked <= 50 and len(triton.asked) == 50
 
-    run(dialogue())
+    run(scenario())
 
 
 # --- dialects -------------------------------------------------------------------------------
@@ -167,27 +167,27 @@ def older(*without: str, **parameters: str) -> Any:
 def test_an_older_engine_is_spoken_to_in_its_own_words() -> None:
     """random_seed and min_length, where seed and min_tokens are not known."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(Say((3,), final=True), config=older()) as (engine, triton):
             await read(engine, replace(ASK, sampling=Sampling(seed=5, min_tokens=2)))
             sent = inputs(triton.asked[0])
             assert (sent["random_seed"], sent["min_length"]) == ([[5]], [[2]])
             assert not sent.keys() & {"seed", "min_tokens"}
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_an_option_the_engine_lacks_is_refused_before_it_is_asked() -> None:
     """And named."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         config = older("runtime_top_p_decay")
         async with reaching(Say((3,), final=True), config=config) as (engine, triton):
             with pytest.raises(InvalidRequest, match="runtime_top_p_decay"):
                 await read(engine, replace(ASK, sampling=Sampling(top_p_decay=0.5)))
             assert triton.asked == []
 
-    run(dialogue())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -196,33 +196,33 @@ def test_an_option_the_engine_lacks_is_refused_before_it_is_asked() -> None:
 def test_a_prompt_that_cannot_be_excluded_is_taken_off(parameter: str, said: Any) -> None:
     """Whether it is there, only the model's parameter tells."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         config = older("exclude_input_in_output", exclude_input_in_output=parameter)
         async with reaching(Say(said, final=True), config=config) as (engine, triton):
             (chunk,) = await read(engine, replace(ASK, streaming=False))
             assert chunk.token_ids == (3,)
             assert "exclude_input_in_output" not in inputs(triton.asked[0])
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_what_the_model_excludes_anyway_is_not_asked_for() -> None:
     """One tensor fewer on every request; without the parameter it is asked for."""
 
-    async def dialogue(parameter: str) -> bool:
+    async def scenario(parameter: str) -> bool:
         config = model_config(ENGINE, {"exclude_input_in_output": parameter})
         async with reaching(Say((3,), final=True), config=config) as (engine, triton):
             (chunk,) = await read(engine, replace(ASK, streaming=False))
             assert chunk.token_ids == (3,)
             return "exclude_input_in_output" in inputs(triton.asked[0])
 
-    assert [run(dialogue(parameter)) for parameter in ("true", "false", "")] == [False, True, True]
+    assert [run(scenario(parameter)) for parameter in ("true", "false", "")] == [False, True, True]
 
 
 def test_limits_are_the_models_parameters() -> None:
     """Asked for once; what is no number is not known."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         config = model_config(ENGINE, {"max_sequence_tokens": "64", "max_draft_len": "${x}"})
         async with reaching(config=config) as (engine, triton):
             limits = await engine.limits()
@@ -230,7 +230,7 @@ def test_limits_are_the_models_parameters() -> None:
             await engine.limits()
             assert triton.config_asked == 1
 
-    run(dialogue())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -268,13 +268,13 @@ def test_the_c_backend_may_end_requests_after_one_step_unless_it_tells(
 def failing(*steps: Any, **more: Any) -> TrtllmBlsError:
     """The error of a request to which the engine answers with ``steps``."""
 
-    async def dialogue() -> TrtllmBlsError:
+    async def scenario() -> TrtllmBlsError:
         async with reaching(*steps, **more) as (engine, _):
             with pytest.raises(TrtllmBlsError) as caught:
                 await read(engine)
             return caught.value
 
-    error = run(dialogue())
+    error = run(scenario())
     assert isinstance(error, TrtllmBlsError)
     return error
 
@@ -315,7 +315,7 @@ def test_a_broken_call_is_told_by_its_status(code: grpc.StatusCode, kind: type) 
 def test_silence_is_no_stall_while_the_server_answers() -> None:
     """A queued request, or a long answer in one piece, sends nothing until it ends."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         go_on = asyncio.Event()
         async with reaching(Say((3,)), go_on, Say((4,), final=True), stall=0.02) as (
             engine,
@@ -327,21 +327,21 @@ def test_silence_is_no_stall_while_the_server_answers() -> None:
             go_on.set()
             assert [chunk.token_ids for chunk in await reading] == [(3,), (4,)]
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_server_that_does_not_answer_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests fail, and their calls end."""
     monkeypatch.setattr("trtllm_bls.engines.triton_grpc._PROBE_SECONDS", 0.05)
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(Say((3,)), HOLD, stall=0.02) as (engine, triton):
             triton.frozen = True
             with pytest.raises(EngineStalled, match="does not answer"):
                 await read(engine)
             await triton.cancelled.wait()
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_model_that_is_not_decoupled_is_told_to_the_operator() -> None:
@@ -354,13 +354,13 @@ def test_a_model_that_is_not_decoupled_is_told_to_the_operator() -> None:
 def test_nobody_at_the_address() -> None:
     """Unavailable, with the address."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         engine = GrpcEngine("127.0.0.1:1", "tensorrt_llm", vocab_size=50)
         with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:1"):
             await engine.limits()
         await engine.close()
 
-    run(dialogue())
+    run(scenario())
 
 
 # --- leaving --------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def test_nobody_at_the_address() -> None:
 def test_leaving_early_is_seen_by_the_engine() -> None:
     """Closed after a chunk, or cancelled while waiting for one."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(Say((3,)), HOLD) as (engine, triton):
             await engine.limits()
             async with aclosing(engine.generate(ASK)) as chunks:
@@ -384,13 +384,13 @@ def test_leaving_early_is_seen_by_the_engine() -> None:
             await asyncio.wait({reader})
             assert reader.cancelled()
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_leaving_after_the_last_chunk_cancels_nothing() -> None:
     """A cancel around the final response leaks the request inside Triton 24.10."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(Say((3,)), Say((4,), final=True), LINGER) as (engine, triton):
             await engine.limits()
             async with aclosing(engine.generate(ASK)) as chunks:
@@ -399,4 +399,4 @@ def test_leaving_after_the_last_chunk_cancels_nothing() -> None:
                         break
         assert not triton.cancelled.is_set()
 
-    run(dialogue())
+    run(scenario())

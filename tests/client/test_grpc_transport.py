@@ -19,14 +19,14 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import DataReceived, RequestReceived, StreamReset
 
-from trtllm_bls.engines.grpc_transport import Call, Connection, GrpcError
+from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
 
 MEGABYTE = 1 << 20
 UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
-def run(dialogue: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(dialogue, 60))
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 class Service(grpc.GenericRpcHandler):
@@ -117,7 +117,7 @@ class Caller:
         self.batches: list[list[bytes]] = []
         self._ended: asyncio.Future[GrpcError | None] = asyncio.get_running_loop().create_future()
         self._changed = asyncio.Event()
-        self.call: Call = connection.open(f"/test.Service/{name}", self._add, self._end)
+        self.call: GrpcCall = connection.open(f"/test.Service/{name}", self._add, self._end)
         for message in messages:
             self.call.send(message)
 
@@ -161,33 +161,33 @@ class Caller:
 def test_a_unary_call_answers() -> None:
     """The headers are those of the gRPC protocol."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         service = Service()
         async with grpcio(service) as (_, target), connected(target) as connection:
             assert await connection.unary("/test.Service/reverse", b"abc") == b"cba"
             assert await connection.unary("/test.Service/reverse", b"", timeout=30) == b""
         assert service.metadata["user-agent"] == "trtllm-bls"
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_an_unknown_method_is_unimplemented() -> None:
     """An answer of headers alone is an ending too."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with grpcio(Service()) as (_, target), connected(target) as connection:
             with pytest.raises(GrpcError) as caught:
                 await connection.unary("/test.Service/nothing", b"")
             assert caught.value.status == "UNIMPLEMENTED"
 
-    run(dialogue())
+    run(scenario())
 
 
 @pytest.mark.parametrize("details", ["naïve: 100 % wrong\n再来", " space around ", ""])
 def test_an_error_has_its_status_and_details(details: str) -> None:
     """Details are any text; the connection lives on."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with grpcio(Service()) as (_, target), connected(target) as connection:
             for _ in range(2):
                 with pytest.raises(GrpcError) as caught:
@@ -196,13 +196,13 @@ def test_an_error_has_its_status_and_details(details: str) -> None:
                 assert caught.value.status == "INVALID_ARGUMENT"
                 assert caught.value.details.strip(" ") == details.strip(" ")
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_unary_call_that_takes_too_long_is_cancelled() -> None:
     """The server sees the cancellation."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         service = Service()
         async with grpcio(service) as (_, target), connected(target) as connection:
             with pytest.raises(GrpcError) as caught:
@@ -212,13 +212,13 @@ def test_a_unary_call_that_takes_too_long_is_cancelled() -> None:
             await connection.unary("/test.Service/reverse", b"")
             assert service.running == 0
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_many_streams_keep_their_messages_apart_and_in_order() -> None:
     """More streams than a server's default limit of 100, each with many messages."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with grpcio(Service()) as (_, target), connected(target) as connection:
             sent = {k: [f"{k}:{i}".encode() * (i % 40) for i in range(50)] for k in range(150)}
             callers = {k: Caller(connection, "echo", *messages) for k, messages in sent.items()}
@@ -229,13 +229,13 @@ def test_many_streams_keep_their_messages_apart_and_in_order() -> None:
                 assert caller.messages == sent[k] and caller.call.replies == 50
                 assert caller.call.done
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_large_messages_flow_both_ways() -> None:
     """50 MB there and back on one stream, while another is answered."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with grpcio(Service()) as (_, target), connected(target) as connection:
             large = bytes(range(251)) * (50 * MEGABYTE // 251)
             caller = Caller(connection, "echo", large, b"small", large)
@@ -245,13 +245,13 @@ def test_large_messages_flow_both_ways() -> None:
             assert await caller.status() == "OK"
             assert caller.messages == [large, b"small", large]
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_call_is_kept_for_the_next_request() -> None:
     """Two requests one after the other, each with callbacks of its own."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with grpcio(Service()) as (_, target), connected(target) as connection:
             caller = Caller(connection, "echo", b"one")
             assert await caller.until(1) == [b"one"]
@@ -265,28 +265,28 @@ def test_a_call_is_kept_for_the_next_request() -> None:
             with pytest.raises(RuntimeError):
                 caller.call.send(b"three")
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_server_may_end_a_call_before_its_caller_does() -> None:
     """The stream is given back: calls far beyond the server's limit go through one by one."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         one = (("grpc.max_concurrent_streams", 1),)
         async with grpcio(Service(), options=one) as (_, target), connected(target) as connection:
             for _ in range(5):
-                caller = Caller(connection, "mute", b"unheard")
+                caller = Caller(connection, "mute", b"unread")
                 assert await caller.status() == "OK"
                 caller.call.send(b"too late, and no error")
                 caller.call.cancel()
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_cancelled_call_ends_in_the_server_and_leaves_the_others_alone() -> None:
     """No callback follows a cancellation."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         service = Service()
         async with grpcio(service) as (_, target), connected(target) as connection:
             gone, other = Caller(connection, "hold"), Caller(connection, "echo", b"a")
@@ -298,13 +298,13 @@ def test_a_cancelled_call_ends_in_the_server_and_leaves_the_others_alone() -> No
             assert await other.until(2) == [b"a", b"b"]
             assert gone.call.done and not gone.over and gone.messages == [b"held"]
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_call_cancelled_before_it_was_sent_sends_nothing() -> None:
     """Cancelled at once, or while it waits for a free stream."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         one = (("grpc.max_concurrent_streams", 1),)
         service = Service()
         async with grpcio(service, options=one) as (_, target), connected(target) as connection:
@@ -318,13 +318,13 @@ def test_a_call_cancelled_before_it_was_sent_sends_nothing() -> None:
             assert await last.until(1) == [b"z"]
             assert service.most_running == 0
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_calls_beyond_the_servers_limit_wait_in_order() -> None:
     """SETTINGS_MAX_CONCURRENT_STREAMS holds from the first call on."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         two, service = (("grpc.max_concurrent_streams", 2),), Service()
         async with grpcio(service, options=two) as (_, target), connected(target) as connection:
             callers = [Caller(connection, "hold") for _ in range(10)]
@@ -341,13 +341,13 @@ def test_calls_beyond_the_servers_limit_wait_in_order() -> None:
             assert all(ended.index(caller) >= k - 1 for k, caller in enumerate(callers))
             assert service.most_running <= 2
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_server_that_stops_ends_its_calls_and_is_found_again_on_its_port() -> None:
     """UNAVAILABLE in mid-stream, UNAVAILABLE while it is gone, and then as before."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with grpcio(Service()) as (server, target), connected(target) as connection:
             caller = Caller(connection, "hold")
             await caller.until(1)
@@ -359,13 +359,13 @@ def test_a_server_that_stops_ends_its_calls_and_is_found_again_on_its_port() -> 
             async with grpcio(Service(), port=int(target.split(":")[1])):
                 assert await connection.unary("/test.Service/reverse", b"ab") == b"ba"
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_after_goaway_running_calls_finish_and_new_ones_connect_anew() -> None:
     """The new connection finds nobody."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         service = Service()
         async with grpcio(service) as (server, target), connected(target) as connection:
             holder, echo = Caller(connection, "hold"), Caller(connection, "echo", b"a")
@@ -387,13 +387,13 @@ def test_after_goaway_running_calls_finish_and_new_ones_connect_anew() -> None:
             assert holder.messages == [b"held", b"released"]
             await stopping
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_tls_is_verified_and_speaks_h2() -> None:
     """A certificate of an authority that the context trusts, and one that it does not."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         authority = trustme.CA()
         certificate = authority.issue_cert("localhost")
         credentials = grpc.ssl_server_credentials(
@@ -412,7 +412,7 @@ def test_tls_is_verified_and_speaks_h2() -> None:
                 error = await caller.end()
                 assert error and error.status == "UNAVAILABLE" and "certificate" in error.details
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_callback_that_raises_costs_its_call_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -421,7 +421,7 @@ def test_a_callback_that_raises_costs_its_call_alone(caplog: pytest.LogCaptureFi
     def broken(_: object) -> None:
         raise ValueError("broken callback")
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         service = Service()
         async with grpcio(service) as (_, target), connected(target) as connection:
             other = Caller(connection, "echo", b"a")
@@ -435,7 +435,7 @@ def test_a_callback_that_raises_costs_its_call_alone(caplog: pytest.LogCaptureFi
                 await connection.unary("/test.Service/fail", b"")
 
     with caplog.at_level(logging.ERROR):
-        run(dialogue())
+        run(scenario())
     assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == [
         "broken callback",
         "broken callback",
@@ -445,7 +445,7 @@ def test_a_callback_that_raises_costs_its_call_alone(caplog: pytest.LogCaptureFi
 def test_closing_ends_what_is_open() -> None:
     """Connected or still connecting; later calls are refused."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with grpcio(Service()) as (_, target):
             connection = Connection(target)
             running = Caller(connection, "hold")
@@ -461,7 +461,7 @@ def test_closing_ends_what_is_open() -> None:
             await connection.close()
             assert await connecting.status() == "CANCELLED"
 
-    run(dialogue())
+    run(scenario())
 
 
 # Servers that are not there, or not gRPC's
@@ -478,7 +478,7 @@ def test_a_target_is_a_host_and_a_port(target: str) -> None:
 def test_a_refused_connection_is_unavailable(host: str) -> None:
     """Each call tries again."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         with closing(socket.create_server(("127.0.0.1", 0))) as taken:
             port = taken.getsockname()[1]
         async with connected(f"{host}:{port}") as connection:
@@ -487,7 +487,7 @@ def test_a_refused_connection_is_unavailable(host: str) -> None:
                 assert error and error.status == "UNAVAILABLE"
                 assert f"{host}:{port}" in error.details
 
-    run(dialogue())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -501,13 +501,13 @@ def test_a_server_of_another_protocol_is_unavailable(answer: bytes) -> None:
         writer.write(answer)
         writer.close()
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with server, connected(f"127.0.0.1:{port}") as connection:
             assert await Caller(connection, "echo", b"a").status() == "UNAVAILABLE"
 
-    run(dialogue())
+    run(scenario())
 
 
 # A server of h2's, which does what a gRPC server would not
@@ -584,12 +584,12 @@ async def peers(*scripts: Script) -> AsyncIterator[str]:
 
 
 def against(script: Script, *more: Script) -> Callable[[Callable[[Connection], Any]], None]:
-    """Run a dialogue with a connection to such a server."""
+    """Run a scenario with a connection to such a server."""
 
-    def play(dialogue: Callable[[Connection], Coroutine[Any, Any, None]]) -> None:
+    def play(scenario: Callable[[Connection], Coroutine[Any, Any, None]]) -> None:
         async def whole() -> None:
             async with peers(script, *more) as target, connected(target) as connection:
-                await dialogue(connection)
+                await scenario(connection)
 
         run(whole())
 
@@ -607,12 +607,12 @@ def test_messages_may_be_cut_anywhere() -> None:
         peer.h2.send_headers(stream_id, [("grpc-status", "0")], end_stream=True)
         await peer.trickle()
 
-    async def dialogue(connection: Connection) -> None:
+    async def scenario(connection: Connection) -> None:
         caller = Caller(connection, "echo", b"a")
         assert await caller.status() == "OK"
         assert caller.messages == [b"hello", b"", b"world"]
 
-    against(script)(dialogue)
+    against(script)(scenario)
 
 
 def test_messages_that_arrive_together_are_given_together() -> None:
@@ -626,14 +626,14 @@ def test_messages_that_arrive_together_are_given_together() -> None:
         peer.end(first)
         await peer.until(DataReceived)
 
-    async def dialogue(connection: Connection) -> None:
+    async def scenario(connection: Connection) -> None:
         first, second = Caller(connection, "echo"), Caller(connection, "echo")
         assert await first.status() == "OK"
         assert [len(batch) for batch in first.batches] == [6]
         assert second.batches == [[b"second 0", b"second 1", b"second 2"]]
         second.call.send(b"enough")
 
-    against(script)(dialogue)
+    against(script)(scenario)
 
 
 @pytest.mark.parametrize(
@@ -655,10 +655,10 @@ def test_a_reset_stream_has_the_status_of_its_code(code: int, status: str) -> No
             peer.h2.reset_stream((await peer.until(RequestReceived)).stream_id, code)
             peer.write()
 
-    async def dialogue(connection: Connection) -> None:
+    async def scenario(connection: Connection) -> None:
         assert await Caller(connection, "echo", b"a").status() == status
 
-    against(script)(dialogue)
+    against(script)(scenario)
 
 
 @pytest.mark.parametrize(
@@ -688,11 +688,11 @@ def test_what_is_no_grpc_response_is_a_clear_error(
         peer.h2.send_data(stream_id, prefixed(b"next"))
         peer.end(stream_id)
 
-    async def dialogue(connection: Connection) -> None:
+    async def scenario(connection: Connection) -> None:
         assert str(await Caller(connection, "echo", b"a").end()).startswith(error)
         assert await connection.unary("/test.Service/echo", b"") == b"next"
 
-    against(script)(dialogue)
+    against(script)(scenario)
 
 
 def test_an_end_within_a_message_is_an_error() -> None:
@@ -703,12 +703,12 @@ def test_an_end_within_a_message_is_an_error() -> None:
         peer.h2.send_data(stream_id, prefixed(b"whole") + prefixed(b"cut")[:-1])
         peer.end(stream_id)
 
-    async def dialogue(connection: Connection) -> None:
+    async def scenario(connection: Connection) -> None:
         caller = Caller(connection, "echo", b"a")
         assert await caller.status() == "INTERNAL"
         assert caller.messages == [b"whole"]
 
-    against(script)(dialogue)
+    against(script)(scenario)
 
 
 def test_goaway_ends_the_calls_beyond_its_last_stream_alone() -> None:
@@ -731,12 +731,12 @@ def test_goaway_ends_the_calls_beyond_its_last_stream_alone() -> None:
         peer.h2.send_data(stream_id, again.data)
         peer.end(stream_id)
 
-    async def dialogue(connection: Connection) -> None:
+    async def scenario(connection: Connection) -> None:
         first, second = Caller(connection, "echo"), Caller(connection, "echo", b"a")
         assert await second.status() == "OK" and second.messages == [b"a"]
         assert await first.status() == "OK" and first.messages == [b"still here"]
 
-    against(script, next_script)(dialogue)
+    against(script, next_script)(scenario)
 
 
 def test_a_server_that_never_takes_a_call_is_unavailable() -> None:
@@ -746,11 +746,11 @@ def test_a_server_that_never_takes_a_call_is_unavailable() -> None:
         peer.write(bytes.fromhex("00000a 07 00 00000000 00000000 00000000") + b"no")
         await peer.until(RequestReceived)
 
-    async def dialogue(connection: Connection) -> None:
+    async def scenario(connection: Connection) -> None:
         error = await Caller(connection, "echo", b"a").end()
         assert error and error.status == "UNAVAILABLE" and error.details.endswith(": no")
 
-    against(script, script, script)(dialogue)
+    against(script, script, script)(scenario)
 
 
 def test_a_server_that_breaks_the_protocol_loses_its_calls() -> None:
@@ -761,12 +761,12 @@ def test_a_server_that_breaks_the_protocol_loses_its_calls() -> None:
         peer.h2.send_data(stream_id, prefixed(b"before"))
         peer.write(peer.h2.data_to_send() + bytes.fromhex("000000 08 00 00000000"))
 
-    async def dialogue(connection: Connection) -> None:
+    async def scenario(connection: Connection) -> None:
         caller = Caller(connection, "echo", b"a")
         assert await caller.status() == "UNAVAILABLE"
         assert caller.messages == [b"before"]
 
-    against(script)(dialogue)
+    against(script)(scenario)
 
 
 def test_a_cancelled_stream_is_reset_and_its_late_messages_are_dropped() -> None:
@@ -784,11 +784,11 @@ def test_a_cancelled_stream_is_reset_and_its_late_messages_are_dropped() -> None
         peer.h2.send_data(stream_id, prefixed(b"next"))
         peer.end(stream_id)
 
-    async def dialogue(connection: Connection) -> None:
+    async def scenario(connection: Connection) -> None:
         caller = Caller(connection, "echo", b"a")
         await caller.until(1)
         caller.call.cancel()
         assert await connection.unary("/test.Service/echo", b"") == b"next"
         assert caller.messages == [b"early"] and not caller.over
 
-    against(script)(dialogue)
+    against(script)(scenario)

@@ -20,7 +20,7 @@ def named(request_id: str) -> EngineRequest:
 def test_a_request_goes_over_the_call_that_the_one_before_it_left() -> None:
     """Opening a call costs more than a short request; one that fails or leaves takes its call."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(Say((3,)), Say((4,), final=True)) as (engine, triton):
             for name in "abc":
                 await read(engine, named(name))
@@ -36,13 +36,13 @@ def test_a_request_goes_over_the_call_that_the_one_before_it_left() -> None:
                 await read(engine, named("fails too"))
             assert triton.calls[1:] == [["d", "fails"], ["fails too"]]
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_call_that_told_of_an_error_is_ended_politely() -> None:
     """The error may be the last of it or not; a cancel then would leak the request."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         told = Say((3,)), Fail("out of blocks"), LINGER, Say(final=True, empty=True)
         async with reaching(*told) as (engine, triton):
             with pytest.raises(EngineError, match="out of blocks"):
@@ -51,13 +51,13 @@ def test_a_call_that_told_of_an_error_is_ended_politely() -> None:
                 await asyncio.sleep(0)
             assert triton.closed == 1
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_no_two_requests_share_a_call_at_a_time() -> None:
     """A cancel ends a whole call."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         all_asked = asyncio.Event()
         async with reaching(Say((3,)), all_asked, Say((4,), final=True)) as (engine, triton):
             await engine.limits()
@@ -68,15 +68,15 @@ def test_no_two_requests_share_a_call_at_a_time() -> None:
                     await asyncio.sleep(0)
                 all_asked.set()
                 await asyncio.gather(*reading)
-                assert [len(carried) for carried in triton.calls] == calls
+                assert [len(requests) for requests in triton.calls] == calls
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_kept_call_that_ended_before_it_took_the_request_costs_nothing() -> None:
     """A server restarts, a proxy ends what is idle: the request goes over a new call."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(Say((3,), final=True)) as (engine, triton):
             await read(engine, named("a"))
             (kept,) = engine.pool._idle
@@ -85,25 +85,25 @@ def test_a_kept_call_that_ended_before_it_took_the_request_costs_nothing() -> No
             assert [chunk.token_ids for chunk in await read(engine, named("b"))] == [(3,)]
             assert triton.calls == [["a"], ["b"]] and send is not kept.send
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_new_call_that_ends_is_not_tried_again() -> None:
     """It was not the waiting that ended it."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(HANG_UP) as (engine, triton):
             with pytest.raises(EngineError, match="without a last response"):
                 await read(engine, named("a"))
             assert triton.calls == [["a"]]
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_request_that_is_over_no_longer_cancels() -> None:
-    """Its reader may close it late, while the call carries another one."""
+    """Its reader may close it late, while the call has another one."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         go_on = asyncio.Event()
         async with reaching(Say((3,), final=True)) as (engine, triton):
             await engine.limits()
@@ -118,19 +118,19 @@ def test_a_request_that_is_over_no_longer_cancels() -> None:
             assert [chunk.token_ids for chunk in await other] == [(3,), (4,)]
             assert triton.calls == [["early", "other"]]
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_reply_to_another_request_is_an_error() -> None:
-    """A kept call carries one request after the other; their answers must never be mixed up."""
+    """A kept call has one request after the other; their answers must never be mixed up."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         stale = replace(Say((3,), final=True), id="another")
         async with reaching(stale) as (engine, _):
             with pytest.raises(EngineError, match="another request's id"):
                 await read(engine)
 
-    run(dialogue())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_a_call_is_ended_politely(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: float
 ) -> None:
     """After many replies, beside enough others, or idle for long; a cancel would leak requests."""
-    monkeypatch.setattr(f"trtllm_bls.engines.stream_pool.{limit}", value)
+    monkeypatch.setattr(f"trtllm_bls.engines.triton_grpc.{limit}", value)
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with reaching(Say((3,)), Say((4,), final=True)) as (engine, triton):
             await read(engine, named("a"))
             while not triton.closed:
@@ -151,4 +151,4 @@ def test_a_call_is_ended_politely(
             assert triton.calls == [["a"], ["b"]]
             assert not triton.cancelled.is_set()
 
-    run(dialogue())
+    run(scenario())

@@ -15,7 +15,7 @@ from tests.helpers.fake_grpc_server import (
     FakeGrpcServer,
     Say,
     Until,
-    dialogue,
+    async_test,
     inputs_of,
     text,
     tokens,
@@ -27,7 +27,7 @@ from trtllm_bls.errors import ConnectionFailed, InvalidRequest, SettingsError
 ASK = {"text_input": "Hi", "max_tokens": 4}
 
 
-@dialogue
+@async_test
 async def test_a_result_collects_every_sequence() -> None:
     """Interleaved sequences are joined by their indices; the first one is the plain answer."""
     script = [
@@ -43,7 +43,7 @@ async def test_a_result_collects_every_sequence() -> None:
     assert result.started_at <= result.events[0].received_at
 
 
-@dialogue
+@async_test
 async def test_a_request_says_what_was_given_and_nothing_else() -> None:
     """Streaming is asked for by default, a chosen model, id and outputs reach the wire."""
     async with FakeGrpcServer([text("Hi", final=True)]) as server, Client(server.url) as client:
@@ -58,7 +58,7 @@ async def test_a_request_says_what_was_given_and_nothing_else() -> None:
     assert second.id not in ("", first.id)
 
 
-@dialogue
+@async_test
 async def test_a_stop_request_ends_the_running_request_by_its_id() -> None:
     """The engine answers the stop with an empty final, the request with what it has."""
     stopped = asyncio.Event()
@@ -81,7 +81,7 @@ async def test_a_stop_request_ends_the_running_request_by_its_id() -> None:
     assert server.asked[0].id == server.asked[1].id
 
 
-@dialogue
+@async_test
 async def test_a_field_that_cannot_be_sent_is_refused_before_sending() -> None:
     """The call itself raises, so that nothing was sent and nothing is to be closed."""
     async with FakeGrpcServer([]) as server, Client(server.url) as client:
@@ -105,7 +105,7 @@ def test_both_sides_of_a_tls_connection_show_their_certificate(tmp_path: Path) -
     subprocess.run(command, check=True, capture_output=True)
     pair = [(key.read_bytes(), chain.read_bytes())]
 
-    @dialogue
+    @async_test
     async def ask() -> None:
         credentials = grpc.ssl_server_credentials(pair, chain.read_bytes(), True)
         tls = Tls(root_certificates=chain, private_key=key, certificate_chain=chain)

@@ -1,4 +1,4 @@
-"""Dialogues between the client and a server that keeps Triton's rules on a real gRPC wire."""
+"""The client and a server that keeps Triton's rules on a real gRPC wire."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.fake_grpc_server import (
     Say,
     Unflagged,
     Until,
-    dialogue,
+    async_test,
     text,
 )
 from trtllm_bls.client import Client, Event
@@ -41,7 +41,7 @@ def texts(events: list[Event]) -> list[str]:
     return [event.text for event in events]
 
 
-@dialogue
+@async_test
 async def test_the_final_flag_may_come_with_the_last_text() -> None:
     """Text in order, the ending on its last event, and the stream then ends on both sides."""
     ending = text("lo", final=True, finish_reason="stop", stop_reason="\n", num_output_tokens=2)
@@ -55,7 +55,7 @@ async def test_the_final_flag_may_come_with_the_last_text() -> None:
     assert server.cancels == 0
 
 
-@dialogue
+@async_test
 async def test_the_final_flag_may_come_alone() -> None:
     """A server may end with an empty response; it is asked for and becomes an event."""
     async with (
@@ -67,7 +67,7 @@ async def test_the_final_flag_may_come_alone() -> None:
     assert events[1].final and events[1].texts == ()
 
 
-@dialogue
+@async_test
 async def test_a_server_without_final_flags_ends_by_ending() -> None:
     """Where no response says whether it is final, the end of the stream is the end."""
     script = [Unflagged({"text_output": "Hi"})]
@@ -75,7 +75,7 @@ async def test_a_server_without_final_flags_ends_by_ending() -> None:
         assert (await client.generate(**ASK)).text == "Hi"
 
 
-@dialogue
+@async_test
 async def test_a_stream_that_ends_before_its_final_response_is_an_error() -> None:
     """A truncated answer is never taken for a whole one."""
     async with FakeGrpcServer([text("Hi")]) as server, Client(server.url) as client:
@@ -83,7 +83,7 @@ async def test_a_stream_that_ends_before_its_final_response_is_an_error() -> Non
             await client.generate(**ASK)
 
 
-@dialogue
+@async_test
 async def test_an_error_in_mid_stream_comes_after_the_text_before_it() -> None:
     """What was received is delivered; then the server's own words are raised; then nothing."""
     script = [text("Hel"), Fail("INTERNAL: the engine fell over"), Say(final=True)]
@@ -112,7 +112,7 @@ def test_an_error_instead_of_an_answer_keeps_its_kind(
 ) -> None:
     """The status a server writes into its message decides the class that is raised."""
 
-    @dialogue
+    @async_test
     async def ask() -> None:
         async with FakeGrpcServer([Fail(message)]) as server, Client(server.url) as client:
             with pytest.raises(kind) as caught:
@@ -122,7 +122,7 @@ def test_an_error_instead_of_an_answer_keeps_its_kind(
     ask()
 
 
-@dialogue
+@async_test
 async def test_a_status_of_the_call_itself_is_told() -> None:
     """gRPC's own failures name the status, on one line."""
     script = [Abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too\nlarge")]
@@ -131,7 +131,7 @@ async def test_a_status_of_the_call_itself_is_told() -> None:
             await client.generate(**ASK)
 
 
-@dialogue
+@async_test
 async def test_a_response_that_cannot_be_read_is_an_error() -> None:
     """Nobody waits for ever for the rest, and the server is told to stop."""
     garbled = Say({"sequence_index": np.zeros(2, np.int8).view("S2")})  # bytes without lengths
@@ -146,7 +146,7 @@ async def test_a_response_that_cannot_be_read_is_an_error() -> None:
         await server.cancelled.wait()
 
 
-@dialogue
+@async_test
 async def test_nobody_there_is_a_failed_connection() -> None:
     """A refused connection names the address."""
     async with Client("127.0.0.1:1") as client:
@@ -154,7 +154,7 @@ async def test_nobody_there_is_a_failed_connection() -> None:
             await client.generate(**ASK)
 
 
-@dialogue
+@async_test
 async def test_a_server_that_vanishes_is_a_failed_connection() -> None:
     """Also when it goes in the middle of an answer."""
     async with FakeGrpcServer([text("Hi"), Hold()]) as server, Client(server.url) as client:
@@ -165,7 +165,7 @@ async def test_a_server_that_vanishes_is_a_failed_connection() -> None:
             await anext(stream)
 
 
-@dialogue
+@async_test
 async def test_a_server_that_never_answers_meets_the_deadline() -> None:
     """The deadline ends the wait, and the work on the server."""
     async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
@@ -175,7 +175,7 @@ async def test_a_server_that_never_answers_meets_the_deadline() -> None:
             await server.cancelled.wait()
 
 
-@dialogue
+@async_test
 async def test_text_before_the_deadline_is_delivered() -> None:
     """A deadline in mid-stream costs only what had not come, whichever side notices it."""
     script = [text("Hi"), Abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")]
@@ -188,7 +188,7 @@ async def test_text_before_the_deadline_is_delivered() -> None:
             await client.generate(**ASK)  # no deadline of ours
 
 
-@dialogue
+@async_test
 async def test_cancelling_before_the_first_token_ends_the_work() -> None:
     """``cancel`` from another task ends a wait for the first event, without an error."""
     async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
@@ -201,7 +201,7 @@ async def test_cancelling_before_the_first_token_ends_the_work() -> None:
         assert stream.cancelled
 
 
-@dialogue
+@async_test
 async def test_cancelling_before_sending_sends_nothing() -> None:
     """A stream cancelled before its first event was asked for never reaches the server."""
     async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
@@ -211,7 +211,7 @@ async def test_cancelling_before_sending_sends_nothing() -> None:
     assert server.asked == []
 
 
-@dialogue
+@async_test
 async def test_leaving_the_context_in_mid_stream_ends_the_work() -> None:
     """``break`` inside ``async with`` cancels on the server before the block is left."""
     async with FakeGrpcServer([text("Hi"), Hold()]) as server, Client(server.url) as client:
@@ -222,7 +222,7 @@ async def test_leaving_the_context_in_mid_stream_ends_the_work() -> None:
         assert [event async for event in stream] == []
 
 
-@dialogue
+@async_test
 async def test_dropping_the_iterator_ends_the_work() -> None:
     """A plain ``break`` is enough; no context is needed."""
     async with FakeGrpcServer([text("Hi"), Hold()]) as server, Client(server.url) as client:
@@ -232,7 +232,7 @@ async def test_dropping_the_iterator_ends_the_work() -> None:
         await server.cancelled.wait()
 
 
-@dialogue
+@async_test
 async def test_cancelling_the_reading_task_ends_the_work() -> None:
     """A cancelled caller stays cancelled, and so does his request, though he keeps the stream."""
     async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
@@ -249,7 +249,7 @@ async def test_cancelling_the_reading_task_ends_the_work() -> None:
 def test_nobody_cancels_after_the_end_has_arrived(ending: list[Say | Fail]) -> None:
     """Leaving right after the final response or an error reads on until the server is done."""
 
-    @dialogue
+    @async_test
     async def leave() -> None:
         may_end = asyncio.Event()
         script = [*ending, Until(may_end)]
@@ -271,7 +271,7 @@ def test_nobody_cancels_after_the_end_has_arrived(ending: list[Say | Fail]) -> N
 def test_closing_the_client_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cancels rather than waits, and a reader left waiting is told that the client is gone."""
     monkeypatch.setattr("trtllm_bls.client.stream.SETTLE_S", None)  # waiting would be for ever
-    dialogue(close_while_reading)()
+    async_test(close_while_reading)()
 
 
 async def close_while_reading() -> None:
@@ -285,7 +285,7 @@ async def close_while_reading() -> None:
         await server.cancelled.wait()
 
 
-@dialogue
+@async_test
 async def test_many_streams_leave_no_task_behind() -> None:
     """Whole, abandoned and failed streams, one after another, on one channel."""
     scripts = [[text("Hi", final=True)], [text("Hi"), Hold()], [Fail("no")]]
@@ -307,7 +307,7 @@ async def test_many_streams_leave_no_task_behind() -> None:
     assert len(server.asked) == 150
 
 
-@dialogue
+@async_test
 async def test_streams_share_the_channel_and_not_their_fate() -> None:
     """A cancelled stream leaves its neighbours alone."""
     go_on = asyncio.Event()
@@ -332,7 +332,7 @@ def test_a_client_belongs_to_the_loop_that_opened_it() -> None:
     async def answer(client: Client) -> str:
         return (await client.generate(**ASK)).text
 
-    @dialogue
+    @async_test
     async def use() -> None:
         async with FakeGrpcServer([text("Hi", final=True)]) as server:
             client = Client(server.url)
@@ -350,7 +350,7 @@ def test_a_client_belongs_to_the_loop_that_opened_it() -> None:
     use()
 
 
-@dialogue
+@async_test
 async def test_a_connection_lost_before_the_first_response_is_tried_again() -> None:
     """Under the same id; the caller sees one answer."""
     scripts = iter([UNAVAILABLE, UNAVAILABLE, [text("Hi", final=True)]])
@@ -360,7 +360,7 @@ async def test_a_connection_lost_before_the_first_response_is_tried_again() -> N
     assert [request.id for request in server.asked] == ["7"] * 3
 
 
-@dialogue
+@async_test
 async def test_nothing_is_tried_again_after_the_first_response() -> None:
     """Nor without ``retries``, nor when the server refused the request in words."""
     begun = [text("Hel"), *UNAVAILABLE]

@@ -12,8 +12,8 @@ import pytest
 from google.protobuf import text_format
 
 from tests.helpers.fake_engine_server import ASK, Triton, run
+from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.contract.pbtxt import model_config
 from trtllm_bls.engines.triton import Route, TritonEngine, _is_foreign
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest
 from trtllm_bls.messages import Sampling
@@ -45,7 +45,7 @@ def test_a_reachable_server_is_spoken_to_over_grpc_unless_told_otherwise(
 ) -> None:
     """Opened once, at the first request."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with Triton() as triton:
             model = TritonEngine("tensorrt_llm", route(triton.url, transport))
             for _ in range(2):
@@ -54,13 +54,13 @@ def test_a_reachable_server_is_spoken_to_over_grpc_unless_told_otherwise(
             assert triton.config_asked == 1
             await model.close()
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_without_a_port_only_auto_and_bls_go_on() -> None:
     """grpc was asked for, so its absence is an error; the next request tries again."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         for transport in ("auto", "bls"):
             model = TritonEngine("tensorrt_llm", route("127.0.0.1:1", transport))
             await model.limits()
@@ -72,13 +72,13 @@ def test_without_a_port_only_auto_and_bls_go_on() -> None:
                 await model.limits()
         await model.close()
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_choice_made_for_want_of_a_port_is_made_again() -> None:
     """The server may only have been slow to open it."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with Triton() as triton:
             model = TritonEngine("tensorrt_llm", route(triton.url))
             down = TritonEngine("tensorrt_llm", route("127.0.0.1:1"))
@@ -91,7 +91,7 @@ def test_a_choice_made_for_want_of_a_port_is_made_again() -> None:
             for engine in (model, down):
                 await engine.close()
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_tensors_are_read_from_the_repository_where_nobody_can_be_asked(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_tensors_are_read_from_the_repository_where_nobody_can_be_asked(tmp_path
     (tmp_path / "tensorrt_llm").mkdir()
     (tmp_path / "tensorrt_llm" / "config.pbtxt").write_text(text_format.MessageToString(config))
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         there = replace(route("127.0.0.1:1"), repository=tmp_path)
         model = TritonEngine("tensorrt_llm", there)
         assert (await model.limits()).max_sequence_tokens == 77
@@ -112,7 +112,7 @@ def test_tensors_are_read_from_the_repository_where_nobody_can_be_asked(tmp_path
             await model.generate(asked).wait()
         await model.close()
 
-    run(dialogue())
+    run(scenario())
 
 
 def test_a_port_of_somebody_elses_server_is_not_spoken_to() -> None:
@@ -141,20 +141,20 @@ def test_a_model_that_cannot_serve_us_is_an_error_on_any_transport(
     config = model_config(ENGINE, {})
     config.model_transaction_policy.decoupled = False
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with Triton(config=config) as triton:
             model = TritonEngine(name, route(triton.url, transport))
             with pytest.raises(EngineError, match=r"decoupled|misspelt"):
                 await model.limits()
 
-    run(dialogue())
+    run(scenario())
 
 
 @pytest.mark.parametrize("transport", ["auto", "grpc", "bls"])
 def test_a_model_that_is_still_loading_decides_nothing(transport: str) -> None:
     """The server is there, so the transport is chosen once the model tells what it declares."""
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async with Triton() as triton:
             triton.loading = True
             model = TritonEngine("tensorrt_llm", route(triton.url, transport))
@@ -164,4 +164,4 @@ def test_a_model_that_is_still_loading_decides_nothing(transport: str) -> None:
             assert (await model.limits()).max_sequence_tokens == 64
             await model.close()
 
-    run(dialogue())
+    run(scenario())

@@ -43,7 +43,7 @@ _HELP = {
 
 def add_options(parser: pytest.Parser) -> None:
     """One option per field of ``Deployment``, with its default."""
-    group = parser.getgroup("conformance", "the tensorrt_llm model that tests/conformance talks to")
+    group = parser.getgroup("conformance", "the tensorrt_llm model that tests/conformance tests")
     for field in fields(Deployment):
         option, default = _option(field.name), field.default
         how: dict[str, Any] = {"type": type(default)}

@@ -1,4 +1,4 @@
-"""How the suite talks to a ``tensorrt_llm`` model: raw gRPC, one stream per request.
+"""The suite's client of a ``tensorrt_llm`` model: raw gRPC, one stream per request.
 
 Owns the wire (names, types and shapes come from the model's own configuration) and what can be
 read off the responses of one request. Knows nothing of what is right.

@@ -147,11 +147,11 @@ class Steps:
             rows += self.step()
         return rows
 
-    def heard(self, by: Submission) -> list[EngineChunk | EngineError]:
+    def events(self, by: Submission) -> list[EngineChunk | EngineError]:
         return [event for owner, event in self._heard if owner is by]
 
     def chunks(self, of: Submission) -> list[EngineChunk]:
-        return [event for event in self.heard(of) if isinstance(event, EngineChunk)]
+        return [event for event in self.events(of) if isinstance(event, EngineChunk)]
 
     def text(self, of: Submission, index: int = 0) -> list[int]:
         return [
@@ -165,7 +165,7 @@ class Steps:
         """The tokens of one request, run to its end."""
         submission = self.add(asked)
         self.run()
-        for event in self.heard(submission):
+        for event in self.events(submission):
             if isinstance(event, EngineError):
                 raise event
         return self.text(submission)

@@ -11,8 +11,8 @@ import grpc
 
 from tests.helpers import fake_grpc_server as wire
 from tests.helpers.fake_grpc_server import Fail, FakeGrpcServer, Step
+from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.contract.pbtxt import model_config
 from trtllm_bls.engines.triton_grpc import GrpcEngine
 from trtllm_bls.messages import EngineChunk, EngineRequest
 
@@ -59,8 +59,8 @@ def _step(step: Any) -> Step:
     return step  # type: ignore[no-any-return]
 
 
-def run(dialogue: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(dialogue, 20))
+def run(scenario: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(scenario, 20))
 
 
 @asynccontextmanager

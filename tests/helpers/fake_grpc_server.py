@@ -204,7 +204,7 @@ def _response(step: Say, request: Any) -> Any:
 
 
 def inputs_of(request: Any) -> dict[str, Any]:
-    """What a request carries, by wire name: lists of rows, strings decoded."""
+    """A request's inputs by wire name: lists of rows, strings decoded."""
     found = {}
     for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True):
         if tensor.datatype == "BYTES":
@@ -221,7 +221,7 @@ def inputs_of(request: Any) -> dict[str, Any]:
     return found
 
 
-def dialogue(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+def async_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Runs an async test on a loop of its own."""
 
     @functools.wraps(test)

@@ -94,9 +94,9 @@ class Collected:
 
 
 def orchestrator(
-    engine: Engine, defaults: Defaults | None = None, words: Tokenizer | None = None
+    engine: Engine, defaults: Defaults | None = None, other: Tokenizer | None = None
 ) -> Orchestrator:
-    return Orchestrator(words or tokenizer(), engine, defaults or Defaults())
+    return Orchestrator(other or tokenizer(), engine, defaults or Defaults())
 
 
 def asking(text: str | None = PROMPT, **more: Any) -> TextRequest:

@@ -1,4 +1,4 @@
-"""How the live tests talk to a server: HTTP as curl would, gRPC through the package's client."""
+"""Requests of the live tests: HTTP as curl would, gRPC through the package's client."""
 
 from __future__ import annotations
 

@@ -37,10 +37,10 @@ class _Skipping(selectors.DefaultSelector):
         return super().select(0)
 
 
-def run_by_the_clock(dialogue: Callable[[Clock], Coroutine[Any, Any, None]]) -> None:
-    """Run a dialogue that moves the clock itself."""
+def run_by_the_clock(scenario: Callable[[Clock], Coroutine[Any, Any, None]]) -> None:
+    """Run a test that moves the clock itself."""
     clock = Clock()
-    _run(clock, dialogue(clock))
+    _run(clock, scenario(clock))
 
 
 def run_skipping_waits(work: Coroutine[Any, Any, T]) -> T:

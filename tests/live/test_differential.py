@@ -1,4 +1,4 @@
-"""The same requests over every door: one text, one reason, one count, one error.
+"""The same requests over every endpoint: one text, one reason, one count, one error.
 
 What an ensemble cannot know (text stop words, endings) is not asked of it here; docs/contract.md
 says what it cannot do.
@@ -72,7 +72,7 @@ def summary(answer: dict[str, Any]) -> tuple[Any, ...]:
     if "error" in answer:
         error = answer["error"].removeprefix("in ensemble 'ensemble', ")  # Triton's own words
         status, _, what = error.partition(": ")
-        # A field has another name at each door; what is wrong with its value has not.
+        # A field has another name at each endpoint; what is wrong with its value has not.
         return (status, what.partition(": ")[2].lower() if status == "INVALID_ARG" else what)
     names = ("text_output", "num_input_tokens", "num_output_tokens")
     return tuple(answer.get(name) for name in names)

@@ -285,7 +285,7 @@ class Served:
         self.stub = next(p for p in everything if p.name().startswith("triton_python"))
         self.prefix = self.stub.cmdline()[2].rsplit("_", 1)[0]
 
-    def heard(self, word: str) -> str:
+    def wait_for_line(self, word: str) -> str:
         """Read standard error up to the line that holds ``word``."""
         assert self.process.stderr
         return next(line for line in self.process.stderr if word in line)
@@ -350,7 +350,7 @@ def test_a_running_stream_is_drained(served: Served) -> None:
     with stream(served.urls["gRPC"], 50) as following:
         words = [following()]
         served.process.terminate()
-        served.heard("stopping: running requests have 20 s")
+        served.wait_for_line("stopping: running requests have 20 s")
         while (word := following()) is not None:
             words.append(word)
     assert words == ["tick"] * 50
@@ -390,7 +390,7 @@ def test_the_second_signal_forces(served: Served) -> None:
     with stream(served.urls["gRPC"], 100_000) as following:
         following()
         served.process.send_signal(signal.SIGINT)
-        served.heard("stopping")
+        served.wait_for_line("stopping")
         served.process.send_signal(signal.SIGINT)
         assert served.end()[0] == 128 + signal.SIGINT
 

@@ -55,7 +55,7 @@ def test_every_path_gives_the_same_text(echo: TritonServer) -> None:
 
 
 def test_the_last_content_response_is_the_final_one(echo: TritonServer) -> None:
-    """Exactly one response is final, it is the last, and it carries the ending."""
+    """Exactly one response is final, it is the last, and it has the ending."""
     for stream in (True, False):
         events = ask(echo.grpc_url, text_input="a b c d", max_tokens=3, stream=stream).events
         assert [event.final for event in events] == [False] * (len(events) - 1) + [True]

@@ -12,8 +12,8 @@ import pytest
 
 from tests.helpers.model_configurations import check_wires, rows_of_config, rows_of_table
 from tests.models.configured import BUILD, NOT_PAGED, Demo, demo, error_of, make_engine
+from trtllm_bls.configure.pbtxt import PARAMETERS
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
-from trtllm_bls.contract.pbtxt import PARAMETERS
 from trtllm_bls.wire.engine_client import DeployedModel
 
 __all__ = ["demo"]  # the fixture
@@ -58,8 +58,8 @@ def test_the_engines_slot_holds_the_cpp_backend_and_no_python(demo: Demo) -> Non
 def test_our_own_models_come_with_their_doors(demo: Demo, model: Any) -> None:
     """The same model.py as in the checkout, and the user's tokenizer."""
     demo.write()
-    door = Path(model.name, "1", "model.py")
-    assert (demo.out / door).read_bytes() == (CHECKOUT / door).read_bytes()
+    model_file = Path(model.name, "1", "model.py")
+    assert (demo.out / model_file).read_bytes() == (CHECKOUT / model_file).read_bytes()
     assert demo.values(model.name)["tokenizer_dir"] == str(demo.tokenizer)
     assert demo.values(model.name).keys() == PARAMETERS[model.name].keys() - {"decoupled"}
 

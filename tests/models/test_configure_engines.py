@@ -11,8 +11,8 @@ import pytest
 from tests.helpers.model_configurations import rows_of_config
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, demo, error_of, make_engine
 from trtllm_bls.configure.versions import parse_version
-from trtllm_bls.contract.backend import keys_of as keys_of_table
 from trtllm_bls.parameters import ENGINE_FACTS
+from trtllm_bls.parameters.cpp_backend import keys_of as keys_of_table
 
 __all__ = ["demo"]  # the fixture
 
@@ -101,7 +101,7 @@ def test_the_right_spelling_is_written(demo: Demo) -> None:
 def test_the_longest_prompt_is_told(
     demo: Demo, tmp_path: Path, build: dict[str, Any], options: list[str], expected: int
 ) -> None:
-    """It must fit one forward pass unless it may be chunked, and leave room for a token."""
+    """It must fit one forward pass unless it may be chunked, and one more token has to fit."""
     demo.engine = make_engine(tmp_path / "built", BUILD | build)
     result = demo.write(*options)
     assert demo.values("tensorrt_llm")["max_prompt_tokens"] == str(expected)

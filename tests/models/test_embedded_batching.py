@@ -147,7 +147,7 @@ def test_non_finite_logits_end_only_their_own_request() -> None:
     good = steps.add(request(prompt(6), 12))
     bad = steps.add(request((*prompt(6, start=3), POISON, 7), 12))
     steps.run()
-    (error,) = steps.heard(bad)
+    (error,) = steps.events(bad)
     assert isinstance(error, EngineError)
     assert "not finite" in str(error)
     assert steps.text(good) == generated(prompt(6), 12, "poisoned")
@@ -180,7 +180,7 @@ def test_every_sequence_of_a_failing_request_ends_with_one_error() -> None:
     bad = steps.add(request((POISON, *prompt(80)), 5, num_return_sequences=3))
     rows = steps.run()
     assert rows <= 64
-    assert sum(isinstance(event, EngineError) for event in steps.heard(bad)) == 1
+    assert sum(isinstance(event, EngineError) for event in steps.events(bad)) == 1
 
 
 def test_a_step_that_raises_fails_its_requests_and_the_next_step_works() -> None:
@@ -194,7 +194,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_next_step_works() -> None
     finally:
         steps.runner.forward = forward  # type: ignore[method-assign]
     for submission in asked:
-        assert [type(event) for event in steps.heard(submission)] == [EngineError]
+        assert [type(event) for event in steps.events(submission)] == [EngineError]
     assert not steps.batcher.num_present
     assert steps.answer(request(prompt(5), 5)) == generated(prompt(5), 5)
 
@@ -214,7 +214,7 @@ def test_a_request_cancelled_while_its_step_fails_still_ends() -> None:
         steps.step()
     finally:
         steps.runner.forward = forward  # type: ignore[method-assign]
-    assert [type(event) for event in steps.heard(submission)] == [EngineError]
+    assert [type(event) for event in steps.events(submission)] == [EngineError]
 
 
 def _breaks(segments: object) -> torch.Tensor:
@@ -240,7 +240,7 @@ def test_what_is_read_once_and_finished_says_so_on_its_last_chunk() -> None:
     steps.run()
     spoken = [(c.sequence_index, len(c.token_ids), c.final) for c in steps.chunks(asked)]
     assert spoken == [(0, 5, True), (1, 5, True)]
-    assert all(isinstance(event, EngineChunk) for event in steps.heard(asked))
+    assert all(isinstance(event, EngineChunk) for event in steps.events(asked))
 
 
 def test_settings_that_could_starve_a_request_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.embedded_steps import VOCAB, Steps, generated, prompt, request
 from trtllm_bls.engines.embedded.sequence import Sequence, Submission
-from trtllm_bls.engines.sampling import Chooser
+from trtllm_bls.engines.sampling import TokenSampler
 from trtllm_bls.messages import (
     Array,
     Draft,
@@ -151,11 +151,11 @@ def rows(table: Array, before: int, tokens: tuple[int, ...]) -> Array:
 def guessed(ids: tuple[int, ...], sampling: Sampling, count: int) -> tuple[int, ...]:
     """What a draft model says with the same seed."""
     ask = EngineRequest(request_id="d", input_ids=ids, max_tokens=count, sampling=sampling)
-    chooser = Chooser(ask, 0, SIZE)
+    sampler = TokenSampler(ask, 0, SIZE)
     text = ids
     for _ in range(count):
-        text += (chooser.choose(rows(GUESS, text[-1], ())[0]),)
-        chooser.push(text[-1])
+        text += (sampler.choose(rows(GUESS, text[-1], ())[0]),)
+        sampler.push(text[-1])
     return text[len(ids) :]
 
 
@@ -222,7 +222,7 @@ def test_a_threshold_accepts_by_ratio_alone() -> None:
             ask = EngineRequest(
                 request_id="t", input_ids=(0,), max_tokens=2, sampling=sampling, draft=draft
             )
-            ids.add(Chooser(ask, 0, 3).choose(target[0], 0))
+            ids.add(TokenSampler(ask, 0, 3).choose(target[0], 0))
         return ids
 
     assert answers(2, threshold=0.3) == {2}

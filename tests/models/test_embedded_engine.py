@@ -62,7 +62,7 @@ def test_a_submission_is_read_like_a_list(engine: EmbeddedEngine) -> None:
 
 
 def test_an_end_token_ends_without_being_said(engine: EmbeddedEngine) -> None:
-    """The last chunk carries no token, and the reason."""
+    """The last chunk has no token, and the reason."""
     text, last = read(engine, request(IDS, 9, end_id=TRUTH[3]))
     assert (text, last.token_ids) == (TRUTH[:3], ())
     assert last.finish_reason is FinishReason.END_ID
@@ -244,20 +244,22 @@ def test_leaving_a_stream_frees_its_slot(how: str) -> None:
 
     async def story(small: EmbeddedEngine) -> None:
         stream = small.generate(request(IDS, 110))
-        await anext(stream)
+        await stream.wait()
+        assert len(stream.take()) == 1
         if how == "closed":
             await stream.aclose()
         else:
-            reader = asyncio.ensure_future(anext(stream))
+            reader = asyncio.ensure_future(stream.wait())
             await asyncio.sleep(0)  # lets the reader begin to wait
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
         following = small.generate(request(prompt(5, start=3), 2))
-        waiting = asyncio.ensure_future(anext(following))
+        chunks = aiter(following)
+        waiting = asyncio.ensure_future(anext(chunks))
         await asyncio.sleep(0)  # lets it be submitted
         steps.release(3)
         assert not (await waiting).final
-        assert (await anext(following)).final
+        assert (await anext(chunks)).final
 
     with open_engine(max_batch=1) as small:
         forward = small._runner.forward
@@ -390,8 +392,8 @@ def test_an_empty_extra_is_as_good_as_absent(engine: EmbeddedEngine) -> None:
     assert read(engine, request(IDS, 3, extras=extras))[0] == TRUTH[:3]
 
 
-def test_the_seam_refuses_before_the_first_chunk(engine: EmbeddedEngine) -> None:
+def test_a_refusal_comes_before_the_first_chunk(engine: EmbeddedEngine) -> None:
     """The error comes out of the first step of the stream."""
 
     with pytest.raises(InvalidRequest, match="request_output_len"):
-        run(anext(engine.generate(request(IDS, 0))))
+        run(engine.generate(request(IDS, 0)).wait())

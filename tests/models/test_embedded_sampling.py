@@ -10,25 +10,25 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from tests.helpers.embedded_steps import Steps, generated, prompt, request
-from trtllm_bls.engines.sampling import Chooser, log_prob
+from trtllm_bls.engines.sampling import TokenSampler, log_prob
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import Array, EngineRequest, Sampling
 
 ROW = np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05], dtype=np.float32))  # best: 1, then 2, 3
 
 
-def chooser(prompt: tuple[int, ...] = (0,), index: int = 0, **asked: Any) -> Chooser:
+def sampler(prompt: tuple[int, ...] = (0,), index: int = 0, **asked: Any) -> TokenSampler:
     rules = {name: asked.pop(name) for name in list(asked) if name in Sampling.__annotations__}
     asked = {"sampling": Sampling(**rules), **asked}
     ask = EngineRequest(request_id="r", input_ids=prompt, max_tokens=99, **asked)
-    return Chooser(ask, index, len(ROW))
+    return TokenSampler(ask, index, len(ROW))
 
 
 def shares(row: Array = ROW, draws: int = 4000, **asked: Any) -> list[float]:
     """How often each token is drawn, over many seeds."""
     counts = np.zeros(len(row))
     for seed in range(draws):
-        counts[chooser(seed=seed, **asked).choose(row)] += 1
+        counts[sampler(seed=seed, **asked).choose(row)] += 1
     return [float(share) for share in counts / draws]
 
 
@@ -45,7 +45,7 @@ def shares(row: Array = ROW, draws: int = 4000, **asked: Any) -> list[float]:
 )
 def test_without_a_wish_to_sample_the_best_token_is_taken(rules: dict[str, Any]) -> None:
     """Neither top-k nor top-p given, top-k 1 and temperature 0 are greedy, whatever the seed."""
-    assert {chooser(seed=seed, **rules).choose(ROW) for seed in range(50)} == {1}
+    assert {sampler(seed=seed, **rules).choose(ROW) for seed in range(50)} == {1}
 
 
 def test_a_whole_top_p_samples_the_whole_distribution() -> None:
@@ -73,7 +73,7 @@ def test_the_limits_are_those_of_transformers(top_k: int | None, top_p: float | 
     kept = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
     kept = TopPLogitsWarper(top_p)(None, kept) if top_p else kept
     drawn = {
-        chooser(seed=seed, top_k=top_k, top_p=top_p).choose(scores[0].numpy())
+        sampler(seed=seed, top_k=top_k, top_p=top_p).choose(scores[0].numpy())
         for seed in range(3000)
     }
     assert drawn == set(kept[0].isfinite().nonzero()[:, 0].tolist())
@@ -86,7 +86,7 @@ def test_top_p_decays_down_to_its_floor_and_is_reset() -> None:
         found = set()
         for seed in range(300):
             rules = {"top_p": 0.8, "top_p_decay": 0.5, "top_p_min": 0.45, "top_p_reset_id": 4}
-            picker = chooser(seed=seed, **rules)
+            picker = sampler(seed=seed, **rules)
             for token in said:
                 picker.push(token)
             found.add(picker.choose(ROW))
@@ -101,10 +101,10 @@ def test_penalties_count_prompt_and_generated_tokens_alike() -> None:
     """A text split into several requests is penalised like one that was not split."""
     penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
     row = ROW + 2
-    whole = chooser((0, 1), **penalties)
+    whole = sampler((0, 1), **penalties)
     for token in (1, 2):
         whole.push(token)
-    split = chooser((0, 1, 1, 2), **penalties)
+    split = sampler((0, 1, 1, 2), **penalties)
     expected = row.copy()
     for token, times in ((0, 1), (1, 2), (2, 1)):
         value = row[token] * 1.3 if row[token] < 0 else row[token] / 1.3
@@ -115,13 +115,13 @@ def test_penalties_count_prompt_and_generated_tokens_alike() -> None:
 
 def test_temperature_acts_before_penalties() -> None:
     """As in TensorRT-LLM, a presence penalty is not scaled by the temperature."""
-    picker = chooser((1,), temperature=0.5, top_p=1.0, presence_penalty=1.0)
+    picker = sampler((1,), temperature=0.5, top_p=1.0, presence_penalty=1.0)
     assert picker.processed(ROW)[1] == pytest.approx(ROW[1] / 0.5 - 1)
 
 
 def test_the_end_token_is_barred_until_enough_is_generated() -> None:
     """With ``min_tokens`` 2 the end token may come third at the earliest."""
-    picker = chooser(end_id=1, min_tokens=2)
+    picker = sampler(end_id=1, min_tokens=2)
     said = []
     for _ in range(3):
         said.append(picker.choose(ROW))
@@ -131,7 +131,7 @@ def test_the_end_token_is_barred_until_enough_is_generated() -> None:
 
 def test_bad_sequences_are_never_completed() -> None:
     """One token is barred always, a longer sequence where its beginning stands, prompt included."""
-    picker = chooser((3, 2), bad_sequences=((1,), (3, 2, 2)))
+    picker = sampler((3, 2), bad_sequences=((1,), (3, 2, 2)))
     assert picker.choose(ROW) == 3
     picker.push(3)
     assert picker.choose(ROW) == 2
@@ -139,7 +139,7 @@ def test_bad_sequences_are_never_completed() -> None:
 
 def test_embedding_bias_is_added_before_anything_else() -> None:
     """A bias moves the choice; its place is before the temperature."""
-    picker = chooser(embedding_bias=((4, 5.0),), temperature=0.5, top_k=1)
+    picker = sampler(embedding_bias=((4, 5.0),), temperature=0.5, top_k=1)
     assert picker.choose(ROW) == 4
     assert picker.processed(ROW)[4] == pytest.approx((ROW[4] + 5) / 0.5)
 
@@ -147,13 +147,13 @@ def test_embedding_bias_is_added_before_anything_else() -> None:
 def test_a_request_that_bars_every_token_is_an_error() -> None:
     """There is no token to choose, and none is made up."""
     with pytest.raises(EngineError, match="leave no token"):
-        chooser(bad_sequences=tuple((t,) for t in range(5)), temperature=1.0, top_p=1.0).choose(ROW)
+        sampler(bad_sequences=tuple((t,) for t in range(5)), temperature=1.0, top_p=1.0).choose(ROW)
 
 
 def test_tokens_without_probability_are_never_drawn() -> None:
     """Rounding at the ends of the distribution does not reach barred tokens."""
     row = np.array([-np.inf, 0, 0, -np.inf, -np.inf], dtype=np.float32)
-    assert {chooser(seed=s, temperature=1.0, top_p=1.0).choose(row) for s in range(200)} == {1, 2}
+    assert {sampler(seed=s, temperature=1.0, top_p=1.0).choose(row) for s in range(200)} == {1, 2}
 
 
 def test_log_prob_is_of_the_models_own_distribution() -> None:

@@ -41,7 +41,7 @@ def stream(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
     return [*(detokenizer.feed((token_id,)) for token_id in token_ids), detokenizer.flush()]
 
 
-# --- dialogues ------------------------------------------------------------------------------
+# --- examples -------------------------------------------------------------------------------
 
 
 def test_a_character_comes_with_the_token_that_ends_it() -> None:

@@ -118,7 +118,7 @@ def dear_drafts() -> SpeculationShared:
 
 
 def test_a_fixed_length_is_kept_whatever_the_load() -> None:
-    """Within the room there is; a length below zero is refused by the wire's name."""
+    """Within what fits; a length below zero is refused by the wire's name."""
     shared = SpeculationShared(in_flight=1000)
     assert pacer(shared, num_draft_tokens=5).length(MODEL, 10, 99) == 5
     assert pacer(shared, num_draft_tokens=5).length(MODEL, 10, 3) == 3

@@ -1,4 +1,4 @@
-"""Stop strings and stop sequences, told as dialogues, then tried against the plainest reference."""
+"""Stop strings and stop sequences, in examples, then against the plainest reference."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from trtllm_bls.stopping import (
 )
 
 
-def talk(matcher: StopMatcher, *texts: str) -> list[Cut]:
+def feed_all(matcher: StopMatcher, *texts: str) -> list[Cut]:
     return [matcher.feed(text) for text in texts]
 
 
 def test_a_stop_split_over_five_tokens_never_leaks() -> None:
     """What could grow into the stop is held, and never leaves once it has."""
     matcher = StopMatcher(["<end>"])
-    said = talk(matcher, "Hello <", "e", "n", "d", "> and more")
+    said = feed_all(matcher, "Hello <", "e", "n", "d", "> and more")
     assert said == [Cut("Hello "), Cut(""), Cut(""), Cut(""), Cut("", "<end>")]
 
 
 def test_a_false_beginning_is_released() -> None:
     """Text held for a stop leaves as soon as it cannot become one."""
-    assert talk(StopMatcher(["<end>"]), "a<en", "ough>") == [Cut("a"), Cut("<enough>")]
+    assert feed_all(StopMatcher(["<end>"]), "a<en", "ough>") == [Cut("a"), Cut("<enough>")]
 
 
 def test_only_what_could_become_a_stop_is_held() -> None:
     """After a mismatch, a shorter suffix may still begin a stop."""
-    assert talk(StopMatcher(["aab"]), "aaa", "c") == [Cut("a"), Cut("aac")]
-    assert talk(StopMatcher(["aab"]), "aaa", "b") == [Cut("a"), Cut("", "aab")]
+    assert feed_all(StopMatcher(["aab"]), "aaa", "c") == [Cut("a"), Cut("aac")]
+    assert feed_all(StopMatcher(["aab"]), "aaa", "b") == [Cut("a"), Cut("", "aab")]
 
 
 def test_a_stop_inside_one_token() -> None:
@@ -48,7 +48,7 @@ def test_a_stop_inside_one_token() -> None:
 
 def test_the_stop_may_be_kept() -> None:
     """With ``include`` the text ends with the stop, not after it."""
-    assert talk(StopMatcher(["END"], include=True), "to the E", "ND.") == [
+    assert feed_all(StopMatcher(["END"], include=True), "to the E", "ND.") == [
         Cut("to the "),
         Cut("END", "END"),
     ]
@@ -67,14 +67,14 @@ def test_the_longest_wins_at_the_same_end() -> None:
 
 def test_stops_with_a_common_prefix() -> None:
     """One completes although the other could still grow."""
-    assert talk(StopMatcher(["stop", "stopping"]), "sto", "pping") == [Cut(""), Cut("", "stop")]
+    assert feed_all(StopMatcher(["stop", "stopping"]), "sto", "pping") == [Cut(""), Cut("", "stop")]
 
 
 @pytest.mark.parametrize("stop", ["\n\n", "終了。", "👩‍👧", "e\u0301", " ", '","', "\x00"])
 def test_any_character_may_be_a_stop(stop: str) -> None:
     """Newlines, other scripts, joined emoji, quotes and NUL are text like any other."""
     matcher = StopMatcher([stop])
-    said = talk(matcher, "ok", *stop)
+    said = feed_all(matcher, "ok", *stop)
     assert "".join(cut.text for cut in said) == "ok"
     assert said[-1].stop == stop
 
@@ -82,7 +82,7 @@ def test_any_character_may_be_a_stop(stop: str) -> None:
 def test_nothing_follows_a_stop() -> None:
     """The sequence has ended: later text is dropped, and nothing is left to flush."""
     matcher = StopMatcher(["."])
-    assert talk(matcher, "a.b", "c") == [Cut("a", "."), Cut("", ".")]
+    assert feed_all(matcher, "a.b", "c") == [Cut("a", "."), Cut("", ".")]
     assert matcher.flush() == ""
 
 
@@ -96,7 +96,7 @@ def test_flush_gives_what_was_held() -> None:
 
 def test_empty_strings_are_no_stops() -> None:
     """They would stop everything; upstream ignores them too."""
-    assert talk(StopMatcher(["", ""]), "text") == [Cut("text")]
+    assert feed_all(StopMatcher(["", ""]), "text") == [Cut("text")]
 
 
 def test_a_stop_before_the_minimum_is_text() -> None:

@@ -66,7 +66,7 @@ def test_an_answer_ends_with_what_there_is_when_its_time_is_up(stream: bool, sai
     engine.fault = Fault(after_tokens=said)
     request = asking(stream=stream, timeout_s=5, stop_words=(whole + "!",))
 
-    async def dialogue(clock: Clock) -> None:
+    async def scenario(clock: Clock) -> None:
         reading = asyncio.create_task(read(engine, request))
         while engine.requests == []:
             await settle()
@@ -80,13 +80,13 @@ def test_an_answer_ends_with_what_there_is_when_its_time_is_up(stream: bool, sai
         assert ending(chunks) == (FinishReason.TIMEOUT, None, said)
         assert engine.live == 0 and len(engine.cancelled) == 1
 
-    run_by_the_clock(dialogue)
+    run_by_the_clock(scenario)
 
 
 def test_a_deployments_time_limit_is_for_requests_that_name_none() -> None:
     """A request's own goes before it."""
 
-    async def dialogue(clock: Clock) -> None:
+    async def scenario(clock: Clock) -> None:
         engine = saying("one two three")
         engine.fault = Fault(after_tokens=2)
         defaults = Defaults(timeout_s=1)
@@ -100,7 +100,7 @@ def test_a_deployments_time_limit_is_for_requests_that_name_none() -> None:
         clock.now = 10
         assert ending(await own)[0] is FinishReason.TIMEOUT
 
-    run_by_the_clock(dialogue)
+    run_by_the_clock(scenario)
 
 
 def test_waiting_for_the_engine_counts() -> None:
@@ -109,7 +109,7 @@ def test_waiting_for_the_engine_counts() -> None:
 
     engine.fault = Fault(limits=True)
 
-    async def dialogue(clock: Clock) -> None:
+    async def scenario(clock: Clock) -> None:
         request = asking(timeout_s=5, num_return_sequences=2)
         reading = asyncio.create_task(read(engine, request))
         await settle()
@@ -120,7 +120,7 @@ def test_waiting_for_the_engine_counts() -> None:
         ]
         assert engine.requests == []
 
-    run_by_the_clock(dialogue)
+    run_by_the_clock(scenario)
 
 
 @pytest.mark.parametrize("timeout_s", [None, 1000.0])

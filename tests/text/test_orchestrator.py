@@ -151,7 +151,7 @@ def test_every_end_id_of_the_model_ends_the_text() -> None:
     words = tokenizer_of_two_ends()
     extra = words.end_ids[1]
     engine = reciting_ids((*words.encode_word("one"), extra, *words.encode_word("two")))
-    chunks = ask(engine, asking(stop_words=("x",)), words=words)
+    chunks = ask(engine, asking(stop_words=("x",)), other=words)
     assert text_of(chunks) == "one" and ending(chunks)[0] is END_ID
     assert engine.requests[0].end_id == words.end_ids[0]
     assert engine.requests[0].stop_sequences == (words.encode_word("x"), (extra,))
@@ -172,7 +172,7 @@ def test_an_end_id_the_engine_was_not_told_ends_its_work(stream: bool) -> None:
     words = tokenizer_of_two_ends()
     engine = reciting_ids((*words.encode_word("one"), words.end_ids[1], *words.encode_word("two")))
     request = asking(sampling=Sampling(min_tokens=1), stream=stream)
-    chunks = ask(engine, request, words=words)
+    chunks = ask(engine, request, other=words)
     assert text_of(chunks) == "one" and ending(chunks)[0] is END_ID
     assert engine.cancelled == [engine.requests[0].request_id]
 
@@ -186,9 +186,9 @@ def test_a_callers_end_id_is_the_only_one() -> None:
 
 
 def test_the_longest_sequence_is_a_length() -> None:
-    """An engine that does not say why has run out of room."""
-    room = len(prompt_ids()) + 2
-    engine = saying("one two three", max_sequence_tokens=room, tells_reason=False)
+    """An engine that does not say why has reached its longest sequence."""
+    longest = len(prompt_ids()) + 2
+    engine = saying("one two three", max_sequence_tokens=longest, tells_reason=False)
     assert ending(ask(engine, asking(stream=True)))[::2] == (LENGTH, 2)
 
 

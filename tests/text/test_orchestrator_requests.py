@@ -126,7 +126,7 @@ def test_a_prompt_tables_id_is_at_the_tokens_of_the_table() -> None:
     engine = saying("hi", PROMPT + "<|user|>")
     table = {"prompt_embedding_table": np.zeros((1, 4), np.float16)}
     request = asking(PROMPT + "<|user|>", prompt_table_extra_id=2**64 - 1, extras=table)
-    ask(engine, request, words=tokenizer_with_a_prompt_table())
+    ask(engine, request, other=tokenizer_with_a_prompt_table())
     (asked,) = engine.requests
     assert asked.extras["prompt_embedding_table"] is table["prompt_embedding_table"]
     ids = asked.extras["prompt_table_extra_ids"]

@@ -56,8 +56,8 @@ async def read(engine: BlsEngine, request: EngineRequest = ASK) -> list[EngineCh
         return [chunk async for chunk in chunks]
 
 
-def run(dialogue: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(dialogue, SECONDS))
+def run(scenario: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(scenario, SECONDS))
 
 
 async def drained(child: Child, count: int = 1) -> None:
@@ -76,16 +76,16 @@ def told(*steps: Any, request: EngineRequest = ASK, **more: Any) -> tuple[list[E
     """What the engine makes of a child that says ``steps``."""
     child = Child(*steps)
 
-    async def dialogue() -> list[EngineChunk]:
+    async def scenario() -> list[EngineChunk]:
         made = engine(child, **more)
         chunks = await read(made, request)
         await made.close()
         return chunks
 
-    return run(dialogue()), child
+    return run(scenario()), child
 
 
-# --- talking --------------------------------------------------------------------------------
+# --- chunks ---------------------------------------------------------------------------------
 
 
 def test_a_stream_is_told_in_order_and_ends_once() -> None:
@@ -144,7 +144,7 @@ def test_responses_that_arrive_while_the_reader_is_busy_are_all_kept() -> None:
     """A stream is taken in turns: wait, then all that is there, until a turn gives nothing."""
     child = Child(say(3), say(4, 5), say(6))
 
-    async def dialogue() -> list[int]:
+    async def scenario() -> list[int]:
         stream = engine(child).generate(ASK)
         await stream.wait()
         await drained(child)
@@ -156,7 +156,7 @@ def test_responses_that_arrive_while_the_reader_is_busy_are_all_kept() -> None:
         await stream.aclose()
         return tokens
 
-    assert run(dialogue()) == [3, 4, 5, 6]
+    assert run(scenario()) == [3, 4, 5, 6]
     assert child.stops == []
 
 
@@ -164,13 +164,13 @@ def test_a_child_that_has_ended_is_not_stopped() -> None:
     """A stop for an id that is gone costs a request, and might meet another's."""
     child = Child(say(3), say(4))
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         made = engine(child)
         for _ in range(60):
             await read(made)
         await ended(made)
 
-    run(dialogue())
+    run(scenario())
     assert (len(child.asked), child.stops) == (60, [])
 
 
@@ -178,7 +178,7 @@ def test_streams_do_not_wait_for_each_other() -> None:
     """One that is silent has a thread of its own."""
     child = Child(say(3), silent=[Child.STOPPED, say(9)])
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         made = engine(child)
         waiting = asyncio.create_task(read(made, replace(ASK, request_id="silent")))
         while not child.asked:
@@ -189,7 +189,7 @@ def test_streams_do_not_wait_for_each_other() -> None:
         await asyncio.wait({waiting})
         await ended(made)
 
-    run(dialogue())
+    run(scenario())
 
 
 # --- failing --------------------------------------------------------------------------------
@@ -199,16 +199,16 @@ def test_streams_do_not_wait_for_each_other() -> None:
 def test_an_error_is_the_engines(said: Any) -> None:
     """As the first response or in the middle; its first line is what counts."""
     child = Child(*said, fail("out of blocks\n\nAt:\n  /models/x/1/model.py(48): execute"))
-    heard: list[EngineChunk] = []
+    received: list[EngineChunk] = []
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         async for chunk in engine(child).generate(ASK):
-            heard.append(chunk)
+            received.append(chunk)
 
     with pytest.raises(EngineError) as caught:
-        run(dialogue())
+        run(scenario())
     assert type(caught.value) is EngineError and str(caught.value) == "out of blocks"
-    assert len(heard) == len(said) and child.stops == []
+    assert len(received) == len(said) and child.stops == []
 
 
 def test_a_refusal_of_our_own_engine_comes_back_as_what_it_was() -> None:
@@ -235,13 +235,13 @@ def test_silence_is_a_stall_and_the_child_is_stopped() -> None:
     """Triton 24.10 loses a mid-stream error; the timer is what notices."""
     child = Child(say(3), Child.STOPPED, say(4))
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         made = engine(child, stall=0.03)
         with pytest.raises(EngineStalled, match=r"nothing for 0\.03 s"):
             await read(made)
         await drained(child)
 
-    run(dialogue())
+    run(scenario())
     assert [stop.id for stop in child.stops] == ["mine"]
 
 
@@ -249,7 +249,7 @@ def test_a_stream_that_speaks_in_time_never_stalls() -> None:
     """The limit counts from the last word, not from the first."""
     child = Child(say(3), Child.SILENCE, say(4), Child.SILENCE, say(5))
 
-    async def dialogue(clock: Clock) -> None:
+    async def scenario(clock: Clock) -> None:
         chunks = aiter(engine(child, stall=10).generate(ASK))
         for now, token in ((9, 3), (18, 4), (27, 5)):
             assert (await anext(chunks)).token_ids == (token,)
@@ -258,7 +258,7 @@ def test_a_stream_that_speaks_in_time_never_stalls() -> None:
             child.released.release()
         assert (await anext(chunks)).final
 
-    run_by_the_clock(dialogue)
+    run_by_the_clock(scenario)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -266,7 +266,7 @@ def test_a_request_that_waits_for_its_first_response_never_stalls(streaming: boo
     """It may be queued, or be answered whole after a long time; both are silent."""
     child = Child(Child.SILENCE, say(3), Child.SILENCE)
 
-    async def dialogue(clock: Clock) -> None:
+    async def scenario(clock: Clock) -> None:
         request = replace(ASK, streaming=streaming)
         reading = asyncio.create_task(read(engine(child, stall=10), request))
         for now in (9, 19, 10_000):
@@ -277,7 +277,7 @@ def test_a_request_that_waits_for_its_first_response_never_stalls(streaming: boo
         child.released.release(2)
         assert next(iter(await reading)).token_ids == (3,)
 
-    run_by_the_clock(dialogue)
+    run_by_the_clock(scenario)
     assert child.stops == []
 
 
@@ -288,13 +288,13 @@ def test_leaving_early_stops_the_child_and_reads_it_to_its_end() -> None:
     """By a stop request of its id, which needs no outputs; an iterator left behind would leak."""
     child = Child(say(3), Child.STOPPED, say(4), say(5))
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         made = engine(child)
         async with aclosing(made.generate(ASK)) as stream:
             assert (await anext(aiter(stream))).token_ids == (3,)
         await drained(child)
 
-    run(dialogue())
+    run(scenario())
     assert [stop.id for stop in child.stops] == ["mine"]
     assert child.stops[0].inputs["stop"].all() and child.stops[0].outputs == []
     assert {"input_ids", "input_lengths", "request_output_len"} <= child.stops[0].inputs.keys()
@@ -304,7 +304,7 @@ def test_a_reader_cancelled_while_waiting_stops_the_child() -> None:
     """Also before the first response."""
     child = Child(Child.STOPPED, say(4))
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         reader = asyncio.create_task(read(engine(child)))
         while not child.asked:
             await asyncio.sleep(0)
@@ -313,7 +313,7 @@ def test_a_reader_cancelled_while_waiting_stops_the_child() -> None:
         assert reader.cancelled()
         await drained(child)
 
-    run(dialogue())
+    run(scenario())
     assert [stop.id for stop in child.stops] == ["mine"]
 
 
@@ -324,7 +324,7 @@ def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
     monkeypatch.setattr("trtllm_bls.engines.triton_bls._STOP_WAIT_SECONDS", 0.001)
     child = Child(say(3), Child.SILENCE)
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         made = engine(child)
         async with aclosing(made.generate(ASK)) as stream:
             await stream.wait()
@@ -332,7 +332,7 @@ def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
         child.released.release()
         await ended(made)
 
-    run(dialogue())
+    run(scenario())
     assert [stop.id for stop in child.stops] == ["mine"] * 5
     assert "mine: tensorrt_llm did not end after 5 stops" in caplog.text
 
@@ -342,13 +342,13 @@ def test_an_iterator_outlives_its_end(steps: Any) -> None:
     """Dropped at once, it would crash the stub of Triton 24.10; so after a failure, too."""
     child = Child(*steps)
 
-    async def dialogue() -> BlsEngine:
+    async def scenario() -> BlsEngine:
         made = engine(child)
         await asyncio.gather(read(made), return_exceptions=True)
         await ended(made)
         return made
 
-    made = run(dialogue())
+    made = run(scenario())
     gc.collect()
     assert [iterator() is not None for iterator in child.iterators] == [True]
     del made
@@ -358,17 +358,17 @@ def test_many_streams_some_of_them_left() -> None:
     """Every child is read to its end, and each stop names the child that was left."""
     child = Child(say(3), say(4), Child.STOPPED, say(5))
 
-    async def talk(made: BlsEngine, number: int) -> None:
+    async def one_request(made: BlsEngine, number: int) -> None:
         async with aclosing(made.generate(replace(ASK, request_id=f"r{number}"))) as stream:
             chunks = aiter(stream)
             for _ in range(number % 3):
                 await anext(chunks)
 
-    async def dialogue() -> None:
+    async def scenario() -> None:
         made = engine(child)
-        await asyncio.gather(*(talk(made, number) for number in range(40)))
+        await asyncio.gather(*(one_request(made, number) for number in range(40)))
         await drained(child, len(child.asked))
         await ended(made)
 
-    run(dialogue())
+    run(scenario())
     assert {stop.id for stop in child.stops} == {asked.id for asked in child.asked}

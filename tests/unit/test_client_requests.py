@@ -7,15 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtllm_bls.client.requests import Wanted, infer_request
+from trtllm_bls.client.requests import infer_request
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import InvalidRequest
 
-WANTED = Wanted("7")
-
 
 def text_request(**fields: Any) -> Any:
-    return infer_request(BLS, {"text_input": "Hi", "max_tokens": 4} | fields, WANTED)
+    return infer_request(BLS, {"text_input": "Hi", "max_tokens": 4} | fields, "7")
 
 
 def sent(request: Any, name: str) -> tuple[str, list[int], bytes]:
@@ -119,7 +117,7 @@ def test_rows_must_agree() -> None:
 def test_the_message_names_model_id_and_outputs() -> None:
     """And asks for the empty final response, without which the end could only be guessed."""
     fields = {"input_ids": [1, 2], "input_lengths": 2, "request_output_len": 4}
-    request = infer_request(ENGINE, fields, Wanted("7", ("output_ids", "sequence_length")))
+    request = infer_request(ENGINE, fields, "7", ("output_ids", "sequence_length"))
     assert (request.model_name, request.id) == ("tensorrt_llm", "7")
     assert [output.name for output in request.outputs] == ["output_ids", "sequence_length"]
     assert request.parameters["triton_enable_empty_final_response"].bool_param

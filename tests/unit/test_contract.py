@@ -9,8 +9,8 @@ import pytest
 
 from tests.helpers import upstream_tensors
 from tests.helpers.model_configurations import check_wires, parsed, rows_of_config, rows_of_table
+from trtllm_bls.configure.pbtxt import PARAMETERS, model_config
 from trtllm_bls.contract import BLS, MODELS, Model
-from trtllm_bls.contract.pbtxt import PARAMETERS, model_config
 from trtllm_bls.parameters import rows_of
 
 REPOSITORY = Path(__file__).parents[2] / "models"

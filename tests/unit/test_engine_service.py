@@ -1,4 +1,4 @@
-"""Tokens behind a real door: stops, rows, sequences, one FINAL on every path."""
+"""Tokens behind a request server: stops, rows, sequences, one FINAL on every path."""
 
 from __future__ import annotations
 

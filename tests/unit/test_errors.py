@@ -35,7 +35,7 @@ def test_the_drawing_of_the_tree_is_complete() -> None:
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_every_status_is_one_of_tritons(kind: type[TrtllmBlsError]) -> None:
-    """The door looks it up by name."""
+    """``python_backend`` looks it up by name."""
     assert hasattr(TritonError, kind.status)
 
 

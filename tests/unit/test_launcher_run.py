@@ -193,7 +193,7 @@ def test_relative_paths_keep_their_meaning_in_a_copy(repository: Path, tmp_path:
 
 
 def test_a_draft_model_is_a_second_engine(repository: Path, tmp_path: Path) -> None:
-    """It is the engine's own door under another name, and the orchestrator is told of it."""
+    """It is the engine's model under another name, which the orchestrator's parameters have."""
     for name in ("tensorrt_llm", "tensorrt_llm_bls"):
         shutil.copytree(repository / "bls", repository / name)
     served = workdir.prepare_models(tmp_path, repository, ServeSettings(), with_draft=True)

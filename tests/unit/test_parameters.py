@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_bls.contract.pbtxt import PARAMETERS
+from trtllm_bls.configure.pbtxt import PARAMETERS
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import (
     DRAFT_MODEL_DIR,

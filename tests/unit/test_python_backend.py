@@ -15,12 +15,8 @@ import pytest
 from tests.helpers.fake_python_backend import SECONDS, Ask, FakeTriton, TritonModelError
 from tests.helpers.request_servers import ONE, answered, call_of, number, opened
 from trtllm_bls.errors import EngineError, InvalidRequest, Overloaded, Unsupported
-from trtllm_bls.python_backend import (
-    Call,
-    TritonLogHandler,
-    answer_each,
-    log_to_triton,
-)
+from trtllm_bls.python_backend import Call, answer_each
+from trtllm_bls.services.triton_log import TritonLogHandler, log_to_triton
 
 
 def test_chunks_arrive_in_order_and_the_last_is_final() -> None:
@@ -167,7 +163,7 @@ def test_a_question_that_fails_does_not_end_the_watch() -> None:
 
 
 def test_a_send_that_fails_is_answered_with_an_error() -> None:
-    """As when shared memory is full: the caller hears of it instead of waiting for ever."""
+    """As when shared memory is full: the caller gets an error instead of waiting for ever."""
 
     def full(response: Any) -> None:
         if response is not None and not response.has_error():

@@ -63,7 +63,7 @@ def test_a_call_that_sends_nothing_is_ready_at_once() -> None:
 
 
 def test_a_call_is_ready_once_everything_has_been_sent() -> None:
-    """All who wait for it hear of it; one that has left meanwhile harms nobody."""
+    """All who wait for it get it; one that has left meanwhile harms nobody."""
     gate, seen = Gate(), []
     triton = FakeTriton()
     ask = triton.ask(ONE, "number")

@@ -140,7 +140,7 @@ def plain_answer(request: EngineRequest) -> Any:
 
 
 def test_a_plain_request_goes_straight_to_the_target() -> None:
-    """As it is, once; the draft hears nothing of it, and nothing is counted."""
+    """As it is, once; the draft gets nothing of it, and nothing is counted."""
     engines = hashed_pair()
     routed = Routed(engines, engines.draft)
     assert told(run(routed.read(asking()))) == plain_answer(ask())

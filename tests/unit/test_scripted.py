@@ -230,15 +230,15 @@ def test_a_fault_comes_after_its_requests_and_tokens() -> None:
     engine = saying(3, 4)
     engine.fault = Fault(error=EngineError("broken"), after_requests=1, after_tokens=1)
     assert ids(ask(engine)) == [3, 4]
-    heard = []
+    received = []
 
     async def listen() -> None:
         async for chunk in engine.generate(ASK):
-            heard.append(chunk.token_ids)
+            received.append(chunk.token_ids)
 
     with pytest.raises(EngineError, match="broken"):
         asyncio.run(listen())
-    assert heard == [(3,)]
+    assert received == [(3,)]
     assert (engine.live, engine.cancelled) == (0, [])
 
 

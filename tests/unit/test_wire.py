@@ -310,7 +310,7 @@ def test_a_request_comes_back_as_it_was_sent(request: EngineRequest, reshaped: b
 
 
 def test_draft_logits_and_extras_come_back_too() -> None:
-    """Arrays are carried; single values among the extras stay what they were."""
+    """Arrays are passed on; single values among the extras stay what they were."""
     given = {
         "lora_task_id": column(2**63, dtype=np.uint64),
         "lora_weights": np.ones((1, 2, 3), np.float16),

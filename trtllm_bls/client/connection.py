@@ -20,7 +20,7 @@ import grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from trtllm_bls.client.events import Result
-from trtllm_bls.client.requests import Wanted, infer_request
+from trtllm_bls.client.requests import infer_request
 from trtllm_bls.client.stream import Reader, Stream
 from trtllm_bls.contract import BLS, ENGINE, MODELS, Model
 from trtllm_bls.errors import (
@@ -60,7 +60,7 @@ class Tls:
 
 
 class Client:
-    """Talks to one Triton server over gRPC: ``async with Client("127.0.0.1:8001") as client:``.
+    """A client of one Triton server over gRPC: ``async with Client("127.0.0.1:8001") as client:``.
 
     Belongs to the event loop that entered it: a request in another loop, before entering or after
     leaving is a ``RuntimeError``. ``url`` is ``host:port``. Leaving cancels what still runs.
@@ -144,9 +144,9 @@ class Client:
         for flag in ("stream", "streaming"):
             if flag in row.input_named:
                 fields.setdefault(flag, True)
-        wanted = Wanted(request_id or uuid.uuid4().hex, outputs)
-        message = infer_request(row, fields, wanted)
-        return Stream(wanted.request_id, partial(self._send, message, deadline_s))
+        request_id = request_id or uuid.uuid4().hex
+        message = infer_request(row, fields, request_id, outputs)
+        return Stream(request_id, partial(self._send, message, deadline_s))
 
     async def generate(self, model: str | Model = BLS, **arguments: Any) -> Result:
         """The whole answer; ``arguments`` and errors as for ``stream`` and its iteration.

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tritonclient.grpc import InferResult
+from numpy.typing import NDArray
 
-from trtllm_bls.messages import Array
+from trtllm_bls.wire.infer_message import is_final, output_arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Event:
     stop_reason: str | None = None
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
-    outputs: Mapping[str, Array]
+    outputs: Mapping[str, NDArray[Any]]
     received_at: float
 
     @property
@@ -45,15 +45,12 @@ class Event:
 
 def read_event(response: Any, received_at: float) -> Event:
     """The event of one ``ModelInferResponse``."""
-    result = InferResult(response)
-    arrays: dict[str, Array] = {
-        output.name: result.as_numpy(output.name) for output in response.outputs
-    }
+    arrays = dict(output_arrays(response))
     return Event(
         texts=_texts(arrays.pop("text_output", None)),
         sequence_index=_number(arrays.pop("sequence_index", None)) or 0,
         batch_index=_number(arrays.pop("batch_index", None)) or 0,
-        final=is_final(response) is True,
+        final=is_final(response),
         finish_reason=next(iter(_texts(arrays.pop("finish_reason", None))), None) or None,
         stop_reason=next(iter(_texts(arrays.pop("stop_reason", None))), None) or None,
         num_input_tokens=_number(arrays.pop("num_input_tokens", None)),
@@ -63,20 +60,13 @@ def read_event(response: Any, received_at: float) -> Event:
     )
 
 
-def is_final(response: Any) -> bool | None:
-    """Whether the server marked the response as the request's last; ``None``: it did not say."""
-    if "triton_final_response" not in response.parameters:
-        return None
-    return bool(response.parameters["triton_final_response"].bool_param)
-
-
-def _texts(array: Array | None) -> tuple[str, ...]:
+def _texts(array: NDArray[Any] | None) -> tuple[str, ...]:
     if array is None:
         return ()
     return tuple(item.decode("utf-8", "replace") for item in array.reshape(-1))
 
 
-def _number(array: Array | None) -> int | None:
+def _number(array: NDArray[Any] | None) -> int | None:
     return None if array is None or array.size == 0 else int(array.reshape(-1)[0])
 
 

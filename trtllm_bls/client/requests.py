@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tritonclient.grpc import service_pb2
-from tritonclient.utils import serialize_byte_tensor
+from numpy.typing import NDArray
 
 from trtllm_bls.contract import Model, Tensor
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array
+from trtllm_bls.wire.infer_message import infer_message
 
 # What numpy calls the kinds of values that may become each type without losing anything.
 _KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu", "STRING": "OSU"}
@@ -25,19 +23,14 @@ _WHOLE_NUMBERS = "iu"
 _SHOWN_CHARACTERS = 80
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which outputs to send, and under which id; no names means every output."""
-
-    request_id: str
-    outputs: Sequence[str] = ()
-
-
-def infer_request(model: Model, fields: Mapping[str, Any], wanted: Wanted) -> Any:
+def infer_request(
+    model: Model, fields: Mapping[str, Any], request_id: str, outputs: Sequence[str] = ()
+) -> Any:
     """A ``ModelInferRequest`` of ``fields`` by wire name; ``None`` values are not sent.
 
-    A value without a batch dimension holds for every row of the batch. Raises ``InvalidRequest``
-    for a name the model does not have and a value that does not fit its type or shape.
+    ``outputs`` are the names of those to send back; none means every output. A value without a
+    batch dimension holds for every row of the batch. Raises ``InvalidRequest`` for a name the model
+    does not have and a value that does not fit its type or shape.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     for tensor in model.inputs:
@@ -45,16 +38,16 @@ def infer_request(model: Model, fields: Mapping[str, Any], wanted: Wanted) -> An
             raise InvalidRequest(tensor.name, f"{model.name} needs it and it was not given")
     arrays = {name: _array(_input(model, name), value) for name, value in given.items()}
     rows = max((len(array) for array in arrays.values()), default=1)
-    request = service_pb2.ModelInferRequest(model_name=model.name, id=wanted.request_id)
-    # The Python clients' own argument for this exists only in their thread-based variant, and
-    # they refuse the parameter by name. Without it an empty last response never arrives, and the
-    # end of the request could only be guessed.
-    request.parameters["triton_enable_empty_final_response"].bool_param = True
-    for name, array in arrays.items():
-        _add_input(request, model.input_named[name], _for_rows(name, array, rows))
-    for name in wanted.outputs:
-        request.outputs.add(name=name)
-    return request
+    inputs = [
+        (name, _wire_type(model.input_named[name]), _for_rows(name, array, rows))
+        for name, array in arrays.items()
+    ]
+    return infer_message(model.name, request_id, inputs, outputs)
+
+
+def _wire_type(tensor: Tensor) -> str:
+    """The tensor's data type as messages name it."""
+    return "BYTES" if tensor.dtype == "STRING" else tensor.dtype
 
 
 def _input(model: Model, name: str) -> Tensor:
@@ -66,7 +59,7 @@ def _input(model: Model, name: str) -> Tensor:
     raise InvalidRequest(name, f"{model.name} has no such input{hint}")
 
 
-def _array(tensor: Tensor, value: Any) -> Array:
+def _array(tensor: Tensor, value: Any) -> NDArray[Any]:
     """``[rows, *dims]``; one row where the value has no batch dimension."""
     try:
         array = np.asarray(value, dtype=object if tensor.dtype == "STRING" else None)
@@ -88,7 +81,7 @@ def _array(tensor: Tensor, value: Any) -> Array:
     return array
 
 
-def _typed(tensor: Tensor, value: Any, array: Array) -> Array:
+def _typed(tensor: Tensor, value: Any, array: NDArray[Any]) -> NDArray[Any]:
     if tensor.dtype == "STRING":
         if not all(isinstance(item, (str, bytes)) for item in array.flat):
             raise _misfit(tensor, value)
@@ -115,21 +108,9 @@ def _misfit(tensor: Tensor, value: Any) -> InvalidRequest:
     return InvalidRequest(tensor.name, f"{shown} cannot be sent; expected {expected}")
 
 
-def _for_rows(name: str, array: Array, rows: int) -> Array:
+def _for_rows(name: str, array: NDArray[Any], rows: int) -> NDArray[Any]:
     if len(array) == rows:
         return array
     if len(array) == 1:
         return np.repeat(array, rows, axis=0)
     raise InvalidRequest(name, f"given for {len(array)} prompts, but the batch has {rows}")
-
-
-def _add_input(request: Any, tensor: Tensor, array: Array) -> None:
-    is_text = tensor.dtype == "STRING"
-    request.inputs.add(
-        name=tensor.name, datatype="BYTES" if is_text else tensor.dtype, shape=array.shape
-    )
-    if not is_text:
-        request.raw_input_contents.append(array.tobytes())
-        return
-    packed = serialize_byte_tensor(array)
-    request.raw_input_contents.append(packed.item() if packed.size else b"")

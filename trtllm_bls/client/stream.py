@@ -20,7 +20,7 @@ from typing import Any
 
 import grpc
 
-from trtllm_bls.client.events import Event, is_final, read_event
+from trtllm_bls.client.events import Event, read_event
 from trtllm_bls.errors import ConnectionFailed, EngineError, TrtllmBlsError, from_wire
 
 # A server that has sent its final response ends the stream within milliseconds; one that has not
@@ -63,7 +63,7 @@ class Reader:
             self._call.cancel()  # nothing to do for a stream that is over
 
     async def _take_all(self) -> None:
-        says_final = False
+        flagged = False  # the server says of its responses whether they are final
         async for message in self._call:
             received_at = time.perf_counter()
             if message.error_message:
@@ -71,10 +71,10 @@ class Reader:
                 self.items.put_nowait(from_wire(message.error_message))
                 continue
             event = read_event(message.infer_response, received_at)
-            says_final = says_final or is_final(message.infer_response) is not None
+            flagged = flagged or "triton_final_response" in message.infer_response.parameters
             self._answered = self._answered or event.final
             self.items.put_nowait(event)
-        if says_final and not self._answered:
+        if flagged and not self._answered:
             raise ConnectionFailed("the server ended the stream before the answer was complete")
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 
 from trtllm_bls.client.events import Event
 from trtllm_bls.commands.summary import Summary
 from trtllm_bls.errors import TrtllmBlsError
-from trtllm_bls.messages import Array
 
 
 class TextDisplay:
@@ -85,7 +85,7 @@ def _writes_utf8() -> bool:
     return encoding is not None and codecs.lookup(encoding).name == "utf-8"
 
 
-def _plain(array: Array) -> Any:
+def _plain(array: NDArray[Any]) -> Any:
     if array.dtype.kind == "O":
         array = np.char.decode(array.astype(bytes), "utf-8", "replace")
     elif array.dtype.kind == "f":  # JSON has no infinity

@@ -55,7 +55,7 @@ class Summary:
 def summarise(
     events: Sequence[Event], started_at: float, max_tokens: int, ended: str | None = None
 ) -> Summary:
-    """``started_at`` is when the request was sent; ``ended`` overrides what the server said."""
+    """``started_at`` is when the request was sent; ``ended`` overrides the server's reasons."""
     arrivals = [event.received_at for event in events if any(event.texts)]
     gaps = np.diff(arrivals) * 1000
     tokens = _total(event.num_output_tokens for event in events)

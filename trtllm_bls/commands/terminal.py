@@ -1,4 +1,4 @@
-"""What both command-line clients share: options, exit codes, Ctrl-C, and how errors are told."""
+"""What both command-line clients share: options, exit codes, Ctrl-C, and how errors are shown."""
 
 from __future__ import annotations
 

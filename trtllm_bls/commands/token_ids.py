@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 
 from trtllm_bls.client import Client, Event, Stream
 from trtllm_bls.commands.terminal import (
@@ -36,7 +37,6 @@ from trtllm_bls.commands.terminal import (
 from trtllm_bls.commands.token_answer import TokenAnswer, agrees
 from trtllm_bls.contract import ENGINE, Model
 from trtllm_bls.errors import EngineError, SettingsError, TrtllmBlsError
-from trtllm_bls.messages import Array
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 _SHOWN_IDS = 256
@@ -104,7 +104,7 @@ Examples:
 @click.option(
     "--exclude-input-in-output/--no-exclude-input-in-output",
     default=None,
-    help="Whole answers without the prompt; the server decides when not said.",
+    help="Whole answers without the prompt; the server decides when not given.",
 )
 @options(*(click.option("--" + name.replace("_", "-"), is_flag=True) for name in _FLAGS))
 @click.option(
@@ -287,7 +287,7 @@ def _lora(folder: Path | None) -> dict[str, Any]:
     return {"lora_weights": weights, "lora_config": config}
 
 
-def _numpy_file(path: Path) -> Array:
+def _numpy_file(path: Path) -> NDArray[Any]:
     try:
         return np.asarray(np.load(path))
     except (OSError, ValueError) as error:
@@ -319,9 +319,9 @@ def _show(
         click.echo(f"{name} {list(values.shape)}: {values if values.size > 1 else values.item()}")
 
 
-def _other_outputs(events: list[Event]) -> dict[str, Array]:
+def _other_outputs(events: list[Event]) -> dict[str, NDArray[Any]]:
     """Every further output; logits of streamed steps joined, anything else as last sent."""
-    found: dict[str, Array] = {}
+    found: dict[str, NDArray[Any]] = {}
     for event in events:
         for name, values in event.outputs.items():
             if name == "generation_logits" and name in found:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from trtllm_bls.configure.repository import Repository, Wanted, plan, write
+from trtllm_bls.configure.repository import ConfigureOptions, Repository, plan, write
 from trtllm_bls.settings import Override
 
 _DIRECTORY = click.Path(path_type=Path)
@@ -22,10 +22,12 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.option(
     "--max-queue-size",
     type=click.IntRange(0),
-    default=Wanted.max_queue_size,
+    default=ConfigureOptions.max_queue_size,
     help="Requests waiting beyond this are refused; 0 = no limit.",
 )
-@click.option("--max-queue-delay-us", type=click.IntRange(0), default=Wanted.max_queue_delay_us)
+@click.option(
+    "--max-queue-delay-us", type=click.IntRange(0), default=ConfigureOptions.max_queue_delay_us
+)
 @click.option(
     "--kv-cache-free-gpu-mem-fraction",
     help="Share of free GPU memory per engine.  [default: 0.9; 0.45 each with a draft engine]",
@@ -33,24 +35,24 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.option(
     "--batch-scheduler-policy",
     type=click.Choice(["guaranteed_no_evict", "max_utilization"]),
-    default=Wanted.batch_scheduler_policy,
+    default=ConfigureOptions.batch_scheduler_policy,
 )
 @click.option(
     "--version",
-    default=Wanted.version,
+    default=ConfigureOptions.version,
     help="TensorRT-LLM release of the container, from 0.9 on, or last.  [default: the engine's]",
 )
 @click.option(
     "--decoupled",
     type=bool,
-    default=Wanted.decoupled,
+    default=ConfigureOptions.decoupled,
     show_default=True,
     help="false: tensorrt_llm_bls answers unary infer, one response per request, and no streams.",
 )
 @click.option(
     "--bls-instances",
     type=click.IntRange(1),
-    default=Wanted.bls_instances,
+    default=ConfigureOptions.bls_instances,
     show_default=True,
     help="Processes of tensorrt_llm_bls.",
 )
@@ -59,7 +61,7 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.option("--force", is_flag=True, help="Replace the models of a repository that is there.")
 def command(sets: tuple[str, ...], **options: Any) -> None:
     """Write a model repository for TensorRT-LLM's C++ backend."""
-    wanted = Wanted(overrides=tuple(map(Override.parse, sets)), **options)
+    wanted = ConfigureOptions(overrides=tuple(map(Override.parse, sets)), **options)
     repository = plan(wanted)
     write(repository, wanted.out, wanted.force)
     _report(repository, wanted.out)

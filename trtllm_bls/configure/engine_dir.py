@@ -41,7 +41,7 @@ class EngineDir:
     logits: str = "FP32"
     max_batch_size: int | None = None
     max_sequence_tokens: int | None = None
-    max_input_tokens: int | None = None  # told by engines before 0.11 alone
+    max_input_tokens: int | None = None  # named by engines before 0.11 alone
     max_step_tokens: int | None = None  # the rows of one forward pass
     max_draft_tokens: int | None = None
     mode: str = ""
@@ -54,7 +54,7 @@ class EngineDir:
         return fits and self.paged_context is not False
 
     def max_prompt_tokens(self, chunked: bool) -> int | None:
-        """The longest prompt: it needs room for one more token, and one forward pass if whole."""
+        """The longest prompt: one more token must fit behind it, and one forward pass if whole."""
         longest = self.max_input_tokens
         if longest is None and self.max_sequence_tokens is not None:
             longest = self.max_sequence_tokens - 1

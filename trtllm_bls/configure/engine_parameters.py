@@ -1,4 +1,4 @@
-"""What the C++ ``tensorrt_llm`` is told of one engine, and what cannot go together."""
+"""The parameters of the C++ ``tensorrt_llm`` for one engine, and what cannot go together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from trtllm_bls.configure.engine_dir import EXTERNAL_DRAFTS, EngineDir
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.contract.backend import Version, keys_of
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import is_true
+from trtllm_bls.parameters.cpp_backend import Version, keys_of
 
 _WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 # Before it, an engine for external drafts ends every request after one step, drafts or not.
@@ -51,10 +51,10 @@ def engine_facts(
         "max_draft_len": engine.max_draft_tokens if takes_drafts else 0,
         "speculative_decoding_mode": engine.mode or None,
     }
-    told = {key: str(value) for key, value in facts.items() if value is not None}
+    named = {key: str(value) for key, value in facts.items() if value is not None}
     if ends_after_one_step(engine, version):
-        told["one_step_requests"] = "true"
-    return told
+        named["one_step_requests"] = "true"
+    return named
 
 
 def ends_after_one_step(engine: EngineDir, version: Version) -> bool:

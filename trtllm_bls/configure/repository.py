@@ -20,20 +20,20 @@ from trtllm_bls.configure.engine_parameters import (
     engine_parameters,
     warnings,
 )
+from trtllm_bls.configure.pbtxt import MAX_BATCH_SIZE, PARAMETERS, model_config
 from trtllm_bls.configure.versions import models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
-from trtllm_bls.contract.backend import Version, check_backend
-from trtllm_bls.contract.pbtxt import MAX_BATCH_SIZE, PARAMETERS, model_config
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import check
+from trtllm_bls.parameters.cpp_backend import Version, check_backend
 from trtllm_bls.settings import Override
 
 DRAFT = "tensorrt_llm_draft"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What ``configure`` was told; ``None`` and an empty version leave it to the engine."""
+class ConfigureOptions:
+    """The options of ``configure``; ``None`` and an empty version leave it to the engine."""
 
     engine_dir: Path
     tokenizer_dir: Path
@@ -61,31 +61,31 @@ class Repository:
     warnings: tuple[str, ...] = ()
 
 
-def plan(wanted: Wanted) -> Repository:
+def plan(options: ConfigureOptions) -> Repository:
     """The configurations; raises ``SetupError`` naming the option that cannot be used."""
-    target = read_engine("--engine-dir", wanted.engine_dir, wanted.check)
+    target = read_engine("--engine-dir", options.engine_dir, options.check)
     engines = {ENGINE.name: target}
-    if wanted.draft_engine_dir is not None:
-        engines[DRAFT] = read_engine("--draft-engine-dir", wanted.draft_engine_dir, wanted.check)
-    version = parse_version(wanted.version or target.version or "last")
+    if options.draft_engine_dir is not None:
+        engines[DRAFT] = read_engine("--draft-engine-dir", options.draft_engine_dir, options.check)
+    version = parse_version(options.version or target.version or "last")
     models = models_for(version, target.logits)
     steps = (models[PREPROCESSING.name], models[ENGINE.name], models[POSTPROCESSING.name])
     if DRAFT in engines:
         drafting = models_for(version, engines[DRAFT].logits)
         models[DRAFT] = replace(drafting[ENGINE.name], name=DRAFT)
-    parameters = _parameters(wanted, engines, version)
+    parameters = _parameters(options, engines, version)
     configs = {name: model_config(model, parameters[name], steps) for name, model in models.items()}
-    size = _batch_size(wanted.max_batch_size, engines)
+    size = _batch_size(options.max_batch_size, engines)
     for config in configs.values():
         config.max_batch_size = size
-    configs[BLS.name].instance_group[0].count = wanted.bls_instances
+    configs[BLS.name].instance_group[0].count = options.bls_instances
     for name in engines:
         batching = configs[name].dynamic_batching
         batching.preferred_batch_size.append(size)
-        batching.max_queue_delay_microseconds = wanted.max_queue_delay_us
-        batching.default_queue_policy.max_queue_size = wanted.max_queue_size
-    if wanted.check:
-        _check_tokenizer(wanted.tokenizer_dir)  # last, since it takes seconds
+        batching.max_queue_delay_microseconds = options.max_queue_delay_us
+        batching.default_queue_policy.max_queue_size = options.max_queue_size
+    if options.check:
+        _check_tokenizer(options.tokenizer_dir)  # last, since it takes seconds
     return Repository(target, configs, tuple(warnings(target, version, parameters[ENGINE.name])))
 
 
@@ -110,15 +110,15 @@ def write(repository: Repository, out: Path, force: bool) -> None:
 
 
 def _parameters(
-    wanted: Wanted, engines: Mapping[str, EngineDir], version: Version
+    options: ConfigureOptions, engines: Mapping[str, EngineDir], version: Version
 ) -> dict[str, dict[str, str]]:
     values = {name: dict(shipped) for name, shipped in PARAMETERS.items()}
-    tokenizer = str(wanted.tokenizer_dir.absolute())
+    tokenizer = str(options.tokenizer_dir.absolute())
     for name in (PREPROCESSING.name, POSTPROCESSING.name, BLS.name):
         values[name]["tokenizer_dir"] = tokenizer
-    values[BLS.name]["decoupled"] = str(wanted.decoupled).lower()
+    values[BLS.name]["decoupled"] = str(options.decoupled).lower()
     # Of the memory that is free when an engine loads, so two that share a GPU must share it.
-    fraction = wanted.kv_cache_free_gpu_mem_fraction or ("0.45" if DRAFT in engines else "0.9")
+    fraction = options.kv_cache_free_gpu_mem_fraction or ("0.45" if DRAFT in engines else "0.9")
     _check_backend(
         f"--kv-cache-free-gpu-mem-fraction {fraction}",
         "kv_cache_free_gpu_mem_fraction",
@@ -126,10 +126,10 @@ def _parameters(
         version,
     )
     for name, engine in engines.items():
-        values[name] = engine_parameters(engine, version, wanted.batch_scheduler_policy, fraction)
+        values[name] = engine_parameters(engine, version, options.batch_scheduler_policy, fraction)
     if DRAFT in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
-    for override in wanted.overrides:
+    for override in options.overrides:
         _check_override(override, values, engines, version)
         values[override.model][override.parameter] = override.value
     for name, engine in engines.items():

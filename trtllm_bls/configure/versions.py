@@ -11,8 +11,8 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, POSTPROCESSING, PREPROCESSING, Model, Tensor
-from trtllm_bls.contract.backend import LAST, OLDEST, Version
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters.cpp_backend import LAST, OLDEST, Version
 
 _RENAMED: Version = (0, 20)  # min_length became min_tokens, random_seed became seed
 _SINCE: Mapping[Version, str] = {

@@ -53,7 +53,7 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
 
 
 def _check_bounds(values: Mapping[str, Any]) -> None:
-    """``values`` by field name; ``None`` where nothing was said."""
+    """``values`` by field name; ``None`` where nothing was given."""
     for tensor in ENGINE.inputs:
         if tensor.bounds is not None and values.get(tensor.key) is not None:
             tensor.check(values[tensor.key])
@@ -72,7 +72,7 @@ def _check_logits(logits: Array, shape: tuple[int, int]) -> None:
 
 
 def _check_tokens(request: EngineRequest, draft: Draft, vocab_size: int) -> None:
-    said: dict[str, Iterable[int | None]] = {
+    given: dict[str, Iterable[int | None]] = {
         "input_ids": request.input_ids,
         "end_id": {request.end_id} - {-1},  # no token ends the text
         "stop_words_list": (token for word in request.stop_sequences for token in word),
@@ -81,7 +81,7 @@ def _check_tokens(request: EngineRequest, draft: Draft, vocab_size: int) -> None
         "runtime_top_p_reset_ids": {request.sampling.top_p_reset_id},
         "draft_input_ids": draft.token_ids,
     }
-    for name, ids in said.items():
+    for name, ids in given.items():
         for token in ids:
             if token is not None and not 0 <= token < vocab_size:
                 raise InvalidRequest(name, f"token {token} is not in 0..{vocab_size - 1}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,26 +62,20 @@ class Tensor:
     scalar: bool = False
     ragged: bool = False
     bounds: Bounds | None = None
+    key: str = dataclasses.field(init=False)  # the value's name inside the package
+    numpy_type: type = dataclasses.field(init=False)  # of the elements; object for STRING
+    single: bool = dataclasses.field(init=False)  # exactly one element per batch row
 
-    @property
-    def key(self) -> str:
-        """The value's name inside the package."""
-        return self.field or self.name
-
-    @property
-    def numpy_type(self) -> type:
-        """The numpy scalar type of the tensor's elements (``object`` for STRING)."""
-        return NUMPY_TYPES[self.dtype]
+    def __post_init__(self) -> None:
+        """Attributes, not properties: they are read for every value of every request."""
+        object.__setattr__(self, "key", self.field or self.name)
+        object.__setattr__(self, "numpy_type", NUMPY_TYPES[self.dtype])
+        object.__setattr__(self, "single", self.dims == (1,))
 
     def check(self, value: float) -> None:
         """Raises ``InvalidRequest`` where the value is outside the tensor's bounds."""
         if self.bounds is not None and not self.bounds.allow(value):
             raise InvalidRequest(self.name, f"{value} is not allowed; it must be {self.bounds}")
-
-    @property
-    def single(self) -> bool:
-        """Whether the tensor holds exactly one element per batch row."""
-        return self.dims == (1,)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A tokenizer whose decoder is one of the known shapes gets a byte table, any other the window. At
 load the choice is compared with the tokenizer's own ``decode``; on any difference the next safer
-one is taken, and said loudly.
+one is taken, with a warning in the log.
 """
 
 from __future__ import annotations

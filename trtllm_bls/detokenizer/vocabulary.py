@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
         """The ids of ``text`` alone, without special tokens."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of all ids at once: the truth that every detokenizer is held to."""
+        """The text of all ids at once: what every detokenizer must agree with."""
 
 
 class Detokenizer(Protocol):

@@ -75,7 +75,7 @@ class GrpcError(Exception):
 _OnEnd = Callable[[GrpcError | None], None]
 
 
-class Call:
+class GrpcCall:
     """One RPC, made by ``Connection.open``.
 
     ``on_messages`` gets every message that one read of the socket completed, in order; ``on_end``
@@ -96,7 +96,7 @@ class Call:
         self._sent: list[bytes] | None = []  # what to send again, until the server answers
         self._tries_left = _TRIES
         self._half_closed = self._end_sent = False
-        self._inbox = _Inbox()
+        self._splitter = _MessageSplitter()
 
     def send(self, message: bytes) -> None:
         """Queue a message; it leaves when flow control admits it. Nothing happens once done."""
@@ -198,14 +198,14 @@ class Connection:
         self._connections: set[_Http2] = set()  # the current one, and those being drained
         self._closed = False
 
-    def open(self, method: str, on_messages: _OnMessages, on_end: _OnEnd) -> Call:
+    def open(self, method: str, on_messages: _OnMessages, on_end: _OnEnd) -> GrpcCall:
         """Start a call of ``method`` (``/package.Service/Method``); callbacks come later.
 
         Raises ``GrpcError`` once the connection is closed.
         """
         if self._closed:
             raise GrpcError("CANCELLED", f"the connection to {self.target} is closed")
-        call = Call([(b":path", method.encode()), *self._headers], on_messages, on_end)
+        call = GrpcCall([(b":path", method.encode()), *self._headers], on_messages, on_end)
         self._start(call)
         return call
 
@@ -243,7 +243,7 @@ class Connection:
             http2.end(GrpcError("CANCELLED", f"the connection to {self.target} was closed"))
         await asyncio.gather(*(http2.disconnected() for http2 in connections))
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: GrpcCall) -> None:
         if self._current is None:
             self._current = _Http2(self)
             self._connections.add(self._current)
@@ -256,7 +256,7 @@ class Connection:
             self._current = None
 
 
-class _Inbox:
+class _MessageSplitter:
     """Cuts a call's messages out of DATA payloads, which may begin and end anywhere in them."""
 
     def __init__(self) -> None:
@@ -313,15 +313,15 @@ class _Http2(asyncio.Protocol):
         )
         self._h2 = H2Connection(config)
         self._ready = self._draining = self._ended = False
-        self._waiting: deque[Call] = deque()  # for the connection, or for a free stream
-        self._calls: dict[int, Call] = {}  # by stream
-        self._unsent: dict[Call, None] = {}  # an ordered set: streams with data to send
+        self._waiting: deque[GrpcCall] = deque()  # for the connection, or for a free stream
+        self._calls: dict[int, GrpcCall] = {}  # by stream
+        self._unsent: dict[GrpcCall, None] = {}  # an ordered set: streams with data to send
         self._flush_scheduled = self._writing_paused = False
         self._received = 0  # bytes since the connection's window was last opened
         self._partial_frame = b""
         # What the current read has brought: callbacks run when all of it is parsed.
-        self._arrived: dict[Call, list[bytes]] = {}
-        self._finished: list[tuple[Call, GrpcError | None]] = []
+        self._arrived: dict[GrpcCall, list[bytes]] = {}
+        self._finished: list[tuple[GrpcCall, GrpcError | None]] = []
 
     # The life of the connection
 
@@ -392,21 +392,21 @@ class _Http2(asyncio.Protocol):
 
     # Calls and what they send
 
-    def add(self, call: Call) -> None:
+    def add(self, call: GrpcCall) -> None:
         call._http2 = self
         self._waiting.append(call)
         self._schedule_flush()
 
-    def wants_to_send(self, call: Call) -> None:
+    def wants_to_send(self, call: GrpcCall) -> None:
         if call._stream_id in self._calls:
             self._unsent[call] = None
             self._schedule_flush()
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: GrpcCall) -> None:
         if call._stream_id in self._calls:
             self._forget(call, ErrorCodes.CANCEL)
 
-    def _forget(self, call: Call, reset: ErrorCodes | None) -> None:
+    def _forget(self, call: GrpcCall, reset: ErrorCodes | None) -> None:
         """The call's stream is over; ``reset`` says why to a server that would go on with it."""
         del self._calls[call._stream_id]
         self._unsent.pop(call, None)
@@ -446,7 +446,7 @@ class _Http2(asyncio.Protocol):
             self._calls[stream_id] = call
             self._unsent[call] = None
 
-    def _send_data(self, call: Call) -> bool:
+    def _send_data(self, call: GrpcCall) -> bool:
         """Frame a turn of a call's data; whether there is more that its window admits."""
         del self._unsent[call]
         stream_id = call._stream_id
@@ -525,15 +525,15 @@ class _Http2(asyncio.Protocol):
         call = self._calls.get(stream_id)
         if call is None:  # cancelled, and the server did not know yet
             return
-        inbox = call._inbox
-        inbox.received += len(payload)
-        if inbox.received >= _WINDOW_UPDATE_BYTES:
-            self._open_window(stream_id, inbox.received)
-            inbox.received = 0
+        splitter = call._splitter
+        splitter.received += len(payload)
+        if splitter.received >= _WINDOW_UPDATE_BYTES:
+            self._open_window(stream_id, splitter.received)
+            splitter.received = 0
         if flags & _PADDED:
             payload = payload[1 : len(payload) - payload[0]]
         try:
-            messages = inbox.feed(payload)
+            messages = splitter.feed(payload)
         except GrpcError as error:
             return self._finish(call, error, ErrorCodes.CANCEL)
         if messages:
@@ -564,7 +564,7 @@ class _Http2(asyncio.Protocol):
             self._try_again(self._waiting.popleft(), error)
         self._schedule_flush()
 
-    def _try_again(self, call: Call, error: GrpcError) -> None:
+    def _try_again(self, call: GrpcCall, error: GrpcError) -> None:
         """Of a call that the server has not begun; ``error`` ends it after its last try."""
         if not call._rewind():
             self._finished.append((call, error))
@@ -598,7 +598,7 @@ class _Http2(asyncio.Protocol):
         fields = dict(event.headers)
         if event.stream_ended is not None:
             outcome = _outcome(fields)
-            if outcome is None and call._inbox:
+            if outcome is None and call._splitter:
                 outcome = GrpcError("INTERNAL", "the call ended within a message")
             # Without our END_STREAM the stream would stay open on this side.
             self._finish(call, outcome, None if call._end_sent else ErrorCodes.NO_ERROR)
@@ -607,7 +607,7 @@ class _Http2(asyncio.Protocol):
             if error is not None:
                 self._finish(call, error, ErrorCodes.CANCEL)
 
-    def _finish(self, call: Call, error: GrpcError | None, reset: ErrorCodes | None) -> None:
+    def _finish(self, call: GrpcCall, error: GrpcError | None, reset: ErrorCodes | None) -> None:
         self._forget(call, reset)
         self._finished.append((call, error))
 

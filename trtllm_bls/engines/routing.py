@@ -1,5 +1,4 @@
-"""One engine made of a target and of what may draft for it: each request takes the way that suits
-it.
+"""One engine made of a target and of what may draft for it; each request is routed to either.
 
 A request that speculates runs in rounds over both engines (``engines.speculative``); any other goes
 straight to the target. A target that ends every request after one step, as older engines built for
@@ -17,7 +16,7 @@ from functools import partial
 from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
 from trtllm_bls.engines.speculative import SpeculativeRun
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
-from trtllm_bls.messages import EngineLimits, EngineRequest
+from trtllm_bls.messages import EngineLimits, EngineRequest, SpeculationRequest
 from trtllm_bls.speculative import (
     SpeculationOptions,
     SpeculationShared,
@@ -26,6 +25,7 @@ from trtllm_bls.speculative import (
     one_step_probe,
 )
 
+_NOT_ASKED = SpeculationRequest()
 _PLAIN = SpeculationOptions(num_draft_tokens=0)
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class RoutingEngine:
     """An ``Engine`` over ``target``, with drafts from ``draft`` or from the text itself.
 
     ``options`` are the deployment's; ``by_default``: requests that ask for nothing are speculated
-    too. ``on_end`` is told what speculation did for each request that used it. The engines stay the
+    too. ``on_end`` is given the figures of each request that was speculated. The engines stay the
     caller's but for ``close``.
     """
 
@@ -75,9 +75,7 @@ class RoutingEngine:
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``; refuses by name what speculation was asked for but cannot do."""
-        options = self._options.for_request(
-            request, by_default=self._by_default, has_draft_model=self._draft is not None
-        )
+        options = self._speculation(request)
         on_end = self._on_end
         if options is None:
             if not self.shared.one_step or request.draft is not None:
@@ -104,6 +102,14 @@ class RoutingEngine:
         self.shared.one_step = tokens < 2
         if self.shared.one_step:
             log.warning("%s ends every request after one token: asked token by token", self.name)
+
+    def _speculation(self, request: EngineRequest) -> SpeculationOptions | None:
+        """How to speculate; ``None`` for plain decoding. Raises as ``generate`` does."""
+        if not self._by_default and request.speculation == _NOT_ASKED:
+            return None
+        return self._options.for_request(
+            request, by_default=self._by_default, has_draft_model=self._draft is not None
+        )
 
     async def close(self) -> None:
         """Close both engines."""

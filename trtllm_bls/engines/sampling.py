@@ -32,7 +32,7 @@ from trtllm_bls.messages import Array, EngineRequest
 _DRAWS, _ACCEPTANCE = 0, 1  # number streams
 
 
-class Chooser:
+class TokenSampler:
     """Chooses the tokens of one sequence, each from a row of raw logits [vocab], fp32."""
 
     def __init__(self, request: EngineRequest, index: int, vocab_size: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from trtllm_bls.contract.checks import check_request
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
-from trtllm_bls.engines.scripted_tokens import Choice, Chooser, Rule
+from trtllm_bls.engines.scripted_tokens import Choice, Rule, RuleSampler
 from trtllm_bls.errors import EngineUnavailable, InvalidRequest
 from trtllm_bls.messages import (
     EngineChunk,
@@ -85,7 +85,7 @@ class ScriptedEngine:
             max_draft_tokens=self.script.max_draft_tokens,
         )
         self._closed = False
-        self._free_at = 0.0  # loop time at which the batch has room again
+        self._free_at = 0.0  # loop time at which the batch is free again
 
     async def limits(self) -> EngineLimits:
         if self.fault is not None and self.fault.limits:
@@ -103,14 +103,14 @@ class ScriptedEngine:
         self.live += 1
         answered = False
         try:
-            run = _Run(self._rule, request, self.script)
+            running = _ScriptedRequest(self._rule, request, self.script)
             due = asyncio.get_running_loop().time()
             due += self.script.prefill_seconds * len(request.input_ids)
-            while run.open:
-                await self._raise_fault(number, run.num_tokens)
-                due = await self._step(due, run.num_rows)
-                chunks = run.step()
-                answered = not run.open
+            while running.open:
+                await self._raise_fault(number, running.num_tokens)
+                due = await self._step(due, running.num_rows)
+                chunks = running.step()
+                answered = not running.open
                 for chunk in chunks:
                     yield chunk
         except (GeneratorExit, asyncio.CancelledError):
@@ -154,12 +154,14 @@ async def _go_wrong(fault: Fault) -> None:
     await asyncio.get_running_loop().create_future()
 
 
-class _Run:
+class _ScriptedRequest:
     """One running request: its sequences, and the chunks of each step."""
 
     def __init__(self, rule: Rule, request: EngineRequest, script: Script) -> None:
         self._sequences = [
-            _Sequence(request, index, Chooser(rule, request, script.vocab_size, index), script)
+            _ScriptedSequence(
+                request, index, RuleSampler(rule, request, script.vocab_size, index), script
+            )
             for index in range(request.num_return_sequences)
         ]
         self._streaming = request.streaming
@@ -183,17 +185,17 @@ class _Run:
         return [each.take_chunk() for each in stepped if each.done or self._streaming]
 
 
-class _Sequence:
+class _ScriptedSequence:
     """One answer of a request: its context, and what was chosen since the last chunk."""
 
     def __init__(
-        self, request: EngineRequest, index: int, chooser: Chooser, script: Script
+        self, request: EngineRequest, index: int, sampler: RuleSampler, script: Script
     ) -> None:
         self.done = False
         self.generated = 0
         self._request = request
         self._index = index
-        self._chooser = chooser
+        self._sampler = sampler
         self._script = script
         self._context = list(request.input_ids)
         self._chosen: list[Choice] = []
@@ -210,12 +212,12 @@ class _Sequence:
         """One pass: one token, or the accepted part of the draft and one more."""
         drafted = self._request.draft.token_ids if self._request.draft else ()
         for place, guess in enumerate(drafted):
-            self._add(self._chooser.choose(self._context, place))
+            self._add(self._sampler.choose(self._context, place))
             if self.done or self._context[-1] != guess:
                 break
             self._accepted += 1
         else:
-            self._add(self._chooser.choose(self._context))
+            self._add(self._sampler.choose(self._context))
         self.done = self.done or bool(drafted) or self._script.one_step
 
     def take_chunk(self) -> EngineChunk:
@@ -234,7 +236,7 @@ class _Sequence:
             log_probs=tuple(c.log_prob for c in chosen) if wants.log_probs else None,
             cum_log_prob=self._cum_log_prob if wants.log_probs else None,
             context_logits=(
-                self._chooser.context_logits(prompt) if wants.context_logits and first else None
+                self._sampler.context_logits(prompt) if wants.context_logits and first else None
             ),
             generation_logits=(
                 (np.stack(logits) if logits else empty) if wants.generation_logits else None
@@ -248,7 +250,7 @@ class _Sequence:
             self.done, self._reason = True, FinishReason.END_ID
             return
         self._context.append(choice.token)
-        self._chooser.push(choice.token)
+        self._sampler.push(choice.token)
         self._chosen.append(choice)
         self.generated += 1
         if self._stops():

@@ -30,12 +30,12 @@ _MASK64 = (1 << 64) - 1
 
 
 def reciting(answer: Sequence[int], prompt_tokens: int, then: int = 0) -> Rule:
-    """Say ``answer`` after any prompt of ``prompt_tokens`` ids, then ``then`` (the end id)."""
-    said = tuple(answer)
+    """Give ``answer`` after any prompt of ``prompt_tokens`` ids, then ``then`` (the end id)."""
+    ids = tuple(answer)
 
     def rule(context: Sequence[int]) -> int:
         place = len(context) - prompt_tokens
-        return said[place] if 0 <= place < len(said) else then
+        return ids[place] if 0 <= place < len(ids) else then
 
     return rule
 
@@ -92,12 +92,12 @@ class Choice:
     logits: Array | None = None  # [vocab]
 
 
-class Chooser:
+class RuleSampler:
     """Chooses the tokens of one sequence: the rule's own, or by sampling among what it gives."""
 
     def __init__(self, rule: Rule, request: EngineRequest, vocab_size: int, index: int) -> None:
         self._rule, self._request, self._vocab_size = rule, request, vocab_size
-        self._sampler = sampling.Chooser(request, index, vocab_size)
+        self._sampler = sampling.TokenSampler(request, index, vocab_size)
         # Otherwise an id that the rule gives is what comes.
         self._opened = request.wants.generation_logits or self._sampler.alters
 

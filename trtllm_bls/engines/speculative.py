@@ -38,7 +38,7 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S, _RETRIES = 0.02, 1.0, 40
 class SpeculativeRun:
     """One request over ``target`` and, if there is one, ``draft``.
 
-    ``on_end`` is told what speculation did, once, however the request ends.
+    ``on_end`` is given the figures once, however the request ends.
     """
 
     def __init__(

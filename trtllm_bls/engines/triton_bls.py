@@ -65,21 +65,21 @@ class BlsEngine:
         }
         outputs = self._model.outputs_for(request)
         responses = ResponseReader(request, self._model)
-        inbox = _Inbox()
+        items = _ThreadQueue()
         reading = self._readers.submit(
-            self._read, request.request_id, inputs, outputs, inbox.put_from_thread
+            self._read, request.request_id, inputs, outputs, items.put_from_thread
         )
         over = begun = False
         try:
             # The API loses errors in the middle of a stream, so there silence must be taken for
             # one. A first response may take any time: the request may be queued, or be answered
             # whole.
-            while (item := await inbox.take(self.stall_seconds if begun else 0)) is not _END:
+            while (item := await items.take(self.stall_seconds if begun else 0)) is not _END:
                 if item is _SILENCE:
                     raise EngineStalled(f"{self.name} sent nothing for {self.stall_seconds:g} s")
                 begun = request.streaming
                 if isinstance(item, Exception):
-                    over = True  # an error is the last thing a child says
+                    over = True  # an error is the last thing a child sends
                     raise item
                 for chunk in responses.chunks(item, last=self._is_last(request, item)):
                     yield chunk
@@ -115,11 +115,11 @@ class BlsEngine:
                 count += 1
                 put(response)
             put(_END if count else EngineError(f"{self.name} ended without any response"))
-        except Exception as error:  # Triton raises its own types here; the reader must hear of it
+        except Exception as error:  # Triton raises its own types here; the reader must see it
             put(EngineError(f"{self.name}: {error}"))
 
     def _stop(self, request_id: str, reading: Future[None]) -> None:
-        """Ask the engine to end the child, again if it had not heard of it yet, until it ends."""
+        """Ask the engine to end the child, again if the child had not begun yet, until it ends."""
         inputs: dict[str, Array] = {
             "input_ids": np.zeros((1, 1), dtype=np.int32),
             "input_lengths": np.zeros((1, 1), dtype=np.int32),
@@ -169,7 +169,7 @@ _END = object()
 _SILENCE = object()
 
 
-class _Inbox:
+class _ThreadQueue:
     """Items from a thread, taken on the event loop, one at a time and in order."""
 
     def __init__(self) -> None:

@@ -2,21 +2,28 @@
 
 Preferred where the decoupled BLS API of the running Triton cannot cancel or loses errors: a gRPC
 call cancels for real, delivers every error, and couples no two requests. One connection; each
-running request has a call to itself, kept for the next one when it has ended (``stream_pool``). A
-call is never cancelled around its final response, which would leak the request inside Triton.
+running request has a ``ModelStreamInfer`` call to itself. A call is never cancelled around its
+final response, which would leak the request inside Triton.
+
+Opening a call costs more than a short request does, and speculative decoding makes two requests a
+round; so a call whose request has ended is kept for the next one (``StreamPool``). Requests that
+share a call at one time could not be told apart by a cancel, and in Triton 24.10 one that is
+refused can end the server. An idle call is ended by closing our side: soon, since Triton does not
+shut down while any call is open, and after many replies, since Triton 24.10 keeps about a kilobyte
+for each until the call ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.engines.grpc_transport import Connection, GrpcError
-from trtllm_bls.engines.stream_pool import StreamPool
+from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -29,8 +36,13 @@ from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request
 from trtllm_bls.wire.infer_message import infer_message
 
 _SERVICE = "/inference.GRPCInferenceService/"
-_CONFIG_SECONDS = 10.0  # for the model's configuration to be told
-_PROBE_SECONDS = 5.0  # for a silent server to say that it is alive
+_STREAM = _SERVICE + "ModelStreamInfer"
+IDLE_SECONDS = 1.0  # rounds of speculative decoding come back within milliseconds
+MAX_IDLE = 64
+MAX_REPLIES = 512  # half a megabyte inside Triton 24.10
+_CLOSE_SECONDS = 1.0  # for the server to end its side of idle calls
+_CONFIG_SECONDS = 10.0  # for the server to send the model's configuration
+_PROBE_SECONDS = 5.0  # for a silent server to answer that it is alive
 _REFRESH_SECONDS = 30.0  # after which the configuration is asked for again: models are reloaded
 
 log = logging.getLogger(__name__)
@@ -62,7 +74,7 @@ class GrpcEngine:
         self._known_at = 0.0
         self._asking: asyncio.Task[DeployedModel] | None = None
         self._running: set[GrpcChunks] = set()
-        self._last_heard = 0.0
+        self._last_arrival = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._probe: asyncio.Task[None] | None = None
 
@@ -98,7 +110,7 @@ class GrpcEngine:
         chunks = GrpcChunks(self, request, self._known)
         self._running.add(chunks)
         if self._watch is None and self._stall_seconds:
-            self.heard()
+            self.note_arrival()
             self._watch_in(self._stall_seconds)
         return chunks
 
@@ -112,9 +124,9 @@ class GrpcEngine:
 
     # --- used by the running requests ---------------------------------------------------------
 
-    def heard(self) -> None:
+    def note_arrival(self) -> None:
         """Something has arrived."""
-        self._last_heard = _now()
+        self._last_arrival = _now()
 
     def ended(self, chunks: GrpcChunks) -> None:
         """A request is over."""
@@ -150,17 +162,17 @@ class GrpcEngine:
         self._watch = None
         if not self._running:
             return
-        left = self._last_heard + self._stall_seconds - _now()
+        left = self._last_arrival + self._stall_seconds - _now()
         if left > 0:
             self._watch_in(left)
         else:
             self._probe = asyncio.create_task(self._probe_server())
 
     async def _probe_server(self) -> None:
-        silent_since = self._last_heard
+        silent_since = self._last_arrival
         if await self.server_answers(_PROBE_SECONDS):
-            self.heard()
-        elif self._last_heard == silent_since:
+            self.note_arrival()
+        elif self._last_arrival == silent_since:
             problem = f"{self.name} at {self.url}: its server does not answer"
             log.error("%s; %d requests fail", problem, len(self._running))
             for chunks in list(self._running):
@@ -195,7 +207,7 @@ class GrpcChunks(QueuedChunks):
         self._call.send(self._message)
 
     def _on_messages(self, messages: list[bytes]) -> None:
-        self._engine.heard()
+        self._engine.note_arrival()
         chunks: list[EngineChunk] = []
         last = False
         try:
@@ -249,6 +261,73 @@ class GrpcChunks(QueuedChunks):
     def _over(self) -> None:
         self._running = False
         self._engine.ended(self)
+
+
+class StreamPool:
+    """The calls of one connection that no request uses at the moment."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._idle: dict[GrpcCall, asyncio.TimerHandle] = {}
+        self._ending: set[GrpcCall] = set()
+        self._all_ended = asyncio.Event()
+
+    def take(self) -> GrpcCall:
+        """A call for one request: the latest used, so that the others may expire, or a new one."""
+        if not self._idle:
+            return self._connection.open(
+                _SERVICE + "ModelStreamInfer", _ignore_messages, _ignore_end
+            )
+        call, expiry = self._idle.popitem()
+        expiry.cancel()
+        return call
+
+    def give_back(self, call: GrpcCall) -> None:
+        """Take back a call whose request has had its final reply."""
+        call.on_messages = _ignore_messages
+        if call.replies >= MAX_REPLIES or len(self._idle) >= MAX_IDLE:
+            self.end(call)
+            return
+        call.on_end = lambda error: self._forget(call)
+        loop = asyncio.get_running_loop()
+        self._idle[call] = loop.call_later(IDLE_SECONDS, self._expire, call)
+
+    def end(self, call: GrpcCall) -> None:
+        """Close our side of a call; what still arrives is dropped."""
+        call.on_messages = _ignore_messages
+        call.on_end = lambda error: self._forget(call)
+        if not call.done:
+            self._ending.add(call)
+            call.half_close()
+
+    async def close(self) -> None:
+        """End what is idle, in order; calls that requests use are left to them."""
+        for call in list(self._idle):
+            self._expire(call)
+        if self._ending:
+            self._all_ended.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), _CLOSE_SECONDS)
+
+    def _expire(self, call: GrpcCall) -> None:
+        self._forget(call)
+        self.end(call)
+
+    def _forget(self, call: GrpcCall) -> None:
+        expiry = self._idle.pop(call, None)
+        if expiry is not None:
+            expiry.cancel()
+        self._ending.discard(call)
+        if not self._ending:
+            self._all_ended.set()
+
+
+def _ignore_messages(messages: list[bytes]) -> None:
+    pass
+
+
+def _ignore_end(error: GrpcError | None) -> None:
+    pass
 
 
 def _now() -> float:

@@ -1,7 +1,7 @@
 """Starting a tritonserver and keeping it in order: find, check, prepare, run, wait, clean up.
 
-Knows options and processes, nothing of tensors or tokens. ``server`` tells the story; every other
-file is one of its steps.
+Knows options and processes, nothing of tensors or tokens. ``server`` has the order of the steps;
+every other file is one of them.
 """
 
 from trtllm_bls.launcher.listener import Listener

@@ -1,6 +1,6 @@
 """The server's command line and environment, from settings; pure.
 
-Owns which option and which variable carries what. The models read the ``TRTLLM_BLS_*`` variables
+Owns which option and which variable sets what. The models read the ``TRTLLM_BLS_*`` variables
 before the parameters in their configuration.
 """
 
@@ -96,7 +96,7 @@ def server_environment(
 def model_directories(settings: ServeSettings) -> dict[str, str]:
     """Which checkpoints the models shall load; empty where their own configuration decides.
 
-    The demo's model and draft go together: a draft that speaks another vocabulary is worse than
+    The demo's model and draft go together: a draft with another vocabulary is worse than
     none, so neither is assumed beside a directory that was named. Raises ``SetupError``, for our
     own repository also for a directory that is no whole checkpoint.
     """
@@ -126,7 +126,7 @@ def model_repository(settings: ServeSettings) -> Path:
 
 
 def _restrictions() -> list[str]:
-    """The control APIs answer only to a header whose value nobody is told."""
+    """The control APIs answer only to a header whose value nobody knows."""
     rule = f"{','.join(CONTROL_APIS)}:trtllm-bls-control={uuid.uuid4().hex}"
     return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
 

@@ -1,6 +1,6 @@
 """Three prompts through a real server, shown as their text arrives.
 
-Owns which prompts and what the summary says; the client does the talking.
+Owns which prompts and what the summary shows.
 """
 
 from __future__ import annotations

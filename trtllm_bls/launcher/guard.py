@@ -73,10 +73,10 @@ def _watch(server: subprocess.Popen[bytes], lifeline: int, wake: int, grace: flo
         ready = dict(poll.poll(None if left is None else left * 1000))
         wishes = b""
         if lifeline in ready:
-            said = os.read(lifeline, 64)
-            if not said:
+            received = os.read(lifeline, 64)
+            if not received:
                 poll.unregister(lifeline)
-            wishes += said or STOP
+            wishes += received or STOP
         if wake in ready and set(os.read(wake, 64)) - {signal.SIGCHLD}:
             wishes += STOP
         if KILL in wishes or not ready:

@@ -1,4 +1,4 @@
-"""What a server tells whoever started it; the base class listens and says nothing."""
+"""What a server reports to whoever started it; the base class ignores it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server's log says: lines made readable, and the few events that the launcher acts on.
+"""The server's log: lines made readable, and the few events that the launcher acts on.
 
 Owns the form of Triton's log lines and the texts to look for in them (release 24.10). Reads no
 file and prints nothing.
@@ -34,7 +34,7 @@ _FAILED = (
         re.DOTALL,
     ),
 )
-# Said once more with the model's name, by a line that is in _FAILED.
+# Repeated with the model's name, by a line that is in _FAILED.
 _FAILED_INSTANCE = re.compile(r"ERROR: Failed to create instance: ")
 _STATUS = re.compile(r"^(?:Internal|Invalid argument|Unavailable|Not found|Unknown): ")
 # How the Python backend writes this package's errors: class and message.
@@ -45,7 +45,7 @@ _INTERPRETER = re.compile(r"<frozen |/importlib/")
 _IN_FLIGHT = re.compile(r"Found (\d+) model versions that have in-flight inferences")
 _PORT_TAKEN = re.compile(r"failed to start (\w+) service: .* already in use")
 
-# Said on every machine without a GPU, as warnings or errors.
+# Logged on every machine without a GPU, as warnings or errors.
 _NO_GPU = re.compile(
     r"CUDA driver version is insufficient|CudaDriverHelper has not been init|"
     r"DCGM unable to start|Failed to initialize NVML"
@@ -68,7 +68,7 @@ class LogLine:
         if _NO_GPU.search(self.text) or _FURNITURE.fullmatch(self.text):
             return False
         if _FAILED_INSTANCE.match(self.text) or any(p.match(self.text) for p in _FAILED):
-            return False  # told once, in the end, by ``LogBook.failure_summary``
+            return False  # shown once, in the end, by ``LogBook.failure_summary``
         return self.severity != "info" or self.source.endswith(".py")
 
     @property
@@ -153,7 +153,7 @@ class LogBook:
     def failure_details(self, count: int = 12) -> tuple[str, ...]:
         """What models printed last, then where in their code it happened.
 
-        Nothing about errors that this package raises on purpose: their line says all.
+        Nothing about errors that this package raises on purpose: their line is enough.
         """
         if all(_OWN_ERROR.match(_STATUS.sub("", reason)) for reason in self.failures.values()):
             return ()

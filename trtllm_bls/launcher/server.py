@@ -54,7 +54,7 @@ class Stopped(SetupError):
 
 
 @dataclass
-class _Run:
+class _RunningServer:
     """One start of the server, with all that belongs to it."""
 
     ports: Ports
@@ -74,7 +74,7 @@ class TritonServer:
         self.settings = settings
         self._listener = listener or Listener()
         self._news = threading.Event()  # set by every log line
-        self._run: _Run | None = None
+        self._run: _RunningServer | None = None
         self._stop_requests = 0
 
     def __enter__(self) -> TritonServer:
@@ -120,7 +120,7 @@ class TritonServer:
         return self._running.scratch.region_prefix
 
     @property
-    def _running(self) -> _Run:
+    def _running(self) -> _RunningServer:
         if self._run is None:
             raise RuntimeError("the server has not been started")
         return self._run
@@ -199,7 +199,7 @@ class TritonServer:
             self._listener.warning(warning)
         return server
 
-    def _launch(self, server: Installation) -> _Run:
+    def _launch(self, server: Installation) -> _RunningServer:
         ports = choose(self.settings)
         repository = command.model_repository(self.settings)
         scratch = Scratch()
@@ -230,7 +230,7 @@ class TritonServer:
         except BaseException:
             scratch.remove()
             raise
-        return _Run(ports, models, scratch, book, process)
+        return _RunningServer(ports, models, scratch, book, process)
 
     def _hear(self, book: LogBook) -> Callable[[str], None]:
         def on_line(raw: str) -> None:
@@ -239,7 +239,7 @@ class TritonServer:
 
         return on_line
 
-    def _wait_until_ready(self, run: _Run) -> None:
+    def _wait_until_ready(self, run: _RunningServer) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout
         readiness = Readiness(run.ports, run.models)
         self._listener.starting(run.models)
@@ -259,7 +259,7 @@ class TritonServer:
                     run.book.tail(),
                 )
 
-    def _raise_failure(self, run: _Run) -> None:
+    def _raise_failure(self, run: _RunningServer) -> None:
         ended = not run.process.running
         code = run.process.wait() if ended else None  # also reads the log to its end
         if run.book.failures:

@@ -19,11 +19,11 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.bundled import REPOSITORY
-from trtllm_bls.contract.backend import check_backend
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher.find import PACKAGE, Installation
 from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.parameters import check, is_true
+from trtllm_bls.parameters.cpp_backend import check_backend
 from trtllm_bls.settings import Override, ServeSettings
 
 _BLS, _ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"

@@ -62,7 +62,7 @@ _OVERLAP = {"auto": None, "on": True, "off": False}
 
 @dataclass(frozen=True)
 class BlsParameters:
-    """What ``tensorrt_llm_bls`` can be told."""
+    """The parameters of ``tensorrt_llm_bls``."""
 
     tokenizer_dir: Path
     add_special_tokens: bool
@@ -119,7 +119,7 @@ class BlsParameters:
 
 @dataclass(frozen=True)
 class EngineParameters:
-    """What the embedded engine's ``tensorrt_llm`` can be told; 0 leaves a size to the engine."""
+    """The parameters of the embedded engine's ``tensorrt_llm``; 0 leaves a size to the engine."""
 
     model_dir: Path
     exclude_input: bool

@@ -1,1 +1,2 @@
-"""What stands behind each door: a call's arrays in, an engine's or orchestrator's work out."""
+"""What each Triton model does with its requests: arrays in, arrays out, through an engine or the
+orchestrator."""

@@ -1,12 +1,9 @@
-"""The rows of one batch: each a task, and together one answer with one end."""
+"""The rows of one batch, each a task: all end together."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-
-from trtllm_bls.messages import Array
-from trtllm_bls.python_backend import Call
+from collections.abc import Sequence
 
 
 async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:
@@ -20,20 +17,3 @@ async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:
         for row in rows:
             row.cancel()
         await asyncio.wait(rows)
-
-
-class BatchCall:
-    """A call whose answer has so many ``sequences``: the last one to end carries the final flag."""
-
-    def __init__(self, call: Call, sequences: int) -> None:
-        self._call = call
-        self._left = sequences
-
-    async def ready(self) -> None:
-        """Return once everything sent so far has left."""
-        await self._call.ready()
-
-    def send(self, arrays: Mapping[str, Array], *, ended: bool) -> None:
-        """Send one response; ``ended``: it is the last of its sequence."""
-        self._left -= ended
-        self._call.send(arrays, final=self._left == 0)

@@ -1,4 +1,4 @@
-"""Behind the ``tensorrt_llm`` model: any ``Engine`` served with TensorRT-LLM's own tensors.
+"""The ``tensorrt_llm`` model: any ``Engine`` served with TensorRT-LLM's own tensors.
 
 Owns what belongs to the wire rather than to running tokens: batch rows, the prompt in front of
 non-streaming output, stop requests by request id, and which response is the last.
@@ -14,7 +14,7 @@ from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest
 from trtllm_bls.python_backend import Call
-from trtllm_bls.services.batch import BatchCall, run_rows
+from trtllm_bls.services.batch import run_rows
 from trtllm_bls.wire.engine_server import ChunkWriter, engine_requests, is_stop
 
 
@@ -33,11 +33,11 @@ class EngineService:
             self._stop(call)
             return
         for output in ("output_ids", "sequence_length"):
-            if output not in call.wanted:  # upstream refuses too: padding could not be told
+            if output not in call.wanted:  # upstream refuses too: padding could not be recognised
                 raise InvalidRequest(output, "must be among the requested outputs")
         limits = await self._engine.limits()
         rows = engine_requests(call.arrays, call.id, limits.vocab_size)
-        batch = BatchCall(call, len(rows) * rows[0].request.num_return_sequences)
+        call.sequences = len(rows) * rows[0].request.num_return_sequences
         running = _RunningCall()
         for number, row in enumerate(rows):
             writer = ChunkWriter(
@@ -48,11 +48,11 @@ class EngineService:
             # Always streamed inside, so that a stopped request can answer with what there is.
             request = replace(row.request, request_id=f"{call.id}/{number}", streaming=True)
             sequences = [
-                _Sequence(batch, writer, index, row.request.streaming)
+                _SequenceResponses(call, writer, index, row.request.streaming)
                 for index in range(row.request.num_return_sequences)
             ]
             running.sequences += sequences
-            running.rows.append(asyncio.create_task(self._row(batch, request, sequences)))
+            running.rows.append(asyncio.create_task(self._row(call, request, sequences)))
         await self._finish(call, running)
 
     async def _finish(self, call: Call, running: _RunningCall) -> None:
@@ -78,13 +78,13 @@ class EngineService:
         call.finish()
 
     async def _row(
-        self, batch: BatchCall, request: EngineRequest, sequences: list[_Sequence]
+        self, call: Call, request: EngineRequest, sequences: list[_SequenceResponses]
     ) -> None:
         async with aclosing(self._engine.generate(request)) as stream:
             async for chunk in stream:
                 # One response after the other has been taken: in Triton 24.10 two of one stream
                 # that arrive together can stop a caller that uses the BLS API.
-                await batch.ready()
+                await call.ready()
                 sequences[chunk.sequence_index].add(chunk)
 
 
@@ -94,7 +94,7 @@ class _RunningCall:
     def __init__(self) -> None:
         self.stopped = False
         self.rows: list[asyncio.Task[None]] = []
-        self.sequences: list[_Sequence] = []
+        self.sequences: list[_SequenceResponses] = []
 
     def stop(self) -> None:
         """End the work; every sequence still ends with its normal last response."""
@@ -103,11 +103,11 @@ class _RunningCall:
             row.cancel()
 
 
-class _Sequence:
-    """One sequence on its way out: chunk by chunk, or collected into a single response."""
+class _SequenceResponses:
+    """The responses of one sequence: chunk by chunk, or collected into a single response."""
 
-    def __init__(self, batch: BatchCall, writer: ChunkWriter, index: int, streaming: bool) -> None:
-        self._batch = batch
+    def __init__(self, call: Call, writer: ChunkWriter, index: int, streaming: bool) -> None:
+        self._call = call
         self._writer = writer
         self._index = index
         self._streaming = streaming
@@ -121,7 +121,7 @@ class _Sequence:
             if not chunk.final:
                 return
             chunk = join_chunks(self._collected)
-        self._batch.send(self._writer.arrays(chunk), ended=chunk.final)
+        self._call.send(self._writer.arrays(chunk), final=chunk.final)
 
     def end(self) -> None:
         if not self._ended:

@@ -1,17 +1,16 @@
-"""Behind the ``tensorrt_llm_bls`` model: the orchestrator, served with the text tensors."""
+"""The ``tensorrt_llm_bls`` model: the orchestrator, served with the text tensors."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
 
-from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.python_backend import Call
-from trtllm_bls.services.batch import BatchCall, run_rows
-from trtllm_bls.wire.text import text_arrays, text_requests
+from trtllm_bls.services.batch import run_rows
+from trtllm_bls.wire.text import text_arrays, text_requests, with_callers_name
 
 
 class TextService:
@@ -29,38 +28,38 @@ class TextService:
         requests = text_requests(call.arrays, call.id)
         if not self._decoupled:
             _check_single(requests)
-        batch = BatchCall(call, sum(request.num_return_sequences for request in requests))
+        call.sequences = sum(request.num_return_sequences for request in requests)
         if len(requests) == 1:
-            await self._row(batch, requests[0], None)
+            await self._row(call, requests[0], None)
         else:
-            rows = [self._row(batch, request, row) for row, request in enumerate(requests)]
+            rows = [self._row(call, request, row) for row, request in enumerate(requests)]
             await run_rows([asyncio.create_task(row) for row in rows])
 
-    async def _row(self, batch: BatchCall, request: TextRequest, row: int | None) -> None:
+    async def _row(self, call: Call, request: TextRequest, row: int | None) -> None:
         if row is not None:
             request = replace(request, request_id=f"{request.request_id}/{row}")
         try:
-            await self._orchestrator.run(request, _RowSink(batch, request, row))
+            await self._orchestrator.run(request, _RowSink(call, request, row))
         except InvalidRequest as error:
-            raise _with_callers_name(error, request) from error
+            raise with_callers_name(error, request) from error
 
 
 class _RowSink:
     """Text chunks of one row as responses of its call."""
 
-    def __init__(self, batch: BatchCall, request: TextRequest, row: int | None) -> None:
+    def __init__(self, call: Call, request: TextRequest, row: int | None) -> None:
         self._request = request
         self._row = row
-        self._batch = batch
-        self.ready = batch.ready
+        self._call = call
+        self.ready = call.ready
 
     def send(self, chunk: TextChunk) -> None:
         arrays = text_arrays(chunk, self._request, self._row)
-        self._batch.send(arrays, ended=_ends_call(chunk))
+        self._call.send(arrays, final=_ends_sequence(chunk))
 
 
-def _ends_call(chunk: TextChunk) -> bool:
-    """Whether its sequence has ended well; otherwise an error or a bare end follows."""
+def _ends_sequence(chunk: TextChunk) -> bool:
+    """Whether its sequence has ended well; after any other end, an error or no response follows."""
     unwell = (FinishReason.CANCELLED, FinishReason.ERROR)
     return chunk.ending is not None and chunk.ending.finish_reason not in unwell
 
@@ -74,14 +73,3 @@ def _check_single(requests: list[TextRequest]) -> None:
         raise Unsupported("text_input", f"{len(requests)} rows: {why}; send one row")
     if requests[0].num_return_sequences > 1:
         raise Unsupported("num_return_sequences", f"above 1: {why}; send several requests")
-
-
-def _with_callers_name(error: InvalidRequest, request: TextRequest) -> InvalidRequest:
-    """The engine's refusal under the name by which the caller sent the field."""
-    if error.field == "input_ids":
-        name = "text_input" if request.messages is None else "messages"
-    else:
-        tensor = ENGINE.input_named.get(error.field)
-        names = [own.name for own in BLS.inputs if tensor is not None and own.key == tensor.key]
-        name = error.field if error.field in names or not names else names[0]
-    return type(error)(name, error.problem)

@@ -6,17 +6,14 @@ They use the orchestrator's own prompt maker and detokeniser, so an ensemble can
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from trtllm_bls.contract import POSTPROCESSING, PREPROCESSING
-from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import Array, TokenIds
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
-from trtllm_bls.wire.fields import Fields, read_rows
-from trtllm_bls.wire.text import text_request
+from trtllm_bls.wire.text import prompt_requests, sequence_ids
 from trtllm_bls.wire.words import pack_words
 
 
@@ -30,8 +27,7 @@ class Preprocessor:
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs for all batch rows; shorter rows are padded on the right."""
-        rows = read_rows(PREPROCESSING, inputs)
-        requests = [text_request(row, "") for row in rows]
+        requests = prompt_requests(inputs)
         prompts = [self._prompts.make(request) for request in requests]
         return {
             "INPUT_ID": self._padded([prompt.ids for prompt in prompts]),
@@ -60,7 +56,7 @@ class Preprocessor:
 
 
 class Postprocessor:
-    """Token ids to text: every id of every sequence, and nothing it would have to be told."""
+    """Token ids to text: every id of every sequence; it knows no stop words and no prompt."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -68,27 +64,12 @@ class Postprocessor:
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """``OUTPUT`` ``[B * beams]``, as TensorRT-LLM's own model sends it."""
-        rows = read_rows(POSTPROCESSING, inputs)
-        texts = [self._text(ids).encode("utf-8") for row in rows for ids in _beams(row)]
+        texts = [self._text(ids).encode("utf-8") for ids in sequence_ids(inputs)]
         return {"OUTPUT": np.array(texts, dtype=np.object_)}
 
     def _text(self, ids: TokenIds) -> str:
-        if (low := min(ids, default=0)) < 0:
-            raise InvalidRequest("TOKENS_BATCH", f"{low} is not a token id")
         detokenizer = self._tokenizer.detokenizer(self._skip_special_tokens)
         return detokenizer.feed(ids) + detokenizer.flush()
-
-
-def _beams(row: Fields) -> Iterator[TokenIds]:
-    """The ids of each sequence, cut to its length."""
-    batch, lengths = row["TOKENS_BATCH"], row["SEQUENCE_LENGTH"]
-    if len(lengths) != len(batch) or not all(0 <= n <= batch.shape[1] for n in lengths):
-        raise InvalidRequest(
-            "SEQUENCE_LENGTH",
-            f"{lengths.tolist()} does not fit TOKENS_BATCH of shape {list(batch.shape)}",
-        )
-    for ids, length in zip(batch, lengths, strict=True):
-        yield tuple(ids[:length].tolist())
 
 
 def _column(values: Sequence[int]) -> Array:

@@ -1,10 +1,10 @@
 """Speculative decoding as decisions without I/O; ``engines.speculative`` acts on them.
 
 ``rounds`` what to do next, the state machine that all the others serve; ``options`` what callers
-may choose and are told; ``progress`` what one round means; ``round_requests`` the engine requests
-of each round; ``answer_figures`` sums over all rounds; ``prompt_lookup`` drafts from the text
-itself; ``cost_model`` and ``draft_length`` how many tokens to draft; ``shared`` what requests learn
-from one another.
+may choose, and the figures; ``progress`` what one round means; ``round_requests`` the engine
+requests of each round; ``answer_figures`` sums over all rounds; ``prompt_lookup`` drafts from the
+text itself; ``cost_model`` and ``draft_length`` how many tokens to draft; ``shared`` what requests
+learn from one another.
 """
 
 from trtllm_bls.speculative.options import (

@@ -129,15 +129,15 @@ def best_length(rate: float, costs: Costs, most: int) -> int:
     return best
 
 
-def overlap_gains(rate: float, length: int, costs: Costs, ahead: RunningTimes) -> bool | None:
+def overlap_gains(rate: float, length: int, costs: Costs, overlapped: RunningTimes) -> bool | None:
     """Whether drafting on while ``length`` tokens are verified saves more than it slows.
 
-    A draft begun ahead is of use where all ``length`` tokens and the next one are accepted: then
-    it saves its whole time. On a device of its own it slows nothing; on the target's, ``ahead``
-    tells. ``None`` before both kinds of verification have been seen.
+    A draft begun early is of use where all ``length`` tokens and the next one are accepted: then
+    it saves its whole time. On a device of its own it slows nothing; on the target's,
+    ``overlapped`` tells how much. ``None`` before both kinds of verification have been seen.
     """
     drafting = costs.draft.at(length) if costs.draft else None
-    alone, beside = costs.verify.at(length), ahead.at(length)
+    alone, beside = costs.verify.at(length), overlapped.at(length)
     if drafting is None or alone is None or beside is None:
         return None
     return rate ** (length + 1) * drafting > beside - alone

@@ -1,4 +1,4 @@
-"""What a deployment and its callers choose about speculation, and what they are told afterwards."""
+"""What a deployment and its callers choose about speculation, and its figures."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _source(name: str) -> DraftSource:
 class SpeculationStats:
     """What speculation did, for one request or for all; counts of tokens unless named otherwise.
 
-    ``rounds`` verified a draft; plain decoding between them is not counted. ``fallback`` says in
+    ``rounds`` verified a draft; plain decoding between them is not counted. ``fallback`` names in
     one word why drafting was given up (error, deadline, vocabulary, malformed, refused).
     """
 

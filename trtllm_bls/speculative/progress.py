@@ -1,7 +1,7 @@
 """What one answer has so far, and what a round of verification adds to it.
 
 An engine sees the tokens of earlier rounds as prompt, and its wire does not say why it ended. So
-the ids must tell. With k drafted tokens, m ids in the answer and a of them equal to the draft's
+the ids must show it. With k drafted tokens, m ids in the answer and a of them equal to the draft's
 beginning, the target ends each round with one token of its own: m = a + 1. Only where the sequence
 ended is that token missing: m = a. Stop sequences and the limits are counted here, over all rounds.
 
@@ -57,7 +57,7 @@ class Progress:
 
     @property
     def max_draft(self) -> int:
-        """The longest draft whose whole round the answer and the engine have room for.
+        """The longest draft whose whole round fits the answer and the engine.
 
         The engine counts prompt, draft and new tokens against its longest sequence. What follows
         the round has the answer so far as its prompt, which may not exceed the longest prompt.
@@ -106,7 +106,7 @@ class Progress:
     ) -> Verdict:
         """Append what the target answered to ``drafted``; ``reason`` as the engine gave it.
 
-        ``shows_end``: the target was told of no end id, so it is among ``ids`` if it was drawn.
+        ``shows_end``: the target was sent no end id, so it is among ``ids`` if it was drawn.
         """
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(drafted, ids, strict=False))
         accepted = sum(1 for _ in equal)

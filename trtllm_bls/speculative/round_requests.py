@@ -119,7 +119,7 @@ class RoundRequests:
         """Ask the target to verify ``draft`` in one pass.
 
         With logits the draft may end with the end id, which is accepted or replaced like any
-        token; the target is told of none, so that the answer shows it (``Progress``).
+        token; the target is sent none, so that the answer shows it (``Progress``).
         """
         request = self._target(progress, len(draft.token_ids) + 1, False, draft)
         return replace(request, end_id=-1) if draft.logits is not None else request

@@ -408,10 +408,10 @@ class SpeculativeRounds:
             self._shared.one_step = False
         if self._progress.finish is not None:
             return
-        told = reason not in (None, FinishReason.LENGTH)
-        if not told and got == 1 < asked and self._shared.one_step is None:
+        has_reason = reason not in (None, FinishReason.LENGTH)
+        if not has_reason and got == 1 < asked and self._shared.one_step is None:
             self.state = State.PROBING
-        elif told or got == 0 or (got < asked and not (got == 1 and self._shared.one_step)):
+        elif has_reason or got == 0 or (got < asked and not (got == 1 and self._shared.one_step)):
             self._progress.finish = reason or FinishReason.END_ID
 
     def probed(self, chunk: EngineChunk) -> EngineChunk:

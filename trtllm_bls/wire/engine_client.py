@@ -268,7 +268,7 @@ class ResponseReader:
     def _plain_ids(self, response: Any, last: bool) -> TokenIds | None:
         """The ids of a response with nothing but ids and their number, which is nearly every one.
 
-        ``None`` for any other, which is read with more care. Headers are dear to read, so those of
+        ``None`` for any other, which is read with more care. Headers are slow to read, so those of
         the first response hold until the last, as long as the number of outputs stays.
         """
         raws = response.raw_output_contents

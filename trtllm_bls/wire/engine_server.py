@@ -24,7 +24,7 @@ class EngineCall:
 
 
 def is_stop(arrays: Mapping[str, Array]) -> bool:
-    """Whether this is a stop request for the request whose id it carries."""
+    """Whether this is a stop request for the request with the same id."""
     stop = arrays.get("stop")
     return stop is not None and bool(np.asarray(stop).reshape(-1)[:1].any())
 

@@ -81,7 +81,8 @@ def _read_value(tensor: Tensor, element: Any) -> Any:
     if not tensor.single:
         return values
     value = _only(tensor, values.tolist())
-    tensor.check(value)
+    if (bounds := tensor.bounds) is not None and not bounds.low < value < bounds.high:
+        tensor.check(value)  # at a bound or beyond it
     return bool(value) if tensor.dtype == "BOOL" else value
 
 

@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 from tritonclient.grpc import service_pb2
-from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
+from tritonclient.utils import (
+    deserialize_bytes_tensor,
+    serialize_byte_tensor,
+    triton_to_np_dtype,
+)
 
 from trtllm_bls.contract.tensors import NUMPY_TYPES
 from trtllm_bls.messages import Array
@@ -22,7 +26,7 @@ def infer_message(
 ) -> Any:
     """A ``ModelInferRequest``. ``inputs``: name, Triton's data type, values; no outputs = all.
 
-    A BF16 input is given as float32. The last response carries Triton's final flag, also if it is
+    A BF16 input is given as float32. The last response has Triton's final flag, also if it is
     empty. (Triton's Python clients refuse that parameter by name, so messages are made here.)
     """
     message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
@@ -76,7 +80,7 @@ def _array(datatype: str, raw: bytes) -> Array:
         return texts
     if datatype == "BF16":
         return (np.frombuffer(raw, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
-    numpy_type = NUMPY_TYPES.get(datatype)
+    numpy_type = NUMPY_TYPES.get(datatype) or triton_to_np_dtype(datatype)
     if numpy_type is None:
         raise ValueError(f"an output of type {datatype}")
     return np.frombuffer(raw, dtype=numpy_type)

@@ -1,12 +1,13 @@
-"""The tensors of the text models (``tensorrt_llm_bls``, and the words of ``preprocessing``)."""
+"""The tensors of the text models: ``tensorrt_llm_bls``, and what goes into ``preprocessing`` and
+``postprocessing``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from trtllm_bls.contract import BLS
+from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import (
     Array,
@@ -14,6 +15,7 @@ from trtllm_bls.messages import (
     SpeculationRequest,
     TextChunk,
     TextRequest,
+    TokenIds,
 )
 from trtllm_bls.wire.fields import Fields, extras_of, read_rows, sampling_of, wants_of
 from trtllm_bls.wire.scores import metrics_arrays, score_arrays
@@ -21,11 +23,15 @@ from trtllm_bls.wire.scores import metrics_arrays, score_arrays
 
 def text_requests(arrays: Mapping[str, Array], request_id: str) -> list[TextRequest]:
     """One request per batch row. Raises ``InvalidRequest`` naming the tensor."""
-    return [text_request(row, request_id) for row in read_rows(BLS, arrays)]
+    return [_text_request(row, request_id) for row in read_rows(BLS, arrays)]
 
 
-def text_request(row: Fields, request_id: str) -> TextRequest:
-    """A text request from the fields of any text model's row."""
+def prompt_requests(arrays: Mapping[str, Array]) -> list[TextRequest]:
+    """The same of the inputs of ``preprocessing``, without an id."""
+    return [_text_request(row, "") for row in read_rows(PREPROCESSING, arrays)]
+
+
+def _text_request(row: Fields, request_id: str) -> TextRequest:
     if "max_tokens" not in row:
         raise InvalidRequest("max_tokens", "is missing")
     return TextRequest(
@@ -36,10 +42,10 @@ def text_request(row: Fields, request_id: str) -> TextRequest:
         stream=row.get("stream", False),
         sampling=sampling_of(row),
         num_return_sequences=row.get("num_return_sequences", 1),
-        stop_words=words_of(row, "stop_words"),
+        stop_words=_words(row, "stop_words"),
         include_stop=row.get("include_stop", False),
-        bad_words=words_of(row, "bad_words"),
-        embedding_bias=bias_of(row),
+        bad_words=_words(row, "bad_words"),
+        embedding_bias=_bias(row),
         end_id=row.get("end_id"),
         pad_id=row.get("pad_id"),
         exclude_input_in_output=row.get("exclude_input_in_output", True),
@@ -58,12 +64,12 @@ def text_request(row: Fields, request_id: str) -> TextRequest:
     )
 
 
-def words_of(row: Fields, key: str) -> tuple[str, ...]:
+def _words(row: Fields, key: str) -> tuple[str, ...]:
     """A list of words; empty strings are the wire's way to say "none"."""
     return tuple(word for word in row.get(key, ()) if word)
 
 
-def bias_of(row: Fields) -> tuple[tuple[str, float], ...]:
+def _bias(row: Fields) -> tuple[tuple[str, float], ...]:
     """Words and the weight of each, paired."""
     words = row.get("embedding_bias_words", ())
     weights = row.get("embedding_bias_weights", np.zeros(0))
@@ -75,6 +81,39 @@ def bias_of(row: Fields) -> tuple[tuple[str, float], ...]:
     if not np.isfinite(weights).all():
         raise InvalidRequest("embedding_bias_weights", "holds a value that is not finite")
     return tuple((word, float(weight)) for word, weight in zip(words, weights, strict=True) if word)
+
+
+def with_callers_name(error: InvalidRequest, request: TextRequest) -> InvalidRequest:
+    """The engine's refusal under the name by which the caller sent the field."""
+    if error.field == "input_ids":
+        name = "text_input" if request.messages is None else "messages"
+    else:
+        tensor = ENGINE.input_named.get(error.field)
+        names = [own.name for own in BLS.inputs if tensor is not None and own.key == tensor.key]
+        name = error.field if error.field in names or not names else names[0]
+    return type(error)(name, error.problem)
+
+
+def sequence_ids(arrays: Mapping[str, Array]) -> list[TokenIds]:
+    """The ids of each sequence given to ``postprocessing``, beam by beam, cut to its length.
+
+    Raises ``InvalidRequest`` naming the tensor.
+    """
+    return [ids for row in read_rows(POSTPROCESSING, arrays) for ids in _beams(row)]
+
+
+def _beams(row: Fields) -> Iterator[TokenIds]:
+    batch, lengths = row["TOKENS_BATCH"], row["SEQUENCE_LENGTH"]
+    if len(lengths) != len(batch) or not all(0 <= n <= batch.shape[1] for n in lengths):
+        raise InvalidRequest(
+            "SEQUENCE_LENGTH",
+            f"{lengths.tolist()} does not fit TOKENS_BATCH of shape {list(batch.shape)}",
+        )
+    for beam, length in zip(batch, lengths, strict=True):
+        ids = tuple(beam[:length].tolist())
+        if (low := min(ids, default=0)) < 0:
+            raise InvalidRequest("TOKENS_BATCH", f"{low} is not a token id")
+        yield ids
 
 
 def text_arrays(chunk: TextChunk, request: TextRequest, row: int | None) -> dict[str, Array]:

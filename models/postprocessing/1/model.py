@@ -7,8 +7,9 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.parameters import Parameters, rows_of
-from trtllm_bls.python_backend import answer_each, log_to_triton
+from trtllm_bls.python_backend import answer_each
 from trtllm_bls.services.tokens import Postprocessor
+from trtllm_bls.services.triton_log import log_to_triton
 from trtllm_bls.tokenizer import load_tokenizer
 
 

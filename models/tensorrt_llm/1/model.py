@@ -11,8 +11,9 @@ import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.parameters import EngineParameters, Parameters
-from trtllm_bls.python_backend import RequestServer, log_to_triton
+from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
+from trtllm_bls.services.triton_log import log_to_triton
 
 
 class TritonPythonModel:

@@ -7,9 +7,10 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.parameters import BlsParameters, Parameters
-from trtllm_bls.python_backend import RequestServer, log_to_triton
+from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.text_service import TextService
+from trtllm_bls.services.triton_log import log_to_triton
 
 
 class TritonPythonModel:

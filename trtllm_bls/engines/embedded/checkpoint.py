@@ -179,7 +179,7 @@ def _longest(config: Any, runner: Runner, settings: EmbeddedSettings) -> int:
 def _exact_length(config: Any, windowed: bool) -> int:
     """The longest sequence that is computed as the model means it."""
     longest = int(getattr(config, "max_position_embeddings", None) or _DEFAULT_LENGTH)
-    # A window or chunk that is only told to the model's mask never reaches our attention.
+    # A window or chunk that is only given to the model's mask never reaches our attention.
     window = getattr(config, "sliding_window", None)
     if window and not windowed and getattr(config, "use_sliding_window", True):
         longest = min(longest, int(window))

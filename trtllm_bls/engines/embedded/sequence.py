@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from trtllm_bls.engines.embedded.runner import Segment
-from trtllm_bls.engines.sampling import Chooser, log_prob
+from trtllm_bls.engines.sampling import TokenSampler, log_prob
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import Array, EngineChunk, EngineMetrics, EngineRequest, FinishReason
 from trtllm_bls.stopping import StopSequences
@@ -65,14 +65,14 @@ class Sequence:
         self.computed = 0  # tokens whose keys and values the slot holds
         self.finish: FinishReason | None = None
         self._vocab_size = vocab_size
-        self._chooser = Chooser(request, index, vocab_size)
+        self._sampler = TokenSampler(request, index, vocab_size)
         self._stops = StopSequences(request.stop_sequences)
         self._end = min(len(self.tokens) + request.max_tokens, length)
         room = length - len(self.tokens)
         self._draft = request.draft.token_ids[:room] if request.draft else ()
         wants = request.wants
         wanted = wants.log_probs or wants.generation_logits or wants.context_logits
-        self.needs_rows = wanted or self._chooser.needs_row  # beyond the best token of each
+        self.needs_rows = wanted or self._sampler.needs_row  # beyond the best token of each
         self._reported = len(self.tokens)
         self._accepted = 0
         self._cum_log_prob = 0.0
@@ -122,8 +122,8 @@ class Sequence:
         for place, drafted in enumerate([*self._draft, None]):
             row = None if rows is None else rows[place - len(self._draft) - 1]
             token = best[place - len(self._draft) - 1]
-            if row is not None and self._chooser.needs_row:
-                token = self._chooser.choose(row, place)
+            if row is not None and self._sampler.needs_row:
+                token = self._sampler.choose(row, place)
             self._accepted += token == drafted
             self._take(token, row)
             if self.finish or token != drafted:
@@ -132,7 +132,7 @@ class Sequence:
             self.finish = self.finish or FinishReason.LENGTH
 
     def chunk(self) -> EngineChunk | None:
-        """What is new and may leave now; a non-streaming sequence speaks once, at its end."""
+        """What is new and may leave now; of a non-streaming sequence all of it, at its end."""
         new = tuple(self.tokens[self._reported :])
         if not self.finish and not (new and self.request.streaming):
             return None
@@ -171,7 +171,7 @@ class Sequence:
             self.finish = FinishReason.END_ID
             return
         self.tokens.append(token)
-        self._chooser.push(token)
+        self._sampler.push(token)
         if row is not None and self.request.wants.log_probs:
             self._log_probs.append(log_prob(row, token))
             self._cum_log_prob += self._log_probs[-1]

@@ -19,8 +19,9 @@ from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.parameters import Parameter, Parameters
 from trtllm_bls.parameters.kinds import FLAG, NUMBER, count
-from trtllm_bls.python_backend import RequestServer, log_to_triton
+from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
+from trtllm_bls.services.triton_log import log_to_triton
 
 FAULTS = {
     666001: Fault(error=EngineError("the script says so"), after_tokens=3),

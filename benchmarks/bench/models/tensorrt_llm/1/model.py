@@ -66,7 +66,7 @@ class TritonPythonModel:
                 streams.append(arrived)
                 arrived = None if self._arrived.empty() else self._arrived.get()
             if not streams:
-                return  # told to end
+                return  # a request to end
             due = max(due + self._step, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
             streams = [stream for stream in streams if self._send(stream)]

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters import ENGINE_FACTS, check, suggestion
-from trtllm_bls.parameters.table import TRITON_KEYS
+from trtllm_bls.parameters.table import ENGINE_FACTS, TRITON_KEYS, check, suggestion
 
 Version = tuple[int, int]
 

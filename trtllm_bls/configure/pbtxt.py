@@ -1,6 +1,6 @@
 """The contract as Triton model configurations (``config.pbtxt``).
 
-``python -m trtllm_bls.contract.pbtxt models`` rewrites the checked-in files; a test compares them
+``python -m trtllm_bls.configure.pbtxt models`` rewrites the checked-in files; a test compares them
 with what this module would write, so neither can drift.
 """
 
@@ -31,7 +31,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
     model.name: {key: row.in_file for key, row in rows_of(model.name).items()} for model in MODELS
 }
 
-_NOTE = "# Written by `python -m trtllm_bls.contract.pbtxt`: edit parameters, not tensors.\n"
+_NOTE = "# Written by `python -m trtllm_bls.configure.pbtxt`: edit parameters, not tensors.\n"
 
 
 def config_text(model: Model, parameters: Mapping[str, str]) -> str:

@@ -1,0 +1,118 @@
+"""How many files one plain streamed request goes through: a reader opens each to follow it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+
+import trtllm_bls
+from tests.helpers.fake_engine_server import Say, Triton
+from tests.helpers.fake_python_backend import Ask, FakeTriton
+from tests.helpers.scripted_text import PROMPT, tokenizer
+from tests.helpers.small_tokenizers import directory
+from trtllm_bls.parameters import BlsParameters, Parameters
+from trtllm_bls.python_backend import RequestServer
+from trtllm_bls.services.deployment import Deployment
+from trtllm_bls.services.text_service import TextService
+
+MOST = 18
+PACKAGE = Path(trtllm_bls.__file__).parent
+# Its ``execute`` passes requests on; it imports what only Triton has, so here its work is done by
+# the test.
+MODEL = "models/tensorrt_llm_bls/1/model.py"
+
+
+class Recorder:
+    """The package's files in which a function is called, by any thread, while it is ``on``."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.files: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if self.on and path.is_relative_to(PACKAGE):
+            self.files.add(str(path.relative_to(PACKAGE)))
+
+
+@contextmanager
+def traced_threads(recorder: Recorder) -> Iterator[None]:
+    """Threads that start within are traced."""
+    before = threading.gettrace()
+    threading.settrace(recorder)
+    try:
+        yield
+    finally:
+        threading.settrace(before)  # type: ignore[arg-type]
+
+
+@contextmanager
+def engine_server() -> Iterator[str]:
+    """The address of a server that answers with "It's fun", token by token."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    steps = [Say((token,)) for token in tokenizer().encode_word("It's fun")]
+
+    async def start() -> Triton:
+        return await Triton(*steps, Say((), final=True)).__aenter__()
+
+    server = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    try:
+        yield server.url
+    finally:
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def parameters(url: str) -> BlsParameters:
+    values = {
+        "tokenizer_dir": str(directory("byte-level")),
+        "engine_transport": "grpc",
+        "engine_url": url,
+    }
+    given = {key: {"string_value": value} for key, value in values.items()}
+    config = {"name": "tensorrt_llm_bls", "parameters": given}
+    return BlsParameters.read(
+        Parameters({"model_config": json.dumps(config), "model_repository": "."})
+    )
+
+
+def request(triton: FakeTriton) -> Ask:
+    inputs = {
+        "text_input": np.array([[PROMPT.encode()]], np.object_),
+        "max_tokens": np.array([[100]], np.int32),
+        "stream": np.array([[True]]),
+    }
+    return triton.ask(inputs, "text_output", "finish_reason")
+
+
+def test_a_plain_streamed_request_goes_through_few_files() -> None:
+    """A reader can open all of them; what a request does not use is not executed for it."""
+    triton, recorder = FakeTriton(), Recorder()
+    with engine_server() as url:
+        deployment = Deployment(parameters(url))
+        service = TextService(deployment.orchestrator)
+        with traced_threads(recorder):
+            server = RequestServer(triton, service.handle)
+        for recorder.on in (False, True):  # the first one opens connections and fills caches
+            ask = request(triton)
+            server.accept([ask])
+            ask.wait()
+        recorder.on = False
+        server.close(deployment.close)
+    assert b"".join(text for (text,) in ask.said("text_output")) == b"It's fun"
+    files = sorted({MODEL, *recorder.files})
+    assert len(files) <= MOST, (
+        f"{len(files)} files execute code for a plain streamed request, at most {MOST} should; "
+        "join two, or prepare at load what needs no request:\n" + "\n".join(files)
+    )
