@@ -129,6 +129,9 @@ class Caller:
         self._ended.set_result(error)
         self._changed.set()
 
+    def when_over(self, tell: Callable[[Caller], object]) -> None:
+        self._ended.add_done_callback(lambda _: tell(self))
+
     @property
     def messages(self) -> list[bytes]:
         return [message for batch in self.batches for message in batch]
@@ -325,15 +328,17 @@ def test_calls_beyond_the_servers_limit_wait_in_order() -> None:
         two, service = (("grpc.max_concurrent_streams", 2),), Service()
         async with grpcio(service, options=two) as (_, target), connected(target) as connection:
             callers = [Caller(connection, "hold") for _ in range(10)]
+            ended: list[Caller] = []
             for caller in callers:
                 caller.call.half_close()
+                caller.when_over(ended.append)
             await callers[0].until(1)
             await callers[1].until(1)
             assert [bool(caller.batches) for caller in callers[2:]] == [False] * 8
             service.released.set()
-            for k, caller in enumerate(callers):
-                assert await caller.status() == "OK"
-                assert not any(later.over for later in callers[k + 3 :])
+            assert [await caller.status() for caller in callers] == ["OK"] * 10
+            # Each began when all but one of those before it had ended.
+            assert all(ended.index(caller) >= k - 1 for k, caller in enumerate(callers))
             assert service.most_running <= 2
 
     run(scenario())
