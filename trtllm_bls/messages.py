@@ -8,7 +8,6 @@ LoRA weights) are typed ``Array`` and never opened here; the wire gives and take
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -109,22 +108,14 @@ class SpeculationRequest:
     use_draft_logits: bool = False
 
 
-def engine_request_id(name: str) -> str:
-    """A fresh id for one engine request: a random number, a slash, and ``name`` for the logs.
-
-    TensorRT-LLM 0.9 takes the number at an id's beginning for the whole id.
-    """
-    return f"{secrets.randbits(63)}/{name}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     """One prompt as token ids, for any engine.
 
-    ``request_id`` is unique among running requests (``engine_request_id``). ``embedding_bias`` is
-    sparse: ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by
-    itself (``engines.routing``); ``draft`` for one that verifies. ``extras`` holds further engine
-    tensors by wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
+    ``request_id`` is unique among this process's running requests. ``embedding_bias`` is sparse:
+    ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by itself
+    (``engines.routing``); ``draft`` for one that verifies. ``extras`` holds further engine tensors
+    by wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
     """
 
     request_id: str

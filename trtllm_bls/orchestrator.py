@@ -20,10 +20,10 @@ from trtllm_bls.messages import (
     EngineLimits,
     EngineRequest,
     FinishReason,
+    Sampling,
     SpeculationRequest,
     TextChunk,
     TextRequest,
-    engine_request_id,
 )
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
@@ -32,6 +32,9 @@ if sys.version_info >= (3, 11):
     from asyncio import timeout_at
 else:
     from async_timeout import timeout_at
+
+
+_GREEDY = Sampling()  # of nearly every request that asks for nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +146,7 @@ class Orchestrator:
         # In one piece only where no text and no clock can end it half-way.
         watched = request.stop_words or request.sampling.min_tokens or deadline is not None
         return EngineRequest(
-            request_id=engine_request_id(request.request_id),
+            request_id=request.request_id,
             input_ids=prompt.ids,
             max_tokens=request.max_tokens,
             streaming=bool(request.stream or watched),
@@ -183,7 +186,7 @@ def _with_seed(request: TextRequest) -> TextRequest:
     on what else runs, and with it the random numbers that are drawn.
     """
     sampling = request.sampling
-    if sampling.is_greedy:
+    if sampling == _GREEDY or sampling.is_greedy:
         return request
     if sampling.seed is not None:
         return replace(request, speculation=SpeculationRequest(num_draft_tokens=0))

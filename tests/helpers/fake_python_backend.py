@@ -210,6 +210,7 @@ class InferenceRequest:
         inputs: Sequence[Tensor],
     ) -> None:
         self.child, self.model_name, self.id = child, model_name, request_id
+        self.name = request_id.partition("/")[2]  # without the number before it
         self.outputs = list(requested_output_names)
         self.inputs = {tensor.name(): tensor.as_numpy() for tensor in inputs}
 
@@ -248,7 +249,7 @@ class Child:
 
     def _play(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
         stopped = self._stopped.setdefault(request.id, threading.Event())
-        for step in self.steps_by_id.get(request.id, self.steps):
+        for step in self.steps_by_id.get(request.name, self.steps):
             if step is self.STOPPED:
                 assert stopped.wait(SECONDS), "no stop request came"
             elif step is self.SILENCE:

@@ -93,7 +93,7 @@ def test_a_stream_is_told_in_order_and_ends_once() -> None:
     chunks, child = told(say(3), say(4, 5), EMPTY)
     assert [(c.token_ids, c.final) for c in chunks] == [((3,), False), ((4, 5), False), ((), True)]
     (asked,) = child.asked
-    assert (asked.id, asked.model_name) == ("mine", "tensorrt_llm")
+    assert (asked.name, asked.model_name) == ("mine", "tensorrt_llm")
     assert asked.inputs["input_ids"].tolist() == [[7, 8]]
 
 
@@ -242,7 +242,7 @@ def test_silence_is_a_stall_and_the_child_is_stopped() -> None:
         await drained(child)
 
     run(scenario())
-    assert [stop.id for stop in child.stops] == ["mine"]
+    assert [stop.name for stop in child.stops] == ["mine"]
 
 
 def test_a_stream_that_speaks_in_time_never_stalls() -> None:
@@ -295,7 +295,7 @@ def test_leaving_early_stops_the_child_and_reads_it_to_its_end() -> None:
         await drained(child)
 
     run(scenario())
-    assert [stop.id for stop in child.stops] == ["mine"]
+    assert [stop.name for stop in child.stops] == ["mine"]
     assert child.stops[0].inputs["stop"].all() and child.stops[0].outputs == []
     assert {"input_ids", "input_lengths", "request_output_len"} <= child.stops[0].inputs.keys()
 
@@ -314,7 +314,7 @@ def test_a_reader_cancelled_while_waiting_stops_the_child() -> None:
         await drained(child)
 
     run(scenario())
-    assert [stop.id for stop in child.stops] == ["mine"]
+    assert [stop.name for stop in child.stops] == ["mine"]
 
 
 def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
@@ -333,7 +333,7 @@ def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
         await ended(made)
 
     run(scenario())
-    assert [stop.id for stop in child.stops] == ["mine"] * 5
+    assert [stop.name for stop in child.stops] == ["mine"] * 5
     assert "mine: tensorrt_llm did not end after 5 stops" in caplog.text
 
 
@@ -371,4 +371,4 @@ def test_many_streams_some_of_them_left() -> None:
         await ended(made)
 
     run(scenario())
-    assert {stop.id for stop in child.stops} == {asked.id for asked in child.asked}
+    assert {stop.name for stop in child.stops} == {asked.name for asked in child.asked}

@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2
 from tests.helpers.random_cases import run_cases
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineRequest, Wants
-from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader
+from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, wire_id
 
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
 LAST_FORM = DeployedModel()
@@ -163,3 +163,12 @@ def test_what_is_read_in_a_hurry_is_what_is_read_with_care() -> None:
 
     run_cases(case, 4000)
     assert min(outcomes["error"], outcomes["chunks"]) > 1000
+
+
+def test_ids_on_the_wire_begin_with_a_number_of_their_own() -> None:
+    """Release 0.9 of TensorRT-LLM takes nothing but the number; what follows is for the logs."""
+    request = EngineRequest(request_id="7-3/ab", input_ids=(1,), max_tokens=1)
+    ids = [wire_id(request) for _ in range(100)]
+    numbers = {int(id.partition("/")[0]) for id in ids}
+    assert len(numbers) == 100 and max(numbers) < 2**63
+    assert {id.partition("/")[2] for id in ids} == {"7-3/ab"}

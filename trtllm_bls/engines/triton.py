@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import ssl
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,16 +60,20 @@ class TritonEngine:
         self._chosen: Engine | None = None
         self._look_again_at = float("inf")
         self._lock = asyncio.Lock()
+        # Once nothing is left to choose, these are the chosen engine's own.
+        self.limits: Callable[[], Coroutine[Any, Any, EngineLimits]] = self._limits
+        self.generate: Callable[[EngineRequest], ChunkStream] = self._generate
 
-    async def limits(self) -> EngineLimits:
+    async def _limits(self) -> EngineLimits:
         """Opens the engine if need be. Raises ``EngineUnavailable``; the next call tries again."""
         if self._chosen is None or asyncio.get_running_loop().time() > self._look_again_at:
             async with self._lock:
                 self._chosen = await self._choose()
+        if self._look_again_at == float("inf"):
+            self.limits, self.generate = self._chosen.limits, self._chosen.generate
         return await self._chosen.limits()
 
-    def generate(self, request: EngineRequest) -> ChunkStream:
-        """See ``Engine.generate``."""
+    def _generate(self, request: EngineRequest) -> ChunkStream:
         if self._chosen is None:
             raise EngineUnavailable(f"{self.name}: not asked for its limits yet")
         return self._chosen.generate(request)

@@ -25,7 +25,7 @@ import numpy as np
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.errors import EngineError, EngineStalled, from_wire
 from trtllm_bls.messages import Array, EngineChunk, EngineLimits, EngineRequest
-from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs
+from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs, wire_id
 
 _STOP_TRIES = 5
 _STOP_WAIT_SECONDS = 0.5
@@ -63,11 +63,11 @@ class BlsEngine:
         inputs = {
             name: array for name, _, array in request_inputs(request, self._model, self._vocab)
         }
-        outputs = self._model.outputs_for(request)
+        outputs, request_id = self._model.outputs_for(request), wire_id(request)
         responses = ResponseReader(request, self._model)
         items = _ThreadQueue()
         reading = self._readers.submit(
-            self._read, request.request_id, inputs, outputs, items.put_from_thread
+            self._read, request_id, inputs, outputs, items.put_from_thread
         )
         over = begun = False
         try:
@@ -88,7 +88,7 @@ class BlsEngine:
                 yield chunk
         finally:
             if not over and not reading.done() and not reading.cancel():
-                self._stoppers.submit(self._stop, request.request_id, reading)
+                self._stoppers.submit(self._stop, request_id, reading)
 
     async def close(self) -> None:
         """Let the threads end; the server is going down and ends every child itself."""

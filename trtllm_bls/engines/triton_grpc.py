@@ -32,7 +32,7 @@ from trtllm_bls.errors import (
     from_wire,
 )
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
-from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs
+from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs, wire_id
 from trtllm_bls.wire.infer_message import infer_message
 
 _SERVICE = "/inference.GRPCInferenceService/"
@@ -186,7 +186,7 @@ class GrpcChunks(QueuedChunks):
     def __init__(self, engine: GrpcEngine, request: EngineRequest, model: DeployedModel) -> None:
         super().__init__(self._cancel_call)
         self._engine = engine
-        self._id = request.request_id
+        self._id = wire_id(request)
         self._running = True
         self._reader = ResponseReader(request, model)
         inputs = request_inputs(request, model, engine.vocab_size)

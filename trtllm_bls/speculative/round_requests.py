@@ -20,7 +20,6 @@ from trtllm_bls.messages import (
     EngineRequest,
     Sampling,
     Wants,
-    engine_request_id,
 )
 from trtllm_bls.speculative.progress import Progress
 
@@ -82,7 +81,7 @@ def one_step_probe(name: str, token: int) -> EngineRequest:
     one step.
     """
     return EngineRequest(
-        request_id=engine_request_id(f"{name}-steps"),
+        request_id=f"{name}-steps",
         input_ids=(token,),
         max_tokens=2,
         streaming=False,
@@ -180,7 +179,7 @@ class RoundRequests:
 
     def _request_id(self, who: str) -> str:
         self._made += 1
-        return engine_request_id(f"{self._request.request_id}-{who}-{self._made}")
+        return f"{self._request.request_id}-{who}-{self._made}"
 
 
 def _with_minimum(sampling: Sampling, generated: int) -> Sampling:

@@ -5,6 +5,7 @@ Versions of the engine differ, so what a deployed model declares is looked up an
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -111,6 +112,15 @@ class DeployedModel:
     def _number(self, key: str) -> int | None:
         value = self.parameters.get(key, "")
         return int(value) if value.isdigit() else None
+
+
+def wire_id(request: EngineRequest) -> str:
+    """A request's id for the engine: a random number, a slash, and its own id for the logs.
+
+    TensorRT-LLM 0.9 takes the number at an id's beginning for the whole id, and ids must differ
+    among all processes that share the engine.
+    """
+    return f"{secrets.randbits(63)}/{request.request_id}"
 
 
 # --- requests -------------------------------------------------------------------------------

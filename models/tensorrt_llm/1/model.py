@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
@@ -26,9 +24,7 @@ class TritonPythonModel:
         self._engine = EmbeddedEngine(parameters.model_dir, settings)
         service = EngineService(self._engine, exclude_input=parameters.exclude_input)
         self._server = RequestServer(pb_utils, service.handle, senders=1)
-
-    def execute(self, requests: list[Any]) -> None:
-        self._server.accept(requests)
+        self.execute = self._server.accept  # Triton calls it with its requests
 
     def finalize(self) -> None:
         self._server.close(self._engine.close)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.parameters import BlsParameters, Parameters
@@ -22,9 +20,7 @@ class TritonPythonModel:
         self._deployment = Deployment(parameters, pb_utils)
         service = TextService(self._deployment.orchestrator, decoupled=parameters.decoupled)
         self._server = RequestServer(pb_utils, service.handle, decoupled=parameters.decoupled)
-
-    def execute(self, requests: list[Any]) -> None:
-        self._server.accept(requests)
+        self.execute = self._server.accept  # Triton calls it with its requests
 
     def finalize(self) -> None:
         self._server.close(self._deployment.close)
