@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.conformance.deployment import Deployment
@@ -46,11 +47,11 @@ def test_context_logits_have_a_row_per_prompt_token(
     asked = {"return_context_logits": True}
     for streaming in (False, True):
         answer = engine.ask(story.prompt, 3, streaming=streaming, **asked)
-        (rows,) = (
-            response.outputs["context_logits"]
-            for response in answer.responses
-            if "context_logits" in response.outputs
-        )
+        all_rows = [
+            response.outputs["context_logits"] for response in answer.responses if response.outputs
+        ]
+        rows = all_rows[0]
+        assert all(np.array_equal(rows, again) for again in all_rows)  # on every response
         assert rows.ndim == 3
         assert rows.shape[:2] == (1, len(story.prompt))
         assert rows.shape[2] >= deployment.vocab_size

@@ -96,6 +96,13 @@ def of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
     return events[-1] | {"text_output": "".join(event["text_output"] for event in events)}
 
 
+def with_prompt(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """A stream's answer as it is unstreamed: only then is the prompt repeated."""
+    if "error" in answer or body.get("exclude_input_in_output", True):
+        return answer
+    return answer | {"text_output": body["text_input"] + answer["text_output"]}
+
+
 def at_once(ask: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
     """The answers to all requests over HTTP, some of them side by side."""
     with ThreadPoolExecutor(32) as pool:
@@ -106,10 +113,13 @@ def test_200_requests_are_answered_alike_at_every_endpoint(echo: TritonServer) -
     """gRPC streaming and not, generate, generate_stream: all alike, reasons included."""
     bodies = requests()
     streamed = [of_result(result) for result in ask_all(echo.grpc_url, bodies)]
+    streamed = list(map(with_prompt, bodies, streamed))
     unstreamed = [body | {"stream": False} for body in bodies]
     whole = [of_result(result) for result in ask_all(echo.grpc_url, unstreamed)]
     once = at_once(lambda body: generate(echo.http_url, **body))
-    parts = at_once(lambda body: of_events(generate_stream(echo.http_url, **body)))
+    parts = at_once(
+        lambda body: with_prompt(body, of_events(generate_stream(echo.http_url, **body)))
+    )
     assert sum("error" in answer for answer in streamed) == REQUESTS // 8
     for body, *answers in zip(bodies, streamed, whole, once, parts, strict=True):
         assert len({summary(answer) for answer in answers}) == 1, (body, answers)

@@ -23,6 +23,7 @@ def test_an_engines_server_ends_in_order_while_callers_keep_calls(tmp_path: Path
             async with aclosing(engine.generate(request)) as chunks:
                 assert [chunk.final async for chunk in chunks][-1]
 
+        await engine.limits()
         await asyncio.gather(*(one(number) for number in range(4)))
         server.request_stop()
         forced = await asyncio.to_thread(server.wait)

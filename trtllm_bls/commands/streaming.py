@@ -192,6 +192,8 @@ async def _show(stream: Stream, given: dict[str, Any], fields: dict[str, Any]) -
     interruption = Interruption()
     events: list[Event] = []
     failure: TrtllmBlsError | None = None
+    if given["echo"] and fields["stream"] and not given["as_json"]:
+        click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
     started_at = time.perf_counter()
     try:
         async with stream:
