@@ -68,6 +68,8 @@ class Call:
         self._queue: collections.deque[tuple[Callable[[], Any] | None, bool]] = collections.deque()
         self._sending = False
         self._ended = False  # the last response is queued
+        self._asked = False  # whether the caller is gone, while a response was being sent
+        self._found_gone = False
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._failure_told = False
         self._waiters: list[asyncio.Future[None]] = []
@@ -111,16 +113,26 @@ class Call:
         await waiter
 
     def gone(self) -> bool:
-        """Whether the caller no longer waits. The only place that may ask Triton."""
+        """Whether the caller no longer waits.
+
+        While a response is being sent, the sender thread asks instead, as soon as it has left: a
+        call that sends without a pause would never be asked otherwise.
+        """
         if not self._lock.acquire(blocking=False):
-            return False  # a response is on its way just now
+            self._asked = True
+            return self._found_gone
+        try:
+            return self._found_gone or self._ask()
+        finally:
+            self._lock.release()
+
+    def _ask(self) -> bool:
+        """The only place that asks Triton; the lock is held."""
         try:
             return not self._closed and bool(self._sender.is_cancelled())
         except Exception as error:  # whatever Triton raises, the watch goes on
             log.warning("%s: cannot ask for its caller: %s", self.id, error)
             return False
-        finally:
-            self._lock.release()
 
     def _response(self, arrays: _Arrays) -> Any:
         tensors = [
@@ -161,7 +173,9 @@ class Call:
                 with self._queue_lock:
                     self._queue.appendleft((self._unsendable, True))
                 self._senders.later(self._retry_seconds, self)
-                self._retry_seconds = min(2 * self._retry_seconds, _LONGEST_RETRY_SECONDS)
+                self._asked = False  # whether the caller is gone, while a response was being sent
+        self._found_gone = False
+        self._retry_seconds = min(2 * self._retry_seconds, _LONGEST_RETRY_SECONDS)
                 return []
 
     def _send(self, response: Callable[[], Any] | None, final: bool) -> bool:
@@ -170,6 +184,8 @@ class Call:
             if self._closed:
                 return True
             if self._try(response, final):
+                if self._asked:
+                    self._asked, self._found_gone = False, self._ask()
                 return True
             _ = self._try(self._unsendable, True) or self._try(self._bare_end(), True)
         self.on_broken()

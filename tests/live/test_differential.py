@@ -97,10 +97,12 @@ def of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def with_prompt(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    """A stream's answer as it is unstreamed: only then is the prompt repeated."""
+    """A stream's answer as it is unstreamed: only then is the prompt repeated, as plain text."""
     if "error" in answer or body.get("exclude_input_in_output", True):
         return answer
-    return answer | {"text_output": body["text_input"] + answer["text_output"]}
+    return answer | {
+        "text_output": body["text_input"].replace("<|end|>", "") + answer["text_output"]
+    }
 
 
 def at_once(ask: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:

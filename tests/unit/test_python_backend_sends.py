@@ -229,6 +229,26 @@ def test_asking_for_a_caller_never_waits_behind_a_send() -> None:
     assert not call.gone() and triton.broken == []
 
 
+def test_a_call_that_sends_without_a_pause_still_finds_its_caller_gone() -> None:
+    """Asked for while a response is being sent, Triton is asked as soon as it has left."""
+    gate, triton = Gate(), FakeTriton()
+    ask = triton.ask(ONE, "number")
+    ask.on_send = gate
+    call = call_of(ask, triton)
+    call.send(number(1))
+    sending = threading.Thread(target=call.send_queued)
+    sending.start()
+    assert gate.begun.wait(SECONDS)
+    ask.leave()
+    assert not call.gone() and ask.questions == 0
+    gate.open.set()
+    sending.join()
+    assert ask.questions == 1 and call.gone()
+    call.finish()
+    call.send_queued()
+    assert triton.broken == []
+
+
 def test_a_caller_who_leaves_during_a_send_is_no_shutdown() -> None:
     """Why a task was cancelled is known, and not asked for again."""
     gate, triton = Gate(), FakeTriton()
