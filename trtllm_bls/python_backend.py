@@ -173,9 +173,7 @@ class Call:
                 with self._queue_lock:
                     self._queue.appendleft((self._unsendable, True))
                 self._senders.later(self._retry_seconds, self)
-                self._asked = False  # whether the caller is gone, while a response was being sent
-        self._found_gone = False
-        self._retry_seconds = min(2 * self._retry_seconds, _LONGEST_RETRY_SECONDS)
+                self._retry_seconds = min(2 * self._retry_seconds, _LONGEST_RETRY_SECONDS)
                 return []
 
     def _send(self, response: Callable[[], Any] | None, final: bool) -> bool:
