@@ -208,7 +208,7 @@ def test_a_unary_call_that_takes_too_long_is_cancelled() -> None:
             with pytest.raises(GrpcError) as caught:
                 await connection.unary("/test.Service/hold", b"", timeout=0.2)
             assert caught.value.status == "DEADLINE_EXCEEDED"
-            assert "0.2 s" in caught.value.details
+            assert "did not answer in time" in caught.value.details
             await connection.unary("/test.Service/reverse", b"")
             assert service.running == 0
 

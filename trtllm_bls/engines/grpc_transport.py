@@ -12,6 +12,9 @@ it has not begun. There is no load balancing, proxy, compression, metadata or ke
 ``h2`` keeps the state of HTTP/2, packs headers and controls the flow of what is sent, but sees no
 DATA and no GOAWAY. Its events for DATA would be most of the cost of a message, so receive windows
 are counted here; and it allows nothing after a GOAWAY, while the server still answers open calls.
+
+This file is longer than others: a call, its frames and the connection are one state machine, which
+two files would only spread.
 """
 
 from __future__ import annotations
@@ -211,7 +214,8 @@ class Connection:
 
     async def unary(self, method: str, message: bytes, timeout: float | None = None) -> bytes:
         """One message there, one back, within ``timeout`` seconds. Raises ``GrpcError``."""
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bytes] = loop.create_future()
         messages: list[bytes] = []
 
         def on_end(error: GrpcError | None) -> None:
@@ -224,16 +228,18 @@ class Connection:
             else:
                 answer.set_exception(error)
 
+        # Not asyncio.wait_for: up to Python 3.11 it can swallow the cancellation of its caller.
+        late = GrpcError("DEADLINE_EXCEEDED", f"{method} at {self.target} did not answer in time")
+        timer = None if timeout is None else loop.call_later(timeout, on_end, late)
         call = self.open(method, messages.extend, on_end)
         call.send(message)
         call.half_close()
         try:
-            return await asyncio.wait_for(answer, timeout)
-        except asyncio.TimeoutError:
-            details = f"{method} at {self.target} did not answer in {timeout:g} s"
-            raise GrpcError("DEADLINE_EXCEEDED", details) from None
+            return await answer
         finally:
             call.cancel()
+            if timer is not None:
+                timer.cancel()
 
     async def close(self) -> None:
         """End open calls with CANCELLED and disconnect."""

@@ -183,10 +183,16 @@ class _ThreadQueue:
 
     async def take(self, seconds: float) -> Any:
         """The next item, or ``_SILENCE`` if none comes within ``seconds`` (0 = however long)."""
+        # Not asyncio.wait_for: up to Python 3.11 it can swallow the cancellation of its caller.
+        due = self._loop.time() + seconds if seconds else float("inf")
         while not self._items:
-            self._some.clear()
-            try:
-                await asyncio.wait_for(self._some.wait(), seconds or None)
-            except asyncio.TimeoutError:
+            if self._loop.time() >= due:
                 return _SILENCE
+            self._some.clear()
+            timer = self._loop.call_at(due, self._some.set) if seconds else None
+            try:
+                await self._some.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
         return self._items.popleft()
