@@ -279,7 +279,8 @@ class SequenceText:
             stop_reason=stop,
             prompt_tokens=self._rules.prompt_tokens,
             completion_tokens=self._tokens,
-            seed=self._rules.seed,
+            # The same seed without drafts draws other tokens: there is nothing to repeat.
+            seed=self._rules.seed if self._speculation is None else None,
             speculation=self._speculation,
         )
 
