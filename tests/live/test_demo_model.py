@@ -181,6 +181,16 @@ def test_scores_come_aligned_and_only_when_asked_for(server: TritonServer) -> No
     assert not any("log_probs" in name for event in silent for name in event.outputs)
 
 
+def test_figures_asked_for_are_on_every_response_of_a_stream(server: TritonServer) -> None:
+    """Clients of TensorRT-LLM's models read them from each response that they get."""
+    asked = {"return_perf_metrics": True, "return_context_logits": True}
+    result = ask(server.grpc_url, text_input=QUESTIONS[0], max_tokens=20, stream=True, **asked)
+    assert len(result.events) > 3
+    for event in result.events:
+        figures = {"context_logits", "first_token_time_ns", "kv_cache_alloc_total_blocks"}
+        assert figures <= event.outputs.keys()
+
+
 def test_unsupported_options_are_refused_not_ignored(server: TritonServer) -> None:
     """Guided decoding, LoRA and beams are not to be had here, and say so by name."""
     body = {"text_input": "a", "max_tokens": 5}

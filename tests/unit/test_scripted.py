@@ -195,7 +195,7 @@ def test_asked_figures_belong_to_the_tokens_of_their_chunk() -> None:
     assert second.context_logits is None and second.generation_logits is not None
     assert second.generation_logits.argmax(axis=-1).tolist() == [4]
     assert last.generation_logits is not None and last.generation_logits.shape == (0, 50)
-    assert last.metrics is not None and first.metrics is None
+    assert last.metrics is not None and first.metrics is not None
 
 
 def test_it_plays_engines_that_end_after_one_step_or_give_no_reason() -> None:

@@ -173,7 +173,11 @@ def test_times_of_an_answer_span_its_requests() -> None:
     one = EngineMetrics(arrival_time_ns=1, last_token_time_ns=2, total_draft_tokens=3)
     other = replace(one, arrival_time_ns=8, last_token_time_ns=9)
     figures = AnswerFigures()
+    figures.begin_request()
     early = figures.add(EngineChunk(token_ids=(), final=True, metrics=one), 0, None)
+    figures.begin_request()
+    # An engine that reports with every response counts from the request's beginning each time.
+    figures.add(EngineChunk(token_ids=(5,), metrics=other), 1, None)
     last = figures.add(EngineChunk(token_ids=(), final=True, metrics=other), 0, END)
     assert (early.final, early.metrics) == (False, one)
     assert last.metrics == EngineMetrics(

@@ -241,7 +241,7 @@ class _ScriptedSequence:
             generation_logits=(
                 (np.stack(logits) if logits else empty) if wants.generation_logits else None
             ),
-            metrics=self._metrics() if wants.perf_metrics and self.done else None,
+            metrics=self._metrics() if wants.perf_metrics else None,
         )
 
     def _add(self, choice: Choice) -> None:

@@ -18,9 +18,12 @@ class AnswerFigures:
         self._cum_log_prob = 0.0
         self._cum_before = 0.0  # when the running request began
         self._metrics: EngineMetrics | None = None
+        self._metrics_before: EngineMetrics | None = None  # of the requests before the running one
 
     def begin_request(self) -> None:
+        """A request to the target begins; what it reports counts from its own beginning."""
         self._cum_before = self._cum_log_prob
+        self._metrics_before = self._metrics
 
     def add(self, chunk: EngineChunk, kept: int, finish: FinishReason | None) -> EngineChunk:
         """The chunk as the caller sees it: its first ``kept`` tokens, final if ``finish``."""
@@ -29,7 +32,7 @@ class AnswerFigures:
         elif chunk.cum_log_prob is not None:
             self._cum_log_prob = self._cum_before + chunk.cum_log_prob
         if chunk.metrics is not None:
-            self._metrics = _joined(self._metrics, chunk.metrics)
+            self._metrics = _joined(self._metrics_before, chunk.metrics)
         counted = chunk.log_probs is not None or chunk.cum_log_prob is not None
         logits = chunk.generation_logits
         return replace(

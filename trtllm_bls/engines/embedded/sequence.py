@@ -139,7 +139,7 @@ class Sequence:
         wants, logits, metrics = self.request.wants, None, None
         if wants.generation_logits:
             logits = np.array(self._logits, dtype=np.float32).reshape(-1, self._vocab_size)
-        if wants.perf_metrics and self.finish:
+        if wants.perf_metrics:  # on every response, as TensorRT-LLM sends them
             reused = self._metrics.get("kv_cache_reused_blocks", 0)
             metrics = EngineMetrics(  # a block is one token here
                 kv_cache_alloc_new_blocks=self.computed - reused,
