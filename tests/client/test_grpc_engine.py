@@ -295,6 +295,25 @@ def test_a_refusal_of_our_own_engine_comes_back_as_what_it_was() -> None:
     assert isinstance(error, InvalidRequest) and error.field == "top_p"
 
 
+def test_a_failed_request_fails_no_other_that_is_about_to_start() -> None:
+    """The model is asked again for what it declares, but only by requests that come later."""
+
+    async def scenario() -> None:
+        async with reaching(Fail("out of blocks")) as (engine, triton):
+            await engine.limits()
+            with pytest.raises(EngineError, match="out of blocks"):
+                await engine.generate(ASK).wait()
+            triton.steps = (Say((3,), final=True),)
+            chunks = engine.generate(ASK)  # it had asked for the limits before that failure
+            await chunks.wait()
+            assert [chunk.token_ids for chunk in chunks.take()] == [(3,)]
+            assert triton.config_asked == 1
+            await engine.limits()
+            assert triton.config_asked == 2
+
+    run(scenario())
+
+
 def test_an_end_without_a_final_response_is_an_error() -> None:
     """A text cut off must not look whole."""
     assert "without a last response" in str(failing(Say((3,)), HANG_UP))

@@ -72,6 +72,7 @@ class GrpcEngine:
         self.pool = StreamPool(self._connection)
         self._known: DeployedModel | None = None
         self._known_at = 0.0
+        self._doubted = False
         self._asking: asyncio.Task[DeployedModel] | None = None
         self._running: set[GrpcChunks] = set()
         self._last_arrival = 0.0
@@ -84,16 +85,20 @@ class GrpcEngine:
 
     async def model(self, timeout: float = _CONFIG_SECONDS) -> DeployedModel:
         """What the model declares; known for a while once asked for. Raises ``EngineError``."""
-        if self._known is None:
+        if self._known is None or self._doubted:
             return await self._ask_model(timeout)
         if _now() - self._known_at > _REFRESH_SECONDS and self._asking is None:
             self._asking = asyncio.create_task(self._ask_model(timeout))
             self._asking.add_done_callback(self._asked)
         return self._known
 
-    def forget_model(self) -> None:
-        """The model may have been reloaded: ask again before the next request."""
-        self._known = None
+    def doubt_model(self) -> None:
+        """The model may have been reloaded: ``limits`` asks again.
+
+        Requests that have asked for the limits already, and rounds of speculative decoding, go on
+        with what is known: another request's failure must not be theirs.
+        """
+        self._doubted = True
 
     async def server_answers(self, timeout: float) -> bool:
         """Whether there is a Triton at the address, whatever its models do."""
@@ -147,13 +152,13 @@ class GrpcEngine:
         except GrpcError as error:
             raise self.failure(error) from error
         self._known = DeployedModel.of(service_pb2.ModelConfigResponse.FromString(answer).config)
-        self._known_at = _now()
+        self._known_at, self._doubted = _now(), False
         return self._known
 
     def _asked(self, task: asyncio.Task[DeployedModel]) -> None:
         self._asking = None
         if not task.cancelled() and task.exception() is not None:
-            self.forget_model()
+            self.doubt_model()
 
     def _watch_in(self, seconds: float) -> None:
         self._watch = asyncio.get_running_loop().call_later(seconds, self._check)
@@ -248,7 +253,7 @@ class GrpcChunks(QueuedChunks):
         if not isinstance(error, TrtllmBlsError):
             error = EngineError(f"{self._engine.name}: its response cannot be read: {error}")
         if isinstance(error, EngineError):
-            self._engine.forget_model()
+            self._engine.doubt_model()
         self._cancel_call()
         self.fail(error)
 
