@@ -164,7 +164,7 @@ class Orchestrator:
             stop_sequences=prompt.engine_stops,
             bad_sequences=prompt.bad_sequences,
             embedding_bias=prompt.embedding_bias,
-            speculation=request.speculation,
+            speculation=_with_prediction(request.speculation, prompt),
             wants=request.wants,
             extras=prompt.extras,
         )
@@ -216,6 +216,10 @@ def _max_tokens(request: TextRequest, prompt: Prompt, limits: EngineLimits) -> i
     if limits.max_sequence_tokens is None:
         return _UNKNOWN_ROOM
     return limits.max_sequence_tokens - len(prompt.ids)
+
+
+def _with_prediction(asked: SpeculationRequest, prompt: Prompt) -> SpeculationRequest:
+    return replace(asked, prediction=prompt.prediction) if prompt.prediction else asked
 
 
 def _longest_prompt(limits: EngineLimits) -> int | None:

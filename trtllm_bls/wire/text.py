@@ -56,6 +56,7 @@ def _text_request(row: Fields, request_id: str) -> TextRequest:
             draft_source=row.get("draft_source"),
             use_draft_logits=row.get("use_draft_logits", False),
         ),
+        prediction=row.get("prediction"),
         stream_interval=row.get("stream_interval", 1),
         timeout_s=row["timeout_ms"] / 1000 if "timeout_ms" in row else None,
         wants=wants_of(row),
