@@ -1,4 +1,4 @@
-"""Runs the text and tokenizer tests on the packages of several containers: `make test-transformers`.
+"""Text and tokenizer tests on the packages of several containers: `make test-transformers`.
 
 Each row gets a virtual environment of its own, with the Python, transformers and tritonclient that
 stand together in containers of TensorRT-LLM. What was installed and how the tests ended replaces
@@ -11,10 +11,10 @@ import argparse
 import json
 import subprocess
 import sys
-from xml.etree import ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-transformers"
