@@ -89,7 +89,7 @@ def check_target(option: str, engine: EngineDir, parameters: Mapping[str, str]) 
     elif engine.paged_context is False:
         problem = "has no paged context attention; build it with --use_paged_context_fmha enable"
     elif not is_true(parameters["enable_kv_cache_reuse"]):
-        problem = "needs enable_kv_cache_reuse=true to verify drafts"
+        problem = "cannot verify drafts without its KV cache; set enable_kv_cache_reuse=true"
     if problem:
         raise SettingsError(f"{option}: the engine in {engine.path} {problem}")
 

@@ -67,8 +67,8 @@ def read_config(path: Path) -> Any:
 
 
 def values_of(config: Any) -> dict[str, str]:
-    """A configuration's parameters."""
-    return {key: value.string_value for key, value in config.parameters.items()}
+    """A configuration's parameters, by name in order."""
+    return {key: value.string_value for key, value in sorted(config.parameters.items())}
 
 
 def read_existing(directory: Path, version: str) -> Existing:
