@@ -72,6 +72,11 @@ class Answer:
         return all(sequence.ending is not None for sequence in self._sequences)
 
     @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far, of all sequences."""
+        return sum(sequence.completion_tokens for sequence in self._sequences)
+
+    @property
     def must_cancel(self) -> bool:
         """Whether the answer is done but the engine does not know, and would work on.
 
@@ -153,6 +158,11 @@ class SequenceText:
         self._rows: list[Array] = []
         self._new_tokens = 0
         self._new_context = False
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self._tokens
 
     def feed(self, chunk: EngineChunk) -> None:
         """Add a chunk; what follows the end is ignored."""
