@@ -120,9 +120,9 @@ class RequestRecord:
         """The request is over; ``error`` is what ended it, if one did."""
         outcome, reason = _outcome(error, self._endings)
         request, answer = self._request, self._answer
-        begun = bool(request.stream and self._responses)
         told = [ending.speculation for ending in self._endings if ending.speculation]
         tokens = answer.completion_tokens if answer is not None else 0
+        begun = request.stream and tokens > 0 and self._responses > 0
         return RequestStats(
             request_id=request.request_id,
             outcome=outcome,
