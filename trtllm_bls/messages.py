@@ -118,8 +118,9 @@ class EngineRequest:
 
     ``request_id`` is unique among this process's running requests. ``embedding_bias`` is sparse:
     ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by itself
-    (``engines.routing``); ``draft`` for one that verifies. ``extras`` holds further engine tensors
-    by wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
+    (``engines.routing``); ``draft`` for one that verifies. ``traceparent`` is the caller's trace
+    context (W3C). ``extras`` holds further engine tensors by wire name (LoRA, prompt tables, guided
+    decoding, ...), which are passed on unopened.
     """
 
     request_id: str
@@ -136,6 +137,7 @@ class EngineRequest:
     draft: Draft | None = None
     speculation: SpeculationRequest = SpeculationRequest()
     wants: Wants = Wants()
+    traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
 
@@ -244,6 +246,7 @@ class TextRequest:
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
+    ``traceparent`` is the caller's trace context (W3C).
     """
 
     request_id: str
@@ -274,6 +277,7 @@ class TextRequest:
     wants: Wants = Wants()
     return_tokens: bool = False
     prompt_table_extra_id: int | None = None
+    traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
 
