@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from dataclasses import dataclass, replace
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from trtllm_bls.admission import Admission
 from trtllm_bls.answer import Answer, TextRules, too_late
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import EngineError, Unsupported
+from trtllm_bls.limits import RequestLimits
 from trtllm_bls.messages import (
     EngineLimits,
     EngineRequest,
@@ -45,6 +48,8 @@ class Defaults:
     skip_special_tokens: bool = True
     accumulate: bool = False
     timeout_s: float | None = None  # None: as long as it takes
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    expose_kv_cache_metrics: bool = False
 
 
 class TextSink(Protocol):
@@ -64,31 +69,41 @@ class TextSink(Protocol):
 class Orchestrator:
     """Serves any number of requests at once on one event loop; usable in any process."""
 
-    def __init__(self, tokenizer: Tokenizer, engine: Engine, defaults: Defaults) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        defaults: Defaults,
+        admission: Admission | None = None,
+    ) -> None:
+        """``admission``: how many sequences may run and wait; ``None`` = any number."""
         self._tokenizer = tokenizer
         self._prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
         self._engine = engine
         self._defaults = defaults
+        self._admission = admission
 
     async def run(self, request: TextRequest, sink: TextSink) -> None:
         """Send the chunks of every sequence; each sequence's last one has its ``ending``.
 
         A streaming request gets text as soon as it is certain, any other one chunk per sequence.
         Where a stream that has begun fails or is cancelled, its last chunks say so and the error
-        follows. Raises ``InvalidRequest`` and what the engine raises. By the time that ``run``
-        has ended, however it ends, the engine's work has ended.
+        follows. Raises ``InvalidRequest``, ``Overloaded`` and what the engine raises. By the time
+        that ``run`` has ended, however it ends, the engine's work has ended.
         """
-        _refuse(request)
+        self._refuse(request)
         request = _with_seed(request)
         deadline = self._deadline(request)
         answer: Answer | None = None
         stream: ChunkStream | None = None
         try:
-            async with timeout_at(deadline):
+            async with timeout_at(deadline), self._place(request):
                 limits = await self._engine.limits()
                 prompt = await self._prompt(request, limits)
+                asked = self._engine_request(request, prompt)
+                self._defaults.limits.check_logits(asked.logit_rows(limits), limits.vocab_size)
                 answer = self._answer(request, prompt, limits)
-                stream = self._engine.generate(self._engine_request(request, prompt, deadline))
+                stream = self._engine.generate(asked)
                 await _drive(stream, answer, sink)
                 if not answer.done:
                     raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
@@ -105,6 +120,22 @@ class Orchestrator:
                 sink.send(chunk)
             if reason is not FinishReason.TIMEOUT:
                 raise
+
+    def _refuse(self, request: TextRequest) -> None:
+        """What a text stream cannot honour is refused by name, never ignored."""
+        beams = request.sampling.beam_width or 1
+        if beams > 1:
+            problem = f"{beams}: beams rewrite text that has left; send num_return_sequences"
+            raise Unsupported("beam_width", problem)
+        limits = self._defaults.limits
+        limits.check_output_tokens("max_tokens", request.max_tokens)
+        if request.timeout_s is not None:
+            limits.check_timeout("timeout_ms", request.timeout_s)
+
+    def _place(self, request: TextRequest) -> AbstractAsyncContextManager[None]:
+        if self._admission is None:
+            return nullcontext()
+        return self._admission.place(request.num_return_sequences)
 
     def _deadline(self, request: TextRequest) -> float | None:
         seconds = self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
@@ -130,6 +161,7 @@ class Orchestrator:
             accumulate=self._defaults.accumulate,
             seed=request.sampling.seed,
             max_sequence_tokens=limits.max_sequence_tokens,
+            expose_kv_cache_metrics=self._defaults.expose_kv_cache_metrics,
         )
         skip = self._defaults.skip_special_tokens
         if request.skip_special_tokens is not None:
@@ -140,11 +172,10 @@ class Orchestrator:
         ]
         return Answer(request, rules, detokenizers)
 
-    def _engine_request(
-        self, request: TextRequest, prompt: Prompt, deadline: float | None
-    ) -> EngineRequest:
-        # In one piece only where no text and no clock can end it half-way.
-        watched = request.stop_words or request.sampling.min_tokens or deadline is not None
+    def _engine_request(self, request: TextRequest, prompt: Prompt) -> EngineRequest:
+        # In one piece only where neither text nor the caller's own time limit can end it half-way.
+        timed = request.timeout_s is not None
+        watched = request.stop_words or request.sampling.min_tokens or timed
         return EngineRequest(
             request_id=request.request_id,
             input_ids=prompt.ids,
@@ -191,15 +222,6 @@ def _with_seed(request: TextRequest) -> TextRequest:
     if sampling.seed is not None:
         return replace(request, speculation=SpeculationRequest(num_draft_tokens=0))
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
-
-
-def _refuse(request: TextRequest) -> None:
-    """What a text stream cannot honour is refused by name, never ignored."""
-    beams = request.sampling.beam_width or 1
-    if beams > 1:
-        raise Unsupported(
-            "beam_width", f"{beams}: beams rewrite text that has left; send num_return_sequences"
-        )
 
 
 def _longest_prompt(limits: EngineLimits) -> int | None:

@@ -6,6 +6,7 @@ import logging
 import ssl
 from typing import Any
 
+from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import Route, TritonEngine
@@ -33,9 +34,14 @@ class Deployment:
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
             accumulate=parameters.accumulate_tokens,
-            timeout_s=parameters.timeout_seconds or None,
+            timeout_s=_default_timeout(parameters),
+            limits=parameters.limits,
+            expose_kv_cache_metrics=parameters.expose_kv_cache_metrics,
         )
-        self.orchestrator = Orchestrator(tokenizer, self.engine, defaults)
+        admission = Admission(
+            parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
+        )
+        self.orchestrator = Orchestrator(tokenizer, self.engine, defaults, admission)
 
     async def close(self) -> None:
         """Close the engines."""
@@ -71,6 +77,12 @@ def _engine(parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer) -> R
         by_default=source != "off",
         on_end=SpeculationMetrics(pb_utils).add,
     )
+
+
+def _default_timeout(parameters: BlsParameters) -> float | None:
+    """Seconds; the longest that a request may name bounds one that names none, too."""
+    known = (parameters.timeout_seconds, parameters.limits.max_timeout_s)
+    return min((seconds for seconds in known if seconds), default=None)
 
 
 def _tls(parameters: BlsParameters) -> ssl.SSLContext | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.limits import RequestLimits
 from trtllm_bls.messages import (
     Array,
     EngineMetrics,
@@ -21,14 +22,18 @@ from trtllm_bls.wire.fields import Fields, extras_of, read_rows, sampling_of, wa
 from trtllm_bls.wire.scores import metrics_arrays, score_arrays
 
 
-def text_requests(arrays: Mapping[str, Array], request_id: str) -> list[TextRequest]:
+def text_requests(
+    arrays: Mapping[str, Array], request_id: str, limits: RequestLimits | None = None
+) -> list[TextRequest]:
     """One request per batch row. Raises ``InvalidRequest`` naming the tensor."""
-    return [_text_request(row, request_id) for row in read_rows(BLS, arrays)]
+    return [_text_request(row, request_id) for row in read_rows(BLS, arrays, limits)]
 
 
-def prompt_requests(arrays: Mapping[str, Array]) -> list[TextRequest]:
+def prompt_requests(
+    arrays: Mapping[str, Array], limits: RequestLimits | None = None
+) -> list[TextRequest]:
     """The same of the inputs of ``preprocessing``, without an id."""
-    return [_text_request(row, "") for row in read_rows(PREPROCESSING, arrays)]
+    return [_text_request(row, "") for row in read_rows(PREPROCESSING, arrays, limits)]
 
 
 def _text_request(row: Fields, request_id: str) -> TextRequest:
@@ -94,12 +99,14 @@ def with_callers_name(error: InvalidRequest, request: TextRequest) -> InvalidReq
     return type(error)(name, error.problem)
 
 
-def sequence_ids(arrays: Mapping[str, Array]) -> list[TokenIds]:
+def sequence_ids(
+    arrays: Mapping[str, Array], limits: RequestLimits | None = None
+) -> list[TokenIds]:
     """The ids of each sequence given to ``postprocessing``, beam by beam, cut to its length.
 
     Raises ``InvalidRequest`` naming the tensor.
     """
-    return [ids for row in read_rows(POSTPROCESSING, arrays) for ids in _beams(row)]
+    return [ids for row in read_rows(POSTPROCESSING, arrays, limits) for ids in _beams(row)]
 
 
 def _beams(row: Fields) -> Iterator[TokenIds]:
