@@ -1,6 +1,9 @@
-"""How many sequences run at once, how many wait, and for how long; the rest is refused.
+"""What is admitted before any work is done: how large a request may be, and how many run at once.
 
-First come, first served. Pure asyncio, for one event loop; knows nothing of Triton or of engines.
+The wire applies the limits of size to what has arrived, the orchestrator and the engine's service
+to what is asked for; each refusal names the field, its value, the limit and the parameter that sets
+it (``parameters/limits.py`` tells what they mean). How many run is one object per event loop. Pure
+asyncio; knows nothing of Triton or of engines.
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from trtllm_bls.errors import InvalidRequest, Overloaded
 
+_LOGIT_BYTES = 4  # FP32
 _NEW = 0.2  # the part of the newest request in the average duration
 
 
 class Admission:
-    """Places for ``max_running`` sequences; up to ``max_queued`` more wait for one.
+    """Places for ``max_running`` sequences; up to ``max_queued`` more wait for one, in order.
 
     A request of n sequences takes n places at once. ``max_queue_s``: how long, in seconds, a
     request waits before it is refused; ``None`` = as long as its caller does.
@@ -106,3 +111,49 @@ class Admission:
             f"{self.running} sequences run and {self.queued} wait, {why}; "
             f"try again in about {max(1, seconds)} s"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Sizes are bytes, times seconds; ``None`` = no limit."""
+
+    max_request_bytes: int = 64 * 2**20
+    max_prompt_bytes: int = 2**20
+    max_output_tokens: int | None = None
+    max_logits_bytes: int = 256 * 2**20
+    max_timeout_s: float | None = None
+
+    def check_request_bytes(self, total: int) -> None:
+        """Raises ``InvalidRequest`` where all inputs together are too large."""
+        _check("inputs", total, "bytes", self.max_request_bytes, "max_request_bytes")
+
+    def check_text_bytes(self, field: str, size: int) -> None:
+        """The same for one text."""
+        _check(field, size, "bytes", self.max_prompt_bytes, "max_prompt_bytes")
+
+    def check_output_tokens(self, field: str, tokens: int) -> None:
+        """The same for the tokens that a request may generate."""
+        if self.max_output_tokens is not None:
+            _check(field, tokens, "tokens", self.max_output_tokens, "max_output_tokens")
+
+    def check_timeout(self, field: str, seconds: float) -> None:
+        """The same for the time that a request gives itself."""
+        if self.max_timeout_s is not None and seconds > self.max_timeout_s:
+            raise InvalidRequest(
+                field,
+                f"{seconds:g} s is not allowed; at most {self.max_timeout_s:g} s are "
+                "(parameter max_timeout_seconds)",
+            )
+
+    def check_logits(self, rows: int, vocab_size: int | None) -> None:
+        """The same for so many rows of logits, of ``vocab_size`` each, in all responses."""
+        if rows and vocab_size is not None:
+            size = rows * vocab_size * _LOGIT_BYTES
+            field, unit = "return_context_logits, return_generation_logits", "bytes of logits"
+            _check(field, size, unit, self.max_logits_bytes, "max_logits_bytes")
+
+
+def _check(field: str, value: int, unit: str, most: int, parameter: str) -> None:
+    if value > most:
+        problem = f"{value} {unit}; at most {most} are allowed (parameter {parameter})"
+        raise InvalidRequest(field, problem)

@@ -14,11 +14,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from trtllm_bls.admission import Admission
+from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.answer import Answer, TextRules, too_late
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import EngineError, Unsupported
-from trtllm_bls.limits import RequestLimits
 from trtllm_bls.messages import (
     EngineLimits,
     EngineRequest,
@@ -38,6 +37,7 @@ else:
 
 
 _GREEDY = Sampling()  # of nearly every request that asks for nothing
+_UNKNOWN_ROOM = 1024  # tokens, where neither the request nor the engine has a limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,11 @@ class Orchestrator:
             async with timeout_at(deadline), self._place(request):
                 limits = await self._engine.limits()
                 prompt = await self._prompt(request, limits)
-                asked = self._engine_request(request, prompt)
-                self._defaults.limits.check_logits(asked.logit_rows(limits), limits.vocab_size)
-                answer = self._answer(request, prompt, limits)
+                max_tokens = self._max_tokens(request, prompt, limits)
+                asked = self._engine_request(request, prompt, max_tokens)
+                if request.wants.context_logits or request.wants.generation_logits:
+                    self._defaults.limits.check_logits(asked.logit_rows(limits), limits.vocab_size)
+                answer = self._answer(request, prompt, limits, max_tokens)
                 stream = self._engine.generate(asked)
                 await _drive(stream, answer, sink)
                 if not answer.done:
@@ -128,7 +130,9 @@ class Orchestrator:
             problem = f"{beams}: beams rewrite text that has left; send num_return_sequences"
             raise Unsupported("beam_width", problem)
         limits = self._defaults.limits
-        limits.check_output_tokens("max_tokens", request.max_tokens)
+        for name, text in (("text_input", request.text), ("messages", request.messages)):
+            limits.check_text_bytes(name, len(text or ""))  # bytes are no fewer
+        limits.check_output_tokens("max_tokens", request.max_tokens or 0)
         if request.timeout_s is not None:
             limits.check_timeout("timeout_ms", request.timeout_s)
 
@@ -147,21 +151,35 @@ class Orchestrator:
             return await asyncio.to_thread(self._prompts.make, request, longest)
         return self._prompts.make(request, longest)
 
-    def _answer(self, request: TextRequest, prompt: Prompt, limits: EngineLimits) -> Answer:
+    def _max_tokens(self, request: TextRequest, prompt: Prompt, limits: EngineLimits) -> int:
+        """As many as the request allows; all that fit and may be asked for where it is open."""
+        if request.max_tokens is not None:
+            return request.max_tokens
+        room = _UNKNOWN_ROOM
+        if limits.max_sequence_tokens is not None:
+            room = limits.max_sequence_tokens - len(prompt.ids)
+        most = self._defaults.limits.max_output_tokens
+        return room if most is None else min(room, most)
+
+    def _answer(
+        self, request: TextRequest, prompt: Prompt, limits: EngineLimits, max_tokens: int
+    ) -> Answer:
+        # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is spelled.
+        whole_with_prompt = not (request.stream or request.exclude_input_in_output)
         rules = TextRules(
             prompt_tokens=len(prompt.ids),
-            max_tokens=request.max_tokens,
+            max_tokens=max_tokens,
             min_tokens=request.sampling.min_tokens or 0,
             end_ids=frozenset(prompt.end_ids),
             stop_words=request.stop_words,
             stop_sequences=prompt.stop_sequences,
             include_stop=request.include_stop,
-            # As in TensorRT-LLM's own models, a stream never repeats the prompt.
-            echo_ids=() if request.stream or request.exclude_input_in_output else prompt.ids,
+            echo_ids=prompt.ids if request.echo or whole_with_prompt else (),
             accumulate=self._defaults.accumulate,
             seed=request.sampling.seed,
             max_sequence_tokens=limits.max_sequence_tokens,
             expose_kv_cache_metrics=self._defaults.expose_kv_cache_metrics,
+            return_tokens=request.return_tokens,
         )
         skip = self._defaults.skip_special_tokens
         if request.skip_special_tokens is not None:
@@ -172,14 +190,16 @@ class Orchestrator:
         ]
         return Answer(request, rules, detokenizers)
 
-    def _engine_request(self, request: TextRequest, prompt: Prompt) -> EngineRequest:
+    def _engine_request(
+        self, request: TextRequest, prompt: Prompt, max_tokens: int
+    ) -> EngineRequest:
         # In one piece only where neither text nor the caller's own time limit can end it half-way.
         timed = request.timeout_s is not None
         watched = request.stop_words or request.sampling.min_tokens or timed
         return EngineRequest(
             request_id=request.request_id,
             input_ids=prompt.ids,
-            max_tokens=request.max_tokens,
+            max_tokens=max_tokens,
             streaming=bool(request.stream or watched),
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,

@@ -10,10 +10,9 @@ import pytest
 
 from tests.helpers.scripted_text import Collected, asking, saying, tokenizer
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
-from trtllm_bls.admission import Admission
+from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING
 from trtllm_bls.errors import InvalidRequest, Overloaded
-from trtllm_bls.limits import RequestLimits
 from trtllm_bls.messages import (
     EngineLimits,
     EngineMetrics,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trtllm_bls.limits import RequestLimits
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.parameters.kinds import DIRECTORY, FILE, Parameter
 from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, error, parsed, rows_of
 

@@ -28,8 +28,8 @@ class Deployment:
     """
 
     def __init__(self, parameters: BlsParameters, pb_utils: Any = None) -> None:
-        tokenizer = load_tokenizer(parameters.tokenizer_dir)
-        self.engine = _engine(parameters, pb_utils, tokenizer)
+        self.tokenizer = load_tokenizer(parameters.tokenizer_dir)
+        self.engine = _engine(parameters, pb_utils, self.tokenizer)
         defaults = Defaults(
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
@@ -41,7 +41,7 @@ class Deployment:
         admission = Admission(
             parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
         )
-        self.orchestrator = Orchestrator(tokenizer, self.engine, defaults, admission)
+        self.orchestrator = Orchestrator(self.tokenizer, self.engine, defaults, admission)
 
     async def close(self) -> None:
         """Close the engines."""

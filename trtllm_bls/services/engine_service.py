@@ -10,9 +10,9 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.limits import RequestLimits
 from trtllm_bls.messages import EngineChunk, EngineRequest
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.batch import run_rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.limits import RequestLimits
 from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.python_backend import Call

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.limits import RequestLimits
 from trtllm_bls.messages import (
     Array,
     EngineMetrics,
