@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,10 +13,13 @@ from typing import Any
 import uvicorn
 
 from tests.helpers.scripted_text import tokenizer
+from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.services.request_metrics import RequestMetrics
+from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.tokenizer import Tokenizer
 
 MODEL = "scripted"
@@ -29,11 +33,24 @@ class ScriptedBackend:
     tokenizer: Tokenizer = field(default_factory=tokenizer)
     defaults: Defaults = field(default_factory=Defaults)
 
+    admission: Admission | None = None
+
     def __post_init__(self) -> None:
-        self.orchestrator = Orchestrator(self.tokenizer, self.engine, self.defaults)
+        self.reports = RequestReports(RequestMetrics())
+        self.orchestrator = Orchestrator(
+            self.tokenizer,
+            self.engine,
+            self.defaults,
+            on_end=self.reports.add,
+            admission=self.admission,
+        )
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.reports.start(loop, self.orchestrator.load)
 
     async def close(self) -> None:
         await self.engine.close()
+        self.reports.close()
 
 
 @dataclass

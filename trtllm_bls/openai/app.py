@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -23,13 +25,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.errors import TrtllmBlsError
+from trtllm_bls.errors import InvalidRequest, TrtllmBlsError
 from trtllm_bls.messages import TextChunk
 from trtllm_bls.openai.answers import Answer
 from trtllm_bls.openai.chat import ChatAnswer
 from trtllm_bls.openai.completions import CompletionAnswer
 from trtllm_bls.openai.document import document
-from trtllm_bls.openai.errors import ApiError, api_error, is_too_long, too_many
+from trtllm_bls.openai.errors import ApiError, api_error, is_too_long
+from trtllm_bls.openai.exposition import CONTENT_TYPE, SharedSamples, samples, written
 from trtllm_bls.openai.frames import DONE, Head
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.keys import is_allowed
@@ -38,8 +41,11 @@ from trtllm_bls.openai.schema import ChatRequest, Common, CompletionRequest, dec
 from trtllm_bls.openai.streams import Outbox, run_all, while_connected
 from trtllm_bls.openai.text_requests import check_stream_options
 from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.services.request_metrics import RequestMetrics
+from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.tokenizer import Tokenizer
 
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _Request = TypeVar("_Request", bound=Common)
 
 
@@ -55,6 +61,11 @@ class Backend(Protocol):
     @property
     def tokenizer(self) -> Tokenizer: ...
 
+    @property
+    def reports(self) -> RequestReports: ...
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
+
     async def close(self) -> None: ...
 
 
@@ -63,15 +74,15 @@ class ApiSettings:
     """``model_names``: what requests may name, the first in ``/v1/models`` before the others.
 
     ``keys``: digests of the API keys (``keys.read_keys``); none: everybody may ask.
-    ``max_streams``: text requests that may run at once in this process.
-    ``allowed_origins``: of web pages that may use the API from a browser.
+    ``allowed_origins``: of web pages that may use the API from a browser. ``shared``: where workers
+    keep their samples for ``/metrics``; ``None``: there is one process.
     """
 
     model_names: tuple[str, ...]
     keys: tuple[bytes, ...] = ()
-    max_streams: int = 256
-    max_body_bytes: int = 16 * 1024 * 1024
+    max_body_bytes: int = 64 * 2**20
     allowed_origins: tuple[str, ...] = ()
+    shared: Path | None = None
 
 
 def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
@@ -85,6 +96,7 @@ def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/health", api.health_of_engine),
+        Route("/metrics", api.metrics),
         Route("/openapi.json", api.openapi),
     ]
     middleware = [Middleware(_Keys, keys=settings.keys)] if settings.keys else []
@@ -113,13 +125,16 @@ class _Api:
     def __init__(self, backend: Backend, settings: ApiSettings) -> None:
         self.backend = backend
         self.settings = settings
-        self.running = 0  # text requests
         ids = backend.tokenizer.end_ids
         self.health = Health(backend.orchestrator, ids[0] if ids else 0)
         known = (settings.model_names[0], backend.engine.name, __version__)
         digest = hashlib.sha256("\n".join((*known, backend.tokenizer.fingerprint)).encode())
         self.fingerprint = f"fp_{digest.hexdigest()[:10]}"
         self._created = int(time.time())
+        metrics = backend.reports.metrics
+        assert isinstance(metrics, RequestMetrics)  # as everywhere outside of Triton
+        self._metrics = metrics
+        self._shared = None if settings.shared is None else SharedSamples(settings.shared)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -127,10 +142,17 @@ class _Api:
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 50, 50)
+        self.backend.start(asyncio.get_running_loop())
+        keeping = asyncio.create_task(self._keep_samples())
         try:
             yield
         finally:
+            keeping.cancel()
             await self.backend.close()
+
+    async def _keep_samples(self) -> None:
+        if self._shared is not None:
+            await self._shared.keep(self._metrics, self.settings.model_names[0])
 
     async def longest(self) -> int | None:
         """The model's limit on prompt and answer together, in tokens, where it is known."""
@@ -165,6 +187,13 @@ class _Api:
         error = ApiError(503, problem, code="engine_unavailable", headers={"retry-after": "1"})
         return _Error(error)
 
+    async def metrics(self, request: Request) -> Response:
+        own = samples(self._metrics, self.settings.model_names[0])
+        if self._shared is not None:
+            self._shared.write(own)
+            own = self._shared.total()
+        return Response(written(own), media_type=CONTENT_TYPE)
+
     async def openapi(self, request: Request) -> Response:
         return _Json(document())
 
@@ -182,7 +211,15 @@ class _Generate(Generic[_Request]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(scope, send)
         try:
-            await self._answer(scope, receive, reply)
+            body = await read_body(scope, receive, self._api.settings.max_body_bytes)
+            try:
+                answer, stream = self._asked(scope, body)
+            except ApiError as error:
+                refusal = InvalidRequest(error.param or "body", error.message)
+                self._api.backend.orchestrator.refused(reply.request_id.decode(), refusal)
+                raise
+            await (self._stream if stream else self._whole)(answer, receive, reply)
+            self._api.health.proven()
         except ClientGone:
             pass
         except asyncio.CancelledError:
@@ -191,9 +228,9 @@ class _Generate(Generic[_Request]):
             longest = await self._api.longest() if is_too_long(error) else None
             await reply.error(api_error(error, self._answers.prompt_field, longest))
 
-    async def _answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+    def _asked(self, scope: Scope, body: bytes) -> tuple[Answer, bool]:
+        """What is to be answered, and whether as a stream. Raises ``ApiError``."""
         settings = self._api.settings
-        body = await read_body(scope, receive, settings.max_body_bytes)
         request = decode(body, self._kind)
         if request.model not in settings.model_names:
             raise unknown_model(request.model)
@@ -205,15 +242,10 @@ class _Generate(Generic[_Request]):
             fingerprint=self._api.fingerprint,
         )
         answer = self._answers(request, head, self._api.backend.tokenizer)  # type: ignore[arg-type]
-        number = len(answer.requests)
-        if self._api.running and self._api.running + number > settings.max_streams:
-            raise too_many(settings.max_streams)
-        self._api.running += number
-        try:
-            await (self._stream if request.stream else self._whole)(answer, receive, reply)
-        finally:
-            self._api.running -= number
-        self._api.health.proven()
+        if _TRACEPARENT.fullmatch(header(scope, b"traceparent")):
+            trace = header(scope, b"traceparent").decode()
+            answer.requests = [replace(each, traceparent=trace) for each in answer.requests]
+        return answer, bool(request.stream)
 
     async def _whole(self, answer: Answer, receive: Receive, reply: Reply) -> None:
         run = run_all(self._api.backend.orchestrator, answer.requests, answer.add)

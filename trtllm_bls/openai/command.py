@@ -60,7 +60,6 @@ def _parameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="ORIGIN",
     help="Let web pages of this origin use the API (CORS); may be repeated; * = all.",
 )
-@click.option("--max-body-bytes", default=16 * 2**20, show_default=True, help="Largest request.")
 @click.option("--ssl-certfile", type=_PATH, help="Serve HTTPS with this certificate, in PEM.")
 @click.option("--ssl-keyfile", type=_PATH, help="Key of --ssl-certfile, in PEM.")
 @click.option(
@@ -102,12 +101,11 @@ def main(context: click.Context, /, **options: Any) -> None:
         for key in _ROWS
         if context.get_parameter_source(key) is ParameterSource.COMMANDLINE
     }
-    parameters = read_parameters(options["model_repository"], given)
+    parameters = read_parameters(options["model_repository"], given, options["workers"])
     api = ApiSettings(
         model_names=options["names"] or (parameters.tokenizer_dir.name,),
         keys=keys,
-        max_streams=parameters.max_streams,
-        max_body_bytes=options["max_body_bytes"],
+        max_body_bytes=parameters.limits.max_request_bytes,
         allowed_origins=options["origins"],
     )
     server = ServerSettings(
@@ -121,10 +119,13 @@ def main(context: click.Context, /, **options: Any) -> None:
     sys.exit(serve(parameters, api, server))
 
 
-def read_parameters(repository: Path | None, given: dict[str, str]) -> BlsParameters:
+def read_parameters(
+    repository: Path | None, given: dict[str, str], workers: int = 1
+) -> BlsParameters:
     """``given``, then the environment, then what ``repository`` has. Raises ``SettingsError``.
 
-    A relative path starts at the current directory, one of the repository's at the repository.
+    What may run at once is divided between ``workers``. A relative path starts at the current
+    directory, one of the repository's at the repository.
     """
     values: dict[str, str] = {}
     base = Path.cwd()
@@ -139,6 +140,7 @@ def read_parameters(repository: Path | None, given: dict[str, str]) -> BlsParame
         "name": MODEL,
         "parameters": {key: {"string_value": value} for key, value in values.items()},
         "model_transaction_policy": {"decoupled": True},
+        "instance_group": [{"count": workers}],
     }
     arguments = {"model_config": json.dumps(config), "model_repository": str(base / MODEL)}
     given_variables = {_ROWS[key].env for key in given}

@@ -47,6 +47,8 @@ _CALLERS_NAMES = {
 _OF_THE_PROMPT = ("text_input", "prompt_ids", "input_ids", "messages")
 # What our own engine says of a prompt, where it told no limit before.
 _AT_MOST = re.compile(r"\d+ tokens; at most (\d+) are allowed")
+# What admission says of when there will be a place.
+_AGAIN_IN = re.compile(r"try again in about (\d+) s")
 # What TensorRT-LLM's executor says where nobody told us how much it takes.
 _TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_seq_len")
 
@@ -114,7 +116,9 @@ def api_error(error: Exception, prompt: str, longest: int | None) -> ApiError:
         name = prompt if error.field in _OF_THE_PROMPT else error.field
         return invalid(_CALLERS_NAMES.get(name, name), error.problem)
     if isinstance(error, Overloaded):
-        return ApiError(503, f"The engine is full: {text}", code="overloaded", headers=_RETRY)
+        seconds = _AGAIN_IN.search(text)
+        after = {"retry-after": seconds[1]} if seconds else _RETRY
+        return ApiError(429, text, code="overloaded", headers=after)
     if isinstance(error, (EngineUnavailable, EngineStalled)):
         return ApiError(503, text, code="engine_unavailable", headers=_RETRY)
     if isinstance(error, TrtllmBlsError):
@@ -128,12 +132,6 @@ def is_too_long(error: Exception) -> bool:
     if isinstance(error, InvalidRequest) and error.field in _OF_THE_PROMPT:
         return isinstance(error, PromptTooLong) or _AT_MOST.search(error.problem) is not None
     return isinstance(error, TrtllmBlsError) and any(words in str(error) for words in _TOO_LONG)
-
-
-def too_many(limit: int) -> ApiError:
-    """This process answers as many requests as it may."""
-    message = f"{limit} requests are being answered, which is the limit; try again later"
-    return ApiError(429, message, code="rate_limit_exceeded", headers=_RETRY)
 
 
 def _too_long(problem: str, param: str, longest: int | None) -> ApiError:

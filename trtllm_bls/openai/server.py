@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import uvicorn
@@ -86,6 +87,16 @@ def serve(parameters: BlsParameters, api: ApiSettings, server: ServerSettings) -
     Returns the exit code. Raises ``SetupError``.
     """
     listening = _listen(server)
+    with listening, TemporaryDirectory(prefix="trtllm-bls-openai-") as shared:
+        if server.workers > 1:
+            api = replace(api, shared=Path(shared))
+        _serve(parameters, api, server, listening)
+    return 0
+
+
+def _serve(
+    parameters: BlsParameters, api: ApiSettings, server: ServerSettings, listening: socket.socket
+) -> None:
     host, port = listening.getsockname()[:2]
     scheme = "http" if server.certificate is None else "https"
     shown = f"[{host}]" if ":" in host else host
@@ -98,12 +109,10 @@ def serve(parameters: BlsParameters, api: ApiSettings, server: ServerSettings) -
         **uvicorn_options(server.exit_timeout),
     )
     print(f"OpenAI API: {scheme}://{shown}:{port}/v1", flush=True)
-    with listening:
-        if server.workers == 1:
-            _run(config, listening)
-        else:
-            Multiprocess(config, sockets=[listening]).run()
-    return 0
+    if server.workers == 1:
+        _run(config, listening)
+    else:
+        Multiprocess(config, sockets=[listening]).run()
 
 
 def _run(config: uvicorn.Config, listening: socket.socket) -> None:
@@ -127,7 +136,7 @@ def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> St
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if os.getpid() != started_by:  # a worker
         end_with_parent()
-    return create_app(Deployment(parameters), api)
+    return create_app(Deployment(parameters, model_name=api.model_names[0]), api)
 
 
 def end_with_parent() -> None:

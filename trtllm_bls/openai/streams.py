@@ -17,6 +17,7 @@ from starlette.types import Receive
 
 from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
 from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.request_stats import CancelCause
 from trtllm_bls.services.batch import run_rows
 
 _UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
@@ -119,12 +120,12 @@ async def while_connected(receive: Receive, work: asyncio.Task[None]) -> AsyncIt
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        work.cancel()
+        work.cancel(CancelCause.CALLER_LEFT.value)
 
     watcher = asyncio.create_task(watch())
     try:
         yield
     finally:
         watcher.cancel()
-        work.cancel()
+        work.cancel(CancelCause.SHUTDOWN.value)
         await asyncio.wait({watcher, work})
