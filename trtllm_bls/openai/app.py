@@ -195,7 +195,7 @@ class _Api:
         return Response(written(own), media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:
-        return _Json(document())
+        return _Json(document(self.settings.model_names))
 
 
 class _Generate(Generic[_Request]):
