@@ -17,6 +17,8 @@ from trtllm_bls.answer import Answer
 from trtllm_bls.errors import InvalidRequest, Overloaded
 from trtllm_bls.messages import Ending, FinishReason, SpeculationCounts, TextChunk, TextRequest
 
+MOST_CHARACTERS = 2000  # of a prompt and an error: figures may wait to be read, prompts are large
+
 
 class Outcome(str, Enum):
     """How a request ended; ``RequestStats.reason`` says more."""
@@ -62,13 +64,14 @@ class RequestStats:
     longest_gap_s: float | None = None
     speculation: SpeculationCounts | None = None
     traceparent: str | None = None
-    prompt: str | None = field(default=None, repr=False)  # as it came; for who logs prompts
+    prompt: str | None = field(default=None, repr=False)  # cut, for who logs prompts
 
     @classmethod
     def of_refusal(cls, request_id: str, error: Exception) -> RequestStats:
         """Of a request that ended before it could be read."""
         outcome, reason = _outcome(error, ())
-        return cls(request_id=request_id, outcome=outcome, reason=reason, error=str(error))
+        text = str(error)[:MOST_CHARACTERS]
+        return cls(request_id=request_id, outcome=outcome, reason=reason, error=text)
 
 
 class _Sink(Protocol):
@@ -127,7 +130,7 @@ class RequestRecord:
             request_id=request.request_id,
             outcome=outcome,
             reason=reason,
-            error=str(error) if isinstance(error, Exception) else None,
+            error=str(error)[:MOST_CHARACTERS] if isinstance(error, Exception) else None,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=tokens,
             sequences=request.num_return_sequences,
@@ -139,7 +142,7 @@ class RequestRecord:
             longest_gap_s=self._longest_gap if begun and self._responses > 1 else None,
             speculation=told[0] if told else None,  # which takes one sequence only
             traceparent=request.traceparent,
-            prompt=request.text if request.messages is None else request.messages,
+            prompt=(request.text or request.messages or "")[:MOST_CHARACTERS],
         )
 
     def _inter_token(self, tokens: int) -> float | None:

@@ -160,3 +160,9 @@ def test_load_tells_who_runs_and_who_waits() -> None:
         assert (served.load(), other.load()) == ((0, 0), (0, 0))
 
     run_skipping_waits(run())
+
+
+def test_figures_keep_no_large_prompt() -> None:
+    """They may wait for a while to be read."""
+    stats = stats_of(saying(TEXT), asking(text="word " * 2000, max_tokens=1))
+    assert stats.prompt == "word " * 400

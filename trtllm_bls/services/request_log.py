@@ -14,8 +14,7 @@ from typing import Any
 
 from trtllm_bls.request_stats import Outcome, RequestStats
 
-_LONGEST = {"prompt": 2000}  # characters
-_LONGEST_OTHER = 200
+_MOST_CHARACTERS = 200  # but of prompts, which come cut
 _PLAIN = re.compile(r"[\w.:/@+-]+", re.ASCII)
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class RequestLog:
     def _fields(self, stats: RequestStats) -> dict[str, Any]:
         done = stats.speculation
         return {
-            "id": _cut("id", stats.request_id),
+            "id": _cut(stats.request_id),
             "outcome": stats.outcome.value,
             "reason": stats.reason,
             "prompt_tokens": stats.prompt_tokens,
@@ -60,8 +59,8 @@ class RequestLog:
             "accepted": done and done.accepted,
             "acceptance": round(done.accepted / done.drafted, 3) if done and done.drafted else None,
             "trace_id": stats.traceparent and stats.traceparent.split("-")[1],
-            "error": _cut("error", stats.error),
-            "prompt": _cut("prompt", stats.prompt) if self.prompts else None,
+            "error": _cut(stats.error),
+            "prompt": stats.prompt if self.prompts else None,
         }
 
 
@@ -69,9 +68,10 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 1)
 
 
-def _cut(key: str, text: str | None) -> str | None:
-    most = _LONGEST.get(key, _LONGEST_OTHER)
-    return text if text is None or len(text) <= most else text[:most] + "..."
+def _cut(text: str | None) -> str | None:
+    if text is None or len(text) <= _MOST_CHARACTERS:
+        return text
+    return text[:_MOST_CHARACTERS] + "..."
 
 
 def _logfmt(value: Any) -> str:

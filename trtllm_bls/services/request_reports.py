@@ -20,6 +20,7 @@ from trtllm_bls.services.request_metrics import LOOP_LAG, RUNNING, WAITING, Metr
 from trtllm_bls.speculative import SpeculationStats
 
 EVERY_SECONDS = 0.25
+_MOST_WAITING = 2**17  # where Triton takes no figures any more, the oldest are dropped
 _LAG_TURNS = 4  # turns from one question for the event loop's lag to the next
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,9 @@ class RequestReports:
     ) -> None:
         self.metrics = metrics
         self._readers = (metrics.add, *readers)
-        self._queue: collections.deque[Callable[[], object]] = collections.deque()
+        self._queue: collections.deque[Callable[[], object]] = collections.deque(
+            maxlen=_MOST_WAITING
+        )
         self._load = (0, 0)  # running and waiting, as published
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
