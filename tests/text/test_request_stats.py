@@ -28,7 +28,7 @@ def stats_of(
     found: list[RequestStats] = []
 
     async def run() -> None:
-        served = Orchestrator(tokenizer(), engine, Defaults(), found.append)
+        served = Orchestrator(tokenizer(), engine, Defaults(), on_end=found.append)
         sink = Collected(lambda _: cancel and len(sink.chunks) == 2 and cancel(task))
         task = asyncio.create_task(served.run(request, sink))
         await asyncio.wait({task})
@@ -164,5 +164,5 @@ def test_load_tells_who_runs_and_who_waits() -> None:
 
 def test_figures_keep_no_large_prompt() -> None:
     """They may wait for a while to be read."""
-    stats = stats_of(saying(TEXT), asking(text="word " * 2000, max_tokens=1))
+    stats = stats_of(saying(TEXT), asking(text="word " * 500, max_tokens=1))
     assert stats.prompt == "word " * 400
