@@ -17,7 +17,7 @@ from trtllm_bls.answer import Answer
 from trtllm_bls.errors import InvalidRequest, Overloaded
 from trtllm_bls.messages import Ending, FinishReason, SpeculationCounts, TextChunk, TextRequest
 
-MOST_CHARACTERS = 2000  # of a prompt and an error: figures may wait to be read, prompts are large
+MOST_CHARACTERS = 1000  # of a prompt and an error: figures may wait to be read, prompts are large
 
 
 class Outcome(str, Enum):

@@ -165,4 +165,4 @@ def test_load_tells_who_runs_and_who_waits() -> None:
 def test_figures_keep_no_large_prompt() -> None:
     """They may wait for a while to be read."""
     stats = stats_of(saying(TEXT), asking(text="word " * 500, max_tokens=1))
-    assert stats.prompt == "word " * 400
+    assert stats.prompt == "word " * 200
