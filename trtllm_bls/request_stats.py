@@ -24,8 +24,8 @@ class Outcome(str, Enum):
     """How a request ended; ``RequestStats.reason`` says more."""
 
     SUCCESS = "success"  # reason: its finish reason
-    REFUSED = "refused"  # the caller's mistake, or a limit; reason: the field
-    OVERLOADED = "overloaded"  # refused for want of room; reason: the kind of error
+    REFUSED = "refused"  # reason: the limit's parameter, or the field that has a mistake
+    OVERLOADED = "overloaded"  # refused for want of room; reason: the limit's parameter, if ours
     FAILED = "failed"  # reason: the kind of error
     CANCELLED = "cancelled"  # reason: a ``CancelCause``
 
@@ -156,10 +156,11 @@ def _outcome(error: BaseException | None, endings: Sequence[Ending]) -> tuple[Ou
         cause = causes.get(str(error.args[0]) if error.args else "", CancelCause.CALLER_LEFT)
         return Outcome.CANCELLED, cause.value
     if isinstance(error, InvalidRequest):
-        return Outcome.REFUSED, error.field
+        return Outcome.REFUSED, error.limit or error.field
+    if isinstance(error, Overloaded):
+        return Outcome.OVERLOADED, error.limit or type(error).__name__
     if error is not None:
-        overloaded = isinstance(error, Overloaded)
-        return Outcome.OVERLOADED if overloaded else Outcome.FAILED, type(error).__name__
+        return Outcome.FAILED, type(error).__name__
     if any(ending.finish_reason is FinishReason.TIMEOUT for ending in endings):
         return Outcome.CANCELLED, CancelCause.DEADLINE.value
     return Outcome.SUCCESS, endings[0].finish_reason.value if endings else ""
