@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from trtllm_bls.messages import (
     TextRequest,
 )
 from trtllm_bls.prompts import Prompt, PromptMaker
+from trtllm_bls.request_stats import RequestRecord, RequestStats
 from trtllm_bls.tokenizer import Tokenizer
 
 if sys.version_info >= (3, 11):
@@ -62,14 +64,39 @@ class TextSink(Protocol):
         """Take a chunk; never waits. Several may come in a row, one per sequence."""
 
 
-class Orchestrator:
-    """Serves any number of requests at once on one event loop; usable in any process."""
+def _ignore(stats: RequestStats) -> None:
+    pass
 
-    def __init__(self, tokenizer: Tokenizer, engine: Engine, defaults: Defaults) -> None:
+
+class Orchestrator:
+    """Serves any number of requests at once on one event loop; usable in any process.
+
+    ``on_end`` is given the figures of each request once it is over, also of a refused one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        defaults: Defaults,
+        on_end: Callable[[RequestStats], None] = _ignore,
+    ) -> None:
         self._tokenizer = tokenizer
         self._prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
         self._engine = engine
         self._defaults = defaults
+        self._on_end = on_end
+        self._open: set[RequestRecord] = set()
+
+    def load(self) -> tuple[int, int]:
+        """Requests that run in the engine, and that wait to be given to it; from any thread."""
+        records = self._open.copy()
+        running = sum(record.running for record in records)
+        return running, len(records) - running
+
+    def refused(self, request_id: str, error: Exception) -> None:
+        """A request was refused before it could be run: it counts as one that was."""
+        self._on_end(RequestStats.of_refusal(request_id, error))
 
     async def run(self, request: TextRequest, sink: TextSink) -> None:
         """Send the chunks of every sequence; each sequence's last one has its ``ending``.
@@ -77,8 +104,23 @@ class Orchestrator:
         A streaming request gets text as soon as it is certain, any other one chunk per sequence.
         Where a stream that has begun fails or is cancelled, its last chunks say so and the error
         follows. Raises ``InvalidRequest`` and what the engine raises. By the time that ``run``
-        has ended, however it ends, the engine's work has ended.
+        has ended, however it ends, the engine's work has ended. Whoever cancels it says why, by a
+        ``CancelCause`` as the message of ``Task.cancel``.
         """
+        record = RequestRecord(request, sink, asyncio.get_running_loop().time)
+        self._open.add(record)
+        try:
+            await self._run(request, record)
+        except BaseException as error:
+            self._over(record, error)
+            raise
+        self._over(record)
+
+    def _over(self, record: RequestRecord, error: BaseException | None = None) -> None:
+        self._open.discard(record)
+        self._on_end(record.stats(error))
+
+    async def _run(self, request: TextRequest, sink: RequestRecord) -> None:
         _refuse(request)
         request = _with_seed(request)
         deadline = self._deadline(request)
@@ -90,6 +132,7 @@ class Orchestrator:
                 prompt = await self._prompt(request, limits)
                 max_tokens = _max_tokens(request, prompt, limits)
                 answer = self._answer(request, prompt, limits, max_tokens)
+                sink.begin(len(prompt.ids), answer)
                 engine_request = self._engine_request(request, prompt, max_tokens, deadline)
                 stream = self._engine.generate(engine_request)
                 await _drive(stream, answer, sink)
@@ -164,8 +207,9 @@ class Orchestrator:
             stop_sequences=prompt.engine_stops,
             bad_sequences=prompt.bad_sequences,
             embedding_bias=prompt.embedding_bias,
-            speculation=request.speculation,
+            speculation=_with_prediction(request.speculation, prompt),
             wants=request.wants,
+            traceparent=request.traceparent,
             extras=prompt.extras,
         )
 
@@ -216,6 +260,10 @@ def _max_tokens(request: TextRequest, prompt: Prompt, limits: EngineLimits) -> i
     if limits.max_sequence_tokens is None:
         return _UNKNOWN_ROOM
     return limits.max_sequence_tokens - len(prompt.ids)
+
+
+def _with_prediction(asked: SpeculationRequest, prompt: Prompt) -> SpeculationRequest:
+    return replace(asked, prediction=prompt.prediction) if prompt.prediction else asked
 
 
 def _longest_prompt(limits: EngineLimits) -> int | None:
