@@ -48,6 +48,7 @@ class TextRules:
     accumulate: bool = False
     seed: int | None = None
     max_sequence_tokens: int | None = None
+    expose_kv_cache_metrics: bool = False  # whether to tell how much of the prompt was cached
     return_tokens: bool = False
 
 
@@ -328,7 +329,8 @@ class SequenceText:
         if chunk.context_logits is not None and self._context_logits is None:
             self._context_logits, self._new_context = chunk.context_logits, True
         if chunk.metrics is not None:
-            self._metrics = chunk.metrics
+            exposed = self._rules.expose_kv_cache_metrics
+            self._metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
         if chunk.speculation is not None:
             self._speculation = chunk.speculation
 

@@ -9,7 +9,7 @@ LoRA weights) are typed ``Array`` and never opened here; the wire gives and take
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -140,6 +140,15 @@ class EngineRequest:
     traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
+    def logit_rows(self, limits: EngineLimits) -> int:
+        """Rows of logits in all responses; a stream repeats those of the context on each."""
+        new = self.max_tokens
+        if limits.max_sequence_tokens is not None:
+            new = max(0, min(new, limits.max_sequence_tokens - len(self.input_ids)))
+        context = len(self.input_ids) * (new if self.streaming else 1)
+        rows = context * self.wants.context_logits + new * self.wants.generation_logits
+        return self.num_return_sequences * rows
+
 
 # --- from the engine ------------------------------------------------------------------------
 
@@ -160,6 +169,10 @@ class EngineMetrics:
     last_token_time_ns: int | None = None
     total_accepted_draft_tokens: int | None = None
     total_draft_tokens: int | None = None
+
+    def without_reuse(self) -> EngineMetrics:
+        """The same, without what tells how much of the prompt was in the KV cache already."""
+        return replace(self, kv_cache_alloc_new_blocks=None, kv_cache_reused_blocks=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ def stats_of(
     found: list[RequestStats] = []
 
     async def run() -> None:
-        served = Orchestrator(tokenizer(), engine, Defaults(), found.append)
+        served = Orchestrator(tokenizer(), engine, Defaults(), on_end=found.append)
         sink = Collected(lambda _: cancel and len(sink.chunks) == 2 and cancel(task))
         task = asyncio.create_task(served.run(request, sink))
         await asyncio.wait({task})

@@ -38,7 +38,7 @@ TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 def counted(engine: ScriptedEngine) -> Iterator[tuple[Bench, Registry, list[RequestStats]]]:
     """The registry is complete once the bench has closed."""
     registry, found = Registry(), list[RequestStats]()
-    service = TextService(Orchestrator(tokenizer(), engine, Defaults(), found.append))
+    service = TextService(Orchestrator(tokenizer(), engine, Defaults(), on_end=found.append))
     with serving(engine, service.handle) as bench:
         yield bench, registry, found
     metrics = TritonMetrics(registry, "m")

@@ -186,6 +186,7 @@ OTHER = {
     "draft_source": "ngram",
     "engine_transport": "bls",
     "exclude_input_in_output": "true",
+    "expose_kv_cache_metrics": "true",
     "overlap_drafts": "on",
     "skip_special_tokens": "false",
 }

@@ -7,6 +7,7 @@ import logging
 import ssl
 from typing import Any
 
+from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import Route, TritonEngine
@@ -41,9 +42,20 @@ class Deployment:
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
             accumulate=parameters.accumulate_tokens,
-            timeout_s=parameters.timeout_seconds or None,
+            timeout_s=_default_timeout(parameters),
+            limits=parameters.limits,
+            expose_kv_cache_metrics=parameters.expose_kv_cache_metrics,
         )
-        self.orchestrator = Orchestrator(self.tokenizer, self.engine, defaults, self.reports.add)
+        admission = Admission(
+            parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
+        )
+        self.orchestrator = Orchestrator(
+            self.tokenizer,
+            self.engine,
+            defaults,
+            on_end=self.reports.add,
+            admission=admission,
+        )
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to report requests; they run on ``loop``."""
@@ -94,6 +106,12 @@ def _engine(
         by_default=source != "off",
         on_end=reports.add_speculation,
     )
+
+
+def _default_timeout(parameters: BlsParameters) -> float | None:
+    """Seconds; the longest that a request may name bounds one that names none, too."""
+    known = (parameters.timeout_seconds, parameters.limits.max_timeout_s)
+    return min((seconds for seconds in known if seconds), default=None)
 
 
 def _tls(parameters: BlsParameters) -> ssl.SSLContext | None:

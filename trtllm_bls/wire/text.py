@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import (
@@ -30,13 +31,16 @@ _TRACEPARENT = re.compile(
 
 
 def text_requests(
-    arrays: Mapping[str, Array], request_id: str, parameters: str = "{}"
+    arrays: Mapping[str, Array],
+    request_id: str,
+    limits: RequestLimits | None = None,
+    parameters: str = "{}",
 ) -> list[TextRequest]:
     """One request per batch row. ``parameters`` are Triton's of the request, as JSON.
 
     Raises ``InvalidRequest`` naming the tensor.
     """
-    requests = [_text_request(row, request_id) for row in read_rows(BLS, arrays)]
+    requests = [_text_request(row, request_id) for row in read_rows(BLS, arrays, limits)]
     if traceparent := _traceparent(parameters):
         requests = [replace(request, traceparent=traceparent) for request in requests]
     return requests
@@ -49,9 +53,11 @@ def _traceparent(parameters: str) -> str | None:
     return value if isinstance(value, str) and _TRACEPARENT.fullmatch(value) else None
 
 
-def prompt_requests(arrays: Mapping[str, Array]) -> list[TextRequest]:
+def prompt_requests(
+    arrays: Mapping[str, Array], limits: RequestLimits | None = None
+) -> list[TextRequest]:
     """The same of the inputs of ``preprocessing``, without an id."""
-    return [_text_request(row, "") for row in read_rows(PREPROCESSING, arrays)]
+    return [_text_request(row, "") for row in read_rows(PREPROCESSING, arrays, limits)]
 
 
 def _text_request(row: Fields, request_id: str) -> TextRequest:
@@ -118,12 +124,14 @@ def with_callers_name(error: InvalidRequest, request: TextRequest) -> InvalidReq
     return type(error)(name, error.problem)
 
 
-def sequence_ids(arrays: Mapping[str, Array]) -> list[TokenIds]:
+def sequence_ids(
+    arrays: Mapping[str, Array], limits: RequestLimits | None = None
+) -> list[TokenIds]:
     """The ids of each sequence given to ``postprocessing``, beam by beam, cut to its length.
 
     Raises ``InvalidRequest`` naming the tensor.
     """
-    return [ids for row in read_rows(POSTPROCESSING, arrays) for ids in _beams(row)]
+    return [ids for row in read_rows(POSTPROCESSING, arrays, limits) for ids in _beams(row)]
 
 
 def _beams(row: Fields) -> Iterator[TokenIds]:
