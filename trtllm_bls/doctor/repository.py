@@ -11,7 +11,7 @@ from trtllm_bls.configure.engine_parameters import (
     check_target,
     ends_after_one_step,
 )
-from trtllm_bls.configure.versions import models_for
+from trtllm_bls.configure.versions import image_of, models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS
 from trtllm_bls.doctor.findings import Finding, Findings, Level, check
 from trtllm_bls.doctor.subject import Subject
@@ -103,7 +103,9 @@ def versions(subject: Subject) -> Findings:
         elif backend and _numbers(built, 3) != _numbers(backend, 3):
             level: Level = "warn" if _numbers(built, 2) == _numbers(backend, 2) else "error"
             what = f"{model}: its engine is of {built}, the backend of {backend}"
-            yield Finding(level, what, "build the engine in the container that serves it")
+            image = image_of(parse_version(built))
+            other = f", or serve it from {image}" if image else ""
+            yield Finding(level, what, f"build it in the container that serves it{other}")
 
 
 def _numbers(version: str, count: int) -> list[str]:
