@@ -200,10 +200,12 @@ def test_logits_of_another_type(demo: Demo, tmp_path: Path) -> None:
 def test_limits_that_would_end_a_long_request(demo: Demo, tmp_path: Path) -> None:
     """The longest prompt and the longest answer at a slow pace."""
     demo.engine = make_engine(tmp_path / "long", BUILD | {"max_seq_len": 100_000})
-    demo.write("--chunked-context")
+    demo.write("--chunked-context", "--set", "tensorrt_llm_bls.max_output_tokens=1000")
     assert "engine_stall_seconds" in only(findings("time_limits", repository=demo.out)).mend
-    change(demo, "tensorrt_llm_bls", engine_stall_seconds="600", request_timeout_seconds="900")
+    change(demo, "tensorrt_llm_bls", engine_stall_seconds="300", max_output_tokens="0")
     assert "would be cut" in only(findings("time_limits", repository=demo.out)).what
+    change(demo, "tensorrt_llm_bls", request_timeout_seconds="9000")
+    assert findings("time_limits", repository=demo.out) == []
 
 
 def test_a_model_that_does_not_stream(demo: Demo) -> None:

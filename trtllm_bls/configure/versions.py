@@ -39,7 +39,7 @@ _NOT_RESHAPED = {"request_output_len", "stop", "streaming"}
 _LOGITS_TYPED_SINCE: Version = (0, 17)  # FP32 before
 _LOGITS = {"draft_logits", "context_logits", "generation_logits"}
 
-# The last public image with each release (tritonserver:…-trtllm-python-py3), by Triton's own matrix.
+# The last tritonserver:…-trtllm-python-py3 with each release, by Triton's published matrix.
 _IMAGES: Mapping[Version, str] = {
     (0, 9): "24.05",
     (0, 10): "24.06",
