@@ -210,8 +210,8 @@ def time_limits(subject: Subject) -> Findings:
         yield Finding("warn", what, f"raise {BLS.name}.engine_stall_seconds")
     if timeout and answer / _SLOW_DECODING > timeout:
         what = (
-            f"request_timeout_seconds is {timeout:g}; the longest answer, {answer:.0f} tokens, takes "
-            f"{answer / _SLOW_DECODING:.0f} s at {_SLOW_DECODING} a second and would be cut"
+            f"request_timeout_seconds is {timeout:g}; the longest answer, {answer:.0f} tokens, "
+            f"takes {answer / _SLOW_DECODING:.0f} s at {_SLOW_DECODING} a second and would be cut"
         )
         mend = f"raise it, or lower {BLS.name}.max_output_tokens"
         yield Finding("warn", what, mend)
