@@ -22,6 +22,7 @@ _ELSEWHERE = {
     "configure": "trtllm_bls.configure:command",
     "doctor": "trtllm_bls.doctor:command",
     "generate": "trtllm_bls.commands.streaming:main",
+    "recipe": "trtllm_bls.configure.recipe_command:command",
 }
 _DEFAULTS = ServeSettings()
 _PATH = click.Path(path_type=Path)
