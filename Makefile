@@ -97,5 +97,5 @@ $(INSTALLED): setup.cfg pyproject.toml
 		{ echo 'error: no $(PYTHON) here: name a Python 3.10 to 3.13 with PYTHON=...' >&2; exit 1; }
 	@$(PYTHON) trtllm_bls/launcher/interpreter.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,server,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,server,openai,dev]'
 	@touch $@
