@@ -17,6 +17,7 @@ from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Overloaded
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, Wants
 
+_ASK_AGAIN_S = 10.0
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 30.0  # doubled each time
 _LOST = (EngineUnavailable, EngineStalled)
 
@@ -31,14 +32,23 @@ class _Replica:
         self.sequences = 0
         self.limits: EngineLimits | None = None  # while it rests, and before it is first asked
         self.error: EngineError = EngineUnavailable(f"{engine.name}: not asked for its limits yet")
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
         self._return: asyncio.Task[None] | None = None
 
     async def ask(self) -> None:
         """Have its limits, or rest."""
+        self._asked_at = asyncio.get_running_loop().time()
         try:
             self.limits = await self.engine.limits()
         except EngineError as error:
             self.rest(error)
+
+    def ask_now_and_then(self) -> None:
+        """Ask beside the requests, which are not to wait for one of several engines."""
+        idle = self._asking is None or self._asking.done()
+        if idle and asyncio.get_running_loop().time() - self._asked_at > _ASK_AGAIN_S:
+            self._asking = asyncio.create_task(self.ask())
 
     def rest(self, error: EngineError) -> None:
         """Take no more requests until it answers again."""
@@ -60,8 +70,9 @@ class _Replica:
         log.info("%s is back", self.engine.name)
 
     async def close(self) -> None:
-        if self._return is not None:
-            self._return.cancel()
+        for pending in (self._asking, self._return):
+            if pending is not None:
+                pending.cancel()
         await self.engine.close()
 
 
@@ -80,18 +91,17 @@ class ReplicatedEngine:
 
     async def limits(self) -> EngineLimits:
         """What all that can be reached can take. Raises ``EngineUnavailable`` if there is none."""
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._open())
-        if not self._opening.done():
+        known = self._known()
+        if not known:
+            if self._opening is None or self._opening.done():
+                self._opening = asyncio.create_task(self._open())
             await asyncio.shield(self._opening)
-        known = []
-        for replica in self._replicas:
-            if replica.limits is not None:
-                await replica.ask()
-            if replica.limits is not None:
-                known.append(replica.limits)
+            known = self._known()
         if not known:
             raise self._replicas[0].error
+        for replica in self._replicas:
+            if replica.limits is not None:
+                replica.ask_now_and_then()
         return _least(known)
 
     def generate(self, request: EngineRequest) -> ChunkStream:
@@ -103,6 +113,9 @@ class ReplicatedEngine:
         if self._opening is not None:
             self._opening.cancel()
         await asyncio.gather(*(replica.close() for replica in self._replicas))
+
+    def _known(self) -> list[EngineLimits]:
+        return [each.limits for each in self._replicas if each.limits is not None]
 
     async def _open(self) -> None:
         await asyncio.gather(*(replica.ask() for replica in self._replicas))

@@ -102,12 +102,12 @@ class ServiceChunks(QueuedChunks):
         if kind is None:
             return None
         part: Any = getattr(response, kind)
-        if part.sequence_index >= len(self._sequences):
-            raise EngineError(f"{self._engine.name} answered for sequence {part.sequence_index}")
-        sequence = self._sequences[part.sequence_index]
+        index: int = part.sequence_index
+        if index >= len(self._sequences):
+            raise EngineError(f"{self._engine.name} answered for sequence {index}: none such")
+        sequence = self._sequences[index]
         if sequence.ends.done:
             return None
-        chunk: EngineChunk
         chunk = sequence.piece(part) if kind == "chunk" else sequence.rest(part)
         self._unfinished -= chunk.final
         if not self._in_pieces:
