@@ -6,6 +6,7 @@
     │   ├── TokenizerError    the tokenizer directory
     │   └── CheckpointError   the model directory
     ├── InvalidRequest        the caller's mistake: one field, its value, what is allowed
+    │   └── PromptTooLong     more tokens than the model takes
     ├── Unsupported           a known request that this deployment cannot honour
     ├── Overloaded            refused before any work was done; try again later
     ├── EngineError           the engine answered with an error, or did not answer
@@ -55,6 +56,10 @@ class InvalidRequest(TrtllmBlsError):
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt has more tokens than the model takes."""
 
 
 class Unsupported(InvalidRequest):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -207,9 +207,30 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRequest:
-    """One prompt as text, or one conversation (``messages``, JSON), with everything asked of it.
+class ChatOptions:
+    """How a chat template writes a conversation.
 
+    ``tools``: what the model may call, a JSON list; ``variables``: further ones of the template.
+    ``continue_final_message``: the answer goes on where the last message ends.
+    """
+
+    tools: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """One prompt with everything asked of it.
+
+    The prompt is one of ``text``, ``prompt_ids`` (token ids) and ``messages`` (a conversation,
+    JSON, written by the chat template as ``chat`` says).
+    ``max_tokens``: ``None`` for as many as the model has room for.
+    ``echo``: the prompt comes in front of the completion, also of a stream.
+    ``stop_token_ids`` end a sequence as the model's own end ids do, beside them.
+    ``token_bias``: ``(token id, added logit)`` pairs. ``return_tokens`` asks for ``tokens`` of
+    each chunk.
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
@@ -217,15 +238,20 @@ class TextRequest:
 
     request_id: str
     text: str | None = None
+    prompt_ids: TokenIds | None = None
     messages: str | None = None
-    max_tokens: int
+    chat: ChatOptions = ChatOptions()
+    max_tokens: int | None
     stream: bool = False
+    echo: bool = False
     sampling: Sampling = Sampling()
     num_return_sequences: int = 1
     stop_words: tuple[str, ...] = ()
     include_stop: bool = False
+    stop_token_ids: TokenIds = ()
     bad_words: tuple[str, ...] = ()
     embedding_bias: tuple[tuple[str, float], ...] = ()
+    token_bias: tuple[tuple[int, float], ...] = ()
     end_id: int | None = None
     pad_id: int | None = None
     exclude_input_in_output: bool = True
@@ -235,6 +261,7 @@ class TextRequest:
     timeout_s: float | None = None
     stream_interval: int = 1
     wants: Wants = Wants()
+    return_tokens: bool = False
     prompt_table_extra_id: int | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
@@ -258,6 +285,17 @@ class Ending:
     speculation: SpeculationCounts | None = None  # None: the request ran without it
 
 
+class TokenText(NamedTuple):
+    """One token with the bytes that it adds to the text; a character may be spread over several.
+
+    ``log_prob`` is ``None`` where it was not asked for, and of a prompt's tokens.
+    """
+
+    token_id: int
+    data: bytes
+    log_prob: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextChunk:
     """Text new since the last chunk of the same sequence, or all so far when accumulating.
@@ -265,6 +303,8 @@ class TextChunk:
     Scores belong to tokens whose whole text has left: ``log_probs`` are all of them so far (the
     wire's rule), ``generation_logits`` only those of this chunk. ``context_logits`` and
     ``metrics`` are on every chunk from the first that has them, as TensorRT-LLM sends them.
+    ``tokens`` are those whose whole text has left with this chunk, the echoed prompt's first;
+    ``None`` where they were not asked for.
     """
 
     text: str
@@ -273,5 +313,6 @@ class TextChunk:
     cum_log_prob: float | None = None
     context_logits: Array | None = None
     generation_logits: Sequence[Array] | None = None  # one row [vocab] per token
+    tokens: tuple[TokenText, ...] | None = None
     metrics: EngineMetrics | None = None
     ending: Ending | None = None

@@ -35,6 +35,7 @@ else:
 
 
 _GREEDY = Sampling()  # of nearly every request that asks for nothing
+_UNKNOWN_ROOM = 1024  # tokens, where neither the request nor the engine has a limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +88,10 @@ class Orchestrator:
             async with timeout_at(deadline):
                 limits = await self._engine.limits()
                 prompt = await self._prompt(request, limits)
-                answer = self._answer(request, prompt, limits)
-                stream = self._engine.generate(self._engine_request(request, prompt, deadline))
+                max_tokens = _max_tokens(request, prompt, limits)
+                answer = self._answer(request, prompt, limits, max_tokens)
+                engine_request = self._engine_request(request, prompt, max_tokens, deadline)
+                stream = self._engine.generate(engine_request)
                 await _drive(stream, answer, sink)
                 if not answer.done:
                     raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
@@ -116,20 +119,24 @@ class Orchestrator:
             return await asyncio.to_thread(self._prompts.make, request, longest)
         return self._prompts.make(request, longest)
 
-    def _answer(self, request: TextRequest, prompt: Prompt, limits: EngineLimits) -> Answer:
+    def _answer(
+        self, request: TextRequest, prompt: Prompt, limits: EngineLimits, max_tokens: int
+    ) -> Answer:
+        # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is spelled.
+        whole_with_prompt = not (request.stream or request.exclude_input_in_output)
         rules = TextRules(
             prompt_tokens=len(prompt.ids),
-            max_tokens=request.max_tokens,
+            max_tokens=max_tokens,
             min_tokens=request.sampling.min_tokens or 0,
             end_ids=frozenset(prompt.end_ids),
             stop_words=request.stop_words,
             stop_sequences=prompt.stop_sequences,
             include_stop=request.include_stop,
-            # As in TensorRT-LLM's own models, a stream never repeats the prompt.
-            echo_ids=() if request.stream or request.exclude_input_in_output else prompt.ids,
+            echo_ids=prompt.ids if request.echo or whole_with_prompt else (),
             accumulate=self._defaults.accumulate,
             seed=request.sampling.seed,
             max_sequence_tokens=limits.max_sequence_tokens,
+            return_tokens=request.return_tokens,
         )
         skip = self._defaults.skip_special_tokens
         if request.skip_special_tokens is not None:
@@ -141,14 +148,14 @@ class Orchestrator:
         return Answer(request, rules, detokenizers)
 
     def _engine_request(
-        self, request: TextRequest, prompt: Prompt, deadline: float | None
+        self, request: TextRequest, prompt: Prompt, max_tokens: int, deadline: float | None
     ) -> EngineRequest:
         # In one piece only where no text and no clock can end it half-way.
         watched = request.stop_words or request.sampling.min_tokens or deadline is not None
         return EngineRequest(
             request_id=request.request_id,
             input_ids=prompt.ids,
-            max_tokens=request.max_tokens,
+            max_tokens=max_tokens,
             streaming=bool(request.stream or watched),
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,
@@ -200,6 +207,15 @@ def _refuse(request: TextRequest) -> None:
         raise Unsupported(
             "beam_width", f"{beams}: beams rewrite text that has left; send num_return_sequences"
         )
+
+
+def _max_tokens(request: TextRequest, prompt: Prompt, limits: EngineLimits) -> int:
+    """As many as the request allows; all that fit where it leaves that open."""
+    if request.max_tokens is not None:
+        return request.max_tokens
+    if limits.max_sequence_tokens is None:
+        return _UNKNOWN_ROOM
+    return limits.max_sequence_tokens - len(prompt.ids)
 
 
 def _longest_prompt(limits: EngineLimits) -> int | None:

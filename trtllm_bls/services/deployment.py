@@ -27,15 +27,15 @@ class Deployment:
     """
 
     def __init__(self, parameters: BlsParameters, pb_utils: Any = None) -> None:
-        tokenizer = load_tokenizer(parameters.tokenizer_dir)
-        self.engine = _engine(parameters, pb_utils, tokenizer)
+        self.tokenizer = load_tokenizer(parameters.tokenizer_dir)
+        self.engine = _engine(parameters, pb_utils, self.tokenizer)
         defaults = Defaults(
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
             accumulate=parameters.accumulate_tokens,
             timeout_s=parameters.timeout_seconds or None,
         )
-        self.orchestrator = Orchestrator(tokenizer, self.engine, defaults)
+        self.orchestrator = Orchestrator(self.tokenizer, self.engine, defaults)
 
     async def close(self) -> None:
         """Close the engines."""

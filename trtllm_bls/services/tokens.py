@@ -35,7 +35,7 @@ class Preprocessor:
             "BAD_WORDS_IDS": _word_lists([prompt.bad_sequences for prompt in prompts]),
             "STOP_WORDS_IDS": _word_lists([prompt.engine_stops for prompt in prompts]),
             "EMBEDDING_BIAS": self._bias(prompts),
-            "REQUEST_OUTPUT_LEN": _column([request.max_tokens for request in requests]),
+            "REQUEST_OUTPUT_LEN": _column([request.max_tokens or 0 for request in requests]),
             "OUT_END_ID": _column([prompt.end_id for prompt in prompts]),
             "OUT_PAD_ID": _column([prompt.pad_id or 0 for prompt in prompts]),
         }
