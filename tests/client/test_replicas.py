@@ -66,7 +66,8 @@ def test_a_request_without_tokens_is_tried_elsewhere(error: Exception) -> None:
         one, two = engines()
         right = await tokens(two)
         one.fault = Fault(error=error)
-        assert await tokens(engine := together(one, two)) == right
+        engine = together(one, two)
+        assert await tokens(engine) == right
         assert len(one.requests) == 1
         await engine.close()
 

@@ -5,6 +5,7 @@
 reads a model's own at load. ``python -m trtllm_bls.parameters`` prints ``docs/parameters.md``.
 """
 
+from trtllm_bls.parameters.engine_choice import EngineChoice, EngineKind, parse_engine
 from trtllm_bls.parameters.kinds import is_true
 from trtllm_bls.parameters.reading import BlsParameters, EngineParameters, Parameters
 from trtllm_bls.parameters.table import (
@@ -30,11 +31,14 @@ __all__ = [
     "TABLE",
     "THREADS",
     "BlsParameters",
+    "EngineChoice",
+    "EngineKind",
     "EngineParameters",
     "Parameter",
     "Parameters",
     "check",
     "is_true",
+    "parse_engine",
     "rows_of",
     "suggestion",
 ]

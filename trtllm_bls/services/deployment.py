@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import ssl
+from dataclasses import replace
 from typing import Any
 
 from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import Route, TritonEngine
+from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.parameters import BlsParameters
+from trtllm_bls.parameters import BlsParameters, EngineKind
 from trtllm_bls.services.metrics import SpeculationMetrics
 from trtllm_bls.speculative import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +57,8 @@ def _engine(parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer) -> R
         repository=parameters.repository,
     )
     draft: Engine | None = None
-    if parameters.draft and _same_vocabulary(parameters, tokenizer):
+    target = _target(parameters, route, tokenizer)
+    if parameters.draft and not _is_service(parameters) and _same_vocabulary(parameters, tokenizer):
         draft = TritonEngine(parameters.draft, route)
     source = parameters.draft_source
     options = SpeculationOptions(
@@ -65,12 +69,40 @@ def _engine(parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer) -> R
         overlap=parameters.overlap_drafts,
     )
     return RoutingEngine(
-        TritonEngine(parameters.target, route),
+        target,
         draft,
         options,
         by_default=source != "off",
         on_end=SpeculationMetrics(pb_utils).add,
     )
+
+
+def _target(parameters: BlsParameters, route: Route, tokenizer: Tokenizer) -> Engine:
+    """The engine, or those, that parameter ``engine`` names."""
+    choice = parameters.engine
+    if choice is None:
+        return TritonEngine(parameters.target, route)
+    settings = ServiceSettings(
+        eos_id=tokenizer.eos_id,
+        vocab_size=tokenizer.model_vocab_size,
+        max_sequence_tokens=parameters.engine_max_sequence_tokens,
+        stall_seconds=parameters.stall_seconds,
+    )
+    engines: list[Engine] = []
+    for url, model in choice.addresses:
+        if choice.kind is EngineKind.TRTLLM:
+            engines.append(TrtllmServiceEngine(url, settings, route.tls))
+        elif choice.kind is EngineKind.TRITON_GRPC:
+            engines.append(TritonEngine(model, replace(route, transport="grpc", url=url)))
+        else:
+            engines.append(TritonEngine(model, route))
+    if len(engines) == 1:
+        return engines[0]
+    return ReplicatedEngine(engines, resume=parameters.engine_resume)
+
+
+def _is_service(parameters: BlsParameters) -> bool:
+    return parameters.engine is not None and parameters.engine.kind is EngineKind.TRTLLM
 
 
 def _tls(parameters: BlsParameters) -> ssl.SSLContext | None:

@@ -1,6 +1,6 @@
 """A server that plays TrtllmService over any ``Engine``: for tests and benchmarks.
 
-    python -m trtllm_bls.engines.trtllm_service --model-dir DIR --port 50051 --step-ms 5
+    python benchmarks/scripted/trtllm_service.py --model-dir DIR --port 50051 --step-ms 5
 
 says each prompt back. It behaves as the real service does as far as its protocol and source tell,
 awkward sides included: the end id is a token of the answer, ``complete`` repeats everything, stops
