@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,9 @@ _REASONS = {
 }
 
 
-def open_llm(name: str, model_dir: Path, sizes: Mapping[str, int]) -> LlmApiEngine:
+def open_llm(
+    name: str, model_dir: Path, sizes: Mapping[str, int], vocab_size: Callable[[], int]
+) -> LlmApiEngine:
     """Load ``model_dir`` (a checkpoint or a built engine). Raises ``SetupError`` without
     TensorRT-LLM. Of ``sizes``, the ``tensorrt_llm`` model's parameters, two have a meaning here.
     """
@@ -52,19 +54,22 @@ def open_llm(name: str, model_dir: Path, sizes: Mapping[str, int]) -> LlmApiEngi
     names = {"max_batch": "max_batch_size", "max_sequence_tokens": "max_seq_len"}
     options = {names[key]: value for key, value in sizes.items() if key in names}
     llm = api.LLM(model=str(model_dir), **options)
-    return LlmApiEngine(name, api, llm, sizes.get("max_sequence_tokens"))
+    limits = EngineLimits(
+        vocab_size=vocab_size(),  # not before: a tokenizer that is loaded first hides torch
+        max_sequence_tokens=sizes.get("max_sequence_tokens"),
+        max_draft_tokens=0,
+    )
+    return LlmApiEngine(name, api, llm, limits)
 
 
 class LlmApiEngine:
     """``llm``, made by module ``api``. Implements ``trtllm_bls.engines.base.Engine``."""
 
-    def __init__(
-        self, name: str, api: Any, llm: Any, max_sequence_tokens: int | None = None
-    ) -> None:
+    def __init__(self, name: str, api: Any, llm: Any, limits: EngineLimits) -> None:
         self.name = name
         self._api = api
         self._llm = llm
-        self._limits = EngineLimits(max_sequence_tokens=max_sequence_tokens, max_draft_tokens=0)
+        self._limits = limits
         self._closed = False
 
     async def limits(self) -> EngineLimits:

@@ -37,6 +37,7 @@ def check(request: EngineRequest, limits: EngineLimits, refused: Mapping[str, st
         "embedding_bias": bool(request.embedding_bias),
         "return_context_logits": request.wants.context_logits,
         "return_generation_logits": request.wants.generation_logits,
+        "return_perf_metrics": request.wants.perf_metrics,
         "bad_words_list": any(len(words) > 1 for words in request.bad_sequences),
     } | dict.fromkeys(request.extras, True)
     for name, why in refused.items():

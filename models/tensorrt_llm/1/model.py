@@ -26,7 +26,7 @@ class TritonPythonModel:
             parameters.engine,
             parameters.model_dir,
             parameters.sizes,
-            lambda: load_tokenizer(parameters.model_dir).eos_id,
+            lambda: load_tokenizer(parameters.model_dir),
         )
         service = EngineService(self._engine, exclude_input=parameters.exclude_input)
         self._server = RequestServer(pb_utils, service.handle, senders=1)

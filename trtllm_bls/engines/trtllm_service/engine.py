@@ -37,7 +37,7 @@ _ASK_SECONDS = 10.0  # for information about the model
 _PROBE_SECONDS = 5.0  # for a silent server to say how it is
 _ABORT_SECONDS = 2.0  # for an Abort to be answered, before its call is cancelled all the same
 _CLOSE_SECONDS = 1.0  # for aborts under way
-_GOOD_SINCE = (1, 3, 0, 21)  # 1.3.0rc21; before, some sampling fields are ignored in silence
+_READ = (1, 3, 0, 29)  # 1.3.0rc29, whose source was read; earlier ones ignore some fields
 
 _TOO_LONG = re.compile(
     r"maximum context length|default_max_tokens.*must be greater than 0|max_num_tokens"
@@ -187,9 +187,9 @@ class TrtllmServiceEngine:
                 raise EngineUnavailable(f"{self.name}: {error.details}") from error
             self._known = self._limits(model)
             log.info("%s: TensorRT-LLM %s, %s", self.name, server.version, model.model_id)
-            if _version(server.version) < _GOOD_SINCE:
+            if _version(server.version) < _READ:
                 log.warning(
-                    "%s: TensorRT-LLM %s ignores some of bad words, penalties and seeds in silence",
+                    "%s: TensorRT-LLM %s may ignore bad words, penalties and seeds in silence",
                     self.name,
                     server.version or "of an unknown version",
                 )

@@ -23,6 +23,7 @@ _REFUSED = {tensor.name: _NOWHERE for tensor in ENGINE.inputs if tensor.name not
     "embedding_bias": "TrtllmService wants another length than that of the logits",
     "return_context_logits": _DROPPED,
     "return_generation_logits": _DROPPED,
+    "return_perf_metrics": "TrtllmService reports no figures",
     "bad_words_list": "TrtllmService takes bad words of one token only",
     "lora_weights": "TrtllmService takes lora_task_id alone, of an adapter that its server has",
     "lora_config": "TrtllmService takes lora_task_id alone, of an adapter that its server has",

@@ -74,7 +74,8 @@ class ScriptedService:
     """The service over ``engine``; ``behaviour`` may be changed while it runs.
 
     For tests: ``requests`` are the ``GenerateRequest`` messages, ``aborted`` the ids that were
-    aborted while they ran, ``live`` how many run now, ``tokens`` how many ids were made.
+    aborted while they ran, ``live`` how many run now, ``tokens`` how many ids were made,
+    ``health_checks`` how often it was asked for its health.
     """
 
     def __init__(self, engine: Engine, behaviour: Behaviour | None = None) -> None:
@@ -84,6 +85,7 @@ class ScriptedService:
         self.aborted: list[str] = []
         self.live = 0
         self.tokens = 0
+        self.health_checks = 0
         self._answers: dict[str, _Answer] = {}
         self._cancelled = 0
         self._server: Any = None
@@ -157,6 +159,7 @@ class ScriptedService:
         return messages.AbortResponse(success=True)
 
     async def _health_check(self, message: Any, context: Any) -> Any:
+        self.health_checks += 1
         return messages.HealthCheckResponse(status=self.behaviour.health)
 
     async def _model_info(self, message: Any, context: Any) -> Any:
@@ -388,6 +391,9 @@ def _check(message: Any, behaviour: Behaviour) -> None:
         details = (
             f"This model's maximum context length is {longest} tokens, the prompt has {tokens}"
         )
+        raise Refused(grpc.StatusCode.INTERNAL, details)
+    if message.lora_config.task_id:
+        details = f"no LoRA adapter {message.lora_config.task_id}"
         raise Refused(grpc.StatusCode.INTERNAL, details)
     if not message.max_tokens:
         raise Refused(grpc.StatusCode.INTERNAL, "max_tokens must be greater than 0")
