@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters import rows_of
+from trtllm_bls.parameters import EngineChoice, parse_engine, rows_of
+from trtllm_bls.parameters.engine_choice import ENGINE
 
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 
@@ -58,6 +59,7 @@ class ServeSettings:
     server: Path | None = None
     model: Path | None = None
     draft_model: Path | None = None
+    engine: str | None = None
     model_repository: Path | None = None
     host: str = "127.0.0.1"
     expose: bool = False
@@ -84,6 +86,11 @@ class ServeSettings:
                 f"--host {self.host}: whoever reaches this machine could use the server, which "
                 "knows no passwords; add --expose if that is meant"
             )
+        if self.engine_is_elsewhere:
+            if self.model is None and self.model_repository is None:
+                raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
+            if self.draft_model is not None:
+                raise SettingsError(f"--engine {self.engine}: takes no --draft-model")
         for name in ("http_port", "grpc_port", "metrics_port", "openai_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise SettingsError(f"{option(name)} {getattr(self, name)}: must be 0 to 65535")
@@ -91,6 +98,20 @@ class ServeSettings:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise SettingsError(f"{option(name)} {value}: must be at least 1")
+
+    @property
+    def engine_choice(self) -> EngineChoice | None:
+        """``engine``, read. Raises ``SettingsError``."""
+        try:
+            return parse_engine(self.engine) if self.engine is not None else None
+        except ValueError:
+            raise SettingsError(f"--engine {self.engine!r}: use {ENGINE.expected}") from None
+
+    @property
+    def engine_is_elsewhere(self) -> bool:
+        """Whether the server runs no engine of its own."""
+        choice = self.engine_choice
+        return choice is not None and choice.is_elsewhere
 
 
 def is_loopback(host: str) -> bool:
