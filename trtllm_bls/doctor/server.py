@@ -62,7 +62,7 @@ def ports(subject: Subject) -> Findings:
         names = _listeners(f"localhost:{port}")
         if names:
             what = f"port {port} is taken by {_all(names)}"
-            yield Finding("warn", what, f"if that is not your server: {option} (0 = any free one)")
+            yield Finding("warn", what, f"if that is not your server, choose another with {option}")
 
 
 def _listeners(url: str) -> set[str]:
