@@ -48,6 +48,7 @@ class TextRules:
     accumulate: bool = False
     seed: int | None = None
     max_sequence_tokens: int | None = None
+    expose_kv_cache_metrics: bool = False  # whether to tell how much of the prompt was cached
     return_tokens: bool = False
 
 
@@ -72,6 +73,11 @@ class Answer:
     def done(self) -> bool:
         """Whether every sequence has ended."""
         return all(sequence.ending is not None for sequence in self._sequences)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far, of all sequences."""
+        return sum(sequence.completion_tokens for sequence in self._sequences)
 
     @property
     def must_cancel(self) -> bool:
@@ -161,6 +167,11 @@ class SequenceText:
 
         # Whether each token's place in the text has to be known.
         self._each = rules.return_tokens or self._matcher is not None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self._tokens
 
     def _echo(self) -> list[str]:
         ids = self._rules.echo_ids
@@ -318,7 +329,8 @@ class SequenceText:
         if chunk.context_logits is not None and self._context_logits is None:
             self._context_logits, self._new_context = chunk.context_logits, True
         if chunk.metrics is not None:
-            self._metrics = chunk.metrics
+            exposed = self._rules.expose_kv_cache_metrics
+            self._metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
         if chunk.speculation is not None:
             self._speculation = chunk.speculation
 

@@ -9,7 +9,7 @@ LoRA weights) are typed ``Array`` and never opened here; the wire gives and take
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -118,8 +118,9 @@ class EngineRequest:
 
     ``request_id`` is unique among this process's running requests. ``embedding_bias`` is sparse:
     ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by itself
-    (``engines.routing``); ``draft`` for one that verifies. ``extras`` holds further engine tensors
-    by wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
+    (``engines.routing``); ``draft`` for one that verifies. ``traceparent`` is the caller's trace
+    context (W3C). ``extras`` holds further engine tensors by wire name (LoRA, prompt tables, guided
+    decoding, ...), which are passed on unopened.
     """
 
     request_id: str
@@ -136,7 +137,17 @@ class EngineRequest:
     draft: Draft | None = None
     speculation: SpeculationRequest = SpeculationRequest()
     wants: Wants = Wants()
+    traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
+
+    def logit_rows(self, limits: EngineLimits) -> int:
+        """Rows of logits in all responses; a stream repeats those of the context on each."""
+        new = self.max_tokens
+        if limits.max_sequence_tokens is not None:
+            new = max(0, min(new, limits.max_sequence_tokens - len(self.input_ids)))
+        context = len(self.input_ids) * (new if self.streaming else 1)
+        rows = context * self.wants.context_logits + new * self.wants.generation_logits
+        return self.num_return_sequences * rows
 
 
 # --- from the engine ------------------------------------------------------------------------
@@ -158,6 +169,10 @@ class EngineMetrics:
     last_token_time_ns: int | None = None
     total_accepted_draft_tokens: int | None = None
     total_draft_tokens: int | None = None
+
+    def without_reuse(self) -> EngineMetrics:
+        """The same, without what tells how much of the prompt was in the KV cache already."""
+        return replace(self, kv_cache_alloc_new_blocks=None, kv_cache_reused_blocks=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +259,7 @@ class TextRequest:
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
+    ``traceparent`` is the caller's trace context (W3C).
     """
 
     request_id: str
@@ -274,6 +290,7 @@ class TextRequest:
     wants: Wants = Wants()
     return_tokens: bool = False
     prompt_table_extra_id: int | None = None
+    traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.messages import Array, TokenIds
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
@@ -20,14 +21,17 @@ from trtllm_bls.wire.words import pack_words
 class Preprocessor:
     """Text to token ids."""
 
-    def __init__(self, tokenizer: Tokenizer, add_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, add_special_tokens: bool, limits: RequestLimits | None = None
+    ) -> None:
         self._prompts = PromptMaker(tokenizer, add_special_tokens)
         self._pad_id = tokenizer.pad_id or 0
         self._vocab_size = tokenizer.model_vocab_size
+        self._limits = limits
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs for all batch rows; shorter rows are padded on the right."""
-        requests = prompt_requests(inputs)
+        requests = prompt_requests(inputs, self._limits)
         prompts = [self._prompts.make(request) for request in requests]
         return {
             "INPUT_ID": self._padded([prompt.ids for prompt in prompts]),
@@ -58,13 +62,16 @@ class Preprocessor:
 class Postprocessor:
     """Token ids to text: every id of every sequence; it knows no stop words and no prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, limits: RequestLimits | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._limits = limits
         self._skip_special_tokens = skip_special_tokens
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """``OUTPUT`` ``[B * beams]``, as TensorRT-LLM's own model sends it."""
-        texts = [self._text(ids).encode("utf-8") for ids in sequence_ids(inputs)]
+        texts = [self._text(ids).encode("utf-8") for ids in sequence_ids(inputs, self._limits)]
         return {"OUTPUT": np.array(texts, dtype=np.object_)}
 
     def _text(self, ids: TokenIds) -> str:
