@@ -114,7 +114,13 @@ class SlowClient:
         self.messages: list[dict[str, Any]] = []
         self.reads = asyncio.Event()
         self._body = [{"type": "http.request", "body": body, "more_body": False}]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": [],
+        }
         self.done = asyncio.create_task(app(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
