@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
 import numpy as np
 
@@ -19,6 +20,10 @@ from trtllm_bls.messages import (
 )
 from trtllm_bls.wire.fields import Fields, extras_of, read_rows, sampling_of, wants_of
 from trtllm_bls.wire.scores import metrics_arrays, score_arrays
+
+
+_SPECULATION = tuple(field.name for field in fields(SpeculationRequest))
+_NO_SPECULATION = SpeculationRequest()
 
 
 def text_requests(arrays: Mapping[str, Array], request_id: str) -> list[TextRequest]:
@@ -51,17 +56,18 @@ def _text_request(row: Fields, request_id: str) -> TextRequest:
         exclude_input_in_output=row.get("exclude_input_in_output", True),
         add_special_tokens=row.get("add_special_tokens"),
         skip_special_tokens=row.get("skip_special_tokens"),
-        speculation=SpeculationRequest(
-            num_draft_tokens=row.get("num_draft_tokens"),
-            draft_source=row.get("draft_source"),
-            use_draft_logits=row.get("use_draft_logits", False),
-        ),
+        speculation=_speculation(row),
         stream_interval=row.get("stream_interval", 1),
         timeout_s=row["timeout_ms"] / 1000 if "timeout_ms" in row else None,
         wants=wants_of(row),
         prompt_table_extra_id=row.get("prompt_table_extra_id"),
         extras=extras_of(row),
     )
+
+
+def _speculation(row: Fields) -> SpeculationRequest:
+    values = {name: row[name] for name in _SPECULATION if name in row}
+    return SpeculationRequest(**values) if values else _NO_SPECULATION
 
 
 def _words(row: Fields, key: str) -> tuple[str, ...]:
@@ -71,6 +77,8 @@ def _words(row: Fields, key: str) -> tuple[str, ...]:
 
 def _bias(row: Fields) -> tuple[tuple[str, float], ...]:
     """Words and the weight of each, paired."""
+    if "embedding_bias_words" not in row and "embedding_bias_weights" not in row:
+        return ()
     words = row.get("embedding_bias_words", ())
     weights = row.get("embedding_bias_weights", np.zeros(0))
     if len(words) != len(weights):
