@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -84,7 +85,7 @@ class Orchestrator:
         answer: Answer | None = None
         stream: ChunkStream | None = None
         try:
-            async with timeout_at(deadline):
+            async with nullcontext() if deadline is None else timeout_at(deadline):
                 limits = await self._engine.limits()
                 prompt = await self._prompt(request, limits)
                 answer = self._answer(request, prompt, limits)

@@ -283,6 +283,8 @@ class RequestServer:
         self._handle = handle
         self._decoupled = decoupled
         self._open: dict[asyncio.Task[None], Call] = {}
+        self._arrived: collections.deque[Call] = collections.deque()
+        self._waking = False
         self._loop = asyncio.new_event_loop()
         self._senders = SenderThreads(self._loop, senders)
         self._closing = threading.Event()
@@ -306,7 +308,10 @@ class RequestServer:
             except Exception as error:  # raised to Triton, it would answer the whole batch twice
                 call.fail(error)
             else:
-                self._loop.call_soon_threadsafe(self._start, call)
+                self._arrived.append(call)
+        if self._arrived and not self._waking:  # one wake-up serves all that have come by then
+            self._waking = True
+            self._loop.call_soon_threadsafe(self._start_arrived)
 
     def close(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """End every call still open with an error, run ``finish``, then end the threads."""
@@ -321,6 +326,11 @@ class RequestServer:
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _start_arrived(self) -> None:
+        self._waking = False
+        while self._arrived:
+            self._start(self._arrived.popleft())
 
     def _start(self, call: Call) -> None:
         task = self._loop.create_task(self._answer(call))

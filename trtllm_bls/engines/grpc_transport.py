@@ -9,9 +9,9 @@ Of gRPC there are unary and streaming calls, statuses with details, cancellation
 server's limit on concurrent streams, GOAWAY, TLS, and a second try of calls that the server says
 it has not begun. There is no load balancing, proxy, compression, metadata or keepalive.
 
-``h2`` keeps the state of HTTP/2, packs headers and controls the flow of what is sent, but sees no
-DATA and no GOAWAY. Its events for DATA would be most of the cost of a message, so receive windows
-are counted here; and it allows nothing after a GOAWAY, while the server still answers open calls.
+``h2`` keeps the state of HTTP/2 and packs headers, but sees no DATA, no WINDOW_UPDATE and no GOAWAY.
+The first two would be most of the cost of a message, so windows are counted here; and it allows
+nothing after a GOAWAY, while the server still answers open calls.
 
 This file is longer than others: a call, its frames and the connection are one state machine, which
 two files would only spread.
@@ -49,6 +49,7 @@ _WINDOW_UPDATE_BYTES = 1 << 24  # received before the window is opened again by 
 
 _FRAME_HEADER = struct.Struct(">HBBBI")  # length (upper 16 bits, lower 8), type, flags, stream
 _WINDOW_UPDATE = struct.Struct(">HBBBII")  # a whole frame: its header and the increment
+_INCREMENT = struct.Struct(">I")
 _GOAWAY_FIELDS = struct.Struct(">II")  # last stream that the server accepts, error code
 _MESSAGE_PREFIX = struct.Struct(">BI")  # compressed flag, length
 _DATA, _SETTINGS, _GOAWAY, _UPDATE = 0x0, 0x4, 0x7, 0x8
@@ -94,6 +95,7 @@ class GrpcCall:
         self._headers = headers
         self._http2: _Http2 | None = None
         self._stream_id = 0  # 0 until its headers are sent
+        self._window = 0  # bytes that the server takes on this stream
         self._outbox: deque[bytes] = deque()
         self._outbox_taken = 0  # bytes of the first in the outbox that are sent
         self._sent: list[bytes] | None = []  # what to send again, until the server answers
@@ -324,6 +326,7 @@ class _Http2(asyncio.Protocol):
         self._unsent: dict[GrpcCall, None] = {}  # an ordered set: streams with data to send
         self._flush_scheduled = self._writing_paused = False
         self._received = 0  # bytes since the connection's window was last opened
+        self._window = _DEFAULT_WINDOW  # bytes that the server takes, of all calls together
         self._partial_frame = b""
         # What the current read has brought: callbacks run when all of it is parsed.
         self._arrived: dict[GrpcCall, list[bytes]] = {}
@@ -433,10 +436,12 @@ class _Http2(asyncio.Protocol):
         if not self._draining:
             self._open_streams()
         more = False
+        frames = [self._h2.data_to_send()]
         if not self._writing_paused:
             for call in list(self._unsent):
-                more |= self._send_data(call)
-        self._write()
+                more |= self._send_data(call, frames)
+        if data := b"".join(frames):
+            self._transport.write(data)
         if self._draining and not self._calls:
             self._transport.close()
         elif more:
@@ -449,26 +454,29 @@ class _Http2(asyncio.Protocol):
                 continue
             stream_id = call._stream_id = self._h2.get_next_available_stream_id()
             self._h2.send_headers(stream_id, call._headers)
+            call._window = self._h2.remote_settings.initial_window_size
             self._calls[stream_id] = call
             self._unsent[call] = None
 
-    def _send_data(self, call: GrpcCall) -> bool:
+    def _send_data(self, call: GrpcCall, frames: list[bytes]) -> bool:
         """Frame a turn of a call's data; whether there is more that its window admits."""
         del self._unsent[call]
-        stream_id = call._stream_id
         turn = _TURN_BYTES
         while call._outbox:
-            window = self._h2.local_flow_control_window(stream_id)
+            window = min(self._window, call._window)
             if window <= 0 or turn <= 0:
                 self._unsent[call] = None  # last now: windows and turns go around
                 return window > 0
             data = call._take(min(window, turn, self._h2.max_outbound_frame_size))
-            call._end_sent = call._half_closed and not call._outbox
-            self._h2.send_data(stream_id, data, end_stream=call._end_sent)
-            turn -= len(data)
+            size = len(data)
+            frames += (_FRAME_HEADER.pack(size >> 8, size & 0xFF, _DATA, 0, call._stream_id), data)
+            self._window -= size
+            call._window -= size
+            turn -= size
         if call._half_closed and not call._end_sent:
             call._end_sent = True
-            self._h2.end_stream(stream_id)
+            self._h2.end_stream(call._stream_id)
+            frames.append(self._h2.data_to_send())
         return False
 
     def _write(self) -> None:
@@ -514,6 +522,8 @@ class _Http2(asyncio.Protocol):
                 break
             if kind == _DATA:
                 self._receive_data(stream_id, flags, data[body:end])
+            elif kind == _UPDATE:
+                self._receive_update(stream_id, data[body:end])
             elif kind == _GOAWAY:
                 self._receive_goaway(data[body:end])
             else:
@@ -554,6 +564,30 @@ class _Http2(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(_WINDOW_UPDATE.pack(0, 4, _UPDATE, 0, stream_id, size))
 
+    def _receive_update(self, stream_id: int, payload: bytes) -> None:
+        """The server takes more bytes: on the connection (stream 0) or on one stream."""
+        if len(payload) != _INCREMENT.size:
+            raise ProtocolError(f"a WINDOW_UPDATE of {len(payload)} bytes")
+        (increment,) = _INCREMENT.unpack(payload)
+        increment &= _WINDOW  # the highest bit is reserved
+        holder = self if stream_id == 0 else self._calls.get(stream_id)
+        if holder is None:  # cancelled, and the server did not know yet
+            return
+        holder._window += increment
+        if not increment or holder._window > _WINDOW:
+            raise ProtocolError(f"a WINDOW_UPDATE by {increment} to {holder._window}")
+        if self._unsent:
+            self._schedule_flush()
+
+    def _receive_settings(self, event: RemoteSettingsChanged) -> None:
+        self._ready = True
+        self._connect_timer.cancel()
+        window = event.changed_settings.get(SettingCodes.INITIAL_WINDOW_SIZE)
+        if window is not None:  # it holds for streams that are open, too
+            change = window.new_value - (window.original_value or 0)
+            for call in self._calls.values():
+                call._window += change
+
     def _receive_goaway(self, payload: bytes) -> None:
         """Calls that the server has accepted go on; the others do not, and no more begin."""
         if len(payload) < _GOAWAY_FIELDS.size:
@@ -581,8 +615,7 @@ class _Http2(asyncio.Protocol):
 
     def _receive_event(self, event: Event) -> None:
         if isinstance(event, RemoteSettingsChanged):
-            self._ready = True
-            self._connect_timer.cancel()
+            self._receive_settings(event)
         elif isinstance(event, (ResponseReceived, TrailersReceived)):
             self._receive_headers(event)
         elif isinstance(event, StreamReset) and event.stream_id in self._calls:
