@@ -21,7 +21,6 @@ from trtllm_bls.messages import (
 from trtllm_bls.wire.fields import Fields, extras_of, read_rows, sampling_of, wants_of
 from trtllm_bls.wire.scores import metrics_arrays, score_arrays
 
-
 _SPECULATION = tuple(field.name for field in fields(SpeculationRequest))
 _NO_SPECULATION = SpeculationRequest()
 
