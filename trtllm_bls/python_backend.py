@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import gc
 import itertools
 import logging
@@ -67,6 +68,7 @@ class Call:
         self._queue_lock = threading.Lock()
         self._queue: collections.deque[tuple[Callable[[], Any] | None, bool]] = collections.deque()
         self._sending = False
+        self.begun = False  # its first response has left, or is on its way
         self._ended = False  # the last response is queued
         self._asked = False  # whether the caller is gone, while a response was being sent
         self._found_gone = False
@@ -211,7 +213,10 @@ class SenderThreads:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
         self._loop = loop
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        # Calls that wait for a first response go first: others' responses only grow meanwhile.
+        self._new: collections.deque[Call] = collections.deque()
+        self._running: collections.deque[Call] = collections.deque()
+        self._work: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one True for each call waiting
         self._retries: dict[Call, threading.Timer] = {}
         self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
         self._waking = False
@@ -224,7 +229,9 @@ class SenderThreads:
 
     def work_on(self, call: Call) -> None:
         """Send what ``call`` has queued."""
-        self._calls.put(call)
+        (self._running if call.begun else self._new).append(call)
+        call.begun = True
+        self._work.put(True)
 
     def later(self, seconds: float, call: Call) -> None:
         """The same, after a while."""
@@ -235,7 +242,7 @@ class SenderThreads:
     def close(self) -> None:
         """Send what is queued, then end the threads; what could not be sent is tried once more."""
         for _ in self._threads:
-            self._calls.put(None)
+            self._work.put(False)
         for thread in self._threads:
             thread.join()
         for timer in list(self._retries.values()):
@@ -260,8 +267,14 @@ class SenderThreads:
                 waiter.set_result(None)
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            self._send(call)
+        while self._work.get():
+            self._send(self._next())
+
+    def _next(self) -> Call:
+        while True:  # there is one for this thread, in either; others may be faster at one of them
+            for calls in (self._new, self._running):
+                with contextlib.suppress(IndexError):
+                    return calls.popleft()
 
 
 class RequestServer:

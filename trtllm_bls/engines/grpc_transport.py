@@ -62,6 +62,7 @@ _log = logging.getLogger(__name__)
 _CONNECT_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 _TRIES = 3  # of a call that the server refuses unseen
+_CALLS_AT_ONCE = 8  # are written together at most, where flow control admits them
 _TURN_BYTES = 1 << 18  # of one call's data, before the other calls and the event loop have a turn
 _MAX_FRAME_BYTES = 1 << 14  # HTTP/2's default, which we leave
 _DEFAULT_WINDOW = (1 << 16) - 1
@@ -426,6 +427,8 @@ class _Http2(asyncio.Protocol):
         if call._stream_id in self._calls:
             self._unsent[call] = None
             self._schedule_flush()
+        if len(self._unsent) + len(self._waiting) >= _CALLS_AT_ONCE:
+            self._flush()  # the first need not wait until the last of many has been made
 
     def cancel(self, call: GrpcCall) -> None:
         if call._stream_id in self._calls:
