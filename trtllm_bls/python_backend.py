@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import gc
 import itertools
 import logging
@@ -34,6 +33,7 @@ from numpy.typing import NDArray
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
 
 SENDERS = 4  # threads; each waits for the server most of its time
+MAX_QUEUED = 4 * SENDERS  # responses made ahead of the threads; the others are made when it is time
 # Asking for a caller costs a round trip, so all calls share so many questions: each is asked every
 # 50 ms while there are at most 60 calls, and every 250 ms while there are 300.
 WATCH_SECONDS, WATCHED_AT_ONCE = 0.05, 60
@@ -68,7 +68,7 @@ class Call:
         self._queue_lock = threading.Lock()
         self._queue: collections.deque[tuple[Callable[[], Any] | None, bool]] = collections.deque()
         self._sending = False
-        self.begun = False  # its first response has left, or is on its way
+        self._begun = False  # its first response is queued
         self._ended = False  # the last response is queued
         self._asked = False  # whether the caller is gone, while a response was being sent
         self._found_gone = False
@@ -104,15 +104,21 @@ class Call:
         self._put(self._bare_end(), final=True)
 
     async def ready(self) -> None:
-        """Return once everything has been sent; without suspending if nothing is being sent."""
-        if not self._sending:
-            return
-        waiter = asyncio.get_running_loop().create_future()
-        with self._queue_lock:
-            if not self._sending:
-                return
-            self._waiters.append(waiter)
-        await waiter
+        """Return once everything has been sent and the next response would leave soon.
+
+        Without suspending if that is so.
+        """
+        if self._sending:
+            waiter = asyncio.get_running_loop().create_future()
+            with self._queue_lock:
+                if self._sending:
+                    self._waiters.append(waiter)
+                else:
+                    waiter.set_result(None)
+            await waiter
+        # A first response waits for nobody; what a later one waits for becomes part of it.
+        if self._begun and not self._senders.has_room():
+            await self._senders.room()
 
     def gone(self) -> bool:
         """Whether the caller no longer waits.
@@ -152,7 +158,7 @@ class Call:
     def _put(self, response: Callable[[], Any] | None, final: bool) -> None:
         if self._ended:
             return
-        self._ended = final
+        self._begun, self._ended = True, final
         with self._queue_lock:
             self._queue.append((response, final))
             if self._sending:
@@ -213,10 +219,8 @@ class SenderThreads:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
         self._loop = loop
-        # Calls that wait for a first response go first: others' responses only grow meanwhile.
-        self._new: collections.deque[Call] = collections.deque()
-        self._running: collections.deque[Call] = collections.deque()
-        self._work: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one True for each call waiting
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._for_room: collections.deque[asyncio.Future[None]] = collections.deque()
         self._retries: dict[Call, threading.Timer] = {}
         self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
         self._waking = False
@@ -229,9 +233,19 @@ class SenderThreads:
 
     def work_on(self, call: Call) -> None:
         """Send what ``call`` has queued."""
-        (self._running if call.begun else self._new).append(call)
-        call.begun = True
-        self._work.put(True)
+        self._calls.put(call)
+
+    def has_room(self) -> bool:
+        """Whether what is queued now leaves soon."""
+        return self._calls.qsize() < MAX_QUEUED
+
+    async def room(self) -> None:
+        """Return once there is room, in the order of asking; on the event loop."""
+        waiter = self._loop.create_future()
+        self._for_room.append(waiter)
+        if self.has_room():  # made since the caller asked: no send may be left to tell of it
+            self._wake_loop()
+        await waiter
 
     def later(self, seconds: float, call: Call) -> None:
         """The same, after a while."""
@@ -242,7 +256,7 @@ class SenderThreads:
     def close(self) -> None:
         """Send what is queued, then end the threads; what could not be sent is tried once more."""
         for _ in self._threads:
-            self._work.put(False)
+            self._calls.put(None)
         for thread in self._threads:
             thread.join()
         for timer in list(self._retries.values()):
@@ -253,11 +267,15 @@ class SenderThreads:
 
     def _send(self, call: Call) -> None:
         self._retries.pop(call, None)
-        if waiters := call.send_queued():
-            self._ready.extend(waiters)
-            if not self._waking:  # one wake-up of the loop serves all that are ready by then
-                self._waking = True
-                self._loop.call_soon_threadsafe(self._wake)
+        waiters = call.send_queued()
+        self._ready.extend(waiters)
+        if waiters or (self._for_room and self.has_room()):
+            self._wake_loop()
+
+    def _wake_loop(self) -> None:
+        if not self._waking:  # one wake-up of the loop serves all that are ready by then
+            self._waking = True
+            self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self._waking = False
@@ -265,16 +283,19 @@ class SenderThreads:
             waiter = self._ready.popleft()
             if not waiter.done():
                 waiter.set_result(None)
+        room = MAX_QUEUED - self._calls.qsize()
+        while self._for_room and room > 0:
+            waiter = self._for_room.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                room -= 1
+        if self._for_room and room <= 0 and self.has_room():
+            # Those let in may be cancelled and send nothing: look again once they have run.
+            self._loop.call_soon(self._wake)
 
     def _run(self) -> None:
-        while self._work.get():
-            self._send(self._next())
-
-    def _next(self) -> Call:
-        while True:  # there is one for this thread, in either; others may be faster at one of them
-            for calls in (self._new, self._running):
-                with contextlib.suppress(IndexError):
-                    return calls.popleft()
+        while (call := self._calls.get()) is not None:
+            self._send(call)
 
 
 class RequestServer:
