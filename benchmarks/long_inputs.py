@@ -44,6 +44,7 @@ DISTURBANCES: dict[str, dict[str, Any]] = {
         "text_input": "Hello",
         "bad_words": [f"{n} " + _WORD * 24 for n in range(600)],
     },
+    "a 200 KB prompt": {"text_input": _WORD * 20_000},
     "a 1 MB prompt": {"text_input": _WORD * 100_000},
     "1 MB of messages": {"messages": json.dumps([{"role": "user", "content": _WORD * 100_000}])},
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -114,7 +115,7 @@ class Orchestrator:
     async def _prompt(self, request: TextRequest, limits: EngineLimits) -> Prompt:
         longest = _longest_prompt(limits)
         if self._prompts.is_long(request):  # tokenising would hold up every other stream
-            return await asyncio.to_thread(self._prompts.make, request, longest)
+            return await asyncio.to_thread(self._prompts.make, request, longest, _give_way)
         return self._prompts.make(request, longest)
 
     def _answer(self, request: TextRequest, prompt: Prompt, limits: EngineLimits) -> Answer:
@@ -177,6 +178,11 @@ async def _drive(stream: ChunkStream, answer: Answer, sink: TextSink) -> None:
                 sink.send(piece)
     finally:
         await stream.aclose()
+
+
+def _give_way() -> None:
+    """Let the event loop have the interpreter's lock, which without a sleep it seldom gets."""
+    time.sleep(0.0001)
 
 
 def _with_seed(request: TextRequest) -> TextRequest:

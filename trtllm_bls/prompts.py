@@ -6,9 +6,9 @@ Used by the orchestrator and by preprocessing, so both make the same prompt of t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from trtllm_bls.tokenizer import Tokenizer
 
 MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words; stop_words: stopping.MAX_STOPS
 MAX_WORD_CHARS = 256
+
+_W = TypeVar("_W")
 
 # From here on a request's text is long: to tokenise it takes milliseconds.
 _LONG = 4096  # characters
@@ -71,8 +73,15 @@ class PromptMaker:
         prompt = request.text or request.messages or ""
         return len(prompt) + number * _WORD + sum(map(len, words)) >= _LONG
 
-    def make(self, request: TextRequest, max_prompt_tokens: int | None = None) -> Prompt:
+    def make(
+        self,
+        request: TextRequest,
+        max_prompt_tokens: int | None = None,
+        give_way: Callable[[], object] = bool,
+    ) -> Prompt:
         """Raises ``InvalidRequest`` naming the field.
+
+        ``give_way`` is called after each word, for threads that wait for the interpreter's lock.
 
         A prompt of more than ``max_prompt_tokens`` is refused, before it is tokenised where its
         length alone shows it.
@@ -89,8 +98,14 @@ class PromptMaker:
         end_ids = self.end_ids(request)
         stops: tuple[TokenIds, ...] = ()
         engine_stops: tuple[TokenIds, ...] = ()
+
+        def each(words: Iterable[_W]) -> Iterator[_W]:
+            for word in words:
+                yield word
+                give_way()
+
         if not request.sampling.min_tokens:
-            stops = tuple(map(self._tokenizer.stop_ids, request.stop_words))
+            stops = tuple(map(self._tokenizer.stop_ids, each(request.stop_words)))
             engine_stops = (*filter(None, stops), *((token,) for token in end_ids[1:]))
         bad_words = dict.fromkeys(request.bad_words)
         ids = self._ids(request, max_prompt_tokens)
@@ -101,10 +116,12 @@ class PromptMaker:
             stop_sequences=stops,
             engine_stops=tuple(dict.fromkeys(engine_stops)),
             bad_sequences=tuple(
-                ids for word in bad_words for ids in self._tokenizer.word_variants(word)
+                ids for word in each(bad_words) for ids in self._tokenizer.word_variants(word)
             ),
             embedding_bias=tuple(
-                (token, weight) for word, weight in bias for token in self._tokenizer.word_ids(word)
+                (token, weight)
+                for word, weight in each(bias)
+                for token in self._tokenizer.word_ids(word)
             ),
             extras=self._extras(request, ids),
         )

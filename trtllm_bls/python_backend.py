@@ -236,14 +236,17 @@ class SenderThreads:
         self._calls.put(call)
 
     def has_room(self) -> bool:
-        """Whether what is queued now leaves soon."""
+        """Whether a response would leave soon, and no other call has waited for that."""
+        return not self._for_room and self._is_short()
+
+    def _is_short(self) -> bool:
         return self._calls.qsize() < MAX_QUEUED
 
     async def room(self) -> None:
         """Return once there is room, in the order of asking; on the event loop."""
         waiter = self._loop.create_future()
         self._for_room.append(waiter)
-        if self.has_room():  # made since the caller asked: no send may be left to tell of it
+        if self._is_short():  # made since the caller asked: no send may be left to tell of it
             self._wake_loop()
         await waiter
 
@@ -269,7 +272,7 @@ class SenderThreads:
         self._retries.pop(call, None)
         waiters = call.send_queued()
         self._ready.extend(waiters)
-        if waiters or (self._for_room and self.has_room()):
+        if waiters or (self._for_room and self._is_short()):
             self._wake_loop()
 
     def _wake_loop(self) -> None:
@@ -289,7 +292,7 @@ class SenderThreads:
             if not waiter.done():
                 waiter.set_result(None)
                 room -= 1
-        if self._for_room and room <= 0 and self.has_room():
+        if self._for_room and room <= 0 and self._is_short():
             # Those let in may be cancelled and send nothing: look again once they have run.
             self._loop.call_soon(self._wake)
 
