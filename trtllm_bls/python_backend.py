@@ -30,13 +30,15 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
+from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, printable, to_wire
+from trtllm_bls.request_stats import CancelCause
 
 SENDERS = 4  # threads; each waits for the server most of its time
 MAX_QUEUED = 4 * SENDERS  # responses made ahead of the threads; the others are made when it is time
 # Asking for a caller costs a round trip, so all calls share so many questions: each is asked every
 # 50 ms while there are at most 60 calls, and every 250 ms while there are 300.
 WATCH_SECONDS, WATCHED_AT_ONCE = 0.05, 60
+_MAX_ID = 128  # characters of a client's id in a log line
 _FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 5.0  # where every send fails; doubled
 
@@ -80,11 +82,13 @@ class Call:
         self.abandoned = False  # nobody takes its answer any more
         self.client_id: str = request.request_id()
         # Unique in this process, whatever ids clients choose; it names the call in log lines.
-        self.id = f"{self.client_id or 'request'}-{next(self._numbers)}"
+        self.id = f"{printable(self.client_id, _MAX_ID) or 'request'}-{next(self._numbers)}"
         self.arrays: _Arrays = MappingProxyType({})
+        self.parameters = "{}"  # of the request, as JSON
 
     def read(self, request: Any) -> None:
         """Copy the inputs: Triton may free its own any time."""
+        self.parameters = request.parameters()
         self.arrays = MappingProxyType(
             {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
         )
@@ -305,7 +309,7 @@ class RequestServer:
     """Runs ``handle(call)`` for every request, all at once, until closed.
 
     ``decoupled``: the model may send any number of responses to one request; otherwise exactly one.
-    ``senders``: the threads that send.
+    ``senders``: the threads that send. ``log_ends``: log each request that ends without an answer.
     """
 
     def __init__(
@@ -315,10 +319,12 @@ class RequestServer:
         *,
         decoupled: bool = True,
         senders: int = SENDERS,
+        log_ends: bool = True,
     ) -> None:
         self._pb = pb_utils
         self._handle = handle
         self._decoupled = decoupled
+        self._end_level = logging.INFO if log_ends else logging.DEBUG
         self._open: dict[asyncio.Task[None], Call] = {}
         self._arrived: collections.deque[Call] = collections.deque()
         self._waking = False
@@ -335,6 +341,11 @@ class RequestServer:
         gc.freeze()
         for thread in self._threads:
             thread.start()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that all requests run on."""
+        return self._loop
 
     def accept(self, requests: Iterable[Any]) -> None:
         """Take requests from Triton's ``execute``; returns at once."""
@@ -380,12 +391,12 @@ class RequestServer:
             await self._handle(call)
         except asyncio.CancelledError:
             if call.abandoned:
-                log.info("%s: cancelled: nobody takes its answer any more", call.id)
+                log.log(self._end_level, "%s: cancelled: nobody takes its answer any more", call.id)
             else:  # a silent end would look like a whole answer
                 call.fail(EngineUnavailable("the server is shutting down"))
         except Exception as error:
             if isinstance(error, TrtllmBlsError):
-                log.info("%s: refused or failed: %s", call.id, to_wire(error))
+                log.log(self._end_level, "%s: refused or failed: %s", call.id, to_wire(error))
             call.fail(error)
         finally:
             call.finish()
@@ -394,7 +405,7 @@ class RequestServer:
         tasks = list(self._open)
         for task, call in self._open.items():
             if not call.abandoned:
-                task.cancel()
+                task.cancel(CancelCause.SHUTDOWN.value)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _watch(self) -> None:
@@ -413,7 +424,7 @@ def _abandon(task: asyncio.Task[None], call: Call) -> None:
     """Cancel the task of a call, once: a second cancellation would hit its clean-up."""
     if not call.abandoned:
         call.abandoned = True
-        task.cancel()
+        task.cancel(CancelCause.CALLER_LEFT.value)
 
 
 def answer_each(
@@ -429,7 +440,7 @@ def _answered(pb_utils: Any, request: Any, answer: Callable[[_Arrays], _Arrays])
     try:
         arrays = answer({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
     except Exception as error:
-        failure = as_triton_error(pb_utils, error, request.request_id() or "request")
+        failure = as_triton_error(pb_utils, error, printable(request.request_id(), _MAX_ID))
         return pb_utils.InferenceResponse([], error=failure)
     wanted = request.requested_output_names()
     tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in wanted]

@@ -71,6 +71,9 @@ def server_command(
         f"--backend-config=python,thread-pool-size={threads}",
         f"--backend-config=python,shm-region-prefix-name={region_prefix}",
         "--disable-auto-complete-config",
+        # Reaches models as a request parameter, from where it goes to the engine and into the log.
+        "--grpc-header-forward-pattern=traceparent",
+        "--http-header-forward-pattern=traceparent",
     ]
 
 
@@ -114,7 +117,8 @@ def model_directories(settings: ServeSettings) -> dict[str, str]:
         if not directory.is_dir():
             raise SetupError(f"{option} {directory}: no such directory")
         if settings.model_repository is None:  # else its models say what the directory is for
-            check_checkpoint(directory)
+            if not settings.engine_is_elsewhere:
+                check_checkpoint(directory)
             check_tokenizer(directory)
         directories[variable] = str(directory)
     return directories

@@ -5,8 +5,14 @@
 reads a model's own at load. ``python -m trtllm_bls.parameters`` prints ``docs/parameters.md``.
 """
 
-from trtllm_bls.parameters.kinds import is_true
-from trtllm_bls.parameters.reading import BlsParameters, EngineParameters, Parameters
+from trtllm_bls.parameters.engine_choice import EngineChoice, EngineKind, parse_engine
+from trtllm_bls.parameters.kinds import Parameter, is_true
+from trtllm_bls.parameters.reading import (
+    BlsParameters,
+    EngineParameters,
+    Parameters,
+    request_limits,
+)
 from trtllm_bls.parameters.table import (
     DRAFT_MODEL_DIR,
     ENGINE_FACTS,
@@ -15,7 +21,6 @@ from trtllm_bls.parameters.table import (
     MODEL_DIR,
     TABLE,
     THREADS,
-    Parameter,
     check,
     rows_of,
     suggestion,
@@ -30,11 +35,15 @@ __all__ = [
     "TABLE",
     "THREADS",
     "BlsParameters",
+    "EngineChoice",
+    "EngineKind",
     "EngineParameters",
     "Parameter",
     "Parameters",
     "check",
     "is_true",
+    "parse_engine",
+    "request_limits",
     "rows_of",
     "suggestion",
 ]

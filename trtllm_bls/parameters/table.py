@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.kinds import DIRECTORY, FILE, FLAG, NUMBER, TEXT, Kind, choice, count
+from trtllm_bls.parameters.engine_choice import ENGINE, LOCAL_ENGINE
+from trtllm_bls.parameters.kinds import (
+    DIRECTORY,
+    FILE,
+    FLAG,
+    NUMBER,
+    TEXT,
+    Parameter,
+    choice,
+    count,
+)
+from trtllm_bls.parameters.limits import LIMITS
 
 MODEL_DIR = "TRTLLM_BLS_MODEL_DIR"
 DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
 GRPC_URL = "TRTLLM_BLS_GRPC_URL"
 MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
 THREADS = "TRTLLM_BLS_ENGINE_THREADS"
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One row: a parameter of ``models``.
-
-    ``default`` holds where a configuration does not have the key. ``shipped`` is the value in the
-    checked-in ``config.pbtxt`` where that is another. ``env`` names the variable that overrides
-    both. An empty default of a directory or file that is not ``optional`` means it must be given.
-    """
-
-    key: str
-    models: tuple[str, ...]
-    kind: Kind
-    default: str
-    meaning: str
-    env: str = ""
-    shipped: str | None = None
-    optional: bool = False
-
-    @property
-    def in_file(self) -> str:
-        """The value in the checked-in configuration."""
-        return self.default if self.shipped is None else self.shipped
-
 
 _BLS, _ENGINE = ("tensorrt_llm_bls",), ("tensorrt_llm",)
 _PRE, _POST = ("preprocessing",), ("postprocessing",)
@@ -75,6 +60,30 @@ TABLE = (
         FLAG,
         "false",
         "Each response of a stream holds all text so far, not the new text alone.",
+    ),
+    Parameter(
+        "engine",
+        _BLS,
+        ENGINE,
+        "",
+        "Where tokens come from: a model of this server, of other Triton servers, or "
+        "TensorRT-LLM's own gRPC service. Of several addresses each request takes the least "
+        "loaded. Empty: `triton:` and `tensorrt_llm_model_name`.",
+    ),
+    Parameter(
+        "engine_max_sequence_tokens",
+        _BLS,
+        count(0),
+        "0",
+        "Longest prompt and completion together, in tokens, of a `trtllm://` engine, which does "
+        "not tell unless it was started with `--max_seq_len`; 0 = what it tells.",
+    ),
+    Parameter(
+        "engine_resume",
+        _BLS,
+        FLAG,
+        "false",
+        "With several addresses: a greedy or seeded request goes on when its engine is lost.",
     ),
     Parameter(
         "engine_transport",
@@ -126,8 +135,8 @@ TABLE = (
         "request_timeout_seconds",
         _BLS,
         NUMBER,
-        "0",
-        "Time limit of a request that names none; 0 = no limit.",
+        "600",
+        "Time limit of a request that names none; 0 = `max_timeout_seconds`.",
     ),
     Parameter(
         "tensorrt_llm_model_name",
@@ -192,8 +201,29 @@ TABLE = (
         _BLS,
         count(1),
         "256",
-        "Requests that may run at once.",
+        "Requests that the connection to the engine and the server's threads are made for.",
         env=MAX_STREAMS,
+    ),
+    Parameter(
+        "log_requests",
+        _BLS,
+        FLAG,
+        "true",
+        "Log one line per request when it is over (docs/metrics.md).",
+    ),
+    Parameter(
+        "log_format",
+        _BLS,
+        choice("logfmt", "json"),
+        "logfmt",
+        "Form of that line.",
+    ),
+    Parameter(
+        "log_prompts",
+        _BLS,
+        FLAG,
+        "false",
+        "Log the prompt too, cut to 900 characters.",
     ),
     Parameter(
         "decoupled",
@@ -220,6 +250,14 @@ TABLE = (
         "false",
         "Leave the prompt out of the answer to a request that does not say.",
         shipped="true",
+    ),
+    Parameter(
+        "engine",
+        _ENGINE,
+        LOCAL_ENGINE,
+        "embedded",
+        "What makes the tokens: the embedded engine, TensorRT-LLM's LLM API in this process, or "
+        "TensorRT-LLM's own gRPC service.",
     ),
     Parameter("max_batch", _ENGINE, count(0), "32", "Sequences that run at once."),
     Parameter(
@@ -265,6 +303,7 @@ TABLE = (
         "false",
         f"This is the draft model: its checkpoint follows `{DRAFT_MODEL_DIR}`.",
     ),
+    *LIMITS,
 )
 
 # What an engine's configuration tells the orchestrator. ``configure`` writes them for the C++

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,22 @@ from tritonclient.utils import (
 from trtllm_bls.contract.tensors import NUMPY_TYPES
 from trtllm_bls.messages import Array
 
+NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
+
 
 def infer_message(
     model: str,
     request_id: str,
     inputs: Iterable[tuple[str, str, Array]],
     outputs: Iterable[str] = (),
+    parameters: Mapping[str, str] = NO_PARAMETERS,
 ) -> Any:
     """A ``ModelInferRequest``. ``inputs``: name, Triton's data type, values; no outputs = all.
 
     A BF16 input is given as float32. The last response has Triton's final flag, also if it is
     empty. (Triton's Python clients refuse that parameter by name, so messages are made here.)
     """
-    packed = packed_infer_message(model, request_id, inputs, outputs)
+    packed = packed_infer_message(model, request_id, inputs, outputs, parameters)
     return service_pb2.ModelInferRequest.FromString(packed)
 
 
@@ -38,6 +42,7 @@ def packed_infer_message(
     request_id: str,
     inputs: Iterable[tuple[str, str, Array]],
     outputs: Iterable[str] = (),
+    parameters: Mapping[str, str] = NO_PARAMETERS,
 ) -> bytes:
     """The same, serialised.
 
@@ -48,6 +53,8 @@ def packed_infer_message(
     own = service_pb2.ModelInferRequest(
         id=request_id, raw_input_contents=[_raw(datatype, array) for _, datatype, array in inputs]
     )
+    for key, value in parameters.items():
+        own.parameters[key].string_param = value
     packed: bytes = _in_common(model, headers, tuple(outputs)) + own.SerializeToString()
     return packed
 

@@ -1,0 +1,132 @@
+"""Checks of addresses: who listens there, and whether it serves this repository."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from trtllm_bls.contract import BLS
+from trtllm_bls.doctor.findings import Finding, Findings, check
+from trtllm_bls.doctor.subject import Subject
+from trtllm_bls.engines.triton import listening_processes
+from trtllm_bls.parameters import parse_engine
+
+_ANSWER_S = 5.0
+_SERVER = "tritonserver"
+
+
+def _engine_url(subject: Subject) -> str:
+    """Where the engine of this server is; empty where another process has it."""
+    elsewhere = _engines_elsewhere(subject)
+    return "" if elsewhere else subject.values(BLS.name).get("engine_url", "")
+
+
+@check("the engine's port belongs to Triton, or to nobody yet", _engine_url)
+def engine_port(subject: Subject) -> Findings:
+    """With host networking another program or another Triton may own it."""
+    names = _listeners(_engine_url(subject))
+    if names - {_SERVER}:
+        what = f"engine_url {_engine_url(subject)}: {_all(names)} listens there, not {_SERVER}"
+        yield Finding("error", what, "stop it, or serve on another --grpc-port")
+
+
+def _engines_elsewhere(subject: Subject) -> list[str]:
+    """The addresses in parameter ``engine``, where that is one of another process."""
+    try:
+        choice = parse_engine(subject.values(BLS.name).get("engine", ""))
+    except ValueError:
+        return []  # none, or told by the check of parameters
+    return [address for address, _ in choice.addresses] if choice.is_elsewhere else []
+
+
+@check("engines elsewhere are there", _engines_elsewhere)
+def engine_addresses(subject: Subject) -> Findings:
+    """A connection is opened and closed; nothing is asked."""
+    for address in _engines_elsewhere(subject):
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        except OSError as error:
+            what = f"engine at {address}: {error.strerror or error}"
+            yield Finding(
+                "error", what, "start it (trtllm-serve MODEL --grpc), or mend the address"
+            )
+
+
+@check("the ports of serve are free", lambda s: s.repository and not s.url)
+def ports(subject: Subject) -> Findings:
+    """Those it takes unless told otherwise; a server that is running has them already."""
+    for option, port in subject.ports.items():
+        names = _listeners(f"localhost:{port}")
+        if names:
+            what = f"port {port} is taken by {_all(names)}"
+            yield Finding("warn", what, f"if that is not your server, choose another with {option}")
+
+
+def _listeners(url: str) -> set[str]:
+    """The names of the programs that listen at a port of this machine."""
+    import psutil
+
+    names = set()
+    for process in listening_processes(url):
+        with suppress(psutil.Error):
+            names.add(psutil.Process(process).name())
+    return names
+
+
+def _all(names: set[str]) -> str:
+    return " and ".join(sorted(names))
+
+
+@check("the server answers and its models are ready", lambda s: s.url)
+def server(subject: Subject) -> Findings:
+    """Triton, live, with every model of the repository (or tensorrt_llm_bls and its engine)."""
+    from tritonclient.utils import InferenceServerException
+
+    with _client(subject.url) as client:
+        try:
+            name = client.get_server_metadata(client_timeout=_ANSWER_S).name
+            if name != "triton":
+                yield Finding("error", f"{subject.url}: {name} answers", "name Triton's gRPC port")
+                return
+            for model in sorted(subject.configs) or [BLS.name, subject.target]:
+                if not client.is_model_ready(model, client_timeout=_ANSWER_S):
+                    what, mend = f"{subject.url}: {model} is not ready", "see the server's log"
+                    yield Finding("error", what, mend)
+        except InferenceServerException as error:
+            what = f"{subject.url}: no answer from Triton ({error.message()})"
+            yield Finding("error", what, "start the server, or name its gRPC port with --url")
+
+
+@check("the server serves this repository", lambda s: s.url and s.repository)
+def same_repository(subject: Subject) -> Findings:
+    """Another Triton may answer, with models of the same names."""
+    from tritonclient.utils import InferenceServerException
+
+    with _client(subject.url) as client:
+        for model in sorted(subject.configs):
+            with suppress(InferenceServerException):  # told by the check of the server
+                answer = client.get_model_config(model, client_timeout=_ANSWER_S)
+                values = {k: v.string_value for k, v in answer.config.parameters.items()}
+                mine = subject.values(model)
+                differing = [key for key in mine.keys() & values if mine[key] != values[key]]
+                if differing:
+                    what = f"{subject.url}: {model} has other values of {', '.join(differing)}"
+                    mend = (
+                        "is it another server, or one with other options or from before a change?"
+                    )
+                    yield Finding("warn", what, mend)
+
+
+@contextmanager
+def _client(url: str | None) -> Iterator[Any]:
+    from tritonclient.grpc import InferenceServerClient
+
+    # Whatever proxy the environment names: the check of proxies tells of it.
+    client = InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])
+    try:
+        yield client
+    finally:
+        client.close()
