@@ -17,16 +17,6 @@ def test_a_token_costs_at_most_twice_what_passing_it_on_costs(tmp_path: Path) ->
     result = tmp_path / "run.json"
     options = ["--targets", "empty,bls", "--streams", "8", "--bursts=", "--seconds", "6"]
     options += ["--client", "own"]
-        "--targets",
-        "empty,bls",
-        "--streams",
-        "8",
-        "--bursts=",
-        "--seconds",
-        "6",
-        "--client",
-        "own",
-    ]
     subprocess.run(
         [sys.executable, "benchmarks/orchestration.py", *options, "--json", str(result)],
         cwd=ROOT,
