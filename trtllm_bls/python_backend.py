@@ -24,6 +24,7 @@ import logging
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -135,6 +136,7 @@ class Call:
             return False
 
     def _response(self, arrays: _Arrays) -> Any:
+        self._senders.responses += 1
         tensors = [
             self._pb.Tensor(name, array) for name, array in arrays.items() if name in self.wanted
         ]
@@ -215,6 +217,7 @@ class SenderThreads:
         self._retries: dict[Call, threading.Timer] = {}
         self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
         self._waking = False
+        self.responses = 0
         self._threads = [
             threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
             for number in range(threads)
@@ -286,6 +289,7 @@ class RequestServer:
         self._loop = asyncio.new_event_loop()
         self._senders = SenderThreads(self._loop, senders)
         self._closing = threading.Event()
+        self.refusal: TrtllmBlsError | None = None  # the answer to every new request
         self._threads = [
             threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True),
             threading.Thread(target=self._watch, name="watcher", daemon=True),
@@ -303,6 +307,8 @@ class RequestServer:
             call = Call(self._pb, request, self._senders, self._decoupled)
             try:
                 call.read(request)
+                if self.refusal is not None:
+                    raise self.refusal
             except Exception as error:  # raised to Triton, it would answer the whole batch twice
                 call.fail(error)
             else:
@@ -311,7 +317,7 @@ class RequestServer:
     def close(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """End every call still open with an error, run ``finish``, then end the threads."""
         self._closing.set()
-        self._run(self._cancel_all())
+        self._run(self.end_all())
         self._run(finish())
         self._senders.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -319,8 +325,22 @@ class RequestServer:
             thread.join()
         self._loop.close()
 
+    @property
+    def running(self) -> list[str]:
+        """The ids of the calls that have not ended; any thread may ask."""
+        return [call.id for call in self._open.copy().values()]  # atomic under the GIL
+
+    @property
+    def responses(self) -> int:
+        """How many responses have been made so far, errors left out; any thread may ask."""
+        return self._senders.responses
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        """Run ``work`` on the event loop, for another thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        self.begin(work).result()
 
     def _start(self, call: Call) -> None:
         task = self._loop.create_task(self._answer(call))
@@ -343,7 +363,8 @@ class RequestServer:
         finally:
             call.finish()
 
-    async def _cancel_all(self) -> None:
+    async def end_all(self) -> None:
+        """End every open call with an error."""
         tasks = list(self._open)
         for task, call in self._open.items():
             if not call.abandoned:

@@ -111,6 +111,15 @@ class RoutingEngine:
             request, by_default=self._by_default, has_draft_model=self._draft is not None
         )
 
+    def drain(self) -> None:
+        """Speculate no more: what runs in rounds goes on as one plain request to the target."""
+        self.shared.draining = True
+
+    @property
+    def settled(self) -> bool:
+        """Whether no request that was speculated has another request to send."""
+        return self.shared.unsettled == 0
+
     async def close(self) -> None:
         """Close both engines."""
         engines = [self._target] if self._draft is None else [self._target, self._draft]

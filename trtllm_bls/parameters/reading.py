@@ -81,6 +81,7 @@ class BlsParameters:
     draft_deadline_seconds: float
     overlap_drafts: bool | None  # None: where it measures faster
     max_streams: int
+    status_dir: str = ""
     decoupled: bool = True
     tls_ca: Path | None = None  # None: no TLS
     tls_cert: Path | None = None
@@ -109,6 +110,7 @@ class BlsParameters:
             draft_deadline_seconds=value["draft_deadline_seconds"],
             overlap_drafts=_OVERLAP[value["overlap_drafts"]],
             max_streams=value["max_streams"],
+            status_dir=value["status_dir"],
             decoupled=value["decoupled"],
             tls_ca=value["engine_tls_ca"],
             tls_cert=value["engine_tls_cert"],

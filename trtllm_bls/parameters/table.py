@@ -15,6 +15,7 @@ DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
 GRPC_URL = "TRTLLM_BLS_GRPC_URL"
 MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
 THREADS = "TRTLLM_BLS_ENGINE_THREADS"
+STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,14 @@ TABLE = (
         "256",
         "Requests that may run at once.",
         env=MAX_STREAMS,
+    ),
+    Parameter(
+        "status_dir",
+        _BLS,
+        TEXT,
+        "",
+        "Directory where the model tells what it does, and is asked to drain; empty = none.",
+        env=STATUS_DIR,
     ),
     Parameter(
         "decoupled",

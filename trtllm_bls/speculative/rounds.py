@@ -101,9 +101,13 @@ class Verify:
 
 @dataclass(frozen=True)
 class Decode:
-    """Stream ``request`` from the target; report each chunk by ``decoded``, then ``stopped``."""
+    """Stream ``request`` from the target; report each chunk by ``decoded``, then ``stopped``.
+
+    ``rest``: it is for all that is left of the answer.
+    """
 
     request: EngineRequest
+    rest: bool
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,7 @@ class SpeculativeRounds:
         self._round_over: float | None = None  # None: no round just before
         self._draft_wait = 0.0  # seconds spent waiting for the draft model since then
         self._stretch = 0  # tokens asked for by the plain stretch
+        self._stretch_is_rest = False  # they are all that is left of the answer
         self._watch = Stopwatch(0.0, reads_prompt=False)
 
     # --- what next ----------------------------------------------------------------------------
@@ -255,7 +260,7 @@ class SpeculativeRounds:
     def _look_up(self) -> _Guess | None:
         progress, lookup = self._progress, self._lookup
         paused = progress.generated < self._lengths.paused_until(DraftSource.NGRAM)
-        if lookup is None or paused or not self._lengths.most():
+        if lookup is None or paused or self._shared.draining or not self._lengths.most():
             return None
         if not lookup.propose(1):  # cheap, and most often the end of it
             return None
@@ -362,7 +367,9 @@ class SpeculativeRounds:
         self._watch = Stopwatch(now, reads_prompt=progress.generated == 0)
         self._figures.begin_request()
         self._round_over = None
-        return Decode(self._requests.plain(progress, self._stretch, streaming))
+        self._stretch_is_rest = self._stretch >= progress.remaining
+        request = self._requests.plain(progress, self._stretch, streaming)
+        return Decode(request, rest=self._stretch_is_rest)
 
     def _stretch_length(self) -> tuple[int, bool]:
         """How many tokens to ask for, and whether as a stream, which can be left half-way."""
@@ -370,7 +377,7 @@ class SpeculativeRounds:
         if self._shared.one_step:
             return 1, False
         no_guesses = self._lengths.never or (self._lookup is None and self._model_given_up)
-        if no_guesses or not progress.max_draft:
+        if no_guesses or self._shared.draining or not progress.max_draft:
             return progress.remaining, self._request.streaming
         streaming = self._request.streaming or self._lookup is not None
         pause = self._lengths.paused_until(DraftSource.MODEL) - progress.generated
@@ -390,6 +397,8 @@ class SpeculativeRounds:
         """Whether the plain stretch should be left: the answer has ended, or a guess may pay."""
         if self._progress.finish is not None:
             return True
+        if self._shared.draining:
+            return not self._stretch_is_rest
         if not self._lengths.most() or not self._progress.max_draft:
             return False
         return self._look_up() is not None or self._model_length(now) > 0
