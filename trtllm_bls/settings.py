@@ -57,6 +57,7 @@ class ServeSettings:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    health_port: int = 8003
     max_streams: int = int(rows_of("tensorrt_llm_bls")["max_streams"].default)
     threads: int | None = None
     bls_instances: int | Literal["auto"] | None = None
@@ -65,6 +66,8 @@ class ServeSettings:
     overrides: tuple[Override, ...] = ()
     exit_timeout: int = 30
     ready_timeout: int = 900
+    stall_timeout: int = 30
+    on_failure: Literal["restart", "exit"] = "restart"
     log_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -74,10 +77,12 @@ class ServeSettings:
                 f"--host {self.host}: whoever reaches this machine could use the server, which "
                 "knows no passwords; add --expose if that is meant"
             )
-        for name in ("http_port", "grpc_port", "metrics_port"):
+        for name in ("http_port", "grpc_port", "metrics_port", "health_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise SettingsError(f"{option(name)} {getattr(self, name)}: must be 0 to 65535")
-        for name in ("max_streams", "threads", "bls_instances", "exit_timeout", "ready_timeout"):
+        at_least_one = ("max_streams", "threads", "bls_instances")
+        times = ("exit_timeout", "ready_timeout", "stall_timeout")
+        for name in (*at_least_one, *times):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise SettingsError(f"{option(name)} {value}: must be at least 1")

@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.server import Stopped, TritonServer
+from trtllm_bls.launcher.supervise import Supervisor
 from trtllm_bls.launcher.terminal import Terminal, announcement
 from trtllm_bls.settings import ServeSettings
 
@@ -27,25 +29,29 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
     """Serve until SIGINT or SIGTERM; the first drains, the second forces.
 
     Returns the exit code: 0 after draining, 128 + n if signal n forced the end or came before
-    the server was ready. Raises ``SetupError`` if it does not start or ends by itself.
+    the server was ready. Raises ``SetupError`` if it does not start, or ends by itself and is not
+    to be started again.
     """
     with ExitStack() as stack:
         log_file = None
         if settings.log_file is not None:
             try:
-                log_file = stack.enter_context(settings.log_file.open("a", encoding="utf-8"))
+                # Unbuffered: what a full disk did not take is gone, and not in the way.
+                log_file = stack.enter_context(settings.log_file.open("ab", buffering=0))
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         terminal = Terminal(Console(stderr=True), verbose=verbose, log_file=log_file)
+        state = HealthState()
+        endpoint = HealthEndpoint(settings.host, settings.health_port, state)
+        stack.callback(endpoint.close)
         server = TritonServer(settings, terminal)
         stack.callback(server.stop)
-        last_signal = stack.enter_context(_stopping_on_signals(server))
+        last_signal = stack.enter_context(_stopping_on_signals(server, state))
         try:
             with terminal.lines_of_failure():
-                with terminal.progress():
-                    server.start()
-                Console().print(Text(announcement(server)), soft_wrap=True)
-                forced = server.wait()
+                forced = Supervisor(server, terminal, state).run(
+                    lambda: _announce(server, endpoint.port)
+                )
             if forced:
                 terminal.say("running requests were cut off")
         except Stopped:
@@ -53,13 +59,18 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         return 128 + last_signal() if forced else 0
 
 
+def _announce(server: TritonServer, health_port: int) -> None:
+    Console().print(Text(announcement(server, health_port)), soft_wrap=True)
+
+
 @contextmanager
-def _stopping_on_signals(server: TritonServer) -> Iterator[Callable[[], int]]:
+def _stopping_on_signals(server: TritonServer, state: HealthState) -> Iterator[Callable[[], int]]:
     """Signals become stop requests; yields a function that returns the last signal's number."""
     received = [0]
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        state.draining = True
         if server.request_stop():
             say = "killing the server\n"
         else:
