@@ -1,0 +1,140 @@
+"""A server that is told to stop while requests run in rounds of speculation."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from tests.helpers.server_settings import DEMO, ROOT, free_ports
+from trtllm_bls.cli import main
+from trtllm_bls.client import Client
+from trtllm_bls.errors import Overloaded, TrtllmBlsError
+from trtllm_bls.launcher import TritonServer
+from trtllm_bls.settings import Override, ServeSettings
+
+TOKENS = 120
+PROMPT = {"text_input": "a b c d e", "max_tokens": TOKENS, "end_id": -1}
+
+
+def scripted_pair(scratch: Path) -> ServeSettings:
+    """Two engines that are scripts: the draft is right in four of five contexts."""
+    repository = scratch / "models"
+    shutil.copytree(ROOT / "models", repository)
+    for model in ("tensorrt_llm", "tensorrt_llm_draft"):
+        shutil.rmtree(repository / model, ignore_errors=True)
+        shutil.copytree(ROOT / "models" / "tensorrt_llm", repository / model)
+        shutil.copy(ROOT / "benchmarks/scripted/1/model.py", repository / model / "1/model.py")
+    return free_ports(
+        model=DEMO / "target",
+        model_repository=repository,
+        exit_timeout=20,
+        overrides=(
+            Override("tensorrt_llm", "step_ms", "20"),
+            Override("tensorrt_llm_draft", "step_ms", "1"),
+            Override("tensorrt_llm_draft", "agrees", "0.8"),
+            Override("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "tensorrt_llm_draft"),
+        ),
+    )
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TritonServer]:
+    with TritonServer(scripted_pair(tmp_path)) as running:
+        yield running
+
+
+async def text_of(client: Client, stop: threading.Event | None = None, **more: int) -> str:
+    """The answer; ``stop`` is set once a few of its tokens have come."""
+    text = ""
+    async with client.stream(**PROMPT, **more) as stream:
+        async for event in stream:
+            text += event.text
+            if stop is not None and len(text) > 20:
+                stop.set()
+    return text
+
+
+@contextmanager
+def stopped_when(event: threading.Event, server: TritonServer) -> Iterator[None]:
+    """Another thread asks the server to stop, as a signal does, once ``event`` is set."""
+
+    def stop() -> None:
+        event.wait()
+        server.request_stop()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    yield
+    event.set()
+    thread.join()
+
+
+def test_a_speculating_stream_is_whole_when_the_server_stops(server: TritonServer) -> None:
+    """It goes over to a plain request in time; a stopping server would refuse the next round."""
+    speaking = threading.Event()
+
+    async def ask() -> tuple[str, list[str]]:
+        async with Client(server.grpc_url) as client:
+            expected = await text_of(client)
+            with stopped_when(speaking, server):
+                asked = [text_of(client, speaking, num_draft_tokens=4) for _ in range(4)]
+                return expected, list(await asyncio.gather(*asked))
+
+    expected, answers = asyncio.run(ask())
+    assert answers == [expected] * 4
+    assert server.wait() is False
+
+
+def test_a_drain_can_be_asked_for_from_outside(server: TritonServer) -> None:
+    """As a preStop hook does: new requests are refused, and what runs is ready for SIGTERM."""
+    speaking = threading.Event()
+
+    async def ask() -> tuple[str, str, str]:
+        async with Client(server.grpc_url) as client:
+            expected = await text_of(client)
+            running = asyncio.create_task(text_of(client, speaking, num_draft_tokens=4))
+            await asyncio.to_thread(speaking.wait)
+            words = ["drain", "--dir", str(server.status_dir)]
+            drained = await asyncio.to_thread(CliRunner().invoke, main, words)
+            assert drained.exit_code == 0, drained.output
+            with pytest.raises(Overloaded, match="the server is shutting down"):
+                await text_of(client)
+            assert not running.done()
+            psutil.Process(server.pid).send_signal(signal.SIGTERM)  # as Kubernetes would
+            return drained.output, expected, await running
+
+    output, expected, answer = asyncio.run(ask())
+    assert "handed over, 1 requests run" in output
+    assert answer == expected
+
+
+def test_what_runs_past_the_limit_ends_with_an_error(tmp_path: Path) -> None:
+    """In words, from the model, before the server breaks its connections off."""
+    settings = scripted_pair(tmp_path)
+    overrides = (*settings.overrides, Override("tensorrt_llm", "step_ms", "200"))
+    quick = free_ports(
+        model=settings.model,
+        model_repository=settings.model_repository,
+        exit_timeout=2,
+        overrides=overrides,
+    )
+    speaking = threading.Event()
+
+    async def ask(url: str, server: TritonServer) -> str:
+        async with Client(url) as client:
+            with stopped_when(speaking, server), pytest.raises(TrtllmBlsError) as ended:
+                await text_of(client, speaking)
+        return str(ended.value)
+
+    with TritonServer(quick) as server:
+        assert asyncio.run(ask(server.grpc_url, server)) == "the server is shutting down"
+        assert server.wait() is False
