@@ -18,10 +18,11 @@ from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from trtllm_bls.cli import main
 from trtllm_bls.client import Client
 from trtllm_bls.errors import Overloaded, TrtllmBlsError
-from trtllm_bls.launcher import TritonServer
+from trtllm_bls.launcher import Listener, TritonServer
+from trtllm_bls.launcher.logs import LogLine
 from trtllm_bls.settings import Override, ServeSettings
 
-TOKENS = 120
+TOKENS = 160
 PROMPT = {"text_input": "a b c d e", "max_tokens": TOKENS, "end_id": -1}
 
 
@@ -46,9 +47,25 @@ def scripted_pair(scratch: Path) -> ServeSettings:
     )
 
 
+class Log(Listener):
+    """Notices when Triton itself begins to stop."""
+
+    def __init__(self) -> None:
+        self.stopping = threading.Event()
+
+    def log(self, line: LogLine) -> None:
+        if "Waiting for in-flight requests" in line.text:
+            self.stopping.set()
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[TritonServer]:
-    with TritonServer(scripted_pair(tmp_path)) as running:
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+def server(tmp_path: Path, log: Log) -> Iterator[TritonServer]:
+    with TritonServer(scripted_pair(tmp_path), log) as running:
         yield running
 
 
@@ -78,19 +95,27 @@ def stopped_when(event: threading.Event, server: TritonServer) -> Iterator[None]
     thread.join()
 
 
-def test_a_speculating_stream_is_whole_when_the_server_stops(server: TritonServer) -> None:
+def test_a_speculating_stream_is_whole_when_the_server_stops(
+    server: TritonServer, log: Log
+) -> None:
     """It goes over to a plain request in time; a stopping server would refuse the next round."""
     speaking = threading.Event()
 
-    async def ask() -> tuple[str, list[str]]:
+    async def ask() -> tuple[str, list[str], list[bool]]:
         async with Client(server.grpc_url) as client:
             expected = await text_of(client)
             with stopped_when(speaking, server):
-                asked = [text_of(client, speaking, num_draft_tokens=4) for _ in range(4)]
-                return expected, list(await asyncio.gather(*asked))
+                asked = [
+                    asyncio.create_task(text_of(client, speaking, num_draft_tokens=4))
+                    for _ in range(4)
+                ]
+                await asyncio.to_thread(log.stopping.wait, 30)
+                over = [task.done() for task in asked]
+                return expected, list(await asyncio.gather(*asked)), over
 
-    expected, answers = asyncio.run(ask())
+    expected, answers, over = asyncio.run(ask())
     assert answers == [expected] * 4
+    assert over == [False] * 4  # when Triton was told to stop
     assert server.wait() is False
 
 
