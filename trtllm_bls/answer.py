@@ -23,6 +23,7 @@ from trtllm_bls.messages import (
     TextChunk,
     TextRequest,
     TokenIds,
+    TokenText,
 )
 from trtllm_bls.stopping import StopMatcher
 
@@ -47,6 +48,8 @@ class TextRules:
     accumulate: bool = False
     seed: int | None = None
     max_sequence_tokens: int | None = None
+    expose_kv_cache_metrics: bool = False  # whether to tell how much of the prompt was cached
+    return_tokens: bool = False
 
 
 class Answer:
@@ -70,6 +73,11 @@ class Answer:
     def done(self) -> bool:
         """Whether every sequence has ended."""
         return all(sequence.ending is not None for sequence in self._sequences)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far, of all sequences."""
+        return sum(sequence.completion_tokens for sequence in self._sequences)
 
     @property
     def must_cancel(self) -> bool:
@@ -122,6 +130,7 @@ class _Scored:
     end: int  # characters that must have left; one without text leaves with the next character
     log_prob: float | None
     logits: Array | None
+    token: TokenText | None
 
 
 class SequenceText:
@@ -147,12 +156,32 @@ class SequenceText:
         self._context_logits: Array | None = None
         self._metrics: EngineMetrics | None = None
         self._speculation: SpeculationCounts | None = None
-        # Not emitted yet: text, rows of logits, tokens, and whether context logits are among it.
-        self._text = [detokenizer.feed(rules.echo_ids)] if rules.echo_ids else []
+        # Not emitted yet: tokens, text, rows of logits, how many tokens came, and whether context
+        # logits are among it.
+        self._new: list[TokenText] = []
+        self._text = self._echo() if rules.echo_ids else []
         self._so_far = ""
         self._rows: list[Array] = []
         self._new_tokens = 0
         self._new_context = False
+
+        # Whether each token's place in the text has to be known.
+        self._each = rules.return_tokens or self._matcher is not None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self._tokens
+
+    def _echo(self) -> list[str]:
+        ids = self._rules.echo_ids
+        if not self._rules.return_tokens:
+            return [self._detokenizer.feed(ids)]
+        fed = [self._detokenizer.feed_one(token) for token in ids]
+        self._new += [
+            TokenText(token, data, None) for token, (_, data) in zip(ids, fed, strict=True)
+        ]
+        return [text for text, _ in fed]
 
     def feed(self, chunk: EngineChunk) -> None:
         """Add a chunk; what follows the end is ignored."""
@@ -161,7 +190,7 @@ class SequenceText:
         self._note_figures(chunk)
         kept, reason = self._before_end(chunk.token_ids)
         stop = None
-        if self._matcher is None and chunk.log_probs is None and chunk.generation_logits is None:
+        if not self._each and chunk.log_probs is None and chunk.generation_logits is None:
             self._tokens += len(kept)
             self._tail.extend(kept)
             self._cut(self._detokenizer.feed(kept))
@@ -192,6 +221,10 @@ class SequenceText:
             self._so_far += text
             text = self._so_far
         rows, self._rows = self._rows, []
+        tokens: tuple[TokenText, ...] | None = None
+        if self._rules.return_tokens:
+            tokens = tuple(self._new)
+            self._new.clear()
         self._new_tokens, self._new_context = 0, False
         scored = bool(self._log_probs)
         return TextChunk(
@@ -202,6 +235,7 @@ class SequenceText:
             context_logits=self._context_logits,
             generation_logits=rows or None,
             metrics=self._metrics,
+            tokens=tokens,
             ending=self.ending,
         )
 
@@ -222,9 +256,13 @@ class SequenceText:
         for position, token in enumerate(ids):
             self._tokens += 1
             self._tail.append(token)
-            new = self._detokenizer.feed((token,))
+            if self._rules.return_tokens:
+                new, data = self._detokenizer.feed_one(token)
+            else:
+                new, data = self._detokenizer.feed((token,)), b""
             stop = self._cut(new)
-            self._note_scores(chunk, position, end=self._length if new else self._length + 1)
+            end = self._length if new else self._length + 1
+            self._note_scores(chunk, position, end, token, data)
             if stop is not None:
                 return stop
         return None
@@ -291,15 +329,21 @@ class SequenceText:
         if chunk.context_logits is not None and self._context_logits is None:
             self._context_logits, self._new_context = chunk.context_logits, True
         if chunk.metrics is not None:
-            self._metrics = chunk.metrics
+            exposed = self._rules.expose_kv_cache_metrics
+            self._metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
         if chunk.speculation is not None:
             self._speculation = chunk.speculation
 
-    def _note_scores(self, chunk: EngineChunk, position: int, end: int) -> None:
+    def _note_scores(
+        self, chunk: EngineChunk, position: int, end: int, token_id: int, data: bytes
+    ) -> None:
         log_prob = chunk.log_probs[position] if chunk.log_probs is not None else None
         logits = chunk.generation_logits[position] if chunk.generation_logits is not None else None
-        if log_prob is not None or logits is not None:
-            self._scored.append(_Scored(end, log_prob, logits))
+        token = None
+        if self._rules.return_tokens:
+            token = TokenText(token_id, data, log_prob)
+        if log_prob is not None or logits is not None or token is not None:
+            self._scored.append(_Scored(end, log_prob, logits, token))
 
     def _release_scores(self, everything: bool) -> None:
         while self._scored and (everything or self._scored[0].end <= self._released):
@@ -309,6 +353,8 @@ class SequenceText:
                 self._cum_log_prob += scored.log_prob
             if scored.logits is not None:
                 self._rows.append(scored.logits)
+            if scored.token is not None:
+                self._new.append(scored.token)
 
 
 def too_late(sequences: int) -> Sequence[TextChunk]:

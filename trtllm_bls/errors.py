@@ -6,6 +6,7 @@
     │   ├── TokenizerError    the tokenizer directory
     │   └── CheckpointError   the model directory
     ├── InvalidRequest        the caller's mistake: one field, its value, what is allowed
+    │   └── PromptTooLong     more tokens than the model takes
     ├── Unsupported           a known request that this deployment cannot honour
     ├── Overloaded            refused before any work was done; try again later
     ├── EngineError           the engine answered with an error, or did not answer
@@ -57,6 +58,10 @@ class InvalidRequest(TrtllmBlsError):
         self.problem = problem
 
 
+class PromptTooLong(InvalidRequest):
+    """The prompt has more tokens than the model takes."""
+
+
 class Unsupported(InvalidRequest):
     """The request is well formed, but this deployment cannot honour the field; never ignored."""
 
@@ -102,9 +107,30 @@ class DeadlineExceeded(ClientError):
 _FULL_QUEUE = ("Maximum queue size of", "Exceeds maximum queue size", "exceeds maximum queue size")
 
 
+MAX_LINE = 2000  # characters of an error or of a log line
+
+
+def printable(text: str, most: int = MAX_LINE) -> str:
+    """``text`` as one line of at most ``most`` characters that moves no cursor.
+
+    What callers send ends up in error messages and logs: white space becomes blanks, every other
+    character that does not print is escaped, and the middle of a long text is left out.
+    """
+    if len(text) > most:
+        half = max(0, (most - 40) // 2)
+        left_out = len(text) - 2 * half
+        text = f"{text[:half]} [{left_out} characters left out] {text[len(text) - half :]}"
+    text = " ".join(text.split())
+    return text if text.isprintable() else "".join(map(_printable, text))[:most]
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]
+
+
 def to_wire(error: TrtllmBlsError) -> str:
     """The error as one line for a caller: its status first, since streams lose Triton's code."""
-    return f"{error.status}: {' '.join(str(error).split())}"
+    return f"{error.status}: {printable(str(error))}"
 
 
 def from_wire(text: str) -> TrtllmBlsError:

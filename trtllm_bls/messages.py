@@ -9,10 +9,10 @@ LoRA weights) are typed ``Array`` and never opened here; the wire gives and take
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,13 +99,17 @@ class SpeculationRequest:
     """What a caller asks of speculative decoding; ``None`` leaves it to the deployment.
 
     ``num_draft_tokens``: 0 turns it off, k > 0 asks for drafts of exactly k tokens.
-    ``draft_source``: where drafts come from: ``off``, ``model``, ``ngram`` or ``mixed``.
+    ``draft_source``: where drafts come from: ``off``, ``model``, ``ngram``, ``mixed`` or
+    ``prediction``.
     ``use_draft_logits``: verify against the draft model's logits, not only its token ids.
+    ``prediction``: what the answer is expected to resemble; drafts are taken from it first. By
+    itself it asks for no more than that, and for nothing where speculation cannot be.
     """
 
     num_draft_tokens: int | None = None
     draft_source: str | None = None
     use_draft_logits: bool = False
+    prediction: TokenIds = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +118,9 @@ class EngineRequest:
 
     ``request_id`` is unique among this process's running requests. ``embedding_bias`` is sparse:
     ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by itself
-    (``engines.routing``); ``draft`` for one that verifies. ``extras`` holds further engine tensors
-    by wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
+    (``engines.routing``); ``draft`` for one that verifies. ``traceparent`` is the caller's trace
+    context (W3C). ``extras`` holds further engine tensors by wire name (LoRA, prompt tables, guided
+    decoding, ...), which are passed on unopened.
     """
 
     request_id: str
@@ -132,7 +137,17 @@ class EngineRequest:
     draft: Draft | None = None
     speculation: SpeculationRequest = SpeculationRequest()
     wants: Wants = Wants()
+    traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
+
+    def logit_rows(self, limits: EngineLimits) -> int:
+        """Rows of logits in all responses; a stream repeats those of the context on each."""
+        new = self.max_tokens
+        if limits.max_sequence_tokens is not None:
+            new = max(0, min(new, limits.max_sequence_tokens - len(self.input_ids)))
+        context = len(self.input_ids) * (new if self.streaming else 1)
+        rows = context * self.wants.context_logits + new * self.wants.generation_logits
+        return self.num_return_sequences * rows
 
 
 # --- from the engine ------------------------------------------------------------------------
@@ -155,14 +170,23 @@ class EngineMetrics:
     total_accepted_draft_tokens: int | None = None
     total_draft_tokens: int | None = None
 
+    def without_reuse(self) -> EngineMetrics:
+        """The same, without what tells how much of the prompt was in the KV cache already."""
+        return replace(self, kv_cache_alloc_new_blocks=None, kv_cache_reused_blocks=None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationCounts:
-    """What speculative decoding did for one request, over all its rounds; counts of tokens."""
+    """What speculative decoding did for one request, over all its rounds; counts of tokens.
+
+    ``predicted`` of those drafted, and ``predicted_accepted``, came from the prediction.
+    """
 
     rounds: int
     drafted: int
     accepted: int
+    predicted: int = 0
+    predicted_accepted: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,35 +231,66 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRequest:
-    """One prompt as text, or one conversation (``messages``, JSON), with everything asked of it.
+class ChatOptions:
+    """How a chat template writes a conversation.
 
+    ``tools``: what the model may call, a JSON list; ``variables``: further ones of the template.
+    ``continue_final_message``: the answer goes on where the last message ends.
+    """
+
+    tools: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """One prompt with everything asked of it.
+
+    The prompt is one of ``text``, ``prompt_ids`` (token ids) and ``messages`` (a conversation,
+    JSON, written by the chat template as ``chat`` says).
+    ``max_tokens``: ``None`` for as many as the model has room for.
+    ``echo``: the prompt comes in front of the completion, also of a stream.
+    ``stop_token_ids`` end a sequence as the model's own end ids do, beside them.
+    ``token_bias``: ``(token id, added logit)`` pairs. ``return_tokens`` asks for ``tokens`` of
+    each chunk.
+    ``prediction``: a text that the answer is expected to resemble, to draft from.
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
+    ``traceparent`` is the caller's trace context (W3C).
     """
 
     request_id: str
     text: str | None = None
+    prompt_ids: TokenIds | None = None
     messages: str | None = None
-    max_tokens: int
+    chat: ChatOptions = ChatOptions()
+    max_tokens: int | None
     stream: bool = False
+    echo: bool = False
     sampling: Sampling = Sampling()
     num_return_sequences: int = 1
     stop_words: tuple[str, ...] = ()
     include_stop: bool = False
+    stop_token_ids: TokenIds = ()
     bad_words: tuple[str, ...] = ()
     embedding_bias: tuple[tuple[str, float], ...] = ()
+    token_bias: tuple[tuple[int, float], ...] = ()
     end_id: int | None = None
     pad_id: int | None = None
     exclude_input_in_output: bool = True
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     speculation: SpeculationRequest = SpeculationRequest()
+    prediction: str | None = None
     timeout_s: float | None = None
     stream_interval: int = 1
     wants: Wants = Wants()
+    return_tokens: bool = False
     prompt_table_extra_id: int | None = None
+    traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
 
@@ -258,6 +313,17 @@ class Ending:
     speculation: SpeculationCounts | None = None  # None: the request ran without it
 
 
+class TokenText(NamedTuple):
+    """One token with the bytes that it adds to the text; a character may be spread over several.
+
+    ``log_prob`` is ``None`` where it was not asked for, and of a prompt's tokens.
+    """
+
+    token_id: int
+    data: bytes
+    log_prob: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextChunk:
     """Text new since the last chunk of the same sequence, or all so far when accumulating.
@@ -265,6 +331,8 @@ class TextChunk:
     Scores belong to tokens whose whole text has left: ``log_probs`` are all of them so far (the
     wire's rule), ``generation_logits`` only those of this chunk. ``context_logits`` and
     ``metrics`` are on every chunk from the first that has them, as TensorRT-LLM sends them.
+    ``tokens`` are those whose whole text has left with this chunk, the echoed prompt's first;
+    ``None`` where they were not asked for.
     """
 
     text: str
@@ -273,5 +341,6 @@ class TextChunk:
     cum_log_prob: float | None = None
     context_logits: Array | None = None
     generation_logits: Sequence[Array] | None = None  # one row [vocab] per token
+    tokens: tuple[TokenText, ...] | None = None
     metrics: EngineMetrics | None = None
     ending: Ending | None = None

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.answer import Answer, TextRules, too_late
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import EngineError, Unsupported
@@ -26,6 +29,7 @@ from trtllm_bls.messages import (
     TextRequest,
 )
 from trtllm_bls.prompts import Prompt, PromptMaker
+from trtllm_bls.request_stats import RequestRecord, RequestStats
 from trtllm_bls.tokenizer import Tokenizer
 
 if sys.version_info >= (3, 11):
@@ -35,6 +39,7 @@ else:
 
 
 _GREEDY = Sampling()  # of nearly every request that asks for nothing
+_UNKNOWN_ROOM = 1024  # tokens, where neither the request nor the engine has a limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,8 @@ class Defaults:
     skip_special_tokens: bool = True
     accumulate: bool = False
     timeout_s: float | None = None  # None: as long as it takes
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    expose_kv_cache_metrics: bool = False
 
 
 class TextSink(Protocol):
@@ -61,34 +68,83 @@ class TextSink(Protocol):
         """Take a chunk; never waits. Several may come in a row, one per sequence."""
 
 
-class Orchestrator:
-    """Serves any number of requests at once on one event loop; usable in any process."""
+def _ignore(stats: RequestStats) -> None:
+    pass
 
-    def __init__(self, tokenizer: Tokenizer, engine: Engine, defaults: Defaults) -> None:
+
+class Orchestrator:
+    """Serves any number of requests at once on one event loop; usable in any process.
+
+    ``on_end`` is given the figures of each request once it is over, also of a refused one.
+    ``admission``: how many sequences may run and wait; ``None`` = any number.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        defaults: Defaults,
+        *,
+        on_end: Callable[[RequestStats], None] = _ignore,
+        admission: Admission | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
         self._engine = engine
         self._defaults = defaults
+        self._admission = admission
+        self._on_end = on_end
+        self._open: set[RequestRecord] = set()
+
+    def load(self) -> tuple[int, int]:
+        """Requests that run in the engine, and that wait to be given to it; from any thread."""
+        records = self._open.copy()
+        running = sum(record.running for record in records)
+        return running, len(records) - running
+
+    def refused(self, request_id: str, error: Exception) -> None:
+        """A request was refused before it could be run: it counts as one that was."""
+        self._on_end(RequestStats.of_refusal(request_id, error))
 
     async def run(self, request: TextRequest, sink: TextSink) -> None:
         """Send the chunks of every sequence; each sequence's last one has its ``ending``.
 
         A streaming request gets text as soon as it is certain, any other one chunk per sequence.
         Where a stream that has begun fails or is cancelled, its last chunks say so and the error
-        follows. Raises ``InvalidRequest`` and what the engine raises. By the time that ``run``
-        has ended, however it ends, the engine's work has ended.
+        follows. Raises ``InvalidRequest``, ``Overloaded`` and what the engine raises. By the time
+        that ``run`` has ended, however it ends, the engine's work has ended. Whoever cancels it
+        says why, by a ``CancelCause`` as the message of ``Task.cancel``.
         """
-        _refuse(request)
+        record = RequestRecord(request, sink, asyncio.get_running_loop().time)
+        self._open.add(record)
+        try:
+            await self._run(request, record)
+        except BaseException as error:
+            self._over(record, error)
+            raise
+        self._over(record)
+
+    def _over(self, record: RequestRecord, error: BaseException | None = None) -> None:
+        self._open.discard(record)
+        self._on_end(record.stats(error))
+
+    async def _run(self, request: TextRequest, sink: RequestRecord) -> None:
+        self._refuse(request)
         request = _with_seed(request)
         deadline = self._deadline(request)
         answer: Answer | None = None
         stream: ChunkStream | None = None
         try:
-            async with timeout_at(deadline):
+            async with timeout_at(deadline), self._place(request):
                 limits = await self._engine.limits()
                 prompt = await self._prompt(request, limits)
-                answer = self._answer(request, prompt, limits)
-                stream = self._engine.generate(self._engine_request(request, prompt, deadline))
+                max_tokens = self._max_tokens(request, prompt, limits)
+                asked = self._engine_request(request, prompt, max_tokens)
+                if request.wants.context_logits or request.wants.generation_logits:
+                    self._defaults.limits.check_logits(asked.logit_rows(limits), limits.vocab_size)
+                answer = self._answer(request, prompt, limits, max_tokens)
+                sink.begin(len(prompt.ids), answer)
+                stream = self._engine.generate(asked)
                 await _drive(stream, answer, sink)
                 if not answer.done:
                     raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
@@ -106,6 +162,24 @@ class Orchestrator:
             if reason is not FinishReason.TIMEOUT:
                 raise
 
+    def _refuse(self, request: TextRequest) -> None:
+        """What a text stream cannot honour is refused by name, never ignored."""
+        beams = request.sampling.beam_width or 1
+        if beams > 1:
+            problem = f"{beams}: beams rewrite text that has left; send num_return_sequences"
+            raise Unsupported("beam_width", problem)
+        limits = self._defaults.limits
+        for name, text in (("text_input", request.text), ("messages", request.messages)):
+            limits.check_text_bytes(name, len(text or ""))  # bytes are no fewer
+        limits.check_output_tokens("max_tokens", request.max_tokens or 0)
+        if request.timeout_s is not None:
+            limits.check_timeout("timeout_ms", request.timeout_s)
+
+    def _place(self, request: TextRequest) -> AbstractAsyncContextManager[None]:
+        if self._admission is None:
+            return nullcontext()
+        return self._admission.place(request.num_return_sequences)
+
     def _deadline(self, request: TextRequest) -> float | None:
         seconds = self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
         return None if seconds is None else asyncio.get_running_loop().time() + seconds
@@ -116,20 +190,35 @@ class Orchestrator:
             return await asyncio.to_thread(self._prompts.make, request, longest)
         return self._prompts.make(request, longest)
 
-    def _answer(self, request: TextRequest, prompt: Prompt, limits: EngineLimits) -> Answer:
+    def _max_tokens(self, request: TextRequest, prompt: Prompt, limits: EngineLimits) -> int:
+        """As many as the request allows; all that fit and may be asked for where it is open."""
+        if request.max_tokens is not None:
+            return request.max_tokens
+        room = _UNKNOWN_ROOM
+        if limits.max_sequence_tokens is not None:
+            room = limits.max_sequence_tokens - len(prompt.ids)
+        most = self._defaults.limits.max_output_tokens
+        return room if most is None else min(room, most)
+
+    def _answer(
+        self, request: TextRequest, prompt: Prompt, limits: EngineLimits, max_tokens: int
+    ) -> Answer:
+        # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is spelled.
+        whole_with_prompt = not (request.stream or request.exclude_input_in_output)
         rules = TextRules(
             prompt_tokens=len(prompt.ids),
-            max_tokens=request.max_tokens,
+            max_tokens=max_tokens,
             min_tokens=request.sampling.min_tokens or 0,
             end_ids=frozenset(prompt.end_ids),
             stop_words=request.stop_words,
             stop_sequences=prompt.stop_sequences,
             include_stop=request.include_stop,
-            # As in TensorRT-LLM's own models, a stream never repeats the prompt.
-            echo_ids=() if request.stream or request.exclude_input_in_output else prompt.ids,
+            echo_ids=prompt.ids if request.echo or whole_with_prompt else (),
             accumulate=self._defaults.accumulate,
             seed=request.sampling.seed,
             max_sequence_tokens=limits.max_sequence_tokens,
+            expose_kv_cache_metrics=self._defaults.expose_kv_cache_metrics,
+            return_tokens=request.return_tokens,
         )
         skip = self._defaults.skip_special_tokens
         if request.skip_special_tokens is not None:
@@ -141,14 +230,15 @@ class Orchestrator:
         return Answer(request, rules, detokenizers)
 
     def _engine_request(
-        self, request: TextRequest, prompt: Prompt, deadline: float | None
+        self, request: TextRequest, prompt: Prompt, max_tokens: int
     ) -> EngineRequest:
-        # In one piece only where no text and no clock can end it half-way.
-        watched = request.stop_words or request.sampling.min_tokens or deadline is not None
+        # In one piece only where neither text nor the caller's own time limit can end it half-way.
+        timed = request.timeout_s is not None
+        watched = request.stop_words or request.sampling.min_tokens or timed
         return EngineRequest(
             request_id=request.request_id,
             input_ids=prompt.ids,
-            max_tokens=request.max_tokens,
+            max_tokens=max_tokens,
             streaming=bool(request.stream or watched),
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,
@@ -157,8 +247,9 @@ class Orchestrator:
             stop_sequences=prompt.engine_stops,
             bad_sequences=prompt.bad_sequences,
             embedding_bias=prompt.embedding_bias,
-            speculation=request.speculation,
+            speculation=_with_prediction(request.speculation, prompt),
             wants=request.wants,
+            traceparent=request.traceparent,
             extras=prompt.extras,
         )
 
@@ -193,13 +284,8 @@ def _with_seed(request: TextRequest) -> TextRequest:
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
 
 
-def _refuse(request: TextRequest) -> None:
-    """What a text stream cannot honour is refused by name, never ignored."""
-    beams = request.sampling.beam_width or 1
-    if beams > 1:
-        raise Unsupported(
-            "beam_width", f"{beams}: beams rewrite text that has left; send num_return_sequences"
-        )
+def _with_prediction(asked: SpeculationRequest, prompt: Prompt) -> SpeculationRequest:
+    return replace(asked, prediction=prompt.prediction) if prompt.prediction else asked
 
 
 def _longest_prompt(limits: EngineLimits) -> int | None:

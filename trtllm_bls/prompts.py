@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.errors import InvalidRequest, PromptTooLong
 from trtllm_bls.messages import Array, TextRequest, TokenIds
 from trtllm_bls.stopping import check_words, checked_stops
 from trtllm_bls.tokenizer import Tokenizer
 
 MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words; stop_words: stopping.MAX_STOPS
 MAX_WORD_CHARS = 256
+MAX_PREDICTION_CHARS = 1 << 20  # far more than an answer has
 
 # From here on a request's text is long: to tokenise it takes milliseconds.
 _LONG = 4096  # characters
@@ -33,7 +34,7 @@ class Prompt:
     empty for a word that only the text can show; ``engine_stops`` is what it is sent: these, and
     every end id but the first, since it takes only one. Both are empty with ``min_tokens``: an
     engine would stop at them before that. ``extras`` are the request's, with what they need to know
-    of each token.
+    of each token. ``prediction`` are the ids of the text that the answer may resemble.
     """
 
     ids: TokenIds
@@ -44,6 +45,7 @@ class Prompt:
     bad_sequences: tuple[TokenIds, ...]
     embedding_bias: tuple[tuple[int, float], ...]
     extras: Mapping[str, Array]
+    prediction: TokenIds = ()
 
     @property
     def end_id(self) -> int:
@@ -69,7 +71,12 @@ class PromptMaker:
             return True
         words = (*request.stop_words, *request.bad_words, *(word for word, _ in biased))
         prompt = request.text or request.messages or ""
-        return len(prompt) + number * _WORD + sum(map(len, words)) >= _LONG
+        tools = request.chat.tools or ""
+        prediction = request.prediction or ""
+        return (
+            len(prompt) + len(tools) + len(prediction) + number * _WORD + sum(map(len, words))
+            >= _LONG
+        )
 
     def make(self, request: TextRequest, max_prompt_tokens: int | None = None) -> Prompt:
         """Raises ``InvalidRequest`` naming the field.
@@ -103,17 +110,32 @@ class PromptMaker:
             bad_sequences=tuple(
                 ids for word in bad_words for ids in self._tokenizer.word_variants(word)
             ),
-            embedding_bias=tuple(
-                (token, weight) for word, weight in bias for token in self._tokenizer.word_ids(word)
+            embedding_bias=(
+                *((id_, weight) for word, weight in bias for id_ in self._tokenizer.word_ids(word)),
+                *request.token_bias,
             ),
             extras=self._extras(request, ids),
+            prediction=self._prediction(request),
         )
 
     def end_ids(self, request: TextRequest) -> TokenIds:
-        """The request's end id if it names one (-1 = none), else all of the model's."""
-        if request.end_id is None:
-            return self._tokenizer.end_ids
-        return () if request.end_id < 0 else (request.end_id,)
+        """The request's end id if it names one (-1 = none), else all of the model's.
+
+        With the request's ``stop_token_ids``.
+        """
+        ends = self._tokenizer.end_ids
+        if request.end_id is not None:
+            ends = () if request.end_id < 0 else (request.end_id,)
+        return tuple(dict.fromkeys((*ends, *request.stop_token_ids)))
+
+    def _prediction(self, request: TextRequest) -> TokenIds:
+        text = request.prediction
+        if not text:
+            return ()
+        if len(text) > MAX_PREDICTION_CHARS:
+            problem = f"{len(text)} characters; at most {MAX_PREDICTION_CHARS} are allowed"
+            raise InvalidRequest("prediction", problem)
+        return self._tokenizer.encode(text, add_special_tokens=False, field="prediction")
 
     def _extras(self, request: TextRequest, ids: TokenIds) -> Mapping[str, Array]:
         """With the prompt table's id at each token that stands for one of its rows.
@@ -129,6 +151,8 @@ class PromptMaker:
         return {**request.extras, "prompt_table_extra_ids": rows}
 
     def _ids(self, request: TextRequest, most: int | None) -> TokenIds:
+        if request.prompt_ids is not None:
+            return self._given_ids(request.prompt_ids, most)
         if (request.text is None) == (request.messages is None):
             raise InvalidRequest("text_input", "send either text_input or messages, exactly one")
         add_special = request.add_special_tokens
@@ -136,7 +160,11 @@ class PromptMaker:
             add_special = self._add_special_tokens
         field = "text_input" if request.messages is None else "messages"
         if request.messages is not None:
-            text = self._tokenizer.render_chat(_conversation(request.messages))
+            text = self._tokenizer.render_chat(
+                _parsed("messages", request.messages),
+                request.chat,
+                None if request.chat.tools is None else _parsed("tools", request.chat.tools),
+            )
             add_special = False  # the template writes them
         else:
             text = request.text or ""
@@ -151,18 +179,29 @@ class PromptMaker:
             _check_length(field, len(ids), most)
         return ids
 
+    def _given_ids(self, ids: TokenIds, most: int | None) -> TokenIds:
+        field, size = "prompt_ids", self._tokenizer.model_vocab_size
+        if not ids:
+            raise InvalidRequest(field, "is empty; send at least one token")
+        if most is not None:
+            _check_length(field, len(ids), most)
+        wrong = next((token for token in ids if not 0 <= token < size), None)
+        if wrong is not None:
+            raise InvalidRequest(field, f"{wrong} is not a token id; they are 0 to {size - 1}")
+        return ids
+
 
 def _check_length(field: str, tokens: int, most: int, bound: str = "") -> None:
     if tokens > most:
         takes = f"the model takes at most {most} so that one new token fits"
-        raise InvalidRequest(field, f"{bound}{tokens} tokens; {takes}")
+        raise PromptTooLong(field, f"{bound}{tokens} tokens; {takes}")
 
 
-def _conversation(text: str) -> Any:
+_EXAMPLES = {"messages": '[{"role": "user", "content": "..."}]', "tools": "a list of functions"}
+
+
+def _parsed(field: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(
-            "messages",
-            f'not JSON ({error}); send [{{"role": "user", "content": "..."}}]',
-        ) from None
+        raise InvalidRequest(field, f"not JSON ({error}); send {_EXAMPLES[field]}") from None

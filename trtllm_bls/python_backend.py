@@ -24,19 +24,20 @@ import logging
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
+from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, printable, to_wire
+from trtllm_bls.request_stats import CancelCause
 
 SENDERS = 4  # threads; each waits for the server most of its time
 # Asking for a caller costs a round trip, so all calls share so many questions: each is asked every
 # 50 ms while there are at most 60 calls, and every 250 ms while there are 300.
 WATCH_SECONDS, WATCHED_AT_ONCE = 0.05, 60
+_MAX_ID = 128  # characters of a client's id in a log line
 _FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 5.0  # where every send fails; doubled
 
@@ -79,11 +80,13 @@ class Call:
         self.abandoned = False  # nobody takes its answer any more
         self.client_id: str = request.request_id()
         # Unique in this process, whatever ids clients choose; it names the call in log lines.
-        self.id = f"{self.client_id or 'request'}-{next(self._numbers)}"
+        self.id = f"{printable(self.client_id, _MAX_ID) or 'request'}-{next(self._numbers)}"
         self.arrays: _Arrays = MappingProxyType({})
+        self.parameters = "{}"  # of the request, as JSON
 
     def read(self, request: Any) -> None:
         """Copy the inputs: Triton may free its own any time."""
+        self.parameters = request.parameters()
         self.arrays = MappingProxyType(
             {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
         )
@@ -301,6 +304,11 @@ class RequestServer:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that all requests run on."""
+        return self._loop
+
     def accept(self, requests: Iterable[Any]) -> None:
         """Take requests from Triton's ``execute``; returns at once."""
         for request in requests:
@@ -335,12 +343,8 @@ class RequestServer:
         """How many responses have been made so far, errors left out; any thread may ask."""
         return self._senders.responses
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        """Run ``work`` on the event loop, for another thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        self.begin(work).result()
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _start(self, call: Call) -> None:
         task = self._loop.create_task(self._answer(call))
@@ -368,7 +372,7 @@ class RequestServer:
         tasks = list(self._open)
         for task, call in self._open.items():
             if not call.abandoned:
-                task.cancel()
+                task.cancel(CancelCause.SHUTDOWN.value)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _watch(self) -> None:
@@ -387,7 +391,7 @@ def _abandon(task: asyncio.Task[None], call: Call) -> None:
     """Cancel the task of a call, once: a second cancellation would hit its clean-up."""
     if not call.abandoned:
         call.abandoned = True
-        task.cancel()
+        task.cancel(CancelCause.CALLER_LEFT.value)
 
 
 def answer_each(
@@ -403,7 +407,7 @@ def _answered(pb_utils: Any, request: Any, answer: Callable[[_Arrays], _Arrays])
     try:
         arrays = answer({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
     except Exception as error:
-        failure = as_triton_error(pb_utils, error, request.request_id() or "request")
+        failure = as_triton_error(pb_utils, error, printable(request.request_id(), _MAX_ID))
         return pb_utils.InferenceResponse([], error=failure)
     wanted = request.requested_output_names()
     tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in wanted]

@@ -8,6 +8,7 @@ and memory. Text comes out of ids by ``detokenizer``; this module must not know 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -23,10 +24,12 @@ from typing import Any, TypeVar
 from trtllm_bls.checkpoint_dir import check_tokenizer
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
 from trtllm_bls.errors import InvalidRequest, TokenizerError
+from trtllm_bls.messages import ChatOptions
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_PLAIN_CHAT = ChatOptions()
 _MAX_ID = 2**31 - 1  # ids are int32 on the wire
 
 
@@ -176,24 +179,44 @@ class Tokenizer:
         return None if self._backend is None else _most_characters(self._backend)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions = _PLAIN_CHAT,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt for ``messages`` by the model's own chat template.
 
         The template spells all special tokens: encode the prompt without adding any. Raises
-        ``InvalidRequest`` on ``messages`` if there is no template, or it refuses them.
+        ``InvalidRequest`` on ``messages`` if there is no template, or it refuses them, and on
+        ``chat_template_kwargs`` for variables that are none of a template.
         """
         if not self._hf.chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send text_input")
         _check_messages(messages)
+        self._check_variables(options.variables)
+        further: dict[str, Any] = {**options.variables}
+        if options.continue_final_message:
+            further["continue_final_message"] = True
         try:
             prompt = self._hf.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tools=None if tools is None else list(tools),
+                add_generation_prompt=options.add_generation_prompt,
+                tokenize=False,
+                **further,
             )
         except Exception as error:  # a template is a program: it may raise anything
             problem = f"the chat template refuses them: {_one_line(error)}"
             raise InvalidRequest("messages", problem) from error
         return str(prompt)
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        """What would be an argument of transformers' own, as another template, is no variable."""
+        own = inspect.signature(self._hf.apply_chat_template).parameters
+        wrong = sorted({"messages", *own} & variables.keys())
+        if wrong:
+            problem = f"{wrong[0]} cannot be set; name variables of the chat template"
+            raise InvalidRequest("chat_template_kwargs", problem)
 
     # --- ids to text ---
 

@@ -19,6 +19,7 @@ import pytest
 
 from tests.helpers.small_tokenizers import MAKERS, directory
 from trtllm_bls.errors import InvalidRequest, TokenizerError
+from trtllm_bls.messages import ChatOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -300,7 +301,7 @@ def test_messages_become_the_models_own_prompt(bytes_made: Tokenizer) -> None:
     """The template of the directory decides; the answer's beginning is added on request."""
     messages = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho!"}]
     said = "<|user|>Hi?</s><|assistant|>Ho!</s>"
-    assert bytes_made.render_chat(messages, add_generation_prompt=False) == said
+    assert bytes_made.render_chat(messages, ChatOptions(add_generation_prompt=False)) == said
     assert bytes_made.render_chat(messages) == said + "<|assistant|>"
 
 

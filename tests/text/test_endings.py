@@ -84,18 +84,20 @@ def test_an_answer_ends_with_what_there_is_when_its_time_is_up(stream: bool, sai
 
 
 def test_a_deployments_time_limit_is_for_requests_that_name_none() -> None:
-    """A request's own goes before it."""
+    """A request's own goes before it. An answer in one piece has no text by then."""
 
     async def scenario(clock: Clock) -> None:
         engine = saying("one two three")
         engine.fault = Fault(after_tokens=2)
         defaults = Defaults(timeout_s=1)
         own = asyncio.create_task(read(engine, asking(timeout_s=9), defaults=defaults))
-        theirs = asyncio.create_task(read(engine, asking(), defaults=defaults))
-        while len(engine.requests) < 2:
+        theirs = asyncio.create_task(read(engine, asking(stream=True), defaults=defaults))
+        whole = asyncio.create_task(read(engine, asking(), defaults=defaults))
+        while len(engine.requests) < 3:
             await settle()
         clock.now = 2
         assert ending(await theirs) == (FinishReason.TIMEOUT, None, 2)
+        assert ending(await whole) == (FinishReason.TIMEOUT, None, 0)
         assert not own.done()
         clock.now = 10
         assert ending(await own)[0] is FinishReason.TIMEOUT

@@ -17,6 +17,7 @@ from trtllm_bls.errors import (
     TrtllmBlsError,
     Unsupported,
     from_wire,
+    printable,
     to_wire,
 )
 
@@ -81,3 +82,28 @@ def test_text_of_other_engines_is_an_engine_error(text: str, message: str) -> No
 def test_a_message_of_many_lines_leaves_as_one() -> None:
     """Streams and logs are read by line."""
     assert to_wire(EngineError("a\n  b\tc")) == "INTERNAL: a b c"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain é 漢 🙂", "plain é 漢 🙂"),
+        ("two\nlines\r\tand more", "two lines and more"),
+        ("\x1b[2Jgone\x07", r"\x1b[2Jgone\x07"),
+        ("\u202etfel", r"\u202etfel"),
+        ("\x00\x85\u2028", r"\x00"),
+    ],
+)
+def test_what_callers_send_moves_no_cursor(text: str, shown: str) -> None:
+    """No second line in a log, no code for a terminal, no text that runs the other way."""
+    assert printable(text) == shown
+    assert to_wire(InvalidRequest("id", text)) == f"INVALID_ARG: id: {shown}"
+
+
+def test_a_long_text_keeps_its_ends() -> None:
+    """Five million characters of a client's are not five megabytes of log."""
+    text = printable(f"field: '{'x' * 5_000_000}' is not allowed")
+    assert len(text) <= 2000
+    assert text.startswith("field: 'xx") and text.endswith("xx' is not allowed")
+    assert "characters left out" in text
+    assert len(printable("\x1b" * 5_000_000, 100)) <= 100

@@ -178,11 +178,15 @@ def test_whether_the_model_streams_is_read_from_its_transaction_policy(tmp_path:
 
 # A value that is neither the default nor what is shipped.
 OTHER = {
+    "log_requests": "false",
+    "log_format": "json",
+    "log_prompts": "true",
     "accumulate_tokens": "true",
     "add_special_tokens": "false",
     "draft_source": "ngram",
     "engine_transport": "bls",
     "exclude_input_in_output": "true",
+    "expose_kv_cache_metrics": "true",
     "overlap_drafts": "on",
     "skip_special_tokens": "false",
 }

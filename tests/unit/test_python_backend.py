@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import random
+import sys
 import threading
 from typing import Any
 
@@ -290,3 +291,31 @@ def test_what_loading_made_is_never_collected_again() -> None:
     with opened(FakeTriton(), handle):
         assert gc.get_freeze_count() > 0
     gc.unfreeze()
+
+
+def test_a_log_record_is_one_whatever_a_caller_wrote() -> None:
+    """No line of it begins like another record, and no terminal obeys it."""
+    triton = FakeTriton()
+    handler = TritonLogHandler(triton, "bls")
+    try:
+        raise ValueError("I1121 forged\nI1121 \x1b[31mforged")
+    except ValueError:
+        found = sys.exc_info()
+    message = "id\nI1121 forged \x1b[2J %s"
+    handler.emit(
+        logging.LogRecord("trtllm_bls", logging.ERROR, "", 0, message, ("x" * 9999,), found)
+    )
+    ((_, text),) = triton.lines
+    first, *more = text.split("\n")
+    assert first.startswith("[bls] id") and len(first) < 2100
+    assert more and all(line.startswith("    ") for line in more)
+    assert "\x1b" not in text and r"\x1b[31m" in text
+
+
+def test_an_id_of_a_caller_is_short_and_plain_in_errors_and_logs() -> None:
+    """The call keeps what it needs to be told from others."""
+    triton = FakeTriton()
+    ask = triton.ask(ONE, "number", id="\x1b[2J\n" + "x" * 5_000_000)
+    call = call_of(ask, triton)
+    assert call.id.startswith(r"\x1b[2J xxx") and len(call.id) < 200
+    assert call.client_id == ask.request_id()

@@ -161,6 +161,14 @@ class ByteTableDetokenizer:
         bytes_of = self._bytes_of
         return self._decode(b"".join([bytes_of[token_id] for token_id in token_ids]))
 
+    def feed_one(self, token_id: int) -> tuple[str, bytes]:
+        """The same of one id, and its bytes, of which the beginning of a text may lose spaces."""
+        before, begun = self._held, self._begun
+        text = self.feed((token_id,))
+        if begun or _REPLACEMENT in text:
+            return text, self._bytes_of[token_id]
+        return text, (text.encode() + self._held)[len(before) :]
+
     def flush(self) -> str:
         """The text held back: U+FFFD for a character that was never finished."""
         return self._decode(b"", final=True)

@@ -41,5 +41,8 @@ class Detokenizer(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids make certain; a character comes with the id that ends it."""
 
+    def feed_one(self, token_id: int) -> tuple[str, bytes]:
+        """The same of one id, and the bytes that it stands for in the text."""
+
     def flush(self) -> str:
         """The text held back, as it stands; ends the sequence."""

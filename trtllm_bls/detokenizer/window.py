@@ -57,6 +57,11 @@ class WindowDetokenizer:
         blocks = range(0, len(with_text), _BLOCK)
         return "".join([self._feed_block(with_text[begin : begin + _BLOCK]) for begin in blocks])
 
+    def feed_one(self, token_id: int) -> tuple[str, bytes]:
+        """The same of one id, and the text's bytes: what a part of a character is, is unknown."""
+        text = self.feed((token_id,))
+        return text, text.encode()
+
     def _feed_block(self, token_ids: list[int]) -> str:
         """As ``_feed_one`` for each; sound text costs a few decodes, not two for each id."""
         ids = self._ids + token_ids

@@ -5,8 +5,13 @@
 reads a model's own at load. ``python -m trtllm_bls.parameters`` prints ``docs/parameters.md``.
 """
 
-from trtllm_bls.parameters.kinds import is_true
-from trtllm_bls.parameters.reading import BlsParameters, EngineParameters, Parameters
+from trtllm_bls.parameters.kinds import Parameter, is_true
+from trtllm_bls.parameters.reading import (
+    BlsParameters,
+    EngineParameters,
+    Parameters,
+    request_limits,
+)
 from trtllm_bls.parameters.table import (
     DRAFT_MODEL_DIR,
     ENGINE_FACTS,
@@ -16,7 +21,6 @@ from trtllm_bls.parameters.table import (
     STATUS_DIR,
     TABLE,
     THREADS,
-    Parameter,
     check,
     rows_of,
     suggestion,
@@ -37,6 +41,7 @@ __all__ = [
     "Parameters",
     "check",
     "is_true",
+    "request_limits",
     "rows_of",
     "suggestion",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from trtllm_bls.parameters.table import ENGINE_FACTS, Parameter, rows_of
+from trtllm_bls.parameters.kinds import Parameter
+from trtllm_bls.parameters.table import ENGINE_FACTS, rows_of
 
 _INTRODUCTION = """\
 # Parameters

@@ -1,4 +1,4 @@
-"""What a parameter's value may be, and how its text is read."""
+"""What a parameter is: its models, what its value may be, and how its text is read."""
 
 from __future__ import annotations
 
@@ -24,6 +24,30 @@ class Kind:
     parse: Callable[[str], Any]
 
 
+@dataclass(frozen=True)
+class Parameter:
+    """One row: a parameter of ``models``.
+
+    ``default`` holds where a configuration does not have the key. ``shipped`` is the value in the
+    checked-in ``config.pbtxt`` where that is another. ``env`` names the variable that overrides
+    both. An empty default of a directory or file that is not ``optional`` means it must be given.
+    """
+
+    key: str
+    models: tuple[str, ...]
+    kind: Kind
+    default: str
+    meaning: str
+    env: str = ""
+    shipped: str | None = None
+    optional: bool = False
+
+    @property
+    def in_file(self) -> str:
+        """The value in the checked-in configuration."""
+        return self.default if self.shipped is None else self.shipped
+
+
 def _flag(text: str) -> bool:
     if text.strip().lower() not in _TRUE | _FALSE:
         raise ValueError(text)
@@ -46,6 +70,16 @@ def count(least: int) -> Kind:
         return int(text)
 
     return Kind(f"a whole number of at least {least}", parse)
+
+
+def count_or_auto(least: int) -> Kind:
+    """The same, or the word ``auto``, which is read as ``None``."""
+    number = count(least)
+
+    def parse(text: str) -> int | None:
+        return None if text == "auto" else int(number.parse(text))
+
+    return Kind(f"{number.expected}, or auto", parse)
 
 
 def choice(*choices: str) -> Kind:

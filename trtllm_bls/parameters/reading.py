@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trtllm_bls.parameters.kinds import DIRECTORY, FILE
-from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, Parameter, error, parsed, rows_of
+from trtllm_bls.admission import RequestLimits
+from trtllm_bls.parameters.kinds import DIRECTORY, FILE, Parameter
+from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, error, parsed, rows_of
 
 
 class Parameters:
@@ -30,6 +31,8 @@ class Parameters:
         }
         decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._values["decoupled"] = str(decoupled)
+        groups = config.get("instance_group", [])
+        self.instances = max(1, sum(int(group.get("count", 1)) for group in groups))
 
     def read(self, rows: Iterable[Parameter]) -> dict[str, Any]:
         """The values by key, in the type of each row's kind. Raises ``SettingsError``.
@@ -86,12 +89,23 @@ class BlsParameters:
     tls_ca: Path | None = None  # None: no TLS
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    log_requests: bool = True
+    log_format: str = "logfmt"
+    log_prompts: bool = False
     repository: Path | None = None  # the model repository's directory, inside Triton
+    max_running: int = 256  # sequences
+    max_queued: int = 1024
+    max_queue_seconds: float = 60  # 0 = no limit
+    expose_kv_cache_metrics: bool = False
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
     @classmethod
     def read(cls, parameters: Parameters) -> BlsParameters:
         """Parse; raises ``SettingsError`` naming the key."""
         value = parameters.read(rows_of("tensorrt_llm_bls").values())
+        running, queued = value["max_running_requests"], value["max_queued_requests"]
+        if running is None:
+            running = max(1, value["max_streams"] // parameters.instances)
         return cls(
             tokenizer_dir=value["tokenizer_dir"],
             add_special_tokens=value["add_special_tokens"],
@@ -115,8 +129,30 @@ class BlsParameters:
             tls_ca=value["engine_tls_ca"],
             tls_cert=value["engine_tls_cert"],
             tls_key=value["engine_tls_key"],
+            log_requests=value["log_requests"],
+            log_format=value["log_format"],
+            log_prompts=value["log_prompts"],
             repository=parameters.repository,
+            max_running=running,
+            max_queued=4 * running if queued is None else queued,
+            max_queue_seconds=value["max_queue_seconds"],
+            expose_kv_cache_metrics=value["expose_kv_cache_metrics"],
+            limits=request_limits(value),
         )
+
+
+def request_limits(value: Mapping[str, Any]) -> RequestLimits:
+    """What a model's parameters say of one request; each model has some of the keys."""
+    sizes = {
+        key: value[key]
+        for key in ("max_request_bytes", "max_prompt_bytes", "max_logits_bytes")
+        if key in value
+    }
+    return RequestLimits(
+        max_output_tokens=value.get("max_output_tokens") or None,
+        max_timeout_s=value.get("max_timeout_seconds") or None,
+        **sizes,
+    )
 
 
 @dataclass(frozen=True)
@@ -125,6 +161,8 @@ class EngineParameters:
 
     model_dir: Path
     exclude_input: bool
+    expose_kv_cache_metrics: bool
+    limits: RequestLimits
     sizes: Mapping[str, int]  # fields of EmbeddedSettings that were set
 
     @classmethod
@@ -135,8 +173,13 @@ class EngineParameters:
         if is_draft:
             rows["model_dir"] = replace(rows["model_dir"], env=DRAFT_MODEL_DIR)
         value = parameters.read(rows.values())
+        limits = request_limits(value)
+        for key in ("max_request_bytes", "max_logits_bytes", "max_output_tokens"):
+            del value[key]
         return cls(
             model_dir=value.pop("model_dir"),
             exclude_input=value.pop("exclude_input_in_output"),
+            expose_kv_cache_metrics=value.pop("expose_kv_cache_metrics"),
+            limits=limits,
             sizes={key: size for key, size in value.items() if size},
         )

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.kinds import DIRECTORY, FILE, FLAG, NUMBER, TEXT, Kind, choice, count
+from trtllm_bls.parameters.kinds import (
+    DIRECTORY,
+    FILE,
+    FLAG,
+    NUMBER,
+    TEXT,
+    Parameter,
+    choice,
+    count,
+)
+from trtllm_bls.parameters.limits import LIMITS
 
 MODEL_DIR = "TRTLLM_BLS_MODEL_DIR"
 DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
@@ -16,31 +25,6 @@ GRPC_URL = "TRTLLM_BLS_GRPC_URL"
 MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
 THREADS = "TRTLLM_BLS_ENGINE_THREADS"
 STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One row: a parameter of ``models``.
-
-    ``default`` holds where a configuration does not have the key. ``shipped`` is the value in the
-    checked-in ``config.pbtxt`` where that is another. ``env`` names the variable that overrides
-    both. An empty default of a directory or file that is not ``optional`` means it must be given.
-    """
-
-    key: str
-    models: tuple[str, ...]
-    kind: Kind
-    default: str
-    meaning: str
-    env: str = ""
-    shipped: str | None = None
-    optional: bool = False
-
-    @property
-    def in_file(self) -> str:
-        """The value in the checked-in configuration."""
-        return self.default if self.shipped is None else self.shipped
-
 
 _BLS, _ENGINE = ("tensorrt_llm_bls",), ("tensorrt_llm",)
 _PRE, _POST = ("preprocessing",), ("postprocessing",)
@@ -127,8 +111,8 @@ TABLE = (
         "request_timeout_seconds",
         _BLS,
         NUMBER,
-        "0",
-        "Time limit of a request that names none; 0 = no limit.",
+        "600",
+        "Time limit of a request that names none; 0 = `max_timeout_seconds`.",
     ),
     Parameter(
         "tensorrt_llm_model_name",
@@ -193,7 +177,7 @@ TABLE = (
         _BLS,
         count(1),
         "256",
-        "Requests that may run at once.",
+        "Requests that the connection to the engine and the server's threads are made for.",
         env=MAX_STREAMS,
     ),
     Parameter(
@@ -203,6 +187,27 @@ TABLE = (
         "",
         "Directory where the model tells what it does, and is asked to drain; empty = none.",
         env=STATUS_DIR,
+    ),
+    Parameter(
+        "log_requests",
+        _BLS,
+        FLAG,
+        "true",
+        "Log one line per request when it is over (docs/metrics.md).",
+    ),
+    Parameter(
+        "log_format",
+        _BLS,
+        choice("logfmt", "json"),
+        "logfmt",
+        "Form of that line.",
+    ),
+    Parameter(
+        "log_prompts",
+        _BLS,
+        FLAG,
+        "false",
+        "Log the prompt too, cut to 2000 characters.",
     ),
     Parameter(
         "decoupled",
@@ -274,6 +279,7 @@ TABLE = (
         "false",
         f"This is the draft model: its checkpoint follows `{DRAFT_MODEL_DIR}`.",
     ),
+    *LIMITS,
 )
 
 # What an engine's configuration tells the orchestrator. ``configure`` writes them for the C++

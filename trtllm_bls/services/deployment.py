@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 from typing import Any
 
+from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import Route, TritonEngine
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters
-from trtllm_bls.services.metrics import SpeculationMetrics
+from trtllm_bls.services.metrics import TritonMetrics
+from trtllm_bls.services.request_log import RequestLog
+from trtllm_bls.services.request_metrics import RequestMetrics
+from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.speculative import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
@@ -20,29 +25,59 @@ log = logging.getLogger(__name__)
 
 
 class Deployment:
-    """One orchestrator and the engines it owns.
+    """One orchestrator, the engines it owns, and the reports of its requests.
 
-    ``pb_utils`` are Triton's utilities inside a Python model, ``None`` elsewhere: then there are no
-    metrics of Triton's and engines are reached over gRPC alone. Raises ``SetupError``.
+    ``pb_utils`` are Triton's utilities inside a Python model, ``None`` elsewhere: then metrics are
+    kept in memory (``reports.metrics``) and engines are reached over gRPC alone. ``model_name``
+    labels the metrics. Raises ``SetupError``.
     """
 
-    def __init__(self, parameters: BlsParameters, pb_utils: Any = None) -> None:
-        tokenizer = load_tokenizer(parameters.tokenizer_dir)
-        self.engine = _engine(parameters, pb_utils, tokenizer)
+    def __init__(
+        self, parameters: BlsParameters, pb_utils: Any = None, model_name: str = "tensorrt_llm_bls"
+    ) -> None:
+        self.tokenizer = load_tokenizer(parameters.tokenizer_dir)
+        self.reports = _reports(parameters, pb_utils, model_name)
+        self.engine = _engine(parameters, pb_utils, self.tokenizer, self.reports)
         defaults = Defaults(
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
             accumulate=parameters.accumulate_tokens,
-            timeout_s=parameters.timeout_seconds or None,
+            timeout_s=_default_timeout(parameters),
+            limits=parameters.limits,
+            expose_kv_cache_metrics=parameters.expose_kv_cache_metrics,
         )
-        self.orchestrator = Orchestrator(tokenizer, self.engine, defaults)
+        admission = Admission(
+            parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
+        )
+        self.orchestrator = Orchestrator(
+            self.tokenizer,
+            self.engine,
+            defaults,
+            on_end=self.reports.add,
+            admission=admission,
+        )
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to report requests; they run on ``loop``."""
+        self.reports.start(loop, self.orchestrator.load)
 
     async def close(self) -> None:
-        """Close the engines."""
+        """Close the engines; the last reports are out on return."""
         await self.engine.close()
+        self.reports.close()
 
 
-def _engine(parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer) -> RoutingEngine:
+def _reports(parameters: BlsParameters, pb_utils: Any, model_name: str) -> RequestReports:
+    metrics = RequestMetrics() if pb_utils is None else TritonMetrics(pb_utils, model_name)
+    if not parameters.log_requests:
+        return RequestReports(metrics)
+    line = RequestLog(as_json=parameters.log_format == "json", prompts=parameters.log_prompts)
+    return RequestReports(metrics, [line.add])
+
+
+def _engine(
+    parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer, reports: RequestReports
+) -> RoutingEngine:
     route = Route(
         transport=parameters.transport,
         url=parameters.engine_url,
@@ -69,8 +104,14 @@ def _engine(parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer) -> R
         draft,
         options,
         by_default=source != "off",
-        on_end=SpeculationMetrics(pb_utils).add,
+        on_end=reports.add_speculation,
     )
+
+
+def _default_timeout(parameters: BlsParameters) -> float | None:
+    """Seconds; the longest that a request may name bounds one that names none, too."""
+    known = (parameters.timeout_seconds, parameters.limits.max_timeout_s)
+    return min((seconds for seconds in known if seconds), default=None)
 
 
 def _tls(parameters: BlsParameters) -> ssl.SSLContext | None:

@@ -10,6 +10,7 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest
@@ -19,11 +20,23 @@ from trtllm_bls.wire.engine_server import ChunkWriter, engine_requests, is_stop
 
 
 class EngineService:
-    """Answers calls with ``engine``; ``exclude_input`` is the model's default for that option."""
+    """Answers calls with ``engine``; ``exclude_input`` is the model's default for that option.
 
-    def __init__(self, engine: Engine, exclude_input: bool) -> None:
+    ``limits``: what a request may cost. ``expose_kv_cache_metrics``: tell how much of a prompt was
+    in the KV cache already.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        exclude_input: bool,
+        limits: RequestLimits | None = None,
+        expose_kv_cache_metrics: bool = False,
+    ) -> None:
         self._engine = engine
         self._exclude_input = exclude_input
+        self._limits = limits or RequestLimits()
+        self._expose = expose_kv_cache_metrics
         # By the client's request id; of several with one id only the newest can be stopped.
         self._running: dict[str, _RunningCall] = {}
 
@@ -36,7 +49,10 @@ class EngineService:
             if output not in call.wanted:  # upstream refuses too: padding could not be recognised
                 raise InvalidRequest(output, "must be among the requested outputs")
         limits = await self._engine.limits()
-        rows = engine_requests(call.arrays, call.id, limits.vocab_size)
+        rows = engine_requests(call.arrays, call.id, limits.vocab_size, self._limits)
+        for row in rows:
+            self._limits.check_output_tokens("request_output_len", row.request.max_tokens)
+            self._limits.check_logits(row.request.logit_rows(limits), limits.vocab_size)
         call.sequences = len(rows) * rows[0].request.num_return_sequences
         running = _RunningCall()
         for number, row in enumerate(rows):
@@ -85,6 +101,8 @@ class EngineService:
                 # One response after the other has been taken: in Triton 24.10 two of one stream
                 # that arrive together can stop a caller that uses the BLS API.
                 await call.ready()
+                if chunk.metrics is not None and not self._expose:
+                    chunk = replace(chunk, metrics=chunk.metrics.without_reuse())
                 sequences[chunk.sequence_index].add(chunk)
 
 

@@ -7,13 +7,15 @@ deadline what still runs ends with an error rather than with a broken connection
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
 import time
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from trtllm_bls.errors import Overloaded
 from trtllm_bls.python_backend import RequestServer
@@ -73,7 +75,7 @@ class Lifecycle:
             if deadline is not None:
                 self._drain(deadline, now)
             if turn is None or turn.done():
-                turn = self._server.begin(self._turn())
+                turn = self._begin(self._turn())
             if now - written >= WRITE_SECONDS or self._draining:
                 written = now
                 try:
@@ -85,7 +87,7 @@ class Lifecycle:
         if not self._draining:
             self._draining = True
             self._server.refusal = Overloaded("the server is shutting down; ask another one")
-            self._told = self._server.begin(self._drain_engine())
+            self._told = self._begin(self._drain_engine())
             running = self._server.running
             log.info("draining: %d requests run%s", len(running), _named(running))
         if not (self._told and self._told.done() and self._engine.settled):
@@ -94,7 +96,10 @@ class Lifecycle:
             self._cut = True
             if running := self._server.running:
                 log.warning("time is up for %d requests%s", len(running), _named(running))
-            self._server.begin(self._server.end_all())
+            self._begin(self._server.end_all())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(work, self._server.loop)
 
     async def _drain_engine(self) -> None:
         self._engine.drain()

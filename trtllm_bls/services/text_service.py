@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
 from trtllm_bls.orchestrator import Orchestrator
@@ -16,18 +17,30 @@ from trtllm_bls.wire.text import text_arrays, text_requests, with_callers_name
 class TextService:
     """Answers calls with ``orchestrator``; the rows of a batch run side by side.
 
-    ``decoupled``: the model may send any number of responses to one request.
+    ``decoupled``: the model may send any number of responses to one request. ``limits``: sizes of
+    inputs; ``None`` = any.
     """
 
-    def __init__(self, orchestrator: Orchestrator, *, decoupled: bool = True) -> None:
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        *,
+        decoupled: bool = True,
+        limits: RequestLimits | None = None,
+    ) -> None:
         self._orchestrator = orchestrator
+        self._limits = limits
         self._decoupled = decoupled
 
     async def handle(self, call: Call) -> None:
         """Answer one call; Triton's final flag is on the last chunk of the last sequence."""
-        requests = text_requests(call.arrays, call.id)
-        if not self._decoupled:
-            _check_single(requests)
+        try:
+            requests = text_requests(call.arrays, call.id, self._limits, call.parameters)
+            if not self._decoupled:
+                _check_single(requests)
+        except InvalidRequest as error:
+            self._orchestrator.refused(call.id, error)
+            raise
         call.sequences = sum(request.num_return_sequences for request in requests)
         if len(requests) == 1:
             await self._row(call, requests[0], None)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.messages import Array, TokenIds
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
@@ -20,14 +21,17 @@ from trtllm_bls.wire.words import pack_words
 class Preprocessor:
     """Text to token ids."""
 
-    def __init__(self, tokenizer: Tokenizer, add_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, add_special_tokens: bool, limits: RequestLimits | None = None
+    ) -> None:
         self._prompts = PromptMaker(tokenizer, add_special_tokens)
         self._pad_id = tokenizer.pad_id or 0
         self._vocab_size = tokenizer.model_vocab_size
+        self._limits = limits
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs for all batch rows; shorter rows are padded on the right."""
-        requests = prompt_requests(inputs)
+        requests = prompt_requests(inputs, self._limits)
         prompts = [self._prompts.make(request) for request in requests]
         return {
             "INPUT_ID": self._padded([prompt.ids for prompt in prompts]),
@@ -35,7 +39,7 @@ class Preprocessor:
             "BAD_WORDS_IDS": _word_lists([prompt.bad_sequences for prompt in prompts]),
             "STOP_WORDS_IDS": _word_lists([prompt.engine_stops for prompt in prompts]),
             "EMBEDDING_BIAS": self._bias(prompts),
-            "REQUEST_OUTPUT_LEN": _column([request.max_tokens for request in requests]),
+            "REQUEST_OUTPUT_LEN": _column([request.max_tokens or 0 for request in requests]),
             "OUT_END_ID": _column([prompt.end_id for prompt in prompts]),
             "OUT_PAD_ID": _column([prompt.pad_id or 0 for prompt in prompts]),
         }
@@ -58,13 +62,16 @@ class Preprocessor:
 class Postprocessor:
     """Token ids to text: every id of every sequence; it knows no stop words and no prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, limits: RequestLimits | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._limits = limits
         self._skip_special_tokens = skip_special_tokens
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """``OUTPUT`` ``[B * beams]``, as TensorRT-LLM's own model sends it."""
-        texts = [self._text(ids).encode("utf-8") for ids in sequence_ids(inputs)]
+        texts = [self._text(ids).encode("utf-8") for ids in sequence_ids(inputs, self._limits)]
         return {"OUTPUT": np.array(texts, dtype=np.object_)}
 
     def _text(self, ids: TokenIds) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from trtllm_bls.errors import printable
+
 
 class TritonLogHandler(logging.Handler):
     """Sends the package's log records to Triton's log, level kept."""
@@ -15,13 +17,27 @@ class TritonLogHandler(logging.Handler):
         self._model_name = model_name
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = f"[{self._model_name}] {self.format(record)}"
+        text = f"[{self._model_name}] {_one_record(self.format(record))}"
         if record.levelno >= logging.ERROR:
             self._logger.log_error(text)
         elif record.levelno >= logging.WARNING:
             self._logger.log_warn(text)
         else:
             self._logger.log_info(text)
+
+
+def _one_record(text: str) -> str:
+    """A message, and the lines of a traceback below it, none of which looks like another record.
+
+    Whatever a message quotes may come from a client.
+    """
+    first, *more = text.split("\n")
+    return "\n".join((printable(first), *(f"    {_indented(line)}" for line in more)))
+
+
+def _indented(line: str) -> str:
+    text = line.lstrip(" ")
+    return line[: len(line) - len(text)] + printable(text)
 
 
 def log_to_triton(pb_utils: Any, model_name: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import Array, Draft, EngineChunk, EngineRequest, TokenIds
@@ -30,13 +31,16 @@ def is_stop(arrays: Mapping[str, Array]) -> bool:
 
 
 def engine_requests(
-    arrays: Mapping[str, Array], request_id: str, vocab_size: int | None
+    arrays: Mapping[str, Array],
+    request_id: str,
+    vocab_size: int | None,
+    limits: RequestLimits | None = None,
 ) -> list[EngineCall]:
     """One call per batch row. Raises ``InvalidRequest`` naming the tensor.
 
     ``vocab_size``: the length an embedding bias must have; ``None`` where the engine is silent.
     """
-    rows = read_rows(ENGINE, arrays)
+    rows = read_rows(ENGINE, arrays, limits)
     # The wire's rule: with several rows, the first row's flag applies to all.
     streaming = bool(rows[0].get("streaming", False))
     return [_engine_call(row, request_id, streaming, vocab_size) for row in rows]

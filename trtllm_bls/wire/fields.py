@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.contract import ENGINE, Model, Tensor
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import Array, Sampling, Wants
@@ -19,6 +20,7 @@ from trtllm_bls.messages import Array, Sampling, Wants
 Fields = dict[str, Any]
 
 MAX_STRINGS = 1024  # of one row; to decode many more would hold up every other stream
+_MAX_WORD_BYTES = 1024  # of one of several; a word has at most 256 characters
 
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 _WANTS = tuple(field.name for field in fields(Wants))
@@ -34,11 +36,14 @@ _OPENED = {
 EXTRAS = tuple(tensor for tensor in ENGINE.inputs if tensor.key not in _OPENED)
 
 
-def read_rows(model: Model, arrays: Mapping[str, Array]) -> list[Fields]:
+def read_rows(
+    model: Model, arrays: Mapping[str, Array], limits: RequestLimits | None = None
+) -> list[Fields]:
     """The values of every batch row by field name; what was not sent is not in the dict.
 
     One-element tensors become ``int``/``float``/``bool``/``str``, STRING lists tuples of ``str``,
-    everything else stays an array without its batch dimension.
+    everything else stays an array without its batch dimension. Sizes are checked against
+    ``limits`` before anything is decoded.
     """
     known = [(tensor, arrays[tensor.name]) for tensor in model.inputs if tensor.name in arrays]
     if not known:
@@ -51,7 +56,32 @@ def read_rows(model: Model, arrays: Mapping[str, Array]) -> list[Fields]:
             raise InvalidRequest(
                 tensor.name, f"shape {list(array.shape)} does not have the batch size {rows}"
             )
+    if limits is not None:
+        _check_sizes(known, rows, limits)
     return [_read_row(known, row) for row in range(rows)]
+
+
+def _check_sizes(known: list[tuple[Tensor, Array]], rows: int, limits: RequestLimits) -> None:
+    total = 0
+    for tensor, array in known:
+        if tensor.dtype != "STRING":
+            total += array.nbytes
+            continue
+        _check_strings(tensor.name, array.size // rows)
+        for item in array.flat:
+            size = len(item)
+            total += size
+            if tensor.single:
+                limits.check_text_bytes(tensor.name, size)
+            elif size > _MAX_WORD_BYTES:
+                problem = f"one of {size} bytes; at most {_MAX_WORD_BYTES} are allowed"
+                raise InvalidRequest(tensor.name, problem)
+    limits.check_request_bytes(total)
+
+
+def _check_strings(name: str, number: int) -> None:
+    if number > MAX_STRINGS:
+        raise InvalidRequest(name, f"{number} strings; at most {MAX_STRINGS} are allowed")
 
 
 def _read_row(known: list[tuple[Tensor, Array]], row: int) -> Fields:
@@ -73,9 +103,7 @@ def _read_row(known: list[tuple[Tensor, Array]], row: int) -> Fields:
 def _read_value(tensor: Tensor, element: Any) -> Any:
     values = np.asarray(element).reshape(-1) if tensor.single else element
     if tensor.dtype == "STRING":
-        if np.size(values) > MAX_STRINGS:
-            problem = f"{np.size(values)} strings; at most {MAX_STRINGS} are allowed"
-            raise InvalidRequest(tensor.name, problem)
+        _check_strings(tensor.name, np.size(values))
         texts = tuple(_text(tensor.name, item) for item in np.asarray(values).reshape(-1))
         return _only(tensor, texts) if tensor.single else texts
     if not tensor.single:

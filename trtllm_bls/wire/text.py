@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import (
@@ -20,15 +24,40 @@ from trtllm_bls.messages import (
 from trtllm_bls.wire.fields import Fields, extras_of, read_rows, sampling_of, wants_of
 from trtllm_bls.wire.scores import metrics_arrays, score_arrays
 
+# W3C Trace Context: version, trace id, parent id, flags. What is not of this form is no context.
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
 
-def text_requests(arrays: Mapping[str, Array], request_id: str) -> list[TextRequest]:
-    """One request per batch row. Raises ``InvalidRequest`` naming the tensor."""
-    return [_text_request(row, request_id) for row in read_rows(BLS, arrays)]
+
+def text_requests(
+    arrays: Mapping[str, Array],
+    request_id: str,
+    limits: RequestLimits | None = None,
+    parameters: str = "{}",
+) -> list[TextRequest]:
+    """One request per batch row. ``parameters`` are Triton's of the request, as JSON.
+
+    Raises ``InvalidRequest`` naming the tensor.
+    """
+    requests = [_text_request(row, request_id) for row in read_rows(BLS, arrays, limits)]
+    if traceparent := _traceparent(parameters):
+        requests = [replace(request, traceparent=traceparent) for request in requests]
+    return requests
 
 
-def prompt_requests(arrays: Mapping[str, Array]) -> list[TextRequest]:
+def _traceparent(parameters: str) -> str | None:
+    if '"traceparent"' not in parameters:  # of nearly every request
+        return None
+    value = json.loads(parameters).get("traceparent")
+    return value if isinstance(value, str) and _TRACEPARENT.fullmatch(value) else None
+
+
+def prompt_requests(
+    arrays: Mapping[str, Array], limits: RequestLimits | None = None
+) -> list[TextRequest]:
     """The same of the inputs of ``preprocessing``, without an id."""
-    return [_text_request(row, "") for row in read_rows(PREPROCESSING, arrays)]
+    return [_text_request(row, "") for row in read_rows(PREPROCESSING, arrays, limits)]
 
 
 def _text_request(row: Fields, request_id: str) -> TextRequest:
@@ -56,6 +85,7 @@ def _text_request(row: Fields, request_id: str) -> TextRequest:
             draft_source=row.get("draft_source"),
             use_draft_logits=row.get("use_draft_logits", False),
         ),
+        prediction=row.get("prediction"),
         stream_interval=row.get("stream_interval", 1),
         timeout_s=row["timeout_ms"] / 1000 if "timeout_ms" in row else None,
         wants=wants_of(row),
@@ -94,12 +124,14 @@ def with_callers_name(error: InvalidRequest, request: TextRequest) -> InvalidReq
     return type(error)(name, error.problem)
 
 
-def sequence_ids(arrays: Mapping[str, Array]) -> list[TokenIds]:
+def sequence_ids(
+    arrays: Mapping[str, Array], limits: RequestLimits | None = None
+) -> list[TokenIds]:
     """The ids of each sequence given to ``postprocessing``, beam by beam, cut to its length.
 
     Raises ``InvalidRequest`` naming the tensor.
     """
-    return [ids for row in read_rows(POSTPROCESSING, arrays) for ids in _beams(row)]
+    return [ids for row in read_rows(POSTPROCESSING, arrays, limits) for ids in _beams(row)]
 
 
 def _beams(row: Fields) -> Iterator[TokenIds]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.parameters import Parameters, rows_of
+from trtllm_bls.parameters import Parameters, request_limits, rows_of
 from trtllm_bls.python_backend import answer_each
 from trtllm_bls.services.tokens import Postprocessor
 from trtllm_bls.services.triton_log import log_to_triton
@@ -22,6 +22,7 @@ class TritonPythonModel:
         self._service = Postprocessor(
             load_tokenizer(parameters["tokenizer_dir"]),
             parameters["skip_special_tokens"],
+            request_limits(parameters),
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:

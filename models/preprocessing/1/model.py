@@ -6,7 +6,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.parameters import Parameters, rows_of
+from trtllm_bls.parameters import Parameters, request_limits, rows_of
 from trtllm_bls.python_backend import answer_each
 from trtllm_bls.services.tokens import Preprocessor
 from trtllm_bls.services.triton_log import log_to_triton
@@ -20,7 +20,9 @@ class TritonPythonModel:
         log_to_triton(pb_utils, args["model_name"])
         parameters = Parameters(args).read(rows_of("preprocessing").values())
         tokenizer = load_tokenizer(parameters["tokenizer_dir"])
-        self._service = Preprocessor(tokenizer, parameters["add_special_tokens"])
+        self._service = Preprocessor(
+            tokenizer, parameters["add_special_tokens"], request_limits(parameters)
+        )
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return answer_each(pb_utils, requests, self._service.arrays)

@@ -22,7 +22,12 @@ class TritonPythonModel:
         parameters = EngineParameters.read(Parameters(args))
         settings = EmbeddedSettings(name=args["model_name"], **parameters.sizes)
         self._engine = EmbeddedEngine(parameters.model_dir, settings)
-        service = EngineService(self._engine, exclude_input=parameters.exclude_input)
+        service = EngineService(
+            self._engine,
+            parameters.exclude_input,
+            parameters.limits,
+            parameters.expose_kv_cache_metrics,
+        )
         self._server = RequestServer(pb_utils, service.handle, senders=1)
         self.execute = self._server.accept  # Triton calls it with its requests
 

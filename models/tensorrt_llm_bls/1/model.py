@@ -18,13 +18,18 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
         parameters = BlsParameters.read(Parameters(args))
-        self._deployment = Deployment(parameters, pb_utils)
-        service = TextService(self._deployment.orchestrator, decoupled=parameters.decoupled)
+        self._deployment = Deployment(parameters, pb_utils, args["model_name"])
+        service = TextService(
+            self._deployment.orchestrator,
+            decoupled=parameters.decoupled,
+            limits=parameters.limits,
+        )
         self._server = RequestServer(pb_utils, service.handle, decoupled=parameters.decoupled)
         self._lifecycle: Lifecycle | None = None
         if parameters.status_dir:
             engine = self._deployment.engine
             self._lifecycle = Lifecycle(self._server, engine, parameters.status_dir)
+        self._deployment.start(self._server.loop)
         self.execute = self._server.accept  # Triton calls it with its requests
 
     def finalize(self) -> None:

@@ -1,0 +1,128 @@
+"""How many sequences run and wait at once, and what becomes of the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.helpers.virtual_time import Clock, run_by_the_clock, run_skipping_waits, settle
+from trtllm_bls.admission import Admission
+from trtllm_bls.errors import InvalidRequest, Overloaded
+
+
+async def hold(admission: Admission, seconds: float = 10, sequences: int = 1) -> None:
+    async with admission.place(sequences):
+        await asyncio.sleep(seconds)
+
+
+def figures(admission: Admission) -> tuple[int, int]:
+    return admission.running, admission.queued
+
+
+def test_sequences_above_the_limit_wait_and_above_that_are_refused_at_once() -> None:
+    """The refusal says how many run and wait, and when to come back."""
+
+    async def scenario(clock: Clock) -> None:
+        admission = Admission(2, 1, None)
+        held = [asyncio.create_task(hold(admission)) for _ in range(3)]
+        await settle()
+        assert figures(admission) == (2, 1)
+        with pytest.raises(
+            Overloaded, match=r"^2 sequences run and 1 wait.*try again in about 1 s"
+        ):
+            await hold(admission)
+        clock.now = 10
+        await asyncio.gather(*held[:2])
+        assert figures(admission) == (1, 0)
+        clock.now = 20
+        await held[2]
+        assert figures(admission) == (0, 0)
+
+    run_by_the_clock(scenario)
+
+
+def test_a_refusal_tells_how_long_requests_take_here() -> None:
+    """Two that run 30 s each, and one that waits: another half a turn for each place."""
+
+    async def scenario() -> None:
+        admission = Admission(2, 1, None)
+        await hold(admission, seconds=30)
+        waiting = [asyncio.create_task(hold(admission)) for _ in range(3)]
+        await settle()
+        with pytest.raises(Overloaded, match="try again in about 30 s"):
+            await hold(admission)
+        await asyncio.gather(*waiting)
+
+    run_skipping_waits(scenario())
+
+
+def test_each_sequence_of_a_request_counts() -> None:
+    """Three take three places; more than there are would wait for ever and are refused by name."""
+
+    async def scenario() -> None:
+        admission = Admission(4, 4, None)
+        three = asyncio.create_task(hold(admission, sequences=3))
+        two = asyncio.create_task(hold(admission, sequences=2))
+        await settle()
+        assert figures(admission) == (3, 2)
+        with pytest.raises(InvalidRequest, match=r"^num_return_sequences: 5 .* at most 4"):
+            await hold(admission, sequences=5)
+        await asyncio.gather(three, two)
+
+    run_skipping_waits(scenario())
+
+
+def test_first_come_first_served() -> None:
+    """A small request does not overtake a large one that waits, so none waits for ever."""
+
+    async def scenario() -> None:
+        admission = Admission(2, 9, None)
+        order: list[int] = []
+
+        async def one(number: int, sequences: int) -> None:
+            async with admission.place(sequences):
+                order.append(number)
+                await asyncio.sleep(1)
+
+        sizes = [1, 2, 1, 2, 1]
+        await asyncio.gather(*(one(number, size) for number, size in enumerate(sizes)))
+        assert order == [0, 1, 2, 3, 4]
+
+    run_skipping_waits(scenario())
+
+
+def test_waiting_too_long_is_refused() -> None:
+    """After the queue's own limit, whatever time the request has left."""
+
+    async def scenario() -> None:
+        admission = Admission(1, 1, 5)
+        running = asyncio.create_task(hold(admission, seconds=60))
+        await settle()
+        with pytest.raises(Overloaded, match="waited 5 s"):
+            await hold(admission)
+        assert figures(admission) == (1, 0)
+        await running
+
+    run_skipping_waits(scenario())
+
+
+def test_a_caller_that_leaves_the_queue_frees_its_place() -> None:
+    """Also one that leaves in the moment in which it is admitted."""
+
+    async def scenario(clock: Clock) -> None:
+        admission = Admission(1, 2, 5)
+        running, first, second = (asyncio.create_task(hold(admission)) for _ in range(3))
+        await settle()
+        first.cancel()
+        await settle()
+        assert figures(admission) == (1, 1)
+        running.cancel()
+        await asyncio.wait({running})
+        assert figures(admission) == (1, 0), "the second one has the place, and has not run yet"
+        second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        assert figures(admission) == (0, 0)
+        await hold(admission, seconds=0)
+
+    run_by_the_clock(scenario)

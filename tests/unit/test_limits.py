@@ -1,0 +1,207 @@
+"""What a request may cost is checked before any work is done for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.scripted_text import Collected, asking, saying, tokenizer
+from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
+from trtllm_bls.admission import Admission, RequestLimits
+from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING
+from trtllm_bls.errors import InvalidRequest, Overloaded
+from trtllm_bls.messages import (
+    EngineLimits,
+    EngineMetrics,
+    EngineRequest,
+    FinishReason,
+    Sampling,
+    TextRequest,
+    Wants,
+)
+from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.wire.fields import read_rows
+
+SMALL = RequestLimits(max_prompt_bytes=10, max_request_bytes=100)
+
+
+class Untouched(bytes):
+    """Text that must not be decoded."""
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        raise AssertionError("decoded before its size was checked")
+
+
+def strings(*rows: list[bytes]) -> Any:
+    array = np.empty((len(rows), len(rows[0])), dtype=np.object_)
+    for row, items in enumerate(rows):
+        array[row] = items
+    return array
+
+
+@pytest.mark.parametrize(
+    ("model", "arrays", "says"),
+    [
+        (
+            BLS,
+            {"text_input": strings([Untouched(11)])},
+            "text_input: 11 bytes; at most 10 are allowed (parameter max_prompt_bytes)",
+        ),
+        (
+            BLS,
+            {"messages": strings([b"short"], [Untouched(11)])},
+            "messages: 11 bytes; at most 10 are allowed (parameter max_prompt_bytes)",
+        ),
+        (
+            BLS,
+            {"text_input": strings(*([Untouched(10)] for _ in range(11)))},
+            "inputs: 110 bytes; at most 100 are allowed (parameter max_request_bytes)",
+        ),
+        (
+            ENGINE,
+            {"input_ids": np.zeros((1, 26), np.int32)},
+            "inputs: 104 bytes; at most 100 are allowed (parameter max_request_bytes)",
+        ),
+        (
+            POSTPROCESSING,
+            {"TOKENS_BATCH": np.zeros((1, 1, 26), np.int32)},
+            "inputs: 104 bytes; at most 100 are allowed (parameter max_request_bytes)",
+        ),
+        (
+            BLS,
+            {"stop_words": strings([Untouched(1)] * 1025)},
+            "stop_words: 1025 strings; at most 1024 are allowed",
+        ),
+        (
+            BLS,
+            {"bad_words": strings([Untouched(1025)])},
+            "bad_words: one of 1025 bytes; at most 1024 are allowed",
+        ),
+    ],
+)
+def test_sizes_are_refused_before_anything_is_decoded(model: Any, arrays: Any, says: str) -> None:
+    """The refusal names the field, its size, the limit and the parameter that sets it."""
+    if says.startswith("stop_words"):
+        arrays = {"stop_words": arrays["stop_words"].reshape(1, -1)}
+    with pytest.raises(InvalidRequest) as raised:
+        read_rows(model, arrays, SMALL)
+    assert str(raised.value) == says
+
+
+def run(request: TextRequest, **more: Any) -> None:
+    engine = saying("one two three")
+    orchestrator = Orchestrator(tokenizer(), engine, Defaults(**more))
+    try:
+        asyncio.run(orchestrator.run(request, Collected()))
+    finally:
+        assert not engine.requests, "the engine was asked"
+
+
+def test_more_tokens_than_the_operator_allows_are_refused() -> None:
+    """Before the engine hears of them."""
+    limits = RequestLimits(max_output_tokens=99)
+    with pytest.raises(InvalidRequest, match=r"^max_tokens: 100 tokens; at most 99 .*max_output"):
+        run(asking(), limits=limits)
+
+
+def test_a_longer_time_than_the_operator_allows_is_refused() -> None:
+    """A caller cannot hold a place for a week."""
+    limits = RequestLimits(max_timeout_s=60)
+    with pytest.raises(InvalidRequest, match=r"^timeout_ms: 61 s is not .* 60 s .*max_timeout"):
+        run(asking(timeout_s=61), limits=limits)
+
+
+def test_logits_are_counted_before_they_are_computed() -> None:
+    """Those of the prompt and of every new token, for every sequence."""
+    wants = Wants(context_logits=True, generation_logits=True)
+    limits = RequestLimits(max_logits_bytes=1000)
+    with pytest.raises(
+        InvalidRequest, match=r"return_context_logits.*bytes of logits; at most 1000"
+    ):
+        run(asking(wants=wants, max_tokens=5), limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("more", "rows"),
+    [
+        ({}, 0),
+        ({"wants": Wants(generation_logits=True)}, 2 * 10),
+        ({"wants": Wants(context_logits=True), "streaming": False}, 2 * 3),
+        ({"wants": Wants(context_logits=True)}, 2 * 3 * 10),
+        ({"wants": Wants(generation_logits=True), "max_tokens": 1000}, 2 * 97),
+    ],
+)
+def test_a_stream_repeats_the_logits_of_its_prompt(more: Any, rows: int) -> None:
+    """No more tokens than the model's longest sequence has room for are counted."""
+    request = EngineRequest(
+        **{
+            "request_id": "r",
+            "input_ids": (1, 2, 3),
+            "max_tokens": 10,
+            "num_return_sequences": 2,
+            **more,
+        }
+    )
+    assert request.logit_rows(EngineLimits(max_sequence_tokens=100)) == rows
+
+
+def test_reused_blocks_are_not_told() -> None:
+    """New blocks would tell the same; how many there are in all depends on the caller alone."""
+    metrics = EngineMetrics(
+        kv_cache_alloc_new_blocks=1, kv_cache_reused_blocks=2, kv_cache_alloc_total_blocks=3
+    )
+    assert metrics.without_reuse() == EngineMetrics(kv_cache_alloc_total_blocks=3)
+
+
+@pytest.mark.parametrize("exposed", [False, True])
+def test_an_operator_may_have_reused_blocks_told(exposed: bool) -> None:
+    """``expose_kv_cache_metrics``; not as shipped."""
+    sink = Collected()
+    engine = saying("one two three")
+    defaults = Defaults(expose_kv_cache_metrics=exposed)
+    request = asking(wants=Wants(perf_metrics=True))
+    asyncio.run(Orchestrator(tokenizer(), engine, defaults).run(request, sink))
+    told = sink.chunks[-1].metrics
+    assert told is not None
+    assert (told.kv_cache_reused_blocks is not None) == exposed
+    assert told.kv_cache_alloc_total_blocks is not None
+
+
+def test_the_time_in_the_queue_is_part_of_the_requests_own() -> None:
+    """A request whose time is up while it waits ends as one whose time is up, and leaves."""
+
+    async def scenario(clock: Clock) -> None:
+        engine = saying("one two three")
+        admission = Admission(1, 1, None)
+        orchestrator = Orchestrator(tokenizer(), engine, Defaults(), admission=admission)
+        sink = Collected()
+        async with admission.place(1):
+            waiting = asyncio.create_task(orchestrator.run(asking(timeout_s=3), sink))
+            await settle()
+            with pytest.raises(Overloaded):
+                await orchestrator.run(asking(), Collected())
+            clock.now = 4
+            await waiting
+            assert (admission.running, admission.queued) == (1, 0)
+        assert not engine.requests
+        (chunk,) = sink.chunks
+        assert chunk.ending is not None
+        assert chunk.ending.finish_reason is FinishReason.TIMEOUT
+
+    run_by_the_clock(scenario)
+
+
+def test_a_refused_request_takes_no_place() -> None:
+    """What can be refused by looking at it is refused before it waits."""
+    admission = Admission(1, 0, None)
+    orchestrator = Orchestrator(tokenizer(), saying("one"), Defaults(), admission=admission)
+
+    async def scenario() -> None:
+        async with admission.place(1):
+            with pytest.raises(InvalidRequest, match="beam_width"):
+                await orchestrator.run(asking(sampling=Sampling(beam_width=2)), Collected())
+
+    asyncio.run(scenario())

@@ -1,0 +1,159 @@
+"""What is admitted before any work is done: how large a request may be, and how many run at once.
+
+The wire applies the limits of size to what has arrived, the orchestrator and the engine's service
+to what is asked for; each refusal names the field, its value, the limit and the parameter that sets
+it (``parameters/limits.py`` tells what they mean). How many run is one object per event loop. Pure
+asyncio; knows nothing of Triton or of engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from trtllm_bls.errors import InvalidRequest, Overloaded
+
+_LOGIT_BYTES = 4  # FP32
+_NEW = 0.2  # the part of the newest request in the average duration
+
+
+class Admission:
+    """Places for ``max_running`` sequences; up to ``max_queued`` more wait for one, in order.
+
+    A request of n sequences takes n places at once. ``max_queue_s``: how long, in seconds, a
+    request waits before it is refused; ``None`` = as long as its caller does.
+    """
+
+    def __init__(self, max_running: int, max_queued: int, max_queue_s: float | None) -> None:
+        self._max_running = max_running
+        self._max_queued = max_queued
+        self._max_queue_s = max_queue_s
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._average_s = 0.0  # how long a request runs
+        self.running = 0  # sequences
+        self.queued = 0
+
+    @asynccontextmanager
+    async def place(self, sequences: int) -> AsyncIterator[None]:
+        """Hold places for as long as the context is entered; waits for them before that.
+
+        Raises ``InvalidRequest`` for more sequences than may ever run at once, and ``Overloaded``
+        at once where as many wait as may, or after waiting too long.
+        """
+        if sequences > self._max_running:
+            problem = f"{sequences} is not allowed; at most {self._max_running} sequences run at"
+            raise InvalidRequest(
+                "num_return_sequences", f"{problem} once (parameter max_running_requests)"
+            )
+        if self._waiting or self.running + sequences > self._max_running:
+            await self._wait(sequences)
+        else:
+            self.running += sequences
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            yield
+        finally:
+            took = loop.time() - began
+            self._average_s += _NEW * (took - self._average_s) if self._average_s else took
+            self.running -= sequences
+            self._admit()
+
+    async def _wait(self, sequences: int) -> None:
+        """Return once the places are this request's."""
+        if self.queued + sequences > self._max_queued:
+            raise self._overloaded("as many as may (parameter max_queued_requests)")
+        loop = asyncio.get_running_loop()
+        entry = (loop.create_future(), sequences)
+        self._waiting.append(entry)
+        self.queued += sequences
+        timer = None
+        if self._max_queue_s is not None:
+            timer = loop.call_later(self._max_queue_s, self._give_up, entry[0])
+        try:
+            await entry[0]
+        except BaseException:
+            if entry in self._waiting:
+                self._leave(entry)
+            elif not entry[0].cancelled() and entry[0].exception() is None:
+                self.running -= sequences  # admitted, and cancelled before it went on
+            self._admit()
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _give_up(self, admitted: asyncio.Future[None]) -> None:
+        if not admitted.done():
+            waited = f"this one waited {self._max_queue_s:g} s (parameter max_queue_seconds)"
+            admitted.set_exception(self._overloaded(waited))
+
+    def _admit(self) -> None:
+        """Give free places to those that have waited longest."""
+        while self._waiting and self.running + self._waiting[0][1] <= self._max_running:
+            entry = self._waiting[0]
+            self._leave(entry)
+            if not entry[0].done():  # else it is about to leave
+                self.running += entry[1]
+                entry[0].set_result(None)
+
+    def _leave(self, entry: tuple[asyncio.Future[None], int]) -> None:
+        self._waiting.remove(entry)
+        self.queued -= entry[1]
+
+    def _overloaded(self, why: str) -> Overloaded:
+        seconds = math.ceil(self._average_s * (self.queued + 1) / self._max_running)
+        return Overloaded(
+            f"{self.running} sequences run and {self.queued} wait, {why}; "
+            f"try again in about {max(1, seconds)} s"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Sizes are bytes, times seconds; ``None`` = no limit."""
+
+    max_request_bytes: int = 64 * 2**20
+    max_prompt_bytes: int = 2**20
+    max_output_tokens: int | None = None
+    max_logits_bytes: int = 256 * 2**20
+    max_timeout_s: float | None = None
+
+    def check_request_bytes(self, total: int) -> None:
+        """Raises ``InvalidRequest`` where all inputs together are too large."""
+        _check("inputs", total, "bytes", self.max_request_bytes, "max_request_bytes")
+
+    def check_text_bytes(self, field: str, size: int) -> None:
+        """The same for one text."""
+        _check(field, size, "bytes", self.max_prompt_bytes, "max_prompt_bytes")
+
+    def check_output_tokens(self, field: str, tokens: int) -> None:
+        """The same for the tokens that a request may generate."""
+        if self.max_output_tokens is not None:
+            _check(field, tokens, "tokens", self.max_output_tokens, "max_output_tokens")
+
+    def check_timeout(self, field: str, seconds: float) -> None:
+        """The same for the time that a request gives itself."""
+        if self.max_timeout_s is not None and seconds > self.max_timeout_s:
+            raise InvalidRequest(
+                field,
+                f"{seconds:g} s is not allowed; at most {self.max_timeout_s:g} s are "
+                "(parameter max_timeout_seconds)",
+            )
+
+    def check_logits(self, rows: int, vocab_size: int | None) -> None:
+        """The same for so many rows of logits, of ``vocab_size`` each, in all responses."""
+        if rows and vocab_size is not None:
+            size = rows * vocab_size * _LOGIT_BYTES
+            field, unit = "return_context_logits, return_generation_logits", "bytes of logits"
+            _check(field, size, unit, self.max_logits_bytes, "max_logits_bytes")
+
+
+def _check(field: str, value: int, unit: str, most: int, parameter: str) -> None:
+    if value > most:
+        problem = f"{value} {unit}; at most {most} are allowed (parameter {parameter})"
+        raise InvalidRequest(field, problem)
