@@ -20,6 +20,10 @@ from pathlib import Path
 
 DRAIN = "drain"
 
+# Names the variable with the id of ``serve``'s own requests, which are neither counted nor logged.
+# Nobody else can guess it, so that no caller hides.
+CANARY_ID = "TRTLLM_BLS_CANARY_ID"
+
 
 @dataclass(frozen=True)
 class ProcessStatus:

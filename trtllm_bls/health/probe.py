@@ -21,7 +21,6 @@ from trtllm_bls.errors import (
 )
 
 TEXT_MODEL = "tensorrt_llm_bls"
-CANARY_ID = "trtllm-bls-health"
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,14 @@ class Canary:
 
 
 class Probe:
-    """Asks the server at ``url`` (``host:port``); to be entered and left in one event loop."""
+    """Asks the server at ``url`` (``host:port``); to be entered and left in one event loop.
 
-    def __init__(self, url: str) -> None:
+    ``canary_id`` is the id of its requests for a token.
+    """
+
+    def __init__(self, url: str, canary_id: str = "trtllm-bls-health") -> None:
         self._url = url
+        self._canary_id = canary_id
         self._client = Client(url)
 
     async def __aenter__(self) -> Probe:
@@ -82,7 +85,7 @@ class Probe:
                 text_input="Hello",
                 max_tokens=1,
                 stream=False,
-                request_id=CANARY_ID,
+                request_id=self._canary_id,
                 deadline_s=timeout,
             )
         except InvalidRequest:

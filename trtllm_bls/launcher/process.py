@@ -38,6 +38,7 @@ class Scratch:
         self.workdir = Path(mkdtemp(prefix="trtllm-bls-", dir=parent))
         self.region_prefix = f"trtllm_bls_{uuid.uuid4().hex[:12]}_"
         self.regions = str(SHARED_MEMORY / self.region_prefix)
+        self.canary_id = f"health-{uuid.uuid4().hex}"
         self.status = self.workdir / guard.STATUS  # see ``trtllm_bls.status``
         self.status.mkdir()
 

@@ -33,6 +33,7 @@ from trtllm_bls.launcher.readiness import Readiness
 from trtllm_bls.launcher.start_progress import StartProgress
 from trtllm_bls.parameters import DRAFT_MODEL_DIR, MODEL_DIR, STATUS_DIR
 from trtllm_bls.settings import ServeSettings
+from trtllm_bls.status import CANARY_ID
 
 # A free port may be taken between its choice and the server's start, seconds later; and a stub that
 # gets no CPU for a second while the server starts may never be noticed.
@@ -139,6 +140,11 @@ class TritonServer:
     def status_dir(self) -> Path:
         """Where its models tell what they do; see ``trtllm_bls.status``."""
         return self._running.scratch.status
+
+    @property
+    def canary_id(self) -> str:
+        """The id of requests that its models neither count nor log."""
+        return self._running.scratch.canary_id
 
     @property
     def stop_requested(self) -> bool:
@@ -259,6 +265,7 @@ class TritonServer:
             libraries = workdir.link_libpython(directory, checks.libpython())
             environment = command.server_environment(self.settings, ports, libraries, os.environ)
             environment[STATUS_DIR] = str(scratch.status)
+            environment[CANARY_ID] = scratch.canary_id
             for variable in (MODEL_DIR, DRAFT_MODEL_DIR):
                 if variable in environment:
                     linked = workdir.link_checkpoint(directory, variable, environment[variable])

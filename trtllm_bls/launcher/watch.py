@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.health import (
@@ -25,10 +26,18 @@ from trtllm_bls.health.probe import TEXT_MODEL
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.status import ProcessStatus, StatusDirectory
 
-LOOK_S = 0.5
-# A canary is sent where nothing else shows that tokens come out, and again sooner after a failure.
-CANARY_S, FAILED_CANARY_S = 5.0, 1.0
-ANSWER_S = 10.0
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds. ``canary_s``: without progress for so long, a canary is sent; after a failure the
+    next one follows in a fifth of that. ``answer_s``: what an answer may take."""
+
+    look_s: float = 0.5
+    canary_s: float = 5.0
+    answer_s: float = 10.0
+
+
+_PACE = Pace()
 
 
 class Watch:
@@ -44,11 +53,12 @@ class Watch:
         bounds: Bounds,
         on_failed: Callable[[str], object],
         warn: Callable[[str], object],
+        pace: Pace = _PACE,
     ) -> None:
         self.verdict = Verdict()  # it has just said that it is ready
         self.looked_at = time.monotonic()
         self._server = server
-        self._bounds = bounds
+        self._bounds, self._pace = bounds, pace
         self._on_failed, self._warn = on_failed, warn
         self._guard, process = server.guard, server.process
         self._processes = ServerProcesses(process) if process and self._guard else None
@@ -71,7 +81,7 @@ class Watch:
         asyncio.run(self._watch())
 
     async def _watch(self) -> None:
-        async with Probe(self._server.grpc_url) as probe:
+        async with Probe(self._server.grpc_url, self._server.canary_id) as probe:
             asking = asyncio.create_task(self._ask(probe))
             while not self._closing.is_set():
                 self.looked_at = now = time.monotonic()
@@ -80,7 +90,7 @@ class Watch:
                 if self.verdict.failed and not self._server.stop_requested:
                     self._on_failed("; ".join(self.verdict.reasons))
                     break
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(self._pace.look_s)
             asking.cancel()
             await asyncio.wait({asking})
 
@@ -111,19 +121,18 @@ class Watch:
         """Which models are ready, and a canary unless others get answers; over and over."""
         while True:
             try:
-                missing = await probe.models_not_ready(self._server.models, ANSWER_S)
+                missing = await probe.models_not_ready(self._server.models, self._pace.answer_s)
             except ConnectionFailed:
                 pass  # late, which is for the verdict to judge
             else:
                 self._not_ready = missing
-            if self._has_canary and (
-                self._failures or time.monotonic() - self._progress_at > CANARY_S - LOOK_S
-            ):
+            quiet = time.monotonic() - self._progress_at >= self._pace.canary_s - self._pace.look_s
+            if self._has_canary and (quiet or self._failures):
                 await self._send_canary(probe)
-            await asyncio.sleep(FAILED_CANARY_S if self._failures else CANARY_S)
+            await asyncio.sleep(self._pace.canary_s / (5 if self._failures else 1))
 
     async def _send_canary(self, probe: Probe) -> None:
-        canary = await probe.canary(ANSWER_S)
+        canary = await probe.canary(self._pace.answer_s)
         if canary.outcome == "answered":
             self._failures = 0
             self._progress_at = time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from trtllm_bls.request_stats import RequestStats
 from trtllm_bls.services.request_metrics import LOOP_LAG, RUNNING, WAITING, Metrics
 from trtllm_bls.speculative import SpeculationStats
+from trtllm_bls.status import CANARY_ID
 
 EVERY_SECONDS = 0.25
 _LAG_TURNS = 4  # turns from one question for the event loop's lag to the next
@@ -39,11 +41,14 @@ class RequestReports:
         self._readers = (metrics.add, *readers)
         self._queue: collections.deque[Callable[[], object]] = collections.deque()
         self._load = (0, 0)  # running and waiting, as published
+        self._canary = os.environ.get(CANARY_ID)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, stats: RequestStats) -> None:
         """A request is over."""
+        if stats.request_id.rpartition("-")[0] == self._canary:
+            return
         for read in self._readers:
             self._queue.append(partial(read, stats))
 
