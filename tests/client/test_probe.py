@@ -142,8 +142,9 @@ def test_load_alone_does_not_make_a_server_unready(tmp_path: Path) -> None:
             files.write(ProcessStatus(os.getpid(), now, now, responses, running=256))
 
         async with FakeGrpcServer([BUSY]) as server:
-            watching = watch(server.url, tmp_path, stall_s=2.0, failed=failed)
-            while len(server.asked) < 150:  # 20 ms apart, so longer than the limit
+            watching = watch(server.url, tmp_path, stall_s=1.0, failed=failed)
+            enough = time.monotonic() + 2.0  # twice the limit: without progress it would fail
+            while time.monotonic() < enough or len(server.asked) < 5:
                 progress()
                 assert watching.verdict.ready
                 await asyncio.sleep(0.02)

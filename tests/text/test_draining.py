@@ -14,7 +14,8 @@ import pytest
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton
 from tests.helpers.request_servers import ONE, number, opened
 from tests.helpers.scripted_pairs import engine_request, hashed_pair, ids, read
-from trtllm_bls.errors import EngineUnavailable
+from trtllm_bls.admission import Admission
+from trtllm_bls.errors import EngineUnavailable, Overloaded
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.status import ProcessStatus, StatusDirectory
@@ -69,6 +70,30 @@ def test_a_process_has_not_handed_over_while_rounds_run() -> None:
                 await asyncio.sleep(0)
             assert engine.shared.in_flight == 1  # still running: it settled before its end
             assert [chunk async for chunk in stream]
+
+    asyncio.run(run())
+
+
+def test_what_waits_for_a_place_is_refused() -> None:
+    """It has no token yet, so another server can do it as well."""
+
+    async def run() -> None:
+        admission = Admission(max_running=1, max_queued=9, max_queue_s=None)
+
+        async def wait() -> None:
+            async with admission.place(1):
+                raise AssertionError("it got a place")
+
+        async with admission.place(1):
+            waiting = [asyncio.create_task(wait()) for _ in range(3)]
+            while admission.queued < 3:
+                await asyncio.sleep(0)
+            admission.refuse_waiting("ask another")
+            ended = await asyncio.gather(*waiting, return_exceptions=True)
+            assert [type(each) for each in ended] == [Overloaded] * 3
+            assert (admission.running, admission.queued) == (1, 0)
+        async with admission.place(1):
+            pass
 
     asyncio.run(run())
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from trtllm_bls.errors import Overloaded
 from trtllm_bls.python_backend import RequestServer
+from trtllm_bls.services.deployment import SHUTTING_DOWN
 from trtllm_bls.status import ProcessStatus, StatusDirectory
 
 TICK_SECONDS = 0.05
@@ -31,10 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class Drainable(Protocol):
-    """An engine that can stop sending follow-up requests."""
+    """What sends requests to engines."""
 
     def drain(self) -> None:
-        """Send one more request for each that runs, and no other; called on the event loop."""
+        """Send one more for each request that runs, and no other; called on the event loop."""
 
     @property
     def settled(self) -> bool:
@@ -47,14 +48,14 @@ class Lifecycle:
     ``directory`` is made if need be. Raises ``OSError`` if it cannot be written.
     """
 
-    def __init__(self, server: RequestServer, engine: Drainable, directory: str) -> None:
+    def __init__(self, server: RequestServer, sender: Drainable, directory: str) -> None:
         self._server = server
-        self._engine = engine
+        self._sender = sender
         self._files = StatusDirectory(Path(directory))
         self._loop_at = time.monotonic()
         self._unsettled_at = 0.0
         self._draining = self._cut = False
-        self._told: Future[None] | None = None  # whether the engine has been told to drain
+        self._told: Future[None] | None = None  # whether the sender has been told to drain
         self._closing = threading.Event()
         self._files.path.mkdir(parents=True, exist_ok=True)
         self._files.forget_drain()
@@ -86,11 +87,11 @@ class Lifecycle:
     def _drain(self, deadline: float, now: float) -> None:
         if not self._draining:
             self._draining = True
-            self._server.refusal = Overloaded("the server is shutting down; ask another one")
-            self._told = self._begin(self._drain_engine())
+            self._server.refusal = Overloaded(SHUTTING_DOWN)
+            self._told = self._begin(self._drain_sender())
             running = self._server.running
             log.info("draining: %d requests run%s", len(running), _named(running))
-        if not (self._told and self._told.done() and self._engine.settled):
+        if not (self._told and self._told.done() and self._sender.settled):
             self._unsettled_at = now
         if now >= deadline and not self._cut:
             self._cut = True
@@ -101,8 +102,8 @@ class Lifecycle:
     def _begin(self, work: Coroutine[Any, Any, None]) -> Future[None]:
         return asyncio.run_coroutine_threadsafe(work, self._server.loop)
 
-    async def _drain_engine(self) -> None:
-        self._engine.drain()
+    async def _drain_sender(self) -> None:
+        self._sender.drain()
 
     async def _turn(self) -> None:
         self._loop_at = time.monotonic()

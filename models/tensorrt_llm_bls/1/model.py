@@ -27,8 +27,7 @@ class TritonPythonModel:
         self._server = RequestServer(pb_utils, service.handle, decoupled=parameters.decoupled)
         self._lifecycle: Lifecycle | None = None
         if parameters.status_dir:
-            engine = self._deployment.engine
-            self._lifecycle = Lifecycle(self._server, engine, parameters.status_dir)
+            self._lifecycle = Lifecycle(self._server, self._deployment, parameters.status_dir)
         self._deployment.start(self._server.loop)
         self.execute = self._server.accept  # Triton calls it with its requests
 
