@@ -89,7 +89,7 @@ class Server:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
+def serving(step_ms: int = STEP_MS) -> Iterator[Server]:
     """A ready server on free ports."""
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / "models"
@@ -108,7 +108,7 @@ def serving() -> Iterator[Server]:
             str(repository),
         ]
         for override in (
-            f"tensorrt_llm.step_ms={STEP_MS}",
+            f"tensorrt_llm.step_ms={step_ms}",
             "tensorrt_llm_draft.step_ms=2",
             "tensorrt_llm_draft.agrees=0.5",
             "tensorrt_llm_bls.tensorrt_llm_draft_model_name=tensorrt_llm_draft",
@@ -119,7 +119,10 @@ def serving() -> Iterator[Server]:
             words, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, start_new_session=True
         ) as process:
             try:
-                yield Server(process)
+                server = Server(process)
+                if "health" not in server.urls:
+                    raise SystemExit(f"error: no server:\n{Path(log.name).read_text()}")
+                yield server
             finally:
                 process.terminate()
                 process.wait(120)
