@@ -72,7 +72,7 @@ class Server:
         """The process that plays this part."""
         processes = psutil.Process(self._process.pid).children(recursive=True)
         if victim == "guard":
-            return processes[0]
+            return next(p for p in processes if "guard.py" in " ".join(p.cmdline()))
         if victim == "tritonserver":
             return next(p for p in processes if p.name() == victim)
         stubs = [p for p in processes if p.name().startswith("triton_python")]

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -211,10 +212,16 @@ def test_a_server_can_be_started_again(repository: Path) -> None:
             assert [following(), following()] == ["tick", None]
 
 
-def get(url: str) -> dict[str, Any]:
-    """A health endpoint's answer, which must be good."""
-    with urllib.request.urlopen(url, timeout=20) as answer:
-        return dict(json.load(answer))
+def good(url: str) -> dict[str, Any]:
+    """A health endpoint's answer, once it is a good one: changes are told within moments."""
+    until = time.monotonic() + 30
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            error.close()
+            assert time.monotonic() < until
 
 
 class Snatcher(Listener):
@@ -288,7 +295,7 @@ class Served:
         self.process.stdout.readline()
         self.curl = self.process.stdout.readline()
         everything = psutil.Process(self.process.pid).children(recursive=True)
-        self.guard = everything[0]
+        self.guard = next(p for p in everything if any("guard.py" in w for w in p.cmdline()))
         self.stub = next(p for p in everything if p.name().startswith("triton_python"))
         self.prefix = self.stub.cmdline()[2].rsplit("_", 1)[0]
 
@@ -437,7 +444,7 @@ def test_a_stub_that_dies_or_stops_ends_every_request(served: Served, number: in
     failed = served.wait_for_line("the process of model ticker is")
     assert ("dead" if number == signal.SIGKILL else "stopped") in failed
     served.wait_for_line("serving again")
-    assert get(served.urls["health"])["restarts"] == 1
+    assert good(served.urls["health"])["restarts"] == 1
     with stream(served.urls["gRPC"], 1) as following:
         assert [following(), following()] == ["tick", None]
     served.process.terminate()
