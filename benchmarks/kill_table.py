@@ -99,7 +99,7 @@ def serving(step_ms: int = STEP_MS) -> Iterator[Server]:
             shutil.copytree(ROOT / "models" / "tensorrt_llm", repository / model)
             shutil.copy(ROOT / "benchmarks/scripted/1/model.py", repository / model / "1/model.py")
         words = [sys.executable, "-m", "trtllm_bls.cli", "serve", "--exit-timeout", "5"]
-        for port in ("http", "grpc", "metrics", "health"):
+        for port in ("http", "grpc", "metrics", "health", "openai"):
             words += [f"--{port}-port", "0"]
         words += [
             "--model",

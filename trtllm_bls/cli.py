@@ -24,6 +24,8 @@ _ELSEWHERE = {
     "drain": "trtllm_bls.commands.drain:command",
     "generate": "trtllm_bls.commands.streaming:main",
     "health": "trtllm_bls.health.command:command",
+    "openai": "trtllm_bls.openai.command:main",
+    "recipe": "trtllm_bls.configure.recipe_command:command",
 }
 _DEFAULTS = ServeSettings()
 _PATH = click.Path(path_type=Path)
@@ -67,6 +69,12 @@ def _model_settings(command: _Command) -> _Command:
         (
             _setting(
                 "model", "Checkpoint directory of the model (default: the demo's).", type=_PATH
+            ),
+            _setting(
+                "engine",
+                "Engine to use instead of one in this server: trtllm://HOST:PORT (trtllm-serve "
+                "--grpc), triton+grpc://HOST:PORT/MODEL, several with commas; or triton:MODEL. "
+                "--model then only names a tokenizer.",
             ),
             _setting("draft_model", "Checkpoint directory of the draft model.", type=_PATH),
             _setting("model_repository", "Model repository (default: our own).", type=_PATH),
@@ -126,6 +134,11 @@ def main() -> None:
 @_setting("grpc_port", "gRPC port; 0 = any free port.")
 @_setting("metrics_port", "Metrics port; 0 = any free port.")
 @_setting("health_port", "Port of /health/live, /health/ready, /health/startup; 0 = any free port.")
+@_setting("openai_port", "Port of the OpenAI API; 0 = none.")
+@_setting("openai_workers", "Processes of the OpenAI API.")
+@_setting(
+    "api_keys_file", "Keys that clients of the OpenAI API must bring, one a line.", type=_PATH
+)
 @_setting("max_streams", "Requests that may run at once.")
 @_setting(
     "bls_instances",
@@ -184,7 +197,7 @@ def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
     """
     from trtllm_bls.launcher.demo import demo as run
 
-    settings = ServeSettings(**options, http_port=0, grpc_port=0, metrics_port=0)
+    settings = ServeSettings(**options, http_port=0, grpc_port=0, metrics_port=0, openai_port=0)
     sys.exit(run(settings, max_tokens=max_tokens, verbose=verbose))
 
 

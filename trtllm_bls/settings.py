@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import Literal
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters import rows_of
+from trtllm_bls.parameters import EngineChoice, parse_engine, rows_of
+from trtllm_bls.parameters.engine_choice import ENGINE
 
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
+
+
+_AT_LEAST_ONE = (
+    *("max_streams", "threads", "bls_instances", "openai_workers"),
+    *("exit_timeout", "ready_timeout", "stall_timeout"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class Override:
 class ServeSettings:
     """Everything a server is started with.
 
-    A port of 0 means "any free port". Times are seconds. ``None`` leaves the choice to us:
+    A port of 0 means "any free port", of ``openai_port`` that there is no OpenAI API. Times are
+    seconds. ``None`` leaves the choice to us:
     ``server`` to the search (see ``launcher.find``), ``model``, ``draft_model`` and
     ``model_repository`` to what the package brings, ``threads`` to the engine, ``bls_instances``
     and ``decoupled`` to the configuration of ``tensorrt_llm_bls``.
@@ -51,6 +59,7 @@ class ServeSettings:
     server: Path | None = None
     model: Path | None = None
     draft_model: Path | None = None
+    engine: str | None = None
     model_repository: Path | None = None
     host: str = "127.0.0.1"
     expose: bool = False
@@ -58,6 +67,9 @@ class ServeSettings:
     grpc_port: int = 8001
     metrics_port: int = 8002
     health_port: int = 8003
+    openai_port: int = 9000
+    openai_workers: int = 1
+    api_keys_file: Path | None = None
     max_streams: int = int(rows_of("tensorrt_llm_bls")["max_streams"].default)
     threads: int | None = None
     bls_instances: int | Literal["auto"] | None = None
@@ -72,23 +84,41 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         """Refuse numbers that no server could be started with, and listening by mistake."""
-        if not self.expose and not _is_loopback(self.host):
+        if not self.expose and not is_loopback(self.host):
             raise SettingsError(
                 f"--host {self.host}: whoever reaches this machine could use the server, which "
                 "knows no passwords; add --expose if that is meant"
             )
-        for name in ("http_port", "grpc_port", "metrics_port", "health_port"):
+        if self.engine_is_elsewhere:
+            if self.model is None and self.model_repository is None:
+                raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
+            if self.draft_model is not None:
+                raise SettingsError(f"--engine {self.engine}: takes no --draft-model")
+        for name in ("http_port", "grpc_port", "metrics_port", "health_port", "openai_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise SettingsError(f"{option(name)} {getattr(self, name)}: must be 0 to 65535")
-        at_least_one = ("max_streams", "threads", "bls_instances")
-        times = ("exit_timeout", "ready_timeout", "stall_timeout")
-        for name in (*at_least_one, *times):
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise SettingsError(f"{option(name)} {value}: must be at least 1")
 
+    @property
+    def engine_choice(self) -> EngineChoice | None:
+        """``engine``, read. Raises ``SettingsError``."""
+        try:
+            return parse_engine(self.engine) if self.engine is not None else None
+        except ValueError:
+            raise SettingsError(f"--engine {self.engine!r}: use {ENGINE.expected}") from None
 
-def _is_loopback(host: str) -> bool:
+    @property
+    def engine_is_elsewhere(self) -> bool:
+        """Whether the server runs no engine of its own."""
+        choice = self.engine_choice
+        return choice is not None and choice.is_elsewhere
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server at ``host``."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

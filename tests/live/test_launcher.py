@@ -272,7 +272,7 @@ class Served:
 
     def __init__(self, repository: Path, *more: str) -> None:
         services = ("http", "grpc", "metrics", "health")
-        ports = [word for name in services for word in (f"--{name}-port", "0")]
+        ports = [word for name in (*services, "openai") for word in (f"--{name}-port", "0")]
         words = [
             "serve",
             *ports,

@@ -46,7 +46,10 @@ def test_serve_offers_every_setting_with_its_default() -> None:
     assert ServeSettings(**parsed) == ServeSettings()
 
 
-@pytest.mark.parametrize("name", ["serve", "demo", "health", "drain"])
+COMMANDS = ["serve", "demo", "configure", "doctor", "recipe", "health", "drain"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_examples_that_parse(name: str) -> None:
     """An example in the help is a promise."""
     shown = command(name).get_help(click.Context(main, info_name="trtllm-bls"))
@@ -62,7 +65,7 @@ def test_help_lists_every_command() -> None:
     """Also those that live elsewhere."""
     code, output = run("--help")
     assert code == 0
-    for name in ("configure", "demo", "drain", "generate", "health", "serve"):
+    for name in ("configure", "demo", "drain", "generate", "health", "openai", "serve"):
         assert f"\n  {name} " in output
 
 

@@ -178,6 +178,21 @@ def test_startup_live_and_ready_are_kept_apart(endpoint: tuple[HealthState, str]
     assert get(f"{url}/elsewhere")[0] == get(f"{url.removesuffix('/health')}/")[0] == 404
 
 
+def test_the_process_that_answers_is_started_again(endpoint: tuple[HealthState, str]) -> None:
+    """Should somebody kill it, probes are answered again a moment later."""
+    _, url = endpoint
+    (answering,) = psutil.Process().children()
+    answering.kill()
+    psutil.wait_procs([answering])
+    until = time.monotonic() + SECONDS
+    while True:
+        try:
+            assert get(f"{url}/live")[0] == 200
+            return
+        except OSError:
+            assert time.monotonic() < until
+
+
 def test_the_reasons_are_told() -> None:
     """All of them, with what the watch has seen."""
     state = HealthState()

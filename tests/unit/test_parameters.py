@@ -184,6 +184,8 @@ OTHER = {
     "accumulate_tokens": "true",
     "add_special_tokens": "false",
     "draft_source": "ngram",
+    "engine": "trtllm://localhost:7",
+    "engine_resume": "true",
     "engine_transport": "bls",
     "exclude_input_in_output": "true",
     "expose_kv_cache_metrics": "true",

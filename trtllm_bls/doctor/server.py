@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -10,28 +11,73 @@ from trtllm_bls.contract import BLS
 from trtllm_bls.doctor.findings import Finding, Findings, check
 from trtllm_bls.doctor.subject import Subject
 from trtllm_bls.engines.triton import listening_processes
+from trtllm_bls.parameters import parse_engine
 
 _ANSWER_S = 5.0
 _SERVER = "tritonserver"
 
 
 def _engine_url(subject: Subject) -> str:
-    return subject.values(BLS.name).get("engine_url", "")
+    """Where the engine of this server is; empty where another process has it."""
+    elsewhere = _engines_elsewhere(subject)
+    return "" if elsewhere else subject.values(BLS.name).get("engine_url", "")
 
 
 @check("the engine's port belongs to Triton, or to nobody yet", _engine_url)
 def engine_port(subject: Subject) -> Findings:
     """With host networking another program or another Triton may own it."""
+    names = _listeners(_engine_url(subject))
+    if names - {_SERVER}:
+        what = f"engine_url {_engine_url(subject)}: {_all(names)} listens there, not {_SERVER}"
+        yield Finding("error", what, "stop it, or serve on another --grpc-port")
+
+
+def _engines_elsewhere(subject: Subject) -> list[str]:
+    """The addresses in parameter ``engine``, where that is one of another process."""
+    try:
+        choice = parse_engine(subject.values(BLS.name).get("engine", ""))
+    except ValueError:
+        return []  # none, or told by the check of parameters
+    return [address for address, _ in choice.addresses] if choice.is_elsewhere else []
+
+
+@check("engines elsewhere are there", _engines_elsewhere)
+def engine_addresses(subject: Subject) -> Findings:
+    """A connection is opened and closed; nothing is asked."""
+    for address in _engines_elsewhere(subject):
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        except OSError as error:
+            what = f"engine at {address}: {error.strerror or error}"
+            yield Finding(
+                "error", what, "start it (trtllm-serve MODEL --grpc), or mend the address"
+            )
+
+
+@check("the ports of serve are free", lambda s: s.repository and not s.url)
+def ports(subject: Subject) -> Findings:
+    """Those it takes unless told otherwise; a server that is running has them already."""
+    for option, port in subject.ports.items():
+        names = _listeners(f"localhost:{port}")
+        if names:
+            what = f"port {port} is taken by {_all(names)}"
+            yield Finding("warn", what, f"if that is not your server, choose another with {option}")
+
+
+def _listeners(url: str) -> set[str]:
+    """The names of the programs that listen at a port of this machine."""
     import psutil
 
-    url = _engine_url(subject)
     names = set()
     for process in listening_processes(url):
         with suppress(psutil.Error):
             names.add(psutil.Process(process).name())
-    if names - {_SERVER}:
-        what = f"engine_url {url}: {', '.join(sorted(names))} listens there, not {_SERVER}"
-        yield Finding("error", what, "stop it, or serve on another --grpc-port")
+    return names
+
+
+def _all(names: set[str]) -> str:
+    return " and ".join(sorted(names))
 
 
 @check("the server answers and its models are ready", lambda s: s.url)
@@ -68,7 +114,9 @@ def same_repository(subject: Subject) -> Findings:
                 differing = [key for key in mine.keys() & values if mine[key] != values[key]]
                 if differing:
                     what = f"{subject.url}: {model} has other values of {', '.join(differing)}"
-                    mend = "another server answers there, or this one was started before the change"
+                    mend = (
+                        "is it another server, or one with other options or from before a change?"
+                    )
                     yield Finding("warn", what, mend)
 
 

@@ -117,13 +117,25 @@ class SpeculativeRun:
         async with aclosing(await self._admitted(action.request)) as stream:
             self._shared.unsettled -= action.rest
             try:
-                async for chunk in stream:
-                    self._emit(rounds.decoded(chunk, _now()), chunks)
-                    if not chunk.final and rounds.may_leave(_now()):
-                        break
+                await self._take_stretch(stream, rounds, chunks)
             finally:
                 self._shared.unsettled += action.rest
         rounds.stopped()
+
+    async def _take_stretch(
+        self, stream: ChunkStream, rounds: SpeculativeRounds, chunks: QueuedChunks
+    ) -> None:
+        await stream.wait()
+        while arrived := stream.take():
+            now = _now()
+            for chunk in arrived:
+                entered = rounds.decoded(chunk, now)
+                self._emit(entered, chunks)
+                if entered.final:  # what the target says beyond it is not the answer's
+                    break
+            if not arrived[-1].final and rounds.may_leave(now):
+                break
+            await stream.wait()
 
     async def _whole(self, request: EngineRequest) -> EngineChunk:
         async with aclosing(await self._admitted(request)) as stream:

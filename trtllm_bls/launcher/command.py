@@ -117,7 +117,8 @@ def model_directories(settings: ServeSettings) -> dict[str, str]:
         if not directory.is_dir():
             raise SetupError(f"{option} {directory}: no such directory")
         if settings.model_repository is None:  # else its models say what the directory is for
-            check_checkpoint(directory)
+            if not settings.engine_is_elsewhere:
+                check_checkpoint(directory)
             check_tokenizer(directory)
         directories[variable] = str(directory)
     return directories

@@ -77,22 +77,15 @@ class HealthEndpoint:
         self._state = state
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listening = socket.create_server((host, port), family=family, backlog=128)
+            self._listening = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             problem = (error.strerror or str(error)).lower()
             raise SetupError(
                 f"port {port} on {host}: {problem}; "
                 "stop what uses it or choose another with --health-port (0 = any free port)"
             ) from error
-        with listening:
-            self.port: int = listening.getsockname()[1]
-            self._server = subprocess.Popen(
-                [sys.executable, "-I", "-S", health_server.__file__, str(listening.fileno())],
-                stdin=subprocess.PIPE,
-                pass_fds=[listening.fileno()],
-                start_new_session=True,  # Ctrl-C is for serve, which drains
-                text=True,
-            )
+        self.port: int = self._listening.getsockname()[1]
+        self._server = self._start()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._tell, name="health-endpoint", daemon=True)
         self._thread.start()
@@ -101,22 +94,37 @@ class HealthEndpoint:
         """Stop answering."""
         self._closing.set()
         self._thread.join()
-        assert self._server.stdin
-        with suppress(OSError):
-            self._server.stdin.close()
+        self._close_pipe()
         self._server.wait()
+        self._listening.close()
+
+    def _close_pipe(self) -> None:
+        assert self._server.stdin
+        with suppress(OSError):  # what was not sent cannot be any more
+            self._server.stdin.close()
+
+    def _start(self) -> subprocess.Popen[str]:
+        descriptor = self._listening.fileno()
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", health_server.__file__, str(descriptor)],
+            stdin=subprocess.PIPE,
+            pass_fds=[descriptor],
+            start_new_session=True,  # Ctrl-C is for serve, which drains
+            text=True,
+        )
 
     def _tell(self) -> None:
-        assert self._server.stdin
         before, told_at = "", 0.0
         while True:
             answers, now = json.dumps(self._state.answers()), time.monotonic()
+            if self._server.poll() is not None:  # somebody has killed it
+                self._close_pipe()
+                self._server, before = self._start(), ""
             if answers != before or now - told_at > REPEAT_S:
                 before, told_at = answers, now
-                try:
+                assert self._server.stdin
+                with suppress(OSError):  # killed this moment
                     self._server.stdin.write(answers + "\n")
                     self._server.stdin.flush()
-                except OSError:  # somebody has killed it: probes fail, which tells enough
-                    return
             if self._closing.wait(TELL_S):
                 return

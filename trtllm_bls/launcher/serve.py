@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.launcher import openai_process
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
+from trtllm_bls.launcher.openai_process import OpenAIProcess
 from trtllm_bls.launcher.server import Stopped, TritonServer
 from trtllm_bls.launcher.supervise import Supervisor
 from trtllm_bls.launcher.terminal import Terminal, announcement
@@ -41,16 +43,20 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         terminal = Terminal(Console(stderr=True), verbose=verbose, log_file=log_file)
+        with_api = openai_process.check(settings)
         state = HealthState()
         endpoint = HealthEndpoint(settings.host, settings.health_port, state)
         stack.callback(endpoint.close)
         server = TritonServer(settings, terminal)
         stack.callback(server.stop)
-        last_signal = stack.enter_context(_stopping_on_signals(server, state))
+        api: list[OpenAIProcess] = []  # one, while it runs
+        last_signal = stack.enter_context(_stopping_on_signals(server, state, api))
         try:
             with terminal.lines_of_failure():
-                forced = Supervisor(server, terminal, state).run(
-                    lambda: _announce(server, endpoint.port)
+                supervisor = Supervisor(server, terminal, state)
+                forced = supervisor.run(
+                    lambda: _announce(server, endpoint.port, api),
+                    lambda: _beside(server, api, wanted=with_api),
                 )
             if forced:
                 terminal.say("running requests were cut off")
@@ -59,19 +65,41 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         return 128 + last_signal() if forced else 0
 
 
-def _announce(server: TritonServer, health_port: int) -> None:
-    Console().print(Text(announcement(server, health_port)), soft_wrap=True)
+def _announce(server: TritonServer, health_port: int, api: list[OpenAIProcess]) -> None:
+    beside = (api[0].url, api[0].curl) if api else None
+    Console().print(Text(announcement(server, health_port, beside)), soft_wrap=True)
 
 
 @contextmanager
-def _stopping_on_signals(server: TritonServer, state: HealthState) -> Iterator[Callable[[], int]]:
+def _beside(server: TritonServer, api: list[OpenAIProcess], *, wanted: bool) -> Iterator[None]:
+    """The OpenAI API as long as this start of the server lasts."""
+    if not wanted or openai_process.MODEL not in server.models:
+        yield
+        return
+    process = OpenAIProcess(server)
+    api.append(process)
+    try:
+        process.wait_until_ready()
+        yield
+    finally:
+        api.clear()
+        process.close()
+
+
+@contextmanager
+def _stopping_on_signals(
+    server: TritonServer, state: HealthState, api: list[OpenAIProcess]
+) -> Iterator[Callable[[], int]]:
     """Signals become stop requests; yields a function that returns the last signal's number."""
     received = [0]
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
         state.draining = True
-        if server.request_stop():
+        forced = server.request_stop()
+        for process in api:
+            process.kill() if forced else process.stop()
+        if forced:
             say = "killing the server\n"
         else:
             say = (

@@ -68,6 +68,8 @@ class _RunningServer:
     """One start of the server, with all that belongs to it."""
 
     ports: Ports
+    repository: Path
+    environment: dict[str, str]
     models: tuple[str, ...]
     scratch: Scratch
     book: LogBook
@@ -104,6 +106,21 @@ class TritonServer:
     def http_url(self) -> str:
         """``http://host:port``, reachable from this machine."""
         return f"http://{self._running.ports.reachable_host}:{self._running.ports.http}"
+
+    @property
+    def host(self) -> str:
+        """The host to connect to from this machine, bracketed if it is an IPv6 address."""
+        return self._running.ports.reachable_host
+
+    @property
+    def repository(self) -> Path:
+        """The model repository as it is served."""
+        return self._running.repository
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the models' parameters follow beside their configuration."""
+        return self._running.environment
 
     @property
     def grpc_url(self) -> str:
@@ -211,6 +228,10 @@ class TritonServer:
                 self._failure = problem  # otherwise it has ended by itself
                 run.process.kill()
 
+    def discard(self) -> None:
+        """End it at once, whatever state it is in."""
+        self._end()
+
     def wait(self) -> bool:
         """Return when the server has ended as requested: whether requests were cut off.
 
@@ -289,7 +310,7 @@ class TritonServer:
         except BaseException:
             scratch.remove()
             raise
-        return _RunningServer(ports, models, scratch, book, process)
+        return _RunningServer(ports, served, environment, models, scratch, book, process)
 
     def _hear(self, book: LogBook) -> Callable[[str], None]:
         def on_line(raw: str) -> None:

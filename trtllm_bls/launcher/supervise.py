@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from functools import partial
 
 from trtllm_bls.errors import SetupError
@@ -34,10 +34,7 @@ class BackOff:
 
 
 class Supervisor:
-    """Runs ``server`` until it is asked to stop; ``state`` tells how it is.
-
-    ``on_ready`` is called when the server is ready for the first time.
-    """
+    """Runs ``server`` until it is asked to stop; ``state`` tells how it is."""
 
     def __init__(self, server: TritonServer, terminal: Terminal, state: HealthState) -> None:
         self._server = server
@@ -46,8 +43,13 @@ class Supervisor:
         self._back_off = BackOff()
         self._bounds = Bounds(stall_s=server.settings.stall_timeout)
 
-    def run(self, on_ready: Callable[[], object]) -> bool:
+    def run(
+        self, on_ready: Callable[[], object], beside: Callable[[], AbstractContextManager[None]]
+    ) -> bool:
         """Serve until asked to stop; whether requests were cut off.
+
+        ``on_ready`` is called when the server is ready for the first time; ``beside`` is entered
+        whenever it has been started, and left when it has ended.
 
         Raises ``Stopped`` if it was asked while it started, ``SetupError`` if the first start
         fails, and ``ServerFailed`` where a failure is to end it.
@@ -59,15 +61,22 @@ class Supervisor:
         while True:
             ready_at = time.monotonic()
             try:
-                return self._serve(say_so)
+                return self._serve(say_so, beside())
             except SetupError as error:
+                self._server.discard()
+                if not self._state.started:
+                    raise
                 failed_at = time.monotonic()
                 self._start_again(error, failed_at - ready_at)
                 say_so = partial(self._say_again, failed_at)
 
-    def _serve(self, say_so: Callable[[], object]) -> bool:
+    def _serve(self, say_so: Callable[[], object], beside: AbstractContextManager[None]) -> bool:
         """From ready to the end."""
-        watch = Watch(self._server, self._bounds, self._server.fail, self._terminal.warning)
+        with beside:
+            watch = Watch(self._server, self._bounds, self._server.fail, self._terminal.warning)
+            return self._watched(watch, say_so)
+
+    def _watched(self, watch: Watch, say_so: Callable[[], object]) -> bool:
         with closing(watch), self._state.serving(watch):
             say_so()
             return self._server.wait()

@@ -15,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_bls.admission import RequestLimits
+from trtllm_bls.parameters.engine_choice import EngineChoice
 from trtllm_bls.parameters.kinds import DIRECTORY, FILE, Parameter
 from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, error, parsed, rows_of
 
 
 class Parameters:
-    """One model's parameters as Triton hands them over; every error names the model and the key."""
+    """One model's parameters as Triton hands them over; every error names the model and the key.
 
-    def __init__(self, args: Mapping[str, str]) -> None:
+    ``environment`` overrides them, by the variables that the table names.
+    """
+
+    def __init__(
+        self, args: Mapping[str, str], environment: Mapping[str, str] = os.environ
+    ) -> None:
         config: Mapping[str, Any] = json.loads(args["model_config"])
         self._model = args.get("model_name") or config["name"]
         self.repository = Path(args["model_repository"]).parent  # of all models
@@ -31,6 +37,7 @@ class Parameters:
         }
         decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._values["decoupled"] = str(decoupled)
+        self._environment = environment
         groups = config.get("instance_group", [])
         self.instances = max(1, sum(int(group.get("count", 1)) for group in groups))
 
@@ -42,7 +49,9 @@ class Parameters:
         return {row.key: self._value(row) for row in rows}
 
     def _value(self, row: Parameter) -> Any:
-        text = (os.environ.get(row.env) if row.env else None) or self._values.get(row.key, "")
+        text = (self._environment.get(row.env) if row.env else None) or self._values.get(
+            row.key, ""
+        )
         value = parsed(self._model, row, text)
         return self._path(row, value) if row.kind in (DIRECTORY, FILE) else value
 
@@ -85,6 +94,9 @@ class BlsParameters:
     overlap_drafts: bool | None  # None: where it measures faster
     max_streams: int
     status_dir: str = ""
+    engine: EngineChoice | None = None  # None: the model ``target`` of this server
+    engine_max_sequence_tokens: int | None = None
+    engine_resume: bool = False
     decoupled: bool = True
     tls_ca: Path | None = None  # None: no TLS
     tls_cert: Path | None = None
@@ -125,6 +137,9 @@ class BlsParameters:
             overlap_drafts=_OVERLAP[value["overlap_drafts"]],
             max_streams=value["max_streams"],
             status_dir=value["status_dir"],
+            engine=value["engine"] or None,
+            engine_max_sequence_tokens=value["engine_max_sequence_tokens"] or None,
+            engine_resume=value["engine_resume"],
             decoupled=value["decoupled"],
             tls_ca=value["engine_tls_ca"],
             tls_cert=value["engine_tls_cert"],
@@ -160,6 +175,7 @@ class EngineParameters:
     """The parameters of the embedded engine's ``tensorrt_llm``; 0 leaves a size to the engine."""
 
     model_dir: Path
+    engine: str  # embedded, llm_api or the address of a service
     exclude_input: bool
     expose_kv_cache_metrics: bool
     limits: RequestLimits
@@ -178,6 +194,7 @@ class EngineParameters:
             del value[key]
         return cls(
             model_dir=value.pop("model_dir"),
+            engine=value.pop("engine"),
             exclude_input=value.pop("exclude_input_in_output"),
             expose_kv_cache_metrics=value.pop("expose_kv_cache_metrics"),
             limits=limits,

@@ -25,6 +25,7 @@ class SpeculationShared:
     which the draft model worked, ``verify_times`` of the others; ``overlap_rounds`` counts both.
     ``unsettled`` counts those of ``in_flight`` that have requests still to send; with ``draining``
     set each sends one more, plain and for all that is left of its answer.
+    ``pauses`` counts the requests that have ceased to draft for a while.
     """
 
     in_flight: int = 0
@@ -44,6 +45,7 @@ class SpeculationShared:
         default_factory=lambda: {source: Acceptance() for source in DraftSource}
     )
     overlap_rounds: int = 0
+    pauses: int = 0
     _draft_off_until: float = 0.0
 
     def costs(self, source: DraftSource) -> Costs:

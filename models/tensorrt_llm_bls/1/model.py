@@ -24,7 +24,12 @@ class TritonPythonModel:
             decoupled=parameters.decoupled,
             limits=parameters.limits,
         )
-        self._server = RequestServer(pb_utils, service.handle, decoupled=parameters.decoupled)
+        self._server = RequestServer(
+            pb_utils,
+            service.handle,
+            decoupled=parameters.decoupled,
+            log_ends=not parameters.log_requests,  # which has a line for them, too
+        )
         self._lifecycle: Lifecycle | None = None
         if parameters.status_dir:
             self._lifecycle = Lifecycle(self._server, self._deployment, parameters.status_dir)

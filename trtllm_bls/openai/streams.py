@@ -1,0 +1,143 @@
+"""Runs text requests for one HTTP client: its events are written while it reads, and when it leaves
+or fails to read, the engine's work ends or merges.
+
+No thread, no queue of tokens: what a slow reader has not taken waits in the engine's stream, and
+comes as one event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive
+
+from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
+from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.request_stats import CancelCause
+from trtllm_bls.services.batch import run_rows
+
+_UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
+
+
+def is_end(chunk: TextChunk) -> bool:
+    """Whether its sequence has ended well; after any other end an error follows."""
+    return chunk.ending is not None and chunk.ending.finish_reason not in _UNFINISHED
+
+
+class Outbox:
+    """Writes to one client with ``send``, at once where the connection takes it.
+
+    A write that has to wait goes on in a task of its own; whoever fills the outbox then waits too.
+    A task that wrote everything would have to be woken for every token.
+    """
+
+    def __init__(self, send: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
+        self._send = send
+        self._waiting: list[bytes] = []
+        self._blocked: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Return once all that was put has been written."""
+        while self._blocked is not None:
+            await asyncio.wait({self._blocked})
+
+    def put(self, part: bytes) -> None:
+        """More to write; never waits."""
+        if self._blocked is not None:
+            self._waiting.append(part)
+            return
+        writing = self._send(part)
+        try:
+            waits_for = writing.send(None)
+        except StopIteration:
+            return
+        self._blocked = asyncio.create_task(self._go_on(writing, waits_for))
+
+    async def close(self) -> None:
+        """End a write that waits, if one does."""
+        if self._blocked is not None:
+            self._blocked.cancel()
+            await self.ready()
+
+    async def _go_on(self, writing: Coroutine[Any, Any, None], waits_for: object) -> None:
+        try:
+            await _rest(writing, waits_for)
+            while self._waiting:
+                part = b"".join(self._waiting)
+                self._waiting.clear()
+                await self._send(part)
+        finally:
+            self._blocked = None
+
+
+@types.coroutine
+def _rest(begun: Coroutine[Any, Any, None], waits_for: object) -> Generator[object, Any, None]:
+    """Await what is left of a coroutine that was begun by hand and waits for something."""
+    while True:
+        try:
+            try:
+                value = yield waits_for
+            except BaseException as error:
+                waits_for = begun.throw(error)
+            else:
+                waits_for = begun.send(value)
+        except StopIteration:
+            return
+
+
+@dataclass
+class PromptSink:
+    """A ``TextSink`` for one prompt of a request: ``on_chunk`` gets its chunks with the number of
+    their choice, of which the prompt's first is ``first_choice``."""
+
+    first_choice: int
+    on_chunk: Callable[[int, TextChunk], None]
+    ready: Callable[[], Coroutine[Any, Any, None]]
+
+    def send(self, chunk: TextChunk) -> None:
+        self.on_chunk(self.first_choice + chunk.sequence_index, chunk)
+
+
+async def _always() -> None:
+    pass
+
+
+async def run_all(
+    orchestrator: Orchestrator,
+    requests: Sequence[TextRequest],
+    on_chunk: Callable[[int, TextChunk], None],
+    ready: Callable[[], Coroutine[Any, Any, None]] = _always,
+) -> None:
+    """Run the prompts of one request side by side. Where one fails, all end."""
+    sinks = [
+        PromptSink(place * request.num_return_sequences, on_chunk, ready)
+        for place, request in enumerate(requests)
+    ]
+    if len(requests) == 1:
+        await orchestrator.run(requests[0], sinks[0])
+        return
+    runs = [orchestrator.run(*pair) for pair in zip(requests, sinks, strict=True)]
+    await run_rows([asyncio.create_task(run) for run in runs])
+
+
+@asynccontextmanager
+async def while_connected(receive: Receive, work: asyncio.Task[None]) -> AsyncIterator[None]:
+    """Cancel ``work`` when the client leaves, or the body ends; then it has ended too."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        work.cancel(CancelCause.CALLER_LEFT.value)
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        work.cancel(CancelCause.SHUTDOWN.value)
+        await asyncio.wait({watcher, work})
