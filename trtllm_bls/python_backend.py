@@ -147,6 +147,7 @@ class Call:
             return False
 
     def _response(self, arrays: _Arrays) -> Any:
+        self._senders.responses += 1
         tensors = [
             self._pb.Tensor(name, array) for name, array in arrays.items() if name in self.wanted
         ]
@@ -228,6 +229,7 @@ class SenderThreads:
         self._retries: dict[Call, threading.Timer] = {}
         self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
         self._waking = False
+        self.responses = 0
         self._threads = [
             threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
             for number in range(threads)
@@ -331,6 +333,7 @@ class RequestServer:
         self._loop = asyncio.new_event_loop()
         self._senders = SenderThreads(self._loop, senders)
         self._closing = threading.Event()
+        self.refusal: TrtllmBlsError | None = None  # the answer to every new request
         self._threads = [
             threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True),
             threading.Thread(target=self._watch, name="watcher", daemon=True),
@@ -353,6 +356,8 @@ class RequestServer:
             call = Call(self._pb, request, self._senders, self._decoupled)
             try:
                 call.read(request)
+                if self.refusal is not None:
+                    raise self.refusal
             except Exception as error:  # raised to Triton, it would answer the whole batch twice
                 call.fail(error)
             else:
@@ -364,13 +369,23 @@ class RequestServer:
     def close(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """End every call still open with an error, run ``finish``, then end the threads."""
         self._closing.set()
-        self._run(self._cancel_all())
+        self._run(self.end_all())
         self._run(finish())
         self._senders.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         for thread in self._threads:
             thread.join()
         self._loop.close()
+
+    @property
+    def running(self) -> list[str]:
+        """The ids of the calls that have not ended; any thread may ask."""
+        return [call.id for call in self._open.copy().values()]  # atomic under the GIL
+
+    @property
+    def responses(self) -> int:
+        """How many responses have been made so far, errors left out; any thread may ask."""
+        return self._senders.responses
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -401,7 +416,8 @@ class RequestServer:
         finally:
             call.finish()
 
-    async def _cancel_all(self) -> None:
+    async def end_all(self) -> None:
+        """End every open call with an error."""
         tasks = list(self._open)
         for task, call in self._open.items():
             if not call.abandoned:
