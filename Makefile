@@ -24,7 +24,7 @@ PERF_DIRECTORY := $(VENV)/perf_analyzer
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest serve bench static check format clean
+.PHONY: help demo test test-lowest test-transformers serve bench static check format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
@@ -32,6 +32,7 @@ help:
 	@echo 'make bench    what orchestration costs; options: make bench BENCH_OPTIONS="--quick"'
 	@echo 'make test     all tests: unit tests, then those against real servers'
 	@echo 'make test-lowest  the tests that need no torch and no server, on the oldest packages allowed'
+	@echo 'make test-transformers  text and tokenizer tests on transformers 4.45 to 5, for docs/compatibility.md'
 	@echo 'make static   format, lint, imports, types'
 	@echo 'make check    the same, and unit tests'
 	@echo 'make format   write the format that check wants'
@@ -67,6 +68,10 @@ test-lowest:
 	$(LOWEST)/bin/pytest -q tests/unit tests/text tests/client tests/properties \
 		tests/models/test_tokenizer.py tests/models/test_configure*.py
 
+# Needs python3.10 and python3.12, and makes an environment for each row of the table.
+test-transformers:
+	$(PYTHON) tests/compatibility/transformers_matrix.py
+
 static: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -81,7 +86,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) $(LOWEST) .venv-transformers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

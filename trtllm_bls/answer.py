@@ -75,6 +75,11 @@ class Answer:
         return all(sequence.ending is not None for sequence in self._sequences)
 
     @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far, of all sequences."""
+        return sum(sequence.completion_tokens for sequence in self._sequences)
+
+    @property
     def must_cancel(self) -> bool:
         """Whether the answer is done but the engine does not know, and would work on.
 
@@ -162,6 +167,11 @@ class SequenceText:
 
         # Whether each token's place in the text has to be known.
         self._each = rules.return_tokens or self._matcher is not None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self._tokens
 
     def _echo(self) -> list[str]:
         ids = self._rules.echo_ids

@@ -20,6 +20,7 @@ from trtllm_bls.settings import Override, ServeSettings
 
 _ELSEWHERE = {
     "configure": "trtllm_bls.configure:command",
+    "doctor": "trtllm_bls.doctor:command",
     "generate": "trtllm_bls.commands.streaming:main",
 }
 _DEFAULTS = ServeSettings()

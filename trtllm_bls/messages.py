@@ -99,13 +99,17 @@ class SpeculationRequest:
     """What a caller asks of speculative decoding; ``None`` leaves it to the deployment.
 
     ``num_draft_tokens``: 0 turns it off, k > 0 asks for drafts of exactly k tokens.
-    ``draft_source``: where drafts come from: ``off``, ``model``, ``ngram`` or ``mixed``.
+    ``draft_source``: where drafts come from: ``off``, ``model``, ``ngram``, ``mixed`` or
+    ``prediction``.
     ``use_draft_logits``: verify against the draft model's logits, not only its token ids.
+    ``prediction``: what the answer is expected to resemble; drafts are taken from it first. By
+    itself it asks for no more than that, and for nothing where speculation cannot be.
     """
 
     num_draft_tokens: int | None = None
     draft_source: str | None = None
     use_draft_logits: bool = False
+    prediction: TokenIds = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +118,9 @@ class EngineRequest:
 
     ``request_id`` is unique among this process's running requests. ``embedding_bias`` is sparse:
     ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by itself
-    (``engines.routing``); ``draft`` for one that verifies. ``extras`` holds further engine tensors
-    by wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
+    (``engines.routing``); ``draft`` for one that verifies. ``traceparent`` is the caller's trace
+    context (W3C). ``extras`` holds further engine tensors by wire name (LoRA, prompt tables, guided
+    decoding, ...), which are passed on unopened.
     """
 
     request_id: str
@@ -132,6 +137,7 @@ class EngineRequest:
     draft: Draft | None = None
     speculation: SpeculationRequest = SpeculationRequest()
     wants: Wants = Wants()
+    traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
     def logit_rows(self, limits: EngineLimits) -> int:
@@ -171,11 +177,16 @@ class EngineMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationCounts:
-    """What speculative decoding did for one request, over all its rounds; counts of tokens."""
+    """What speculative decoding did for one request, over all its rounds; counts of tokens.
+
+    ``predicted`` of those drafted, and ``predicted_accepted``, came from the prediction.
+    """
 
     rounds: int
     drafted: int
     accepted: int
+    predicted: int = 0
+    predicted_accepted: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,9 +255,11 @@ class TextRequest:
     ``stop_token_ids`` end a sequence as the model's own end ids do, beside them.
     ``token_bias``: ``(token id, added logit)`` pairs. ``return_tokens`` asks for ``tokens`` of
     each chunk.
+    ``prediction``: a text that the answer is expected to resemble, to draft from.
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
+    ``traceparent`` is the caller's trace context (W3C).
     """
 
     request_id: str
@@ -271,11 +284,13 @@ class TextRequest:
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     speculation: SpeculationRequest = SpeculationRequest()
+    prediction: str | None = None
     timeout_s: float | None = None
     stream_interval: int = 1
     wants: Wants = Wants()
     return_tokens: bool = False
     prompt_table_extra_id: int | None = None
+    traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -28,6 +29,7 @@ from trtllm_bls.messages import (
     TextRequest,
 )
 from trtllm_bls.prompts import Prompt, PromptMaker
+from trtllm_bls.request_stats import RequestRecord, RequestStats
 from trtllm_bls.tokenizer import Tokenizer
 
 if sys.version_info >= (3, 11):
@@ -66,22 +68,43 @@ class TextSink(Protocol):
         """Take a chunk; never waits. Several may come in a row, one per sequence."""
 
 
+def _ignore(stats: RequestStats) -> None:
+    pass
+
+
 class Orchestrator:
-    """Serves any number of requests at once on one event loop; usable in any process."""
+    """Serves any number of requests at once on one event loop; usable in any process.
+
+    ``on_end`` is given the figures of each request once it is over, also of a refused one.
+    ``admission``: how many sequences may run and wait; ``None`` = any number.
+    """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         engine: Engine,
         defaults: Defaults,
+        *,
+        on_end: Callable[[RequestStats], None] = _ignore,
         admission: Admission | None = None,
     ) -> None:
-        """``admission``: how many sequences may run and wait; ``None`` = any number."""
         self._tokenizer = tokenizer
         self._prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
         self._engine = engine
         self._defaults = defaults
         self._admission = admission
+        self._on_end = on_end
+        self._open: set[RequestRecord] = set()
+
+    def load(self) -> tuple[int, int]:
+        """Requests that run in the engine, and that wait to be given to it; from any thread."""
+        records = self._open.copy()
+        running = sum(record.running for record in records)
+        return running, len(records) - running
+
+    def refused(self, request_id: str, error: Exception) -> None:
+        """A request was refused before it could be run: it counts as one that was."""
+        self._on_end(RequestStats.of_refusal(request_id, error))
 
     async def run(self, request: TextRequest, sink: TextSink) -> None:
         """Send the chunks of every sequence; each sequence's last one has its ``ending``.
@@ -89,8 +112,23 @@ class Orchestrator:
         A streaming request gets text as soon as it is certain, any other one chunk per sequence.
         Where a stream that has begun fails or is cancelled, its last chunks say so and the error
         follows. Raises ``InvalidRequest``, ``Overloaded`` and what the engine raises. By the time
-        that ``run`` has ended, however it ends, the engine's work has ended.
+        that ``run`` has ended, however it ends, the engine's work has ended. Whoever cancels it
+        says why, by a ``CancelCause`` as the message of ``Task.cancel``.
         """
+        record = RequestRecord(request, sink, asyncio.get_running_loop().time)
+        self._open.add(record)
+        try:
+            await self._run(request, record)
+        except BaseException as error:
+            self._over(record, error)
+            raise
+        self._over(record)
+
+    def _over(self, record: RequestRecord, error: BaseException | None = None) -> None:
+        self._open.discard(record)
+        self._on_end(record.stats(error))
+
+    async def _run(self, request: TextRequest, sink: RequestRecord) -> None:
         self._refuse(request)
         request = _with_seed(request)
         deadline = self._deadline(request)
@@ -105,6 +143,7 @@ class Orchestrator:
                 if request.wants.context_logits or request.wants.generation_logits:
                     self._defaults.limits.check_logits(asked.logit_rows(limits), limits.vocab_size)
                 answer = self._answer(request, prompt, limits, max_tokens)
+                sink.begin(len(prompt.ids), answer)
                 stream = self._engine.generate(asked)
                 await _drive(stream, answer, sink)
                 if not answer.done:
@@ -208,8 +247,9 @@ class Orchestrator:
             stop_sequences=prompt.engine_stops,
             bad_sequences=prompt.bad_sequences,
             embedding_bias=prompt.embedding_bias,
-            speculation=request.speculation,
+            speculation=_with_prediction(request.speculation, prompt),
             wants=request.wants,
+            traceparent=request.traceparent,
             extras=prompt.extras,
         )
 
@@ -242,6 +282,10 @@ def _with_seed(request: TextRequest) -> TextRequest:
     if sampling.seed is not None:
         return replace(request, speculation=SpeculationRequest(num_draft_tokens=0))
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
+
+
+def _with_prediction(asked: SpeculationRequest, prompt: Prompt) -> SpeculationRequest:
+    return replace(asked, prediction=prompt.prediction) if prompt.prediction else asked
 
 
 def _longest_prompt(limits: EngineLimits) -> int | None:

@@ -20,6 +20,7 @@ from trtllm_bls.tokenizer import Tokenizer
 
 MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words; stop_words: stopping.MAX_STOPS
 MAX_WORD_CHARS = 256
+MAX_PREDICTION_CHARS = 1 << 20  # far more than an answer has
 
 # From here on a request's text is long: to tokenise it takes milliseconds.
 _LONG = 4096  # characters
@@ -34,7 +35,7 @@ class Prompt:
     empty for a word that only the text can show; ``engine_stops`` is what it is sent: these, and
     every end id but the first, since it takes only one. Both are empty with ``min_tokens``: an
     engine would stop at them before that. ``extras`` are the request's, with what they need to know
-    of each token.
+    of each token. ``prediction`` are the ids of the text that the answer may resemble.
     """
 
     ids: TokenIds
@@ -45,6 +46,7 @@ class Prompt:
     bad_sequences: tuple[TokenIds, ...]
     embedding_bias: tuple[tuple[int, float], ...]
     extras: Mapping[str, Array]
+    prediction: TokenIds = ()
 
     @property
     def end_id(self) -> int:
@@ -71,7 +73,11 @@ class PromptMaker:
         words = (*request.stop_words, *request.bad_words, *(word for word, _ in biased))
         prompt = request.text or request.messages or ""
         tools = request.chat.tools or ""
-        return len(prompt) + len(tools) + number * _WORD + sum(map(len, words)) >= _LONG
+        prediction = request.prediction or ""
+        return (
+            len(prompt) + len(tools) + len(prediction) + number * _WORD + sum(map(len, words))
+            >= _LONG
+        )
 
     def make(self, request: TextRequest, max_prompt_tokens: int | None = None) -> Prompt:
         """Raises ``InvalidRequest`` naming the field.
@@ -110,6 +116,7 @@ class PromptMaker:
                 *request.token_bias,
             ),
             extras=self._extras(request, ids),
+            prediction=self._prediction(request),
         )
 
     def end_ids(self, request: TextRequest) -> TokenIds:
@@ -121,6 +128,15 @@ class PromptMaker:
         if request.end_id is not None:
             ends = () if request.end_id < 0 else (request.end_id,)
         return tuple(dict.fromkeys((*ends, *request.stop_token_ids)))
+
+    def _prediction(self, request: TextRequest) -> TokenIds:
+        text = request.prediction
+        if not text:
+            return ()
+        if len(text) > MAX_PREDICTION_CHARS:
+            problem = f"{len(text)} characters; at most {MAX_PREDICTION_CHARS} are allowed"
+            raise InvalidRequest("prediction", problem)
+        return self._tokenizer.encode(text, add_special_tokens=False, field="prediction")
 
     def _extras(self, request: TextRequest, ids: TokenIds) -> Mapping[str, Array]:
         """With the prompt table's id at each token that stands for one of its rows.

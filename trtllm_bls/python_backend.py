@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, printable, to_wire
+from trtllm_bls.request_stats import CancelCause
 
 SENDERS = 4  # threads; each waits for the server most of its time
 # Asking for a caller costs a round trip, so all calls share so many questions: each is asked every
@@ -81,9 +82,11 @@ class Call:
         # Unique in this process, whatever ids clients choose; it names the call in log lines.
         self.id = f"{printable(self.client_id, _MAX_ID) or 'request'}-{next(self._numbers)}"
         self.arrays: _Arrays = MappingProxyType({})
+        self.parameters = "{}"  # of the request, as JSON
 
     def read(self, request: Any) -> None:
         """Copy the inputs: Triton may free its own any time."""
+        self.parameters = request.parameters()
         self.arrays = MappingProxyType(
             {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
         )
@@ -298,6 +301,11 @@ class RequestServer:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that all requests run on."""
+        return self._loop
+
     def accept(self, requests: Iterable[Any]) -> None:
         """Take requests from Triton's ``execute``; returns at once."""
         for request in requests:
@@ -348,7 +356,7 @@ class RequestServer:
         tasks = list(self._open)
         for task, call in self._open.items():
             if not call.abandoned:
-                task.cancel()
+                task.cancel(CancelCause.SHUTDOWN.value)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _watch(self) -> None:
@@ -367,7 +375,7 @@ def _abandon(task: asyncio.Task[None], call: Call) -> None:
     """Cancel the task of a call, once: a second cancellation would hit its clean-up."""
     if not call.abandoned:
         call.abandoned = True
-        task.cancel()
+        task.cancel(CancelCause.CALLER_LEFT.value)
 
 
 def answer_each(

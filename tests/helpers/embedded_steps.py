@@ -19,7 +19,7 @@ from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
 from trtllm_bls.engines.embedded.runner import Runner
 from trtllm_bls.engines.embedded.sequence import Sequence, Submission
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import EngineChunk, EngineRequest, Sampling
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, Sampling
 
 VOCAB = 96
 POISON = 94  # the poisoned llama's embedding of it is NaN; the probe does not read it
@@ -123,9 +123,10 @@ class Steps:
 
     def add(self, asked: EngineRequest) -> Submission:
         submission = Submission(asked.num_return_sequences, None)
+        limits = EngineLimits(vocab_size=VOCAB, max_sequence_tokens=self.length)
         self.batcher.add(
             [
-                Sequence(asked, index, VOCAB, self.length, submission)
+                Sequence(asked, index, limits, submission)
                 for index in range(asked.num_return_sequences)
             ]
         )

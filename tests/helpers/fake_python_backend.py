@@ -9,6 +9,7 @@ happens and is kept in ``FakeTriton.broken``, since a thread may swallow what is
 from __future__ import annotations
 
 import functools
+import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,6 +78,7 @@ class Ask:
     ) -> None:
         self.responses: list[dict[str, Any]] = []
         self.error: TritonError | None = None
+        self.sent_parameters: dict[str, Any] = {}
         self.gone = False
         self.questions = 0  # how often the model has asked whether the caller is gone
         self._triton, self._inputs, self._outputs, self._id = triton, inputs, outputs, id
@@ -112,6 +114,9 @@ class Ask:
 
     def request_id(self) -> str:
         return self._id
+
+    def parameters(self) -> str:
+        return json.dumps(self.sent_parameters)
 
     def inputs(self) -> list[Tensor]:
         return [Tensor(name, array) for name, array in self._inputs.items()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def echo(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
         yield running
 
 
-def echo_settings(scratch: Path, transport: str) -> ServeSettings:
+def echo_settings(scratch: Path, transport: str, **more: Any) -> ServeSettings:
     repository = scratch / "models"
     shutil.copytree(ROOT / "models", repository)
     shutil.rmtree(repository / "tensorrt_llm" / "1")
@@ -39,6 +40,7 @@ def echo_settings(scratch: Path, transport: str) -> ServeSettings:
     return free_ports(
         model=DEMO / "target",
         model_repository=repository,
+        **more,
         overrides=(
             Override("tensorrt_llm_bls", "engine_transport", transport),
             Override("tensorrt_llm_bls", "engine_stall_seconds", str(STALL_SECONDS[transport])),

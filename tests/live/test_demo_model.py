@@ -192,10 +192,10 @@ def test_figures_asked_for_are_on_every_response_of_a_stream(server: TritonServe
 
 
 def test_unsupported_options_are_refused_not_ignored(server: TritonServer) -> None:
-    """Guided decoding, LoRA and beams are not to be had here, and say so by name."""
+    """LoRA, beams and unknown guides are not to be had here, and say so by name."""
     body = {"text_input": "a", "max_tokens": 5}
     for field, value in (
-        ("guided_decoding_guide_type", "json"),
+        ("guided_decoding_guide_type", "xml"),
         ("lora_task_id", 3),
         ("beam_width", 2),
     ):

@@ -11,7 +11,9 @@ import pytest
 from tests.helpers.model_configurations import rows_of_config
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, demo, error_of, make_engine
 from trtllm_bls.configure.versions import parse_version
+from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import ENGINE_FACTS
+from trtllm_bls.parameters.cpp_backend import check_backend
 from trtllm_bls.parameters.cpp_backend import keys_of as keys_of_table
 
 __all__ = ["demo"]  # the fixture
@@ -59,6 +61,30 @@ def test_every_key_of_a_release_and_no_other_can_be_set(release: str) -> None:
     assert keys_of_table(version).keys() == keys_of(release, "read_by")
     demanded = {key for key, row in keys_of_table(version).items() if row.demanded}
     assert demanded >= keys_of(release, "demanded_by")
+
+
+# By type: values that the backend reads, and values that it would take for "not set".
+VALUES = {
+    "flag": (["true", "0", "False"], ["yes", "", "2"]),
+    "whole": (["1", "128"], ["-1", "1.5", "many", ""]),
+    "fraction": (["0.5", "1"], ["1.5", "-0.5", "half", ""]),
+    "list": (["128"], ["a,b", "128,", ""]),
+    "tree": (["{0}", "{0, 0}, {0, 1}"], ["0", "{}", "{0", ""]),
+    "text": ([], ["${placeholder}", ""]),
+}
+
+
+@pytest.mark.parametrize("release", FACTS["releases"])
+def test_every_key_takes_the_values_of_its_type_alone(release: str) -> None:
+    """What the backend cannot read it ignores with a warning in the log."""
+    version = parse_version(release)
+    for key in keys_of(release, "read_by"):
+        good, bad = VALUES[FACTS["keys"][key]["type"]]
+        for value in good:
+            check_backend(key, value, version)
+        for value in bad:
+            with pytest.raises(SettingsError, match="is not allowed; it must be"):
+                check_backend(key, value, version)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from trtllm_bls.messages import (
     Array,
     Draft,
     EngineChunk,
+    EngineLimits,
     EngineRequest,
     FinishReason,
     Sampling,
@@ -172,7 +173,8 @@ def speculated(count: int, by_logits: bool, sampling: Sampling) -> tuple[int, ..
             sampling=sampling,
             draft=Draft(token_ids=draft, logits=logits),
         )
-        sequence = Sequence(ask, 0, SIZE, 64, Submission(1, None))
+        limits = EngineLimits(vocab_size=SIZE, max_sequence_tokens=64)
+        sequence = Sequence(ask, 0, limits, Submission(1, None))
         target = rows(TARGET, ids[-1], draft)
         sequence.computed_to(len(ids) + count, target.argmax(axis=1).tolist(), target)
         ids = tuple(sequence.tokens)

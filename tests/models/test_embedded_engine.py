@@ -375,7 +375,7 @@ def test_a_draft_too_long_names_its_length_and_the_limit(engine: EmbeddedEngine)
     [
         ("beam_width", {"sampling": {"beam_width": 2}}),
         ("lora_task_id", {"extras": {"lora_task_id": np.array([1], dtype=np.uint64)}}),
-        ("guided_decoding_guide", {"extras": {"guided_decoding_guide": np.array(["x"], object)}}),
+        ("lookahead_window_size", {"extras": {"lookahead_window_size": np.array([4], np.int32)}}),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_not_ignored(

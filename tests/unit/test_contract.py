@@ -24,6 +24,7 @@ OURS = {
     ("ensemble", "inputs"): {"messages", "add_special_tokens"},
     ("tensorrt_llm_bls", "inputs"): {
         *("messages", "add_special_tokens", "skip_special_tokens", "include_stop", "draft_source"),
+        "prediction",
         "timeout_ms",
         "stream_interval",
         *("runtime_top_p_min", "runtime_top_p_decay", "runtime_top_p_reset_ids"),

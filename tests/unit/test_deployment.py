@@ -4,43 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import grpc
 import pytest
 import trustme
 
 from tests.helpers.fake_engine_server import Triton, run
+from tests.helpers.fake_metrics import Registry
 from tests.helpers.scripted_text import padded_model, tokenizer
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
 from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.parameters import BlsParameters, rows_of
 from trtllm_bls.services.deployment import Deployment
-from trtllm_bls.services.metrics import SpeculationMetrics
-from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationStats
-
-
-class FakeMetrics:
-    """``pb_utils`` as far as counters go: remembers what was added."""
-
-    class MetricFamily:
-        COUNTER = 0
-        added: ClassVar[dict[str, int]] = {}
-
-        def __init__(self, name: str, description: str, kind: int) -> None:
-            self._name = name
-
-        def Metric(self, labels: dict[str, str]) -> FakeMetrics.Counter:
-            return FakeMetrics.Counter(self._name)
-
-    class Counter:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def increment(self, value: int) -> None:
-            added = FakeMetrics.MetricFamily.added
-            added[self._name] = added.get(self._name, 0) + value
+from trtllm_bls.speculative import DraftSource, SpeculationOptions
 
 
 def parameters(**more: Any) -> BlsParameters:
@@ -70,7 +48,7 @@ def deployed(**more: Any) -> Deployment:
     """A deployment that has been closed again; what it was made of can be looked at."""
 
     async def make() -> Deployment:
-        made = Deployment(parameters(**more), FakeMetrics)
+        made = Deployment(parameters(**more), Registry())
         await made.close()
         return made
 
@@ -130,7 +108,7 @@ def test_an_engine_behind_tls_is_reached_by_who_shows_its_certificate(tmp_path: 
     other = Certificates(tmp_path / "others")
 
     async def ask(url: str, **files: Path) -> int | None:
-        made = Deployment(parameters(engine_url=url, **files), FakeMetrics)
+        made = Deployment(parameters(engine_url=url, **files), Registry())
         try:
             return (await made.engine.limits()).max_sequence_tokens
         finally:
@@ -164,7 +142,7 @@ def test_tls_that_is_half_configured_is_refused_at_load(tmp_path: Path) -> None:
         ({"tls_ca": files.ca, "tls_cert": files.ca, "tls_key": files.key}, "not usable"),
     ):
         with pytest.raises(SettingsError, match=said):
-            Deployment(parameters(**named), FakeMetrics)
+            Deployment(parameters(**named), Registry())
 
 
 def test_engines_are_looked_up_in_the_models_own_repository(tmp_path: Path) -> None:
@@ -194,7 +172,7 @@ def test_a_draft_with_the_targets_vocabulary_is_used(told: bool) -> None:
 def test_a_tokenizer_that_is_not_there_is_told_at_load(tmp_path: Path) -> None:
     """Not at the first request."""
     with pytest.raises(SetupError, match=str(tmp_path)):
-        Deployment(parameters(tokenizer_dir=tmp_path), FakeMetrics)
+        Deployment(parameters(tokenizer_dir=tmp_path), Registry())
 
 
 def test_an_engine_that_is_not_there_is_told_at_the_request() -> None:
@@ -208,24 +186,10 @@ def test_an_engine_that_is_not_there_is_told_at_the_request() -> None:
             raise AssertionError(chunk)
 
     async def ask() -> None:
-        made = Deployment(parameters(), FakeMetrics)
+        made = Deployment(parameters(), Registry())
         request = TextRequest(request_id="r", text="hi", max_tokens=5)
         with pytest.raises(EngineUnavailable, match="tensorrt_llm"):
             await made.orchestrator.run(request, Nowhere())
         await made.close()
 
     asyncio.run(ask())
-
-
-def test_what_drafting_did_is_counted() -> None:
-    """One request's figures are added to the counters; outside of Triton there are none."""
-    FakeMetrics.MetricFamily.added.clear()
-    stats = SpeculationStats()
-    stats.add_round(DraftSource.NGRAM, 3, 2)
-    for pb_utils in (FakeMetrics, None):
-        SpeculationMetrics(pb_utils).add(stats)
-    assert FakeMetrics.MetricFamily.added == {
-        "trtllm_bls_speculation_rounds_total": 1,
-        "trtllm_bls_speculation_drafted_total": 3,
-        "trtllm_bls_speculation_accepted_total": 2,
-    }

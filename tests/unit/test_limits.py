@@ -176,7 +176,7 @@ def test_the_time_in_the_queue_is_part_of_the_requests_own() -> None:
     async def scenario(clock: Clock) -> None:
         engine = saying("one two three")
         admission = Admission(1, 1, None)
-        orchestrator = Orchestrator(tokenizer(), engine, Defaults(), admission)
+        orchestrator = Orchestrator(tokenizer(), engine, Defaults(), admission=admission)
         sink = Collected()
         async with admission.place(1):
             waiting = asyncio.create_task(orchestrator.run(asking(timeout_s=3), sink))
@@ -197,7 +197,7 @@ def test_the_time_in_the_queue_is_part_of_the_requests_own() -> None:
 def test_a_refused_request_takes_no_place() -> None:
     """What can be refused by looking at it is refused before it waits."""
     admission = Admission(1, 0, None)
-    orchestrator = Orchestrator(tokenizer(), saying("one"), Defaults(), admission)
+    orchestrator = Orchestrator(tokenizer(), saying("one"), Defaults(), admission=admission)
 
     async def scenario() -> None:
         async with admission.place(1):

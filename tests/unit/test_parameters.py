@@ -178,6 +178,9 @@ def test_whether_the_model_streams_is_read_from_its_transaction_policy(tmp_path:
 
 # A value that is neither the default nor what is shipped.
 OTHER = {
+    "log_requests": "false",
+    "log_format": "json",
+    "log_prompts": "true",
     "accumulate_tokens": "true",
     "add_special_tokens": "false",
     "draft_source": "ngram",

@@ -60,6 +60,7 @@ _FIELDS = (
     ("use_draft_logits", "Speculation: verify by the draft's logits."),
     ("timeout_ms", "Let the server end the answer with what there is after this many ms."),
     ("draft_source", "Speculation: where drafts come from (model, ngram, mixed)."),
+    ("prediction", "Speculation: a text that the answer is expected to resemble."),
     ("return_log_probs", "Log probabilities of the tokens; seen with --json."),
     ("return_context_logits", "Logits of the prompt; seen with --json."),
     ("return_generation_logits", "Logits of the answer; seen with --json."),

@@ -6,19 +6,49 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from trtllm_bls.configure.repository import ConfigureOptions, Repository, plan, write
+from trtllm_bls.configure.existing import read_existing
+from trtllm_bls.configure.launch import launcher_command, slurm_script
+from trtllm_bls.configure.options import DRAFT, ConfigureOptions
+from trtllm_bls.configure.repository import Repository, plan, write
+from trtllm_bls.configure.versions import parse_version
+from trtllm_bls.contract import ENGINE
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters.cpp_backend import keys_of
 from trtllm_bls.settings import Override
 
 _DIRECTORY = click.Path(path_type=Path)
 
 
+def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None) -> None:
+    if release is None:
+        return
+    version = parse_version(release)
+    for name, key in sorted(keys_of(version).items()):
+        demanded = key.demanded is not None and key.demanded <= version
+        click.echo(f"{name}: {key.expected}{' (always written)' if demanded else ''}")
+    ctx.exit()
+
+
 @click.command(name="configure")
-@click.option("--engine-dir", type=_DIRECTORY, required=True, help="Engine of the target model.")
-@click.option("--tokenizer-dir", type=_DIRECTORY, required=True, help="Its tokenizer.")
+@click.option("--engine-dir", type=_DIRECTORY, help="Engine of the target model.")
+@click.option("--tokenizer-dir", type=_DIRECTORY, help="Its tokenizer.")
 @click.option("--out", type=_DIRECTORY, required=True, help="The model repository to write.")
+@click.option(
+    "--from",
+    "existing",
+    type=_DIRECTORY,
+    metavar="REPOSITORY",
+    help="Take engines, tokenizer and values from a repository of TensorRT-LLM's own models.",
+)
 @click.option("--draft-engine-dir", type=_DIRECTORY, help="Engine of a draft model (speculation).")
 @click.option("--max-batch-size", type=click.IntRange(1), help="[default: the engine's]")
+@click.option(
+    "--max-num-tokens",
+    type=click.IntRange(1),
+    help="What the engine was built with, where its config.json is elsewhere.",
+)
 @click.option(
     "--max-queue-size",
     type=click.IntRange(0),
@@ -30,8 +60,12 @@ _DIRECTORY = click.Path(path_type=Path)
 )
 @click.option(
     "--kv-cache-free-gpu-mem-fraction",
-    help="Share of free GPU memory per engine.  [default: 0.9; 0.45 each with a draft engine]",
+    help="Share of free GPU memory per engine.  [default: 0.9; 0.45 each where two share GPUs]",
 )
+@click.option("--draft-kv-cache-free-gpu-mem-fraction", help="The draft's own share.")
+@click.option("--gpu-device-ids", metavar="ID,…", help="GPUs of the target.  [default: all]")
+@click.option("--draft-gpu-device-ids", metavar="ID,…", help="GPUs of the draft.")
+@click.option("--chunked-context", is_flag=True, help="Process long prompts in several steps.")
 @click.option(
     "--batch-scheduler-policy",
     type=click.Choice(["guaranteed_no_evict", "max_utilization"]),
@@ -56,25 +90,86 @@ _DIRECTORY = click.Path(path_type=Path)
     show_default=True,
     help="Processes of tensorrt_llm_bls.",
 )
-@click.option("--set", "sets", multiple=True, metavar="MODEL.KEY=VALUE", help="Any parameter.")
+@click.option("--engine-url", metavar="HOST:PORT", help="gRPC port behind which the engine is.")
+@click.option(
+    "--disable-spawn-processes",
+    is_flag=True,
+    help="Orchestrator mode in which MPI or Slurm starts all ranks.",
+)
+@click.option("--slurm", type=_DIRECTORY, metavar="FILE", help="Write a Slurm job script too.")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="[MODEL.]KEY=VALUE",
+    help="Any parameter; of tensorrt_llm where no model is named.",
+)
+@click.option(
+    "--set-draft", "draft_sets", multiple=True, metavar="KEY=VALUE", help="The same, of the draft."
+)
+@click.option(
+    "--keys",
+    is_eager=True,
+    expose_value=False,
+    callback=_print_keys,
+    metavar="RELEASE",
+    help="Print what the C++ backend of a release reads, with the values allowed, and exit.",
+)
 @click.option("--check/--no-check", default=True, help="Look into the directories.")
 @click.option("--force", is_flag=True, help="Replace the models of a repository that is there.")
-def command(sets: tuple[str, ...], **options: Any) -> None:
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> None:
     """Write a model repository for TensorRT-LLM's C++ backend."""
-    wanted = ConfigureOptions(overrides=tuple(map(Override.parse, sets)), **options)
+    slurm: Path | None = options.pop("slurm")
+    sets, draft_sets = options.pop("sets"), options.pop("draft_sets")
+    overrides = [
+        *(_override(text, ENGINE.name) for text in sets),
+        *(_override(f"{DRAFT}.{text}", DRAFT) for text in draft_sets),
+    ]
+    source: Path | None = options.pop("existing")
+    notes = _take_existing(ctx, source, options, overrides) if source else []
+    for name in ("engine_dir", "tokenizer_dir"):
+        if options[name] is None:
+            where = f", which {source} does not tell" if source else ""
+            raise click.UsageError(f"Missing option '--{name.replace('_', '-')}'{where}.", ctx)
+    if draft_sets and options["draft_engine_dir"] is None:
+        raise SettingsError(f"--set-draft {draft_sets[0]}: needs --draft-engine-dir")
+    wanted = ConfigureOptions(overrides=tuple(overrides), **options)
     repository = plan(wanted)
+    script = slurm_script(repository.launch, wanted.out) if slurm else ""
     write(repository, wanted.out, wanted.force)
-    _report(repository, wanted.out)
+    if slurm:
+        slurm.write_text(script, encoding="utf-8")
+        click.echo(f"wrote {slurm}")
+    _report(repository, wanted.out, notes)
 
 
-def _report(repository: Repository, out: Path) -> None:
+def _override(text: str, model: str) -> Override:
+    """``KEY=VALUE`` is a parameter of ``model``."""
+    key, equals, _ = text.partition("=")
+    return Override.parse(text if "." in key or not equals else f"{model}.{text}")
+
+
+def _take_existing(
+    ctx: click.Context, source: Path, options: dict[str, Any], overrides: list[Override]
+) -> list[str]:
+    """Fill in what ``--from`` says, unless an option says otherwise; what to tell the user."""
+    found = read_existing(source, options["version"])
+    for name, value in found.options.items():
+        if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            options[name] = value
+    overrides[:0] = found.overrides
+    return found.notes
+
+
+def _report(repository: Repository, out: Path, notes: list[str]) -> None:
     for name, config in repository.configs.items():
         click.echo(f"wrote {out / name} ({config.backend or config.platform})")
-    for warning in repository.warnings:
-        click.echo(f"note: {warning}")
-    if repository.target.ranks == 1:
+    for note in (*notes, *repository.warnings):
+        click.echo(f"note: {note}")
+    launch = repository.launch
+    if launch.by_serve:
         click.echo(f"next: trtllm-bls serve --model-repository {out}")
     else:
-        ranks = repository.target.ranks
-        click.echo(f"next: start {ranks} ranks with TensorRT-LLM's launch_triton_server.py")
-        click.echo(f"      --world_size {ranks} --model_repo {out}")
+        click.echo("next: start it with TensorRT-LLM's launcher, on a machine with its GPUs")
+        click.echo(f"      {launcher_command(launch, out)}")

@@ -39,6 +39,7 @@ class EngineDir:
     ranks: int = 1
     version: str = ""
     logits: str = "FP32"
+    vocab_size: int | None = None  # its embeddings, padding included
     max_batch_size: int | None = None
     max_sequence_tokens: int | None = None
     max_input_tokens: int | None = None  # named by engines before 0.11 alone
@@ -85,7 +86,8 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
     try:
         config = json.loads(_config(path).read_text(encoding="utf-8"))
         build = config.get("build_config", {})
-        logits = config.get("pretrained_config", {}).get("logits_dtype", "float32")
+        pretrained = config.get("pretrained_config", {})
+        logits = pretrained.get("logits_dtype", "float32")
         plugins = build.get("plugin_config", {})
     except (OSError, ValueError, AttributeError) as error:
         raise SettingsError(f"{option} {directory}: config.json cannot be read: {error}") from error
@@ -98,6 +100,7 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         ranks=ranks or 1,
         version=config.get("version", ""),
         logits=_LOGITS[logits],
+        vocab_size=pretrained.get("vocab_size"),
         max_batch_size=build.get("max_batch_size"),
         max_sequence_tokens=_longest(build),
         max_input_tokens=None if build.get("max_seq_len") else build.get("max_input_len"),

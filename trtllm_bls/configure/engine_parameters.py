@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from trtllm_bls.configure.engine_dir import EXTERNAL_DRAFTS, EngineDir
-from trtllm_bls.contract import ENGINE
+from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import is_true
 from trtllm_bls.parameters.cpp_backend import Version, keys_of
 
 _WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
+_LOOKAHEAD = "lookahead_decoding"
+_LOOKAHEAD_SIZES = tuple(f"lookahead_{n}_size" for n in ("window", "ngram", "verification_set"))
 # Before it, an engine for external drafts ends every request after one step, drafts or not.
 _MANY_STEPS_SINCE: Version = (0, 19)
 
 
-def engine_parameters(
-    engine: EngineDir, version: Version, policy: str, fraction: str
-) -> dict[str, str]:
+def engine_parameters(engine: EngineDir, version: Version, policy: str) -> dict[str, str]:
     """The parameters that ``version`` reads, and what the orchestrator reads beside them."""
     wanted = {
         "gpt_model_type": "inflight_fused_batching",
         "gpt_model_path": str(engine.path),
         "batch_scheduler_policy": policy,
-        "kv_cache_free_gpu_mem_fraction": fraction,
         "max_beam_width": "1",
         "enable_kv_cache_reuse": "false" if engine.paged_context is False else "true",
         "enable_chunked_context": "false",
@@ -71,6 +70,13 @@ def check_engine(model: str, engine: EngineDir, parameters: Mapping[str, str]) -
                 "without paged context attention; build it with --use_paged_context_fmha enable"
             )
 
+    absent = [key for key in _LOOKAHEAD_SIZES if not parameters.get(key)]
+    if parameters.get("decoding_mode") == "lookahead" and absent:
+        raise SettingsError(
+            f"--set {model}.decoding_mode=lookahead: set {', '.join(absent)} too, "
+            "as the engine was built for"
+        )
+
 
 def check_target(option: str, engine: EngineDir, parameters: Mapping[str, str]) -> None:
     """Raises ``SettingsError`` naming ``option`` if the engine cannot verify drafts."""
@@ -83,7 +89,7 @@ def check_target(option: str, engine: EngineDir, parameters: Mapping[str, str]) 
     elif engine.paged_context is False:
         problem = "has no paged context attention; build it with --use_paged_context_fmha enable"
     elif not is_true(parameters["enable_kv_cache_reuse"]):
-        problem = "needs enable_kv_cache_reuse=true to verify drafts"
+        problem = "cannot verify drafts without its KV cache; set enable_kv_cache_reuse=true"
     if problem:
         raise SettingsError(f"{option}: the engine in {engine.path} {problem}")
 
@@ -107,8 +113,11 @@ def check_drafting(
             )
 
 
-def warnings(engine: EngineDir, version: Version, parameters: Mapping[str, str]) -> Iterator[str]:
-    """What the user should know of the target before it serves."""
+def warnings(
+    engine: EngineDir, version: Version, models: Mapping[str, Mapping[str, str]]
+) -> Iterator[str]:
+    """What the user should know of the target before it serves with the models' parameters."""
+    parameters = models[ENGINE.name]
     if engine.paged_context is False:
         yield "KV cache reuse is off: the engine was built without paged context attention"
     if ends_after_one_step(engine, version):
@@ -129,7 +138,14 @@ def warnings(engine: EngineDir, version: Version, parameters: Mapping[str, str])
     longest = engine.max_prompt_tokens(chunked=True)
     limit = int(parameters.get("max_prompt_tokens") or 0)
     if longest and limit < longest:
+        what = "prompts are limited"
+        if models[BLS.name]["draft_source"] != "off":
+            what = "prompts and, with drafts, whole answers are limited"
         yield (
-            f"prompts are limited to {limit} tokens by max_num_tokens; chunked context "
-            f"(--set tensorrt_llm.enable_chunked_context=true) would allow {longest}"
+            f"{what} to {limit} tokens by max_num_tokens; --chunked-context would allow {longest}"
+        )
+    if engine.mode == _LOOKAHEAD and parameters.get("decoding_mode") != "lookahead":
+        yield (
+            "the engine was built for lookahead decoding, which is off: set decoding_mode=lookahead"
+            f" and {', '.join(_LOOKAHEAD_SIZES)}"
         )

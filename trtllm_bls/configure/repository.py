@@ -20,60 +20,37 @@ from trtllm_bls.configure.engine_parameters import (
     engine_parameters,
     warnings,
 )
+from trtllm_bls.configure.launch import Launch, participants, plan_launch
+from trtllm_bls.configure.options import DRAFT, ConfigureOptions, Setting, settings
 from trtllm_bls.configure.pbtxt import MAX_BATCH_SIZE, PARAMETERS, model_config
 from trtllm_bls.configure.versions import models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import check
 from trtllm_bls.parameters.cpp_backend import Version, check_backend
-from trtllm_bls.settings import Override
-
-DRAFT = "tensorrt_llm_draft"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConfigureOptions:
-    """The options of ``configure``; ``None`` and an empty version leave it to the engine."""
-
-    engine_dir: Path
-    tokenizer_dir: Path
-    out: Path
-    draft_engine_dir: Path | None = None
-    max_batch_size: int | None = None
-    max_queue_size: int = 0
-    max_queue_delay_us: int = 0
-    kv_cache_free_gpu_mem_fraction: str | None = None
-    batch_scheduler_policy: str = "guaranteed_no_evict"
-    version: str = ""
-    decoupled: bool = True
-    bls_instances: int = 1
-    overrides: tuple[Override, ...] = ()
-    check: bool = True
-    force: bool = False
 
 
 @dataclass(frozen=True)
 class Repository:
     """What is to be written: each model's configuration (Triton's ``ModelConfig``) by name."""
 
-    target: EngineDir
     configs: Mapping[str, Any]
+    launch: Launch
     warnings: tuple[str, ...] = ()
 
 
 def plan(options: ConfigureOptions) -> Repository:
     """The configurations; raises ``SetupError`` naming the option that cannot be used."""
-    target = read_engine("--engine-dir", options.engine_dir, options.check)
-    engines = {ENGINE.name: target}
-    if options.draft_engine_dir is not None:
-        engines[DRAFT] = read_engine("--draft-engine-dir", options.draft_engine_dir, options.check)
+    engines = _engines(options)
+    target = engines[ENGINE.name]
     version = parse_version(options.version or target.version or "last")
     models = models_for(version, target.logits)
     steps = (models[PREPROCESSING.name], models[ENGINE.name], models[POSTPROCESSING.name])
     if DRAFT in engines:
         drafting = models_for(version, engines[DRAFT].logits)
         models[DRAFT] = replace(drafting[ENGINE.name], name=DRAFT)
-    parameters = _parameters(options, engines, version)
+    launch = plan_launch(options, engines, version)
+    parameters = _parameters(options, engines, version, launch)
     configs = {name: model_config(model, parameters[name], steps) for name, model in models.items()}
     size = _batch_size(options.max_batch_size, engines)
     for config in configs.values():
@@ -86,7 +63,7 @@ def plan(options: ConfigureOptions) -> Repository:
         batching.default_queue_policy.max_queue_size = options.max_queue_size
     if options.check:
         _check_tokenizer(options.tokenizer_dir)  # last, since it takes seconds
-    return Repository(target, configs, tuple(warnings(target, version, parameters[ENGINE.name])))
+    return Repository(configs, launch, tuple(warnings(target, version, parameters)))
 
 
 def write(repository: Repository, out: Path, force: bool) -> None:
@@ -109,28 +86,40 @@ def write(repository: Repository, out: Path, force: bool) -> None:
 # --- parameters -----------------------------------------------------------------------------
 
 
+def _engines(options: ConfigureOptions) -> dict[str, EngineDir]:
+    target = read_engine("--engine-dir", options.engine_dir, options.check)
+    if options.max_num_tokens is not None:
+        built = target.max_step_tokens
+        if built not in (None, options.max_num_tokens):
+            raise SettingsError(
+                f"--max-num-tokens {options.max_num_tokens}: the engine was built for {built}; "
+                "build another, or leave the option out"
+            )
+        target = replace(target, max_step_tokens=options.max_num_tokens)
+    engines = {ENGINE.name: target}
+    if options.draft_engine_dir is not None:
+        engines[DRAFT] = read_engine("--draft-engine-dir", options.draft_engine_dir, options.check)
+    return engines
+
+
 def _parameters(
-    options: ConfigureOptions, engines: Mapping[str, EngineDir], version: Version
+    options: ConfigureOptions, engines: Mapping[str, EngineDir], version: Version, launch: Launch
 ) -> dict[str, dict[str, str]]:
     values = {name: dict(shipped) for name, shipped in PARAMETERS.items()}
     tokenizer = str(options.tokenizer_dir.absolute())
     for name in (PREPROCESSING.name, POSTPROCESSING.name, BLS.name):
         values[name]["tokenizer_dir"] = tokenizer
     values[BLS.name]["decoupled"] = str(options.decoupled).lower()
-    # Of the memory that is free when an engine loads, so two that share a GPU must share it.
-    fraction = options.kv_cache_free_gpu_mem_fraction or ("0.45" if DRAFT in engines else "0.9")
-    _check_backend(
-        f"--kv-cache-free-gpu-mem-fraction {fraction}",
-        "kv_cache_free_gpu_mem_fraction",
-        fraction,
-        version,
-    )
+    placed = participants(launch, engines)
     for name, engine in engines.items():
-        values[name] = engine_parameters(engine, version, options.batch_scheduler_policy, fraction)
+        values[name] = engine_parameters(engine, version, options.batch_scheduler_policy)
+        if name in placed:
+            values[name]["participant_ids"] = placed[name]
     if DRAFT in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
-    for override in options.overrides:
-        _check_override(override, values, engines, version)
+    for setting in settings(options):
+        override = setting.override
+        _check_setting(setting, values, engines, version)
         values[override.model][override.parameter] = override.value
     for name, engine in engines.items():
         check_engine(name, engine, values[name])
@@ -139,26 +128,19 @@ def _parameters(
     return values
 
 
-def _check_override(
-    override: Override, models: Iterable[str], engines: Iterable[str], version: Version
+def _check_setting(
+    setting: Setting, models: Iterable[str], engines: Iterable[str], version: Version
 ) -> None:
-    option = f"--set {override}"
+    override = setting.override
     if override.model not in models:
-        raise SettingsError(f"{option}: no such model; there are {', '.join(models)}")
-    if override.model in engines:
-        _check_backend(option, override.parameter, override.value, version)
-        return
+        raise SettingsError(f"{setting.option}: no such model; there are {', '.join(models)}")
     try:
-        check(override.model, override.parameter, override.value)
+        if override.model in engines:
+            check_backend(override.parameter, override.value, version)
+        else:
+            check(override.model, override.parameter, override.value)
     except SettingsError as error:
-        raise SettingsError(f"{option}: {error}") from None
-
-
-def _check_backend(option: str, key: str, value: str, version: Version) -> None:
-    try:
-        check_backend(key, value, version)
-    except SettingsError as error:
-        raise SettingsError(f"{option}: {error}") from None
+        raise SettingsError(f"{setting.option}: {error}") from None
 
 
 def _check_speculation(

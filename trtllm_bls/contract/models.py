@@ -254,7 +254,8 @@ BLS = Model(
         Tensor("num_draft_tokens", "INT32", bounds=_NOT_NEGATIVE),
         *_flags("use_draft_logits", scalar=True),
         *_flags("include_stop", "skip_special_tokens", scalar=False),  # ours
-        Tensor("draft_source", "STRING"),  # ours: off, model, ngram or mixed
+        Tensor("draft_source", "STRING"),  # ours: off, model, ngram, mixed or prediction
+        Tensor("prediction", "STRING"),  # ours
         Tensor("timeout_ms", "INT32", bounds=_COUNT),  # ours
         Tensor("stream_interval", "INT32", bounds=_COUNT),  # ours
         *_TEXT_PROMPT_TABLE,

@@ -7,7 +7,8 @@ The rules, in the order in which they act on a row:
 3. repetition, presence and frequency penalty, over prompt and generated tokens together, as
    TensorRT-LLM's kernel counts them: a request split into several means the same;
 4. the end token is barred until ``min_tokens`` tokens are generated; bad sequences are barred
-   where the text (prompt included) ends with all but their last token;
+   where the text (prompt included) ends with all but their last token; what a guide (a grammar
+   that the answer must follow) does not allow is barred;
 5. greedy (neither top-k nor top-p given, whatever the temperature, as in TensorRT-LLM; or
    temperature 0; or top-k 1): the best token. Otherwise top-k, then top-p within what is left,
    then a draw.
@@ -23,6 +24,7 @@ Knows one sequence; must not know of slots, streams or other requests.
 from __future__ import annotations
 
 import hashlib
+from typing import Protocol
 
 import numpy as np
 
@@ -32,12 +34,24 @@ from trtllm_bls.messages import Array, EngineRequest
 _DRAWS, _ACCEPTANCE = 0, 1  # number streams
 
 
+class TokenGuide(Protocol):
+    """What one sequence's tokens must follow, beside the request's sampling settings."""
+
+    def mask(self, row: Array) -> None:
+        """Set to -inf, in ``row`` [vocab], what may not come next; something always may."""
+
+    def push(self, token: int) -> None:
+        """The token now belongs to the text."""
+
+
 class TokenSampler:
     """Chooses the tokens of one sequence, each from a row of raw logits [vocab], fp32."""
 
-    def __init__(self, request: EngineRequest, index: int, vocab_size: int) -> None:
+    def __init__(
+        self, request: EngineRequest, index: int, vocab_size: int, guide: TokenGuide | None = None
+    ) -> None:
         s = request.sampling
-        self._request, self._sampling, self._index = request, s, index
+        self._request, self._sampling, self._index, self._guide = request, s, index, guide
         self._text = list(request.input_ids)
         # By the contract, a top-p that is not above 0 is as good as absent.
         self._first_top_p = self._top_p = s.top_p if s.top_p is not None and s.top_p > 0 else None
@@ -51,7 +65,7 @@ class TokenSampler:
         altered = penalised or request.embedding_bias or request.bad_sequences or s.min_tokens
         by_logits = request.draft is not None and request.draft.logits is not None
         # Whether another token than the highest may be due, were it only greedy.
-        self.alters = bool(altered or by_logits)
+        self.alters = bool(altered or by_logits or guide is not None)
         self.needs_row = self.alters or not self._greedy
 
     def choose(self, row: Array, place: int | None = None) -> int:
@@ -79,6 +93,8 @@ class TokenSampler:
     def push(self, token: int) -> None:
         """The token now belongs to the text."""
         self._text.append(token)
+        if self._guide is not None:
+            self._guide.push(token)
         if self._counts is not None:
             self._counts[token] += 1
         if self._top_p is not None and self._sampling.top_p_decay is not None:
@@ -107,8 +123,10 @@ class TokenSampler:
         for *before, last in self._request.bad_sequences:
             if self._text[len(self._text) - len(before) :] == before:
                 row[last] = -np.inf
+        if self._guide is not None:
+            self._guide.mask(row)
         if row.max() == -np.inf:
-            raise EngineError("bias and bad words leave no token to choose")
+            raise EngineError("bias, bad words and guide leave no token to choose")
         return row
 
     def _distribution(self, row: Array) -> Array:

@@ -135,22 +135,35 @@ def _declared_on_disk(repository: Path | None, name: str) -> DeployedModel:
     return DeployedModel.of(config)
 
 
+def listening_processes(url: str) -> set[int]:
+    """Who listens at a port of this machine; none where the address is another's.
+
+    Processes of other users cannot be seen.
+    """
+    host, _, port = url.rpartition(":")
+    if host.strip("[]") not in ("localhost", "127.0.0.1", "::1") or not port.isdigit():
+        return set()
+    import psutil
+
+    return {
+        connection.pid
+        for connection in psutil.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+        and tuple(connection.laddr)[1:] == (int(port),)
+        and connection.pid is not None
+    }
+
+
 def _is_foreign(url: str) -> bool:
     """Whether a port of this machine belongs to a process that this one does not descend from.
 
     With host networking another Triton may own the default port. A port that nobody listens at, or
     whose owner cannot be seen, is not foreign.
     """
-    host, _, port = url.rpartition(":")
-    if host.strip("[]") not in ("localhost", "127.0.0.1", "::1") or not port.isdigit():
+    known = listening_processes(url)
+    if not known:
         return False
     import psutil
 
-    listeners = {
-        connection.pid
-        for connection in psutil.net_connections(kind="tcp")
-        if connection.status == psutil.CONN_LISTEN and tuple(connection.laddr)[1:] == (int(port),)
-    }
-    known = listeners - {None}
     ancestors = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-    return bool(known) and not known & ancestors
+    return not known & ancestors

@@ -46,6 +46,18 @@ _KINDS = {
     ),
     "batching": ("inflight_fused_batching", r"inflight_(fused_)?batching"),
     "text": ("not empty", r".+"),
+    "mode": (
+        "one of top_k, top_p, top_k_top_p, beam_search, medusa, redrafter, lookahead, eagle",
+        r"top_k|top_p|top_k_top_p|beam_search|medusa|redrafter|lookahead|eagle",
+    ),
+    # One list per instance of the model: "0,1;2,3".
+    "ids": ("whole numbers such as 0,1", r"[0-9]+(,[0-9]+)*(;[0-9]+(,[0-9]+)*)*"),
+    "sizes": ("whole numbers such as 1024,2048", r"0*[1-9][0-9]*(,0*[1-9][0-9]*)*"),
+    "tree": (
+        "paths through a tree such as {0}, {0, 0}, {1}",
+        r"\{[0-9]+(, *[0-9]+)*\}(, *\{[0-9]+(, *[0-9]+)*\})*",
+    ),
+    "guide": ("xgrammar", r"xgrammar"),
 }
 # name, kind, the releases that read it ("0.12-0.14"; "0.12" = since then), and after "!" the first
 # release whose constructor throws where the key is absent.
@@ -55,8 +67,8 @@ cancellation_check_period_ms      number    0.10
 cross_kv_cache_fraction           share     0.14
 cuda_graph_cache_size             count     0.15
 cuda_graph_mode                   flag      0.15
-decoding_mode                     text      0.9
-eagle_choices                     text      0.16
+decoding_mode                     mode      0.9
+eagle_choices                     tree      0.16
 enableContextFMHAFP32Acc          flag      0.12-0.14
 enable_chunked_context            flag      0.9
 enable_context_fmha_fp32_acc      flag      0.15
@@ -67,9 +79,9 @@ exclude_input_in_output           flag      0.9
 executor_worker_path              text      0.10
 gpt_model_path                    text      0.9        !0.9
 gpt_model_type                    batching  0.9        !0.9
-gpu_device_ids                    text      0.9
+gpu_device_ids                    ids       0.9
 gpu_weights_percent               share     0.10
-guided_decoding_backend           text      0.19       !0.19
+guided_decoding_backend           guide     0.19       !0.19
 iter_stats_max_iterations         count     0.10
 kv_cache_free_gpu_mem_fraction    part      0.9
 kv_cache_host_memory_bytes        count     0.10
@@ -83,15 +95,15 @@ lora_cache_max_adapter_size       number    0.9
 lora_cache_optimal_adapter_size   number    0.9
 lora_prefetch_dir                 text      0.19
 max_attention_window_size         number    0.9-0.12
-max_attention_window_size         text      0.13
+max_attention_window_size         sizes     0.13
 max_beam_width                    number    0.9
 max_tokens_in_paged_kv_cache      number    0.9
-medusa_choices                    text      0.9
+medusa_choices                    tree      0.9
 multiBlockMode                    flag      0.12-0.14
 multi_block_mode                  flag      0.15
 normalize_log_probs               flag      0.9
 num_nodes                         number    0.19
-participant_ids                   text      0.13
+participant_ids                   ids       0.13
 recv_poll_period_ms               count     0.13
 request_stats_max_iterations      count     0.10
 sink_token_length                 count     0.10

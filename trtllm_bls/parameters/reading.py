@@ -88,6 +88,9 @@ class BlsParameters:
     tls_ca: Path | None = None  # None: no TLS
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    log_requests: bool = True
+    log_format: str = "logfmt"
+    log_prompts: bool = False
     repository: Path | None = None  # the model repository's directory, inside Triton
     max_running: int = 256  # sequences
     max_queued: int = 1024
@@ -124,6 +127,9 @@ class BlsParameters:
             tls_ca=value["engine_tls_ca"],
             tls_cert=value["engine_tls_cert"],
             tls_key=value["engine_tls_key"],
+            log_requests=value["log_requests"],
+            log_format=value["log_format"],
+            log_prompts=value["log_prompts"],
             repository=parameters.repository,
             max_running=running,
             max_queued=4 * running if queued is None else queued,

@@ -180,6 +180,27 @@ TABLE = (
         env=MAX_STREAMS,
     ),
     Parameter(
+        "log_requests",
+        _BLS,
+        FLAG,
+        "true",
+        "Log one line per request when it is over (docs/metrics.md).",
+    ),
+    Parameter(
+        "log_format",
+        _BLS,
+        choice("logfmt", "json"),
+        "logfmt",
+        "Form of that line.",
+    ),
+    Parameter(
+        "log_prompts",
+        _BLS,
+        FLAG,
+        "false",
+        "Log the prompt too, cut to 2000 characters.",
+    ),
+    Parameter(
         "decoupled",
         _BLS,
         FLAG,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from trtllm_bls.request_stats import CancelCause
+
 
 async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:
     """Wait for all rows. Where one fails, the others are cancelled, and have ended on return.
@@ -15,5 +17,5 @@ async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:
         await asyncio.gather(*rows)
     finally:
         for row in rows:
-            row.cancel()
+            row.cancel(CancelCause.BATCH.value)
         await asyncio.wait(rows)

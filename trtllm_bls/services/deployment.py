@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 from typing import Any
@@ -13,7 +14,10 @@ from trtllm_bls.engines.triton import Route, TritonEngine
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters
-from trtllm_bls.services.metrics import SpeculationMetrics
+from trtllm_bls.services.metrics import TritonMetrics
+from trtllm_bls.services.request_log import RequestLog
+from trtllm_bls.services.request_metrics import RequestMetrics
+from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.speculative import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
@@ -21,15 +25,19 @@ log = logging.getLogger(__name__)
 
 
 class Deployment:
-    """One orchestrator and the engines it owns.
+    """One orchestrator, the engines it owns, and the reports of its requests.
 
-    ``pb_utils`` are Triton's utilities inside a Python model, ``None`` elsewhere: then there are no
-    metrics of Triton's and engines are reached over gRPC alone. Raises ``SetupError``.
+    ``pb_utils`` are Triton's utilities inside a Python model, ``None`` elsewhere: then metrics are
+    kept in memory (``reports.metrics``) and engines are reached over gRPC alone. ``model_name``
+    labels the metrics. Raises ``SetupError``.
     """
 
-    def __init__(self, parameters: BlsParameters, pb_utils: Any = None) -> None:
+    def __init__(
+        self, parameters: BlsParameters, pb_utils: Any = None, model_name: str = "tensorrt_llm_bls"
+    ) -> None:
         self.tokenizer = load_tokenizer(parameters.tokenizer_dir)
-        self.engine = _engine(parameters, pb_utils, self.tokenizer)
+        self.reports = _reports(parameters, pb_utils, model_name)
+        self.engine = _engine(parameters, pb_utils, self.tokenizer, self.reports)
         defaults = Defaults(
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
@@ -41,14 +49,35 @@ class Deployment:
         admission = Admission(
             parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
         )
-        self.orchestrator = Orchestrator(self.tokenizer, self.engine, defaults, admission)
+        self.orchestrator = Orchestrator(
+            self.tokenizer,
+            self.engine,
+            defaults,
+            on_end=self.reports.add,
+            admission=admission,
+        )
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to report requests; they run on ``loop``."""
+        self.reports.start(loop, self.orchestrator.load)
 
     async def close(self) -> None:
-        """Close the engines."""
+        """Close the engines; the last reports are out on return."""
         await self.engine.close()
+        self.reports.close()
 
 
-def _engine(parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer) -> RoutingEngine:
+def _reports(parameters: BlsParameters, pb_utils: Any, model_name: str) -> RequestReports:
+    metrics = RequestMetrics() if pb_utils is None else TritonMetrics(pb_utils, model_name)
+    if not parameters.log_requests:
+        return RequestReports(metrics)
+    line = RequestLog(as_json=parameters.log_format == "json", prompts=parameters.log_prompts)
+    return RequestReports(metrics, [line.add])
+
+
+def _engine(
+    parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer, reports: RequestReports
+) -> RoutingEngine:
     route = Route(
         transport=parameters.transport,
         url=parameters.engine_url,
@@ -75,7 +104,7 @@ def _engine(parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer) -> R
         draft,
         options,
         by_default=source != "off",
-        on_end=SpeculationMetrics(pb_utils).add,
+        on_end=reports.add_speculation,
     )
 
 

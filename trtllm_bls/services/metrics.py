@@ -1,43 +1,77 @@
-"""Speculation's counters on Triton's ``/metrics``; added to once per request, never per token."""
+"""The metrics of ``services.request_metrics`` on Triton's ``/metrics``.
+
+A metric call is a round trip to the server, so the thread of ``RequestReports`` makes them, with
+counters added up between two turns. Triton adds up series of the same name and labels, of all
+processes; gauges are therefore changed by differences, never set.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from trtllm_bls.speculative import SpeculationStats
-
-_COUNTERS = {
-    "rounds": "Verification rounds of speculative decoding",
-    "drafted": "Tokens drafted",
-    "accepted": "Drafted tokens that the target accepted",
-    "draft_failures": "Requests that went on without drafts, because drafting failed",
-}
+from trtllm_bls.services.request_metrics import METRICS, Labels, Metric, Metrics
 
 
-class SpeculationMetrics:
-    """Families ``trtllm_bls_speculation_*_total``; acceptance rate = accepted / drafted.
+class TritonMetrics(Metrics):
+    """Custom metrics of the model ``model_name``, by ``pb_utils``; used by one thread."""
 
-    Without ``pb_utils``, outside of Triton, there is nothing to count into.
-    """
+    def __init__(self, pb_utils: Any, model_name: str) -> None:
+        self._pb = pb_utils
+        self._model_name = model_name
+        # Families and series must both stay referenced, or Triton drops them.
+        self._families: dict[str, Any] = {}
+        self._series: dict[tuple[Metric, Labels], Any] = {}
+        self._counted: dict[tuple[Metric, Labels], float] = {}
+        self._instead: dict[Metric, tuple[Metric, Metric]] = {}
+        if not hasattr(pb_utils.MetricFamily, "HISTOGRAM"):  # before Triton 24.08
+            self._instead = {metric: _sum_and_count(metric) for metric in METRICS if metric.buckets}
+        for metric in METRICS:
+            for labels in metric.known:
+                for made in self._instead.get(metric, (metric,)):
+                    self._series_of(made, labels)
 
-    def __init__(self, pb_utils: Any) -> None:
-        # Families and metrics must both stay referenced, or Triton drops them.
-        counters = {} if pb_utils is None else _COUNTERS
-        self._families = {
-            name: pb_utils.MetricFamily(
-                name=f"trtllm_bls_speculation_{name}_total",
-                description=text,
-                kind=pb_utils.MetricFamily.COUNTER,
+    def record(self, metric: Metric, labels: Labels, value: float) -> None:
+        """See ``Metrics``; counters and gauges appear with the next ``publish``."""
+        if metric in self._instead:
+            total, count = self._instead[metric]
+            self.record(total, labels, value)
+            self.record(count, labels, 1)
+        elif metric.buckets:
+            self._series_of(metric, labels).observe(value)
+        else:
+            self._counted[metric, labels] = self._counted.get((metric, labels), 0) + value
+
+    def publish(self) -> None:
+        """Show what counters and gauges have become."""
+        while self._counted:
+            key, value = self._counted.popitem()
+            if value:
+                self._series_of(*key).increment(value)
+
+    def _series_of(self, metric: Metric, labels: Labels) -> Any:
+        series = self._series.get((metric, labels))
+        if series is None:
+            series = self._series[metric, labels] = self._made(metric, labels)
+        return series
+
+    def _made(self, metric: Metric, labels: Labels) -> Any:
+        family = self._families.get(metric.name)
+        if family is None:
+            kind = getattr(self._pb.MetricFamily, metric.kind.upper())
+            family = self._families[metric.name] = self._pb.MetricFamily(
+                name=metric.name, description=metric.meaning, kind=kind
             )
-            for name, text in counters.items()
-        }
-        self._metrics = {
-            name: family.Metric(labels={"model": "tensorrt_llm_bls"})
-            for name, family in self._families.items()
-        }
+        named = dict(zip(metric.labels, labels, strict=True)) | {"model": self._model_name}
+        if metric.buckets:
+            return family.Metric(labels=named, buckets=list(metric.buckets))
+        return family.Metric(labels=named)
 
-    def add(self, stats: SpeculationStats) -> None:
-        """Add one request's figures."""
-        for name, metric in self._metrics.items():
-            if value := getattr(stats, name):
-                metric.increment(value)
+
+def _sum_and_count(histogram: Metric) -> tuple[Metric, Metric]:
+    """What is left of a histogram where there are none: enough for means."""
+    total, count = (
+        replace(histogram, name=f"{histogram.name}_{part}", kind="counter", buckets=())
+        for part in ("sum", "count")
+    )
+    return total, count

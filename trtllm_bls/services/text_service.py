@@ -34,9 +34,13 @@ class TextService:
 
     async def handle(self, call: Call) -> None:
         """Answer one call; Triton's final flag is on the last chunk of the last sequence."""
-        requests = text_requests(call.arrays, call.id, self._limits)
-        if not self._decoupled:
-            _check_single(requests)
+        try:
+            requests = text_requests(call.arrays, call.id, self._limits, call.parameters)
+            if not self._decoupled:
+                _check_single(requests)
+        except InvalidRequest as error:
+            self._orchestrator.refused(call.id, error)
+            raise
         call.sequences = sum(request.num_return_sequences for request in requests)
         if len(requests) == 1:
             await self._row(call, requests[0], None)

@@ -24,6 +24,7 @@ class DraftSource(str, Enum):
     MODEL = "model"
     NGRAM = "ngram"  # repeat what followed the same tokens earlier in this text
     MIXED = "mixed"  # n-gram where there is a match, the model elsewhere
+    PREDICTION = "prediction"  # the caller's own; drafted from first, whatever else is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +63,13 @@ class SpeculationOptions:
         if asked.num_draft_tokens == 0 or asked.draft_source == "off":
             return None
         explicit = asked.num_draft_tokens is not None or asked.draft_source is not None
-        if not explicit and not by_default:
+        if not explicit and not by_default and not asked.prediction:
             return None
         source = self.draft_source
         if asked.draft_source is not None:
             source = _source(asked.draft_source)
+        elif not by_default and asked.num_draft_tokens is None:
+            source = DraftSource.PREDICTION
         elif not by_default:
             source = DraftSource.MODEL if has_draft_model else DraftSource.NGRAM
         try:
@@ -84,11 +87,11 @@ class SpeculationOptions:
 
     @property
     def uses_model(self) -> bool:
-        return self.draft_source != DraftSource.NGRAM
+        return self.draft_source in (DraftSource.MODEL, DraftSource.MIXED)
 
     @property
     def uses_lookup(self) -> bool:
-        return self.draft_source != DraftSource.MODEL
+        return self.draft_source in (DraftSource.NGRAM, DraftSource.MIXED)
 
 
 def _source(name: str) -> DraftSource:
@@ -112,6 +115,8 @@ class SpeculationStats:
     accepted: int = 0
     ngram_drafted: int = 0
     ngram_accepted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
     draft_failures: int = 0
     overlap_used: int = 0  # drafts that were ready when their round began
     overlap_wasted: int = 0  # drafts thrown away because the guess before them was wrong
@@ -129,6 +134,9 @@ class SpeculationStats:
         if source is DraftSource.NGRAM:
             self.ngram_drafted += drafted
             self.ngram_accepted += accepted
+        elif source is DraftSource.PREDICTION:
+            self.predicted += drafted
+            self.predicted_accepted += accepted
 
     def add_failure(self, why: str) -> None:
         self.draft_failures += 1

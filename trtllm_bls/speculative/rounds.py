@@ -51,6 +51,7 @@ from trtllm_bls.speculative.answer_figures import AnswerFigures
 from trtllm_bls.speculative.cost_model import Stopwatch
 from trtllm_bls.speculative.draft_length import DraftLength
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.predicted_text import PredictedText
 from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.speculative.prompt_lookup import PromptLookup
 from trtllm_bls.speculative.round_requests import RoundRequests, draft_can_follow, one_step_probe
@@ -160,9 +161,13 @@ class SpeculativeRounds:
         self._requests = RoundRequests(request, options.use_draft_logits)
         self._figures = AnswerFigures()
         self._lengths = DraftLength(options, shared)
-        self._lookup: PromptLookup | None = None
+        ids, prediction = self._progress.ids, request.speculation.prediction
+        # What guesses without an engine, the best first.
+        self._lookups: list[tuple[DraftSource, PredictedText | PromptLookup]] = []
+        if prediction:
+            self._lookups.append((DraftSource.PREDICTION, PredictedText(ids, prediction)))
         if options.uses_lookup:
-            self._lookup = PromptLookup(self._progress.ids, options.min_match)
+            self._lookups.append((DraftSource.NGRAM, PromptLookup(ids, options.min_match)))
         usable = has_draft_model and options.uses_model and draft_can_follow(request)
         self._model_given_up = not usable
         self._guess: _Guess | None = None  # to verify, or being verified
@@ -253,15 +258,17 @@ class SpeculativeRounds:
             self._shared.pause_draft(now, for_ever=failure.why == "vocabulary")
 
     def _look_up(self) -> _Guess | None:
-        progress, lookup = self._progress, self._lookup
-        paused = progress.generated < self._lengths.paused_until(DraftSource.NGRAM)
-        if lookup is None or paused or not self._lengths.most():
+        progress, lengths = self._progress, self._lengths
+        if not self._lookups or not lengths.most():
             return None
-        if not lookup.propose(1):  # cheap, and most often the end of it
-            return None
-        count = self._lengths.length(DraftSource.NGRAM, progress.generated, progress.max_draft)
-        draft = self._fitting(Draft(token_ids=lookup.propose(count)), count)
-        return _Guess(draft, DraftSource.NGRAM) if draft.token_ids else None
+        for source, lookup in self._lookups:
+            if progress.generated < lengths.paused_until(source) or not lookup.propose(1):
+                continue  # cheap, and most often the end of it
+            count = lengths.length(source, progress.generated, progress.max_draft)
+            draft = self._fitting(Draft(token_ids=lookup.propose(count)), count)
+            if draft.token_ids:
+                return _Guess(draft, source)
+        return None
 
     def _model_length(self, now: float) -> int:
         """Tokens to ask of the draft model; 0 = none."""
@@ -339,7 +346,8 @@ class SpeculativeRounds:
 
     def refused(self, problem: str, now: float) -> None:
         """The target takes no drafts; were it broken, plain decoding would say so now."""
-        self._guess = self._lookup = None
+        self._guess = None
+        self._lookups.clear()
         self._give_up_draft(DraftFailure("refused", problem, pause=False), now)
         self.state = State.STALE if self._early else State.READY
 
@@ -369,10 +377,10 @@ class SpeculativeRounds:
         progress = self._progress
         if self._shared.one_step:
             return 1, False
-        no_guesses = self._lengths.never or (self._lookup is None and self._model_given_up)
+        no_guesses = self._lengths.never or (not self._lookups and self._model_given_up)
         if no_guesses or not progress.max_draft:
             return progress.remaining, self._request.streaming
-        streaming = self._request.streaming or self._lookup is not None
+        streaming = self._request.streaming or bool(self._lookups)
         pause = self._lengths.paused_until(DraftSource.MODEL) - progress.generated
         if not self._model_given_up and pause > 0:
             return progress.stretch(pause), streaming
@@ -428,7 +436,11 @@ class SpeculativeRounds:
     def _entered(self, chunk: EngineChunk, kept: int) -> EngineChunk:
         stats = self.stats
         counts = SpeculationCounts(
-            rounds=stats.rounds, drafted=stats.drafted, accepted=stats.accepted
+            rounds=stats.rounds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            predicted=stats.predicted,
+            predicted_accepted=stats.predicted_accepted,
         )
         entered = self._figures.add(chunk, kept, self._progress.finish)
         return replace(entered, speculation=counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,15 @@ from tritonclient.utils import (
 from trtllm_bls.contract.tensors import NUMPY_TYPES
 from trtllm_bls.messages import Array
 
+NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
+
 
 def infer_message(
     model: str,
     request_id: str,
     inputs: Iterable[tuple[str, str, Array]],
     outputs: Iterable[str] = (),
+    parameters: Mapping[str, str] = NO_PARAMETERS,
 ) -> Any:
     """A ``ModelInferRequest``. ``inputs``: name, Triton's data type, values; no outputs = all.
 
@@ -31,6 +35,8 @@ def infer_message(
     """
     message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
+    for key, value in parameters.items():
+        message.parameters[key].string_param = value
     for name, datatype, array in inputs:
         message.inputs.append(_header(name, datatype, array.shape))
         message.raw_input_contents.append(_raw(datatype, array))

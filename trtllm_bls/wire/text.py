@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,12 +24,33 @@ from trtllm_bls.messages import (
 from trtllm_bls.wire.fields import Fields, extras_of, read_rows, sampling_of, wants_of
 from trtllm_bls.wire.scores import metrics_arrays, score_arrays
 
+# W3C Trace Context: version, trace id, parent id, flags. What is not of this form is no context.
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
+
 
 def text_requests(
-    arrays: Mapping[str, Array], request_id: str, limits: RequestLimits | None = None
+    arrays: Mapping[str, Array],
+    request_id: str,
+    limits: RequestLimits | None = None,
+    parameters: str = "{}",
 ) -> list[TextRequest]:
-    """One request per batch row. Raises ``InvalidRequest`` naming the tensor."""
-    return [_text_request(row, request_id) for row in read_rows(BLS, arrays, limits)]
+    """One request per batch row. ``parameters`` are Triton's of the request, as JSON.
+
+    Raises ``InvalidRequest`` naming the tensor.
+    """
+    requests = [_text_request(row, request_id) for row in read_rows(BLS, arrays, limits)]
+    if traceparent := _traceparent(parameters):
+        requests = [replace(request, traceparent=traceparent) for request in requests]
+    return requests
+
+
+def _traceparent(parameters: str) -> str | None:
+    if '"traceparent"' not in parameters:  # of nearly every request
+        return None
+    value = json.loads(parameters).get("traceparent")
+    return value if isinstance(value, str) and _TRACEPARENT.fullmatch(value) else None
 
 
 def prompt_requests(
@@ -61,6 +85,7 @@ def _text_request(row: Fields, request_id: str) -> TextRequest:
             draft_source=row.get("draft_source"),
             use_draft_logits=row.get("use_draft_logits", False),
         ),
+        prediction=row.get("prediction"),
         stream_interval=row.get("stream_interval", 1),
         timeout_s=row["timeout_ms"] / 1000 if "timeout_ms" in row else None,
         wants=wants_of(row),

@@ -17,13 +17,14 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
         parameters = BlsParameters.read(Parameters(args))
-        self._deployment = Deployment(parameters, pb_utils)
+        self._deployment = Deployment(parameters, pb_utils, args["model_name"])
         service = TextService(
             self._deployment.orchestrator,
             decoupled=parameters.decoupled,
             limits=parameters.limits,
         )
         self._server = RequestServer(pb_utils, service.handle, decoupled=parameters.decoupled)
+        self._deployment.start(self._server.loop)
         self.execute = self._server.accept  # Triton calls it with its requests
 
     def finalize(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.engines.embedded.batcher import Batcher
 from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
+from trtllm_bls.engines.embedded.guides import GUIDE, GUIDE_TYPE, Guide, Guides
 from trtllm_bls.engines.embedded.sequence import Event, Sequence, Submission
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
@@ -43,6 +44,7 @@ class EmbeddedEngine:
             max_sequence_tokens=self._runner.slots.length,
             max_draft_tokens=self.settings.max_draft_len,
         )
+        self._guides = Guides(model_dir, self._runner.vocab_size)
         self._batcher = Batcher(self._runner, self.settings.max_tokens_per_step)
         self._closing = False
         self._changed = threading.Condition()  # of closing, or of what the batcher has to do
@@ -57,10 +59,21 @@ class EmbeddedEngine:
         Raises ``InvalidRequest``, ``Unsupported``, ``Overloaded``, or ``EngineUnavailable`` once
         the engine is closed.
         """
+        self._check(request)
+        return self._submit(request, self._guides.of(request), loop)
+
+    def _check(self, request: EngineRequest) -> None:
         check_request(request, self._limits)
         for name, array in request.extras.items():
-            if np.size(array):
+            if np.size(array) and name not in (GUIDE, GUIDE_TYPE):
                 raise Unsupported(name, "this engine cannot honour it")
+
+    def _submit(
+        self,
+        request: EngineRequest,
+        guide: Guide | None,
+        loop: asyncio.AbstractEventLoop | None,
+    ) -> Submission:
         wanted, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
         if wanted > length:
             note = "%s: prompt and completion of %d tokens are cut to %d"
@@ -68,7 +81,7 @@ class EmbeddedEngine:
         count, limit = request.num_return_sequences, self.settings.max_queue_size
         submission = Submission(count, loop)
         sequences = [
-            Sequence(request, index, self._runner.vocab_size, length, submission)
+            Sequence(request, index, self._limits, submission, guide and guide.copy())
             for index in range(count)
         ]
         with self._changed:
@@ -90,7 +103,11 @@ class EmbeddedEngine:
 
     async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         """Leaving it early cancels the request."""
-        submission = self.submit(request, asyncio.get_running_loop())
+        self._check(request)
+        guide = None
+        if request.extras:  # a guide is compiled where it holds up nobody
+            guide = await asyncio.to_thread(self._guides.of, request)
+        submission = self._submit(request, guide, asyncio.get_running_loop())
         try:
             while submission.unfinished:
                 yield submission.opened(await submission.events.get())

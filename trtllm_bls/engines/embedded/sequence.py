@@ -14,10 +14,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from trtllm_bls.engines.embedded.guides import Guide
 from trtllm_bls.engines.embedded.runner import Segment
 from trtllm_bls.engines.sampling import TokenSampler, log_prob
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import Array, EngineChunk, EngineMetrics, EngineRequest, FinishReason
+from trtllm_bls.messages import (
+    Array,
+    EngineChunk,
+    EngineLimits,
+    EngineMetrics,
+    EngineRequest,
+    FinishReason,
+)
 from trtllm_bls.stopping import StopSequences
 
 Event: TypeAlias = EngineChunk | EngineError
@@ -54,18 +62,28 @@ class Submission:
 
 
 class Sequence:
-    """Number ``index`` of its request, up to ``length`` tokens long; ``owner`` gets its chunks."""
+    """Number ``index`` of its request; ``owner`` gets its chunks. ``limits``: the engine's own.
+
+    ``guide`` is this sequence's alone.
+    """
 
     def __init__(
-        self, request: EngineRequest, index: int, vocab_size: int, length: int, owner: Submission
+        self,
+        request: EngineRequest,
+        index: int,
+        limits: EngineLimits,
+        owner: Submission,
+        guide: Guide | None = None,
     ) -> None:
+        assert limits.vocab_size is not None and limits.max_sequence_tokens is not None
         self.request, self.index, self.owner = request, index, owner
         self.tokens = list(request.input_ids)
         self.slot: int | None = None
         self.computed = 0  # tokens whose keys and values the slot holds
         self.finish: FinishReason | None = None
-        self._vocab_size = vocab_size
-        self._sampler = TokenSampler(request, index, vocab_size)
+        self._vocab_size, length = limits.vocab_size, limits.max_sequence_tokens
+        self._guide = guide
+        self._sampler = TokenSampler(request, index, self._vocab_size, guide)
         self._stops = StopSequences(request.stop_sequences)
         self._end = min(len(self.tokens) + request.max_tokens, length)
         room = length - len(self.tokens)
@@ -118,6 +136,9 @@ class Sequence:
             self._context.append(rows[: len(self.request.input_ids) - self.computed].copy())
         self.computed = end
         if end < len(self.tokens):
+            return
+        if self._guide is not None and self._guide.ended:
+            self.finish = FinishReason.END_ID  # nothing may follow the prompt
             return
         for place, drafted in enumerate([*self._draft, None]):
             row = None if rows is None else rows[place - len(self._draft) - 1]
@@ -181,5 +202,7 @@ class Sequence:
         # Stop sequences count generated tokens only, and from ``min_tokens`` on.
         if self._stops.feed(token) and generated >= (self.request.sampling.min_tokens or 0):
             self.finish = FinishReason.STOP
+        elif self._guide is not None and self._guide.ended:
+            self.finish = FinishReason.END_ID
         elif len(self.tokens) >= self._end:
             self.finish = FinishReason.LENGTH

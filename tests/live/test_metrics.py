@@ -1,0 +1,155 @@
+"""What an operator sees of requests: ``/metrics`` and the log of a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import urllib.request
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tritonclient.grpc import service_pb2_grpc
+
+from tests.helpers.server_requests import ask_all, generate, generate_stream, until
+from tests.live.conftest import echo_settings
+from trtllm_bls.client.requests import infer_request
+from trtllm_bls.contract import BLS
+from trtllm_bls.launcher import Listener, TritonServer
+from trtllm_bls.launcher.logs import LogLine
+from trtllm_bls.services.request_metrics import METRICS
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
+
+
+class Lines(Listener):
+    """All lines of the server's log."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def log(self, line: LogLine) -> None:
+        self.texts.append(line.text)
+
+
+@pytest.fixture(scope="module")
+def lines() -> Lines:
+    return Lines()
+
+
+@pytest.fixture(scope="module")
+def server(lines: Lines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """Two processes of ``tensorrt_llm_bls``, whose figures must add up."""
+    settings = echo_settings(tmp_path_factory.mktemp("metrics"), "grpc", bls_instances=2)
+    with TritonServer(settings, lines) as running:
+        yield running
+
+
+def scrape(server: TritonServer) -> dict[tuple[str, ...], float]:
+    """Every sample of ours by name and label values, without the model's."""
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {
+        (sample.name, *(value for key, value in sorted(sample.labels.items()) if key != "model")): (
+            sample.value
+        )
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith(("trtllm_bls_", "gen_ai_"))
+    }
+
+
+def requests_of(found: dict[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:
+    return {
+        key[1:]: value
+        for key, value in found.items()
+        if key[0] == "trtllm_bls_requests_total" and value
+    }
+
+
+def test_a_scripted_load_is_counted_exactly(server: TritonServer) -> None:
+    """Over both processes, whatever the ends of the requests."""
+    names = {key[0].removesuffix("_total") for key in scrape(server)}
+    for metric in METRICS:
+        assert {metric.name.removesuffix("_total"), f"{metric.name}_count"} & names, metric.name
+    good = {"text_input": "one two three", "max_tokens": 4, "stream": True}
+    late = {"text_input": "one two three " * 100, "max_tokens": 400, "timeout_ms": 50}
+    late |= {"stream": True, "return_num_output_tokens": True}
+    refused = {"text_input": "one", "max_tokens": 4, "beam_width": 3}
+    unread = {"text_input": "one", "max_tokens": 4, "top_p": 7.0}
+    results = ask_all(server.grpc_url, [good] * 20 + [late] * 2 + [refused] * 3 + [unread])
+    assert sum(isinstance(result, Exception) for result in results) == 4
+    expected = {
+        ("success", "length"): 20,
+        ("cancelled", "deadline"): 2,
+        ("refused", "beam_width"): 3,
+        ("refused", "top_p"): 1,
+    }
+    assert until(lambda: sum(requests_of(scrape(server)).values()) == 26)
+    found = scrape(server)
+    assert requests_of(found) == expected
+    assert found["gen_ai_server_request_duration_seconds_count", "success"] == 20
+    assert found["gen_ai_server_request_duration_seconds_bucket", "+Inf", "success"] == 20
+    generated = [result.events[-1].num_output_tokens for result in results[20:22]]
+    assert found["gen_ai_server_time_to_first_token_seconds_count",] == 20 + sum(
+        map(bool, generated)
+    )
+    assert found["trtllm_bls_generation_tokens_total",] == 80 + sum(generated)
+    responses = sum(len(result.events) for result in results[:22])
+    assert found["trtllm_bls_responses_total",] == responses
+    assert until(lambda: scrape(server)["trtllm_bls_num_requests_running",] == 0)
+    assert until(lambda: scrape(server)["trtllm_bls_event_loop_lag_seconds_count",] > 2)
+
+
+def test_running_requests_are_seen_while_they_run(server: TritonServer) -> None:
+    """And a caller that leaves is a cancel with its cause."""
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(server.grpc_url) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            fields = {"text_input": "one two three " * 900, "max_tokens": 2000, "stream": True}
+            call = stub.ModelStreamInfer(iter([infer_request(BLS, fields, "9")]))
+            await call.read()
+            seen = await asyncio.to_thread(
+                until, lambda: scrape(server)["trtllm_bls_num_requests_running",] == 1
+            )
+            assert seen
+            call.cancel()
+
+    asyncio.run(run())
+    assert until(lambda: requests_of(scrape(server)).get(("cancelled", "caller_left")) == 1)
+    assert until(lambda: scrape(server)["trtllm_bls_num_requests_running",] == 0)
+
+
+def test_the_trace_of_a_caller_is_in_the_log(server: TritonServer, lines: Lines) -> None:
+    """Sent as gRPC metadata or as a parameter in JSON."""
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(server.grpc_url) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            fields = {"text_input": "one", "max_tokens": 2, "stream": True}
+            message = infer_request(BLS, fields, "by-header")
+            metadata = (("traceparent", TRACEPARENT),)
+            async for _ in stub.ModelStreamInfer(iter([message]), metadata=metadata):
+                pass
+
+    asyncio.run(run())
+    generate(
+        server.http_url,
+        text_input="one",
+        max_tokens=2,
+        id="by-parameter",
+        traceparent=TRACEPARENT,
+    )
+    generate_stream(server.http_url, text_input="one", max_tokens=2, id="by-none")
+
+    def logged(pattern: str) -> bool:
+        return any(re.search(pattern, text) for text in lines.texts)
+
+    for id in ("by-header", "by-parameter"):
+        pattern = rf"request id={id}-\d+ outcome=success .* trace_id={TRACE}"
+        assert until(lambda pattern=pattern: logged(pattern)), lines.texts[-9:]
+    assert until(lambda: logged("request id=by-none.* ttft_ms="))
+    assert not logged("by-none.*trace_id")

@@ -1,0 +1,373 @@
+"""``trtllm-bls doctor``: each fault is found, named, and comes with its mend."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+
+from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, demo, make_engine
+from trtllm_bls.cli import main
+from trtllm_bls.doctor import machine
+from trtllm_bls.doctor.findings import CHECKS, Finding, examine
+from trtllm_bls.doctor.subject import Subject
+
+__all__ = ["demo"]  # the fixture
+
+
+def findings(name: str, **subject: Any) -> list[Finding]:
+    """What one check found, without what is as it should be."""
+    checks = [each for each in CHECKS if each.name == name]
+    assert checks, name
+    return [finding for _, finding in examine(Subject(**subject), checks) if finding.level != "ok"]
+
+
+def only(found: list[Finding]) -> Finding:
+    assert len(found) == 1, found
+    assert found[0].mend
+    return found[0]
+
+
+def change(demo: Demo, model: str, **values: str | None) -> None:
+    """Set parameters of a model that was written; ``None`` removes one."""
+    config = demo.config(model)
+    for key, value in values.items():
+        if value is None:
+            del config.parameters[key]
+        else:
+            config.parameters[key].string_value = value
+    rewrite(demo, model, config)
+
+
+def rewrite(demo: Demo, model: str, config: Any) -> None:
+    (demo.out / model / "config.pbtxt").write_text(text_format.MessageToString(config))
+
+
+def with_draft(demo: Demo, tmp_path: Path, **more: Any) -> Path:
+    draft = make_engine(tmp_path / "draft", PLAIN, **more)
+    demo.write("--draft-engine-dir", str(draft))
+    return draft
+
+
+# --- the whole ------------------------------------------------------------------------------
+
+
+def test_what_configure_writes_is_sound(demo: Demo, tmp_path: Path) -> None:
+    """Every check that looks at a repository passes on one with a target and a draft."""
+    with_draft(demo, tmp_path)
+    found = list(examine(Subject(repository=demo.out)))
+    assert {finding.level for _, finding in found} == {"ok"}, found
+    names = {name for name, _ in found}
+    assert names >= {"placeholders", "parameters", "speculation", "logits_types", "vocabulary"}
+
+
+def run(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["doctor", *map(str, words)])
+    return result.exit_code, result.output
+
+
+def test_errors_are_in_the_exit_code_and_in_the_json(demo: Demo) -> None:
+    """0 without errors, 1 with some, 2 for options that cannot be used."""
+    demo.write()
+    assert run("--model-repository", demo.out)[0] == 0
+    change(demo, "tensorrt_llm", decoding_mode="${decoding_mode}")
+    code, output = run("--model-repository", demo.out, "--json")
+    assert code == 1
+    answer = json.loads(output)
+    assert answer["count"]["error"] == 1
+    wrong = [each for each in answer["findings"] if each["level"] == "error"]
+    assert [(each["check"], bool(each["mend"])) for each in wrong] == [("placeholders", True)]
+    code, output = run("--model-repository", demo.out)
+    assert code == 1
+    line = next(line for line in output.splitlines() if line.startswith("error"))
+    assert line.startswith("error placeholders: tensorrt_llm: placeholders in decoding_mode; fill")
+    for wrong_option in (("--version", "0.8"), ("--model-repository", "/elsewhere"), ("--port",)):
+        assert run(*wrong_option)[0] == 2
+
+
+# --- parameters and engines -----------------------------------------------------------------
+
+
+def test_a_configuration_that_cannot_be_read_is_an_error(demo: Demo, tmp_path: Path) -> None:
+    """So is a directory without models, and an engine's without an engine."""
+    demo.write()
+    config = demo.out / "ensemble" / "config.pbtxt"
+    config.write_text("max_batch_size: ${size}")
+    assert str(config) in only(findings("readable", repository=demo.out)).what
+    (tmp_path / "empty").mkdir()
+    assert "no model" in only(findings("readable", repository=tmp_path / "empty")).what
+    assert "config.json" in only(findings("readable", engine_dir=tmp_path / "empty")).what
+
+
+@pytest.mark.parametrize(
+    ("version", "key", "value"),
+    [
+        ("0.13", "multi_block_mode", "true"),
+        ("0.19", "max_beam_with", "1"),
+        ("0.19", "enable_kv_cache_reuse", "yes"),
+    ],
+)
+def test_a_parameter_that_the_release_does_not_read(
+    demo: Demo, version: str, key: str, value: str
+) -> None:
+    """It would be ignored, or taken for "not set"."""
+    demo.write("--version", version)
+    change(demo, "tensorrt_llm", **{key: value})
+    found = findings("parameters", repository=demo.out, version=version)
+    assert key in only(found).what
+
+
+def test_our_own_parameters_are_looked_at_too(demo: Demo) -> None:
+    """By the reader that the model uses."""
+    demo.write()
+    change(demo, "tensorrt_llm_bls", draft_source="oracle")
+    assert "oracle" in only(findings("parameters", repository=demo.out)).what
+
+
+def test_a_key_without_which_the_backend_does_not_load(demo: Demo) -> None:
+    """From 0.19 on also those of guided decoding."""
+    demo.write("--version", "0.18")
+    assert findings("demanded_parameters", repository=demo.out, version="0.18") == []
+    found = only(findings("demanded_parameters", repository=demo.out, version="0.19"))
+    assert "tokenizer_dir" in found.what
+
+
+@pytest.mark.parametrize(
+    ("built", "backend", "level"),
+    [("0.17.0.post1", "0.17.0", None), ("0.18.0", "0.18.2", "warn"), ("0.17.0", "0.19", "error")],
+)
+def test_an_engine_of_another_release(
+    tmp_path: Path, built: str, backend: str, level: str | None
+) -> None:
+    """Another patch may do; another release does not load."""
+    engine = make_engine(tmp_path / "engine", BUILD, version=built)
+    found = findings("versions", engine_dir=engine, version=backend)
+    assert [finding.level for finding in found] == ([level] if level else [])
+
+
+def test_an_engine_that_ends_after_one_step(demo: Demo, tmp_path: Path) -> None:
+    """The target is told to the orchestrator; a draft is of no use."""
+    old = {"repository": demo.out, "version": "0.18"}
+    demo.write("--version", "0.18")
+    assert findings("one_step_drafts", **old) == []
+    change(demo, "tensorrt_llm", one_step_requests=None)
+    assert "one_step_requests=true" in only(findings("one_step_drafts", **old)).mend
+    draft = make_engine(tmp_path / "draft", BUILD)
+    change(demo, "tensorrt_llm", one_step_requests="true")
+    found = findings("one_step_drafts", draft_engine_dir=draft, **old)
+    assert "drafts one token" in only(found).what
+
+
+def test_what_a_target_of_drafts_needs(demo: Demo, tmp_path: Path) -> None:
+    """The build's mode, paged context attention, and reuse of the KV cache."""
+    with_draft(demo, tmp_path)
+    change(demo, "tensorrt_llm", enable_kv_cache_reuse="false")
+    assert "enable_kv_cache_reuse" in only(findings("speculation", repository=demo.out)).mend
+    change(demo, "tensorrt_llm", enable_kv_cache_reuse="true")
+    engine = make_engine(tmp_path / "not_paged", BUILD | NOT_PAGED)
+    found = only(findings("speculation", repository=demo.out, engine_dir=engine))
+    assert "paged context" in found.what
+    assert "--use_paged_context_fmha" in found.mend
+    found = only(findings("built_for", repository=demo.out, engine_dir=engine))
+    assert "paged context" in found.what
+
+
+def test_logits_of_another_type(demo: Demo, tmp_path: Path) -> None:
+    """Declared as the engine was built; the draft's have to be the target's."""
+    demo.write()
+    half = {"pretrained_config": {"logits_dtype": "float16"}}
+    engine = make_engine(tmp_path / "half", BUILD, **half)
+    found = findings("logits_types", repository=demo.out, engine_dir=engine, version="1.0")
+    assert {finding.what.split()[0] for finding in found} == {
+        "tensorrt_llm.context_logits",
+        "tensorrt_llm.generation_logits",
+        "tensorrt_llm.draft_logits",
+    }
+    with_draft(Demo(demo.engine, demo.tokenizer, tmp_path / "both"), tmp_path, **half)
+    found = findings("logits_types", repository=tmp_path / "both")
+    assert "the target takes FP32" in only(found).what
+
+
+def test_limits_that_would_end_a_long_request(demo: Demo, tmp_path: Path) -> None:
+    """The longest prompt and the longest answer at a slow pace."""
+    demo.engine = make_engine(tmp_path / "long", BUILD | {"max_seq_len": 100_000})
+    demo.write("--chunked-context")
+    assert "engine_stall_seconds" in only(findings("time_limits", repository=demo.out)).mend
+    change(demo, "tensorrt_llm_bls", engine_stall_seconds="600", request_timeout_seconds="900")
+    assert "would be cut" in only(findings("time_limits", repository=demo.out)).what
+
+
+def test_a_model_that_does_not_stream(demo: Demo) -> None:
+    """The orchestrator would refuse it at the first request."""
+    demo.write()
+    config = demo.config("tensorrt_llm")
+    config.model_transaction_policy.decoupled = False
+    rewrite(demo, "tensorrt_llm", config)
+    assert "decoupled: true" in only(findings("decoupled", repository=demo.out)).mend
+
+
+def test_two_engines_that_want_all_memory(demo: Demo, tmp_path: Path) -> None:
+    """Unless they are on GPUs of their own."""
+    with_draft(demo, tmp_path)
+    for model in ("tensorrt_llm", "tensorrt_llm_draft"):
+        change(demo, model, kv_cache_free_gpu_mem_fraction="0.9")
+    assert "0.45" in only(findings("memory_shares", repository=demo.out)).mend
+    change(demo, "tensorrt_llm_draft", gpu_device_ids="1")
+    assert findings("memory_shares", repository=demo.out) == []
+
+
+# --- tokenizers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "level"), [(100, "error"), (64_000, "warn"), (1_024, None), (None, None)]
+)
+def test_a_tokenizer_of_another_model(
+    demo: Demo, tmp_path: Path, size: int | None, level: str | None
+) -> None:
+    """Ids beyond the embeddings, or many more embeddings than padding explains."""
+    engine = make_engine(tmp_path / "sized", BUILD, pretrained_config={"vocab_size": size})
+    found = findings("vocabulary", engine_dir=engine, tokenizer_dir=demo.tokenizer)
+    assert [finding.level for finding in found] == ([level] if level else [])
+
+
+def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
+    """A draft's ids have to mean the same."""
+    target = make_engine(tmp_path / "target", BUILD, pretrained_config={"vocab_size": 32000})
+    draft = make_engine(tmp_path / "draft", PLAIN, pretrained_config={"vocab_size": 50257})
+    found = findings("draft_vocabulary", engine_dir=target, draft_engine_dir=draft)
+    assert "50257" in only(found).what
+
+
+def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """Named before the server is started."""
+    found = only(findings("tokenizer", tokenizer_dir=tmp_path))
+    assert str(tmp_path) in found.what
+
+
+# --- the machine ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "mend"),
+    [
+        ({"http_proxy": "http://proxy:3128"}, "set no_proxy=localhost,127.0.0.1"),
+        ({"HTTPS_PROXY": "x", "no_proxy": "localhost,.example"}, "no_proxy=localhost,.example,127"),
+        ({"http_proxy": "x", "no_proxy": "*"}, None),
+        ({"http_proxy": "x", "NO_PROXY": "localhost, 127.0.0.1"}, None),
+        ({"http_proxy": ""}, None),
+    ],
+)
+def test_a_proxy_for_connections_to_this_machine(
+    environment: dict[str, str], mend: str | None
+) -> None:
+    """gRPC would send the engine's requests to it."""
+    found = findings("proxies", environment=environment)
+    if mend is None:
+        assert found == []
+    else:
+        assert mend in only(found).mend
+
+
+def test_packages_that_are_too_old_or_absent() -> None:
+    """A container of TensorRT-LLM 0.14 has transformers 4.36."""
+    old = {"transformers": "4.36.1", "tritonclient": "2.45.0"}
+    found = findings(
+        "packages", packages=lambda name: old.get(name, "999" if name != "h2" else None)
+    )
+    assert {"transformers 4.36.1", "no h2"} <= {finding.what.split(",")[0] for finding in found}
+    assert all(finding.mend for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("release", "transformers", "sound"),
+    [("0.19.0", "4.51.3", True), ("0.19.0", "4.57.1", False), ("0.16.0", "4.45.2", True)],
+)
+def test_transformers_beside_tensorrt_llms_own_package(
+    release: str, transformers: str, sound: bool
+) -> None:
+    """Each release of it was made with one."""
+    installed = {"tensorrt-llm": release, "transformers": transformers}
+    assert (findings("pins", packages=installed.get) == []) is sound
+    assert tuple(sorted(machine.PINS)) == machine.PINS
+
+
+def test_little_shared_memory(tmp_path: Path) -> None:
+    """A directory that is not there has none."""
+    assert "--shm-size" in only(findings("shared_memory", shared_memory=tmp_path / "none")).mend
+
+
+# --- addresses ------------------------------------------------------------------------------
+
+
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Names itself, and has one model that is ready."""
+
+    def __init__(self, name: str = "triton") -> None:
+        self.name = name
+
+    def ServerMetadata(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerMetadataResponse(name=self.name)
+
+    def ModelReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ModelReadyResponse(ready=request.name == "tensorrt_llm")
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:
+        config = model_config_pb2.ModelConfig(name=request.name)
+        config.parameters["gpt_model_path"].string_value = "/another/engine"
+        return service_pb2.ModelConfigResponse(config=config)
+
+
+@pytest.fixture
+def triton() -> Iterator[tuple[FakeTriton, str]]:
+    with ThreadPoolExecutor(2) as threads:
+        server, fake = grpc.server(threads), FakeTriton()
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
+        port = server.add_insecure_port("localhost:0")
+        server.start()
+        yield fake, f"localhost:{port}"
+        server.stop(None).wait()
+
+
+def test_models_that_are_not_ready(triton: tuple[FakeTriton, str]) -> None:
+    """Named one by one."""
+    _, url = triton
+    found = only(findings("server", url=url))
+    assert "tensorrt_llm_bls is not ready" in found.what
+
+
+def test_a_server_that_is_not_triton(triton: tuple[FakeTriton, str]) -> None:
+    """Others speak the same protocol."""
+    fake, url = triton
+    fake.name = "openvino"
+    assert "openvino answers" in only(findings("server", url=url)).what
+
+
+def test_a_server_of_another_repository(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
+    """Its models have our names and other engines."""
+    demo.write()
+    found = only(findings("same_repository", url=triton[1], repository=demo.out))
+    assert "gpt_model_path" in found.what
+
+
+def test_nobody_answers() -> None:
+    """An error in one line, not a traceback."""
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        found = only(findings("server", url=f"localhost:{taken.getsockname()[1]}"))
+    assert "no answer" in found.what
+
+
+def test_another_program_on_the_engines_port(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
+    """It is this very test, which is not called tritonserver."""
+    demo.write("--engine-url", triton[1])
+    assert "not tritonserver" in only(findings("engine_port", repository=demo.out)).what

@@ -1,0 +1,253 @@
+"""Guided decoding in the embedded engine: what is constrained parses and validates, always."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.helpers.embedded_steps import checkpoint
+from trtllm_bls.engines.base import join_chunks
+from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.messages import (
+    Draft,
+    EngineChunk,
+    EngineRequest,
+    FinishReason,
+    Sampling,
+    SpeculationRequest,
+)
+from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+# Each draws another text; the last asks for more than a short answer has.
+SAMPLINGS = (
+    Sampling(),
+    Sampling(top_k=40, temperature=1.5, seed=3),
+    Sampling(top_p=0.9, repetition_penalty=1.2, seed=8),
+    Sampling(top_k=5, min_tokens=60, seed=1),
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EmbeddedEngine]:
+    sizes = EmbeddedSettings(max_batch=8, max_sequence_tokens=512, threads=1)
+    with EmbeddedEngine(DEMO, sizes) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(DEMO)
+
+
+def guided(kind: str | None, guide: str | None = None, **more: Any) -> EngineRequest:
+    extras = {}
+    if kind is not None:
+        extras["guided_decoding_guide_type"] = np.array([kind.encode()], dtype=np.object_)
+    if guide is not None:
+        extras["guided_decoding_guide"] = np.array([guide.encode()], dtype=np.object_)
+    fields = {"request_id": "g", "input_ids": tuple(range(200, 216)), "max_tokens": 400}
+    return EngineRequest(**fields | {"end_id": 2, "extras": extras} | more)
+
+
+def answers(
+    engine: EmbeddedEngine, tokenizer: Tokenizer, *requests: EngineRequest
+) -> list[tuple[str, FinishReason | None]]:
+    """Text and end of every sequence of requests that run side by side."""
+    found = []
+    for asked, submission in [(asked, engine.submit(asked)) for asked in requests]:
+        chunks = list(submission)
+        for index in range(asked.num_return_sequences):
+            whole = join_chunks([chunk for chunk in chunks if chunk.sequence_index == index])
+            detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+            text = detokenizer.feed(whole.token_ids) + detokenizer.flush()
+            found.append((text, whole.finish_reason))
+    return found
+
+
+_NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=6)
+_LEAVES = st.one_of(
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "number"}]),
+    st.integers(-50, 50).flatmap(
+        lambda low: st.integers(0, 50).map(
+            lambda more: {"type": "integer", "minimum": low, "maximum": low + more}
+        )
+    ),
+    st.integers(0, 12).map(lambda most: {"type": "string", "maxLength": most}),
+    st.sampled_from(["^[a-f]{2,4}$", "^(ja|nein)$", "\\d{3}-\\d{2}"]).map(
+        lambda pattern: {"type": "string", "pattern": pattern}
+    ),
+    st.sampled_from(["date", "uuid", "ipv4"]).map(lambda f: {"type": "string", "format": f}),
+    st.lists(st.one_of(st.integers(), st.booleans(), _NAMES), min_size=1, max_size=4).map(
+        lambda values: {"enum": values}
+    ),
+)
+
+
+def _objects(schemas: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    properties = st.dictionaries(_NAMES, schemas, max_size=4)
+    return properties.flatmap(
+        lambda fields: st.sets(st.sampled_from(sorted(fields)) if fields else st.nothing()).map(
+            lambda required: {
+                "type": "object",
+                "properties": fields,
+                "required": sorted(required),
+                "additionalProperties": False,
+            }
+        )
+    )
+
+
+def _arrays(schemas: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.tuples(schemas, st.integers(0, 2), st.integers(0, 2)).map(
+        lambda drawn: {
+            "type": "array",
+            "items": drawn[0],
+            "minItems": drawn[1],
+            "maxItems": drawn[1] + drawn[2],
+        }
+    )
+
+
+SCHEMAS = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        _objects(inner),
+        _arrays(inner),
+        st.lists(inner, min_size=1, max_size=3).map(lambda several: {"anyOf": several}),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schema=SCHEMAS, end_id=st.sampled_from([2, -1]))
+def test_every_answer_validates(
+    engine: EmbeddedEngine,
+    tokenizer: Tokenizer,
+    schema: dict[str, Any],
+    end_id: int,
+) -> None:
+    """Whatever the schema, sampling, minimum and end id: only ``max_tokens`` leaves half an
+    answer, and the finish reason says so."""
+    guide = json.dumps(schema)
+    requests = [
+        guided("json_schema", guide, sampling=sampling, end_id=end_id, max_tokens=120)
+        for sampling in SAMPLINGS
+    ]
+    for text, reason in answers(engine, tokenizer, *requests):
+        if reason is not FinishReason.LENGTH:
+            assert reason is FinishReason.END_ID
+            jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "pattern"),
+    [
+        ("regex", "(red|green) [0-9]{3}", "(red|green) [0-9]{3}"),
+        ("regex", "[ä-ü]{4}", "[ä-ü]{4}"),
+        ("regex", "", ""),
+        ("ebnf_grammar", 'root ::= "<" [a-c]+ ">" | "none"', "<[a-c]+>|none"),
+    ],
+)
+def test_other_guides_are_kept(
+    engine: EmbeddedEngine, tokenizer: Tokenizer, kind: str, guide: str, pattern: str
+) -> None:
+    """Regular expressions and grammars, also one that only the empty text follows."""
+    for sampling in SAMPLINGS[:2]:
+        ((text, reason),) = answers(engine, tokenizer, guided(kind, guide, sampling=sampling))
+        assert re.fullmatch(pattern, text) or reason is FinishReason.LENGTH
+
+
+def test_json_is_an_object(engine: EmbeddedEngine, tokenizer: Tokenizer) -> None:
+    """The type without a guide of its own."""
+    sampling = Sampling(top_k=20, seed=5)
+    asked = guided("json", sampling=sampling, num_return_sequences=4, max_tokens=120)
+    for text, reason in answers(engine, tokenizer, asked):
+        assert reason is FinishReason.LENGTH or isinstance(json.loads(text), dict)
+
+
+def test_a_schema_cannot_loosen_what_is_enforced(
+    engine: EmbeddedEngine, tokenizer: Tokenizer
+) -> None:
+    """The library's own options inside a schema are not the caller's to set."""
+    loose = {"type": "object", "not": {"required": ["a"]}, "x-guidance": {"lenient": True}}
+    with pytest.raises(InvalidRequest, match="guided_decoding_guide: cannot be enforced"):
+        engine.submit(guided("json_schema", json.dumps(loose)))
+
+
+def test_drafts_that_the_guide_forbids_are_rejected(
+    engine: EmbeddedEngine, tokenizer: Tokenizer
+) -> None:
+    """Verification masks each position; a draft that follows the guide is accepted whole."""
+    (whole,) = (join_chunks(list(engine.submit(guided("json_schema", json.dumps(PERSON))))),)
+    for draft, accepted in ((whole.token_ids[:6], 6), ((*whole.token_ids[:3], 300, 301), 3)):
+        asked = guided("json_schema", json.dumps(PERSON), draft=Draft(token_ids=draft))
+        chunk = join_chunks(list(engine.submit(asked)))
+        assert chunk.token_ids == whole.token_ids[: accepted + 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "field", "problem"),
+    [
+        ("json_schema", "{", "guided_decoding_guide", "is no json_schema"),
+        ("json_schema", "[]", "guided_decoding_guide", "object or a boolean"),
+        ("json_schema", "false", "guided_decoding_guide", "cannot be enforced"),
+        ("json_schema", "[" * 100_000, "guided_decoding_guide", "nested too deeply"),
+        ("json_schema", '{"not": {}}', "guided_decoding_guide", "not"),
+        ("regex", "(", "guided_decoding_guide", "cannot be enforced"),
+        ("ebnf_grammar", "root", "guided_decoding_guide", "is no ebnf_grammar"),
+        ("xml", "a", "guided_decoding_guide_type", "'xml' is unknown"),
+        ("regex", None, "guided_decoding_guide", "is missing"),
+        (None, "a", "guided_decoding_guide_type", "is missing"),
+    ],
+)
+def test_a_bad_guide_is_refused_by_name(
+    engine: EmbeddedEngine, kind: str | None, guide: str | None, field: str, problem: str
+) -> None:
+    """One line names the field; the next request works."""
+    with pytest.raises(InvalidRequest, match=f"^{field}: .*{problem}") as caught:
+        engine.submit(guided(kind, guide))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_without_a_tokenizer_cannot_be_guided() -> None:
+    """It is refused by name, before anything is computed."""
+    with (
+        EmbeddedEngine(checkpoint(), EmbeddedSettings(max_batch=1, threads=1)) as bare,
+        pytest.raises(Unsupported, match=r"guided_decoding_guide_type: .*tokenizer\.json"),
+    ):
+        bare.submit(guided("json", end_id=-1, input_ids=(3, 4)))
+
+
+def test_speculation_steps_aside_unless_it_was_asked_for(engine: EmbeddedEngine) -> None:
+    """A deployment that speculates by default decodes a guided request plainly."""
+    routing = RoutingEngine(engine, by_default=True)
+
+    async def whole() -> EngineChunk:
+        async with aclosing(routing.generate(guided("json_schema", json.dumps(PERSON)))) as stream:
+            return join_chunks([chunk async for chunk in stream])
+
+    chunk = asyncio.run(whole())
+    assert chunk.finish_reason is FinishReason.END_ID and chunk.speculation is None
+    with pytest.raises(Unsupported, match="guided_decoding_guide"):
+        routing.generate(guided("json", speculation=SpeculationRequest(num_draft_tokens=3)))

@@ -1,0 +1,162 @@
+"""What the orchestrator tells of each request once it is over, whatever its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers.scripted_text import Collected, asking, prompt_ids, saying, tokenizer
+from tests.helpers.virtual_time import run_skipping_waits
+from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.engines.scripted import Fault
+from trtllm_bls.errors import EngineStalled, EngineUnavailable, InvalidRequest, Overloaded
+from trtllm_bls.messages import SpeculationRequest, TextRequest
+from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.request_stats import CancelCause, Outcome, RequestStats
+
+TEXT = "one two three four"
+TOKENS = len(tokenizer().encode_word(TEXT))
+
+
+def stats_of(
+    engine: Any, request: TextRequest, cancel: Callable[[asyncio.Task[None]], object] | None = None
+) -> RequestStats:
+    """Of one request, which ``cancel`` may cancel once its second response is there."""
+    found: list[RequestStats] = []
+
+    async def run() -> None:
+        served = Orchestrator(tokenizer(), engine, Defaults(), on_end=found.append)
+        sink = Collected(lambda _: cancel and len(sink.chunks) == 2 and cancel(task))
+        task = asyncio.create_task(served.run(request, sink))
+        await asyncio.wait({task})
+        task.cancelled() or task.exception()
+        assert served.load() == (0, 0)
+
+    run_skipping_waits(run())
+    (stats,) = found
+    return stats
+
+
+def test_a_stream_that_ends_well() -> None:
+    """Every figure, on a clock of the test's own: 2 s per prompt token, then 1 s per token."""
+    prompt = len(prompt_ids())
+    engine = saying(TEXT, prefill_seconds=2, step_seconds=1)
+    stats = stats_of(engine, asking(stream=True, traceparent="00-a-b-00"))
+    first = 2 * prompt + 1
+    assert stats == RequestStats(
+        request_id="r",
+        outcome=Outcome.SUCCESS,
+        reason="end_id",
+        prompt_tokens=prompt,
+        completion_tokens=TOKENS,
+        responses=TOKENS + 1,
+        duration_s=first + TOKENS,
+        queue_s=0,
+        ttft_s=first,
+        inter_token_s=TOKENS / (TOKENS - 1),  # the end's own response comes a step later
+        longest_gap_s=1,
+        traceparent="00-a-b-00",
+        prompt="The quick",
+    )
+
+
+def test_an_answer_in_one_piece_has_no_time_to_first_token() -> None:
+    """The engine may have had the first one long before."""
+    stats = stats_of(saying(TEXT, step_seconds=1), asking(max_tokens=3, num_return_sequences=2))
+    assert (stats.outcome, stats.reason) == (Outcome.SUCCESS, "length")
+    assert (stats.completion_tokens, stats.sequences, stats.responses) == (6, 2, 2)
+    assert (stats.ttft_s, stats.inter_token_s, stats.longest_gap_s) == (None, None, None)
+
+
+@pytest.mark.parametrize("cause", CancelCause)
+def test_a_cancelled_request_has_its_cause_and_what_was_done(cause: CancelCause) -> None:
+    """Who cancels says why; the tokens generated until then were still worked for."""
+    stats = stats_of(saying(TEXT), asking(stream=True), lambda task: task.cancel(cause.value))
+    assert (stats.outcome, stats.reason, stats.error) == (Outcome.CANCELLED, cause.value, None)
+    assert stats.completion_tokens >= 2
+
+
+def test_who_cancels_without_a_word_is_the_caller() -> None:
+    """So do servers whose connection has closed."""
+    stats = stats_of(saying(TEXT), asking(stream=True), lambda task: task.cancel())
+    assert (stats.outcome, stats.reason) == (Outcome.CANCELLED, "caller_left")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_whose_time_is_up_was_cancelled_by_its_deadline(stream: bool) -> None:
+    """Its caller has an answer, but not all of it."""
+    request = asking(stream=stream, timeout_s=2.5)
+    stats = stats_of(saying(TEXT, step_seconds=1), request)
+    assert (stats.outcome, stats.reason) == (Outcome.CANCELLED, "deadline")
+    assert (stats.completion_tokens, stats.duration_s) == (2, 2.5)
+
+
+def test_time_that_is_up_before_the_engine_has_the_request() -> None:
+    """There is no time in a queue that was never left, and no prompt was counted."""
+    engine = saying(TEXT)
+    engine.fault = Fault(limits=True)
+    stats = stats_of(engine, asking(stream=True, timeout_s=1))
+    assert (stats.outcome, stats.reason) == (Outcome.CANCELLED, "deadline")
+    assert (stats.queue_s, stats.prompt_tokens, stats.duration_s) == (None, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "reason"),
+    [
+        (InvalidRequest("top_k", "no"), Outcome.REFUSED, "top_k"),
+        (Overloaded("full"), Outcome.OVERLOADED, "Overloaded"),
+        (EngineUnavailable("gone"), Outcome.FAILED, "EngineUnavailable"),
+        (EngineStalled("silent"), Outcome.FAILED, "EngineStalled"),
+    ],
+)
+def test_an_engines_error_is_told_apart(error: Exception, outcome: Outcome, reason: str) -> None:
+    """The caller's mistake, a full engine, a failing one."""
+    engine = saying(TEXT)
+    engine.fault = Fault(error=error)
+    stats = stats_of(engine, asking(stream=True))
+    assert (stats.outcome, stats.reason, stats.error) == (outcome, reason, str(error))
+    assert (stats.responses, stats.ttft_s) == (0, None)
+
+
+def test_what_the_orchestrator_refuses_counts_too() -> None:
+    """Before any engine has heard of it."""
+    stats = stats_of(saying(TEXT), asking(text=""))
+    assert (stats.outcome, stats.reason, stats.queue_s) == (Outcome.REFUSED, "text_input", None)
+
+
+def test_drafts_are_counted() -> None:
+    """Over all rounds of the request."""
+    request = asking(
+        text="a b c d a b c d a b c d",
+        stream=True,
+        speculation=SpeculationRequest(draft_source="ngram", num_draft_tokens=3),
+    )
+    stats = stats_of(RoutingEngine(saying(" a b c d" * 4, request.text or "")), request)
+    assert stats.speculation is not None
+    assert 0 < stats.speculation.accepted <= stats.speculation.drafted
+
+
+def test_load_tells_who_runs_and_who_waits() -> None:
+    """Waiting: not given to the engine yet."""
+
+    async def run() -> None:
+        engine = saying(TEXT, step_seconds=1)
+        served = Orchestrator(tokenizer(), engine, Defaults())
+        waits = saying(TEXT)
+        waits.fault = Fault(limits=True)
+        other = Orchestrator(tokenizer(), waits, Defaults())
+        tasks = [
+            asyncio.create_task(each.run(asking(stream=True), Collected()))
+            for each in (served, served, other)
+        ]
+        await asyncio.sleep(0.5)
+        assert (served.load(), other.load()) == ((2, 0), (0, 1))
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert (served.load(), other.load()) == ((0, 0), (0, 0))
+
+    run_skipping_waits(run())

@@ -1,0 +1,77 @@
+"""The command line of ``doctor``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from trtllm_bls.configure.versions import parse_version
+
+# Importing them puts their checks into the list.
+from trtllm_bls.doctor import machine, repository, server, text  # noqa: F401
+from trtllm_bls.doctor.findings import Finding, examine
+from trtllm_bls.doctor.subject import Subject
+from trtllm_bls.errors import SettingsError
+
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_STYLES = {"ok": "green", "warn": "yellow", "error": "red"}
+
+
+@click.command(name="doctor")
+@click.option("--model-repository", "repository", type=_DIRECTORY, help="What is to be served.")
+@click.option("--url", metavar="HOST:PORT", help="gRPC port of a running server.")
+@click.option("--engine-dir", type=_DIRECTORY, help="Engine of the target model.")
+@click.option("--draft-engine-dir", type=_DIRECTORY, help="Engine of the draft model.")
+@click.option("--tokenizer-dir", type=_DIRECTORY, help="Tokenizer of the target model.")
+@click.option(
+    "--version",
+    default="",
+    callback=lambda ctx, param, value: _release(ctx, value),
+    help="TensorRT-LLM release of the container.  [default: as installed, or the engine's]",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object in place of lines.")
+def command(as_json: bool, **options: Any) -> None:
+    """Look for what would go wrong: in a repository, at a server, on this machine.
+
+    Exit code 0: no errors; 1: errors; 2: wrong options.
+
+    \b
+    Examples:
+      trtllm-bls doctor
+      trtllm-bls doctor --model-repository . --version 0.19
+      trtllm-bls doctor --url localhost:8001 --json
+    """
+    findings = list(examine(Subject(**options)))
+    count = {level: sum(f.level == level for _, f in findings) for level in _STYLES}
+    if as_json:
+        found = [{"check": name, **vars(finding)} for name, finding in findings]
+        click.echo(json.dumps({"findings": found, "count": count}, indent=1, ensure_ascii=False))
+    else:
+        _show(findings)
+        click.echo(f"{count['error']} errors, {count['warn']} warnings")
+    sys.exit(1 if count["error"] else 0)
+
+
+def _release(ctx: click.Context, value: str) -> str:
+    if value:
+        try:
+            parse_version(value)
+        except SettingsError as error:
+            raise click.UsageError(str(error), ctx) from error
+    return value
+
+
+def _show(findings: list[tuple[str, Finding]]) -> None:
+    console = Console(highlight=False)
+    for name, finding in findings:
+        line = Text(f"{finding.level:<5} ", style=_STYLES[finding.level])
+        line.append(f"{name}: {finding.what}", style="")
+        if finding.mend:
+            line.append(f"; {finding.mend}", style="")
+        console.print(line, soft_wrap=True)

@@ -1,0 +1,84 @@
+"""Checks of addresses: who listens there, and whether it serves this repository."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from trtllm_bls.contract import BLS
+from trtllm_bls.doctor.findings import Finding, Findings, check
+from trtllm_bls.doctor.subject import Subject
+from trtllm_bls.engines.triton import listening_processes
+
+_ANSWER_S = 5.0
+_SERVER = "tritonserver"
+
+
+def _engine_url(subject: Subject) -> str:
+    return subject.values(BLS.name).get("engine_url", "")
+
+
+@check("the engine's port belongs to Triton, or to nobody yet", _engine_url)
+def engine_port(subject: Subject) -> Findings:
+    """With host networking another program or another Triton may own it."""
+    import psutil
+
+    url = _engine_url(subject)
+    names = set()
+    for process in listening_processes(url):
+        with suppress(psutil.Error):
+            names.add(psutil.Process(process).name())
+    if names - {_SERVER}:
+        what = f"engine_url {url}: {', '.join(sorted(names))} listens there, not {_SERVER}"
+        yield Finding("error", what, "stop it, or serve on another --grpc-port")
+
+
+@check("the server answers and its models are ready", lambda s: s.url)
+def server(subject: Subject) -> Findings:
+    """Triton, live, with every model of the repository (or tensorrt_llm_bls and its engine)."""
+    from tritonclient.utils import InferenceServerException
+
+    with _client(subject.url) as client:
+        try:
+            name = client.get_server_metadata(client_timeout=_ANSWER_S).name
+            if name != "triton":
+                yield Finding("error", f"{subject.url}: {name} answers", "name Triton's gRPC port")
+                return
+            for model in sorted(subject.configs) or [BLS.name, subject.target]:
+                if not client.is_model_ready(model, client_timeout=_ANSWER_S):
+                    what, mend = f"{subject.url}: {model} is not ready", "see the server's log"
+                    yield Finding("error", what, mend)
+        except InferenceServerException as error:
+            what = f"{subject.url}: no answer from Triton ({error.message()})"
+            yield Finding("error", what, "start the server, or name its gRPC port with --url")
+
+
+@check("the server serves this repository", lambda s: s.url and s.repository)
+def same_repository(subject: Subject) -> Findings:
+    """Another Triton may answer, with models of the same names."""
+    from tritonclient.utils import InferenceServerException
+
+    with _client(subject.url) as client:
+        for model in sorted(subject.configs):
+            with suppress(InferenceServerException):  # told by the check of the server
+                answer = client.get_model_config(model, client_timeout=_ANSWER_S)
+                values = {k: v.string_value for k, v in answer.config.parameters.items()}
+                mine = subject.values(model)
+                differing = [key for key in mine.keys() & values if mine[key] != values[key]]
+                if differing:
+                    what = f"{subject.url}: {model} has other values of {', '.join(differing)}"
+                    mend = "another server answers there, or this one was started before the change"
+                    yield Finding("warn", what, mend)
+
+
+@contextmanager
+def _client(url: str | None) -> Iterator[Any]:
+    from tritonclient.grpc import InferenceServerClient
+
+    # Whatever proxy the environment names: the check of proxies tells of it.
+    client = InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])
+    try:
+        yield client
+    finally:
+        client.close()

@@ -1,0 +1,130 @@
+"""What is examined: a repository, a server, an engine, a tokenizer, this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trtllm_bls.configure.engine_dir import EngineDir, read_engine
+from trtllm_bls.configure.existing import read_config, values_of
+from trtllm_bls.configure.versions import parse_version
+from trtllm_bls.contract import BLS, ENGINE
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.launcher.checks import SHARED_MEMORY
+from trtllm_bls.parameters.cpp_backend import Version
+
+CPP_BACKEND = "tensorrtllm"
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass
+class Subject:
+    """The options of ``doctor``, and what can be read behind them.
+
+    ``version`` names TensorRT-LLM's release where neither an installed package nor an engine tells.
+    """
+
+    repository: Path | None = None
+    url: str | None = None
+    engine_dir: Path | None = None
+    draft_engine_dir: Path | None = None
+    tokenizer_dir: Path | None = None
+    version: str = ""
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    packages: Callable[[str], str | None] = installed
+    shared_memory: Path = SHARED_MEMORY
+
+    @cached_property
+    def unreadable(self) -> list[SettingsError]:
+        """Of configurations and engines, once those have been asked for."""
+        return []
+
+    @cached_property
+    def configs(self) -> dict[str, Any]:
+        """The configuration (Triton's ``ModelConfig``) of each model that can be read."""
+        found = {}
+        for path in sorted(self.repository.glob("*/config.pbtxt")) if self.repository else ():
+            try:
+                found[path.parent.name] = read_config(path)
+            except SettingsError as error:
+                self.unreadable.append(error)
+        return found
+
+    def values(self, model: str) -> dict[str, str]:
+        """A model's parameters; none where there is no such model."""
+        return values_of(self.configs[model]) if model in self.configs else {}
+
+    @property
+    def cpp_models(self) -> list[str]:
+        """The models that TensorRT-LLM's C++ backend runs."""
+        return [name for name, config in self.configs.items() if config.backend == CPP_BACKEND]
+
+    @property
+    def target(self) -> str:
+        """The name of the target model."""
+        return self.values(BLS.name).get("tensorrt_llm_model_name") or ENGINE.name
+
+    @property
+    def draft(self) -> str:
+        """The name of the draft model; empty where there is none."""
+        return self.values(BLS.name).get("tensorrt_llm_draft_model_name", "")
+
+    @cached_property
+    def engines(self) -> dict[str, EngineDir]:
+        """Engines by model, of the options or of the repository's configurations."""
+        draft = self.draft or "the draft"
+        directories = {
+            name: Path(path)
+            for name in self.cpp_models
+            if (path := self.values(name).get("gpt_model_path")) and "${" not in path
+        }
+        directories |= {self.target: self.engine_dir} if self.engine_dir else {}
+        directories |= {draft: self.draft_engine_dir} if self.draft_engine_dir else {}
+        found = {}
+        for name, directory in directories.items():
+            try:
+                found[name] = read_engine(f"{name}: engine", directory, check=True)
+            except SettingsError as error:
+                self.unreadable.append(error)
+        return found
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The directory of the target's tokenizer."""
+        if self.tokenizer_dir is not None:
+            return self.tokenizer_dir
+        named = self.values(BLS.name).get("tokenizer_dir", "")
+        return None if not named or "${" in named else self._at_repository(named)
+
+    @property
+    def draft_tokenizer(self) -> Path | None:
+        """The directory of the draft's tokenizer, where the repository names it."""
+        named = self.values(BLS.name).get("draft_tokenizer_dir", "")
+        return self._at_repository(named) if named else None
+
+    def _at_repository(self, path: str) -> Path:
+        return Path(os.path.abspath((self.repository or Path()) / path))
+
+    @property
+    def backend_version(self) -> str:
+        """The TensorRT-LLM that runs here: as named, or as installed; empty where unknown."""
+        return self.version or self.packages("tensorrt-llm") or ""
+
+    @property
+    def release(self) -> Version | None:
+        """The release of the backend, or else of the target's engine."""
+        engine = self.engines.get(self.target)
+        text = self.backend_version or (engine.version if engine else "")
+        return parse_version(text) if text else None

@@ -1,0 +1,210 @@
+"""Every metric, once, and what a request adds to each; docs/metrics.md tells users of them.
+
+Names are OpenTelemetry's where it has one, in Prometheus' spelling, else vLLM's words. Knows no
+registry: ``RequestMetrics`` adds up in memory, ``services.metrics`` on Triton's ``/metrics``.
+"""
+
+from __future__ import annotations
+
+import bisect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from trtllm_bls.messages import FinishReason
+from trtllm_bls.request_stats import CancelCause, Outcome, RequestStats
+from trtllm_bls.speculative import SpeculationStats
+
+Labels: TypeAlias = tuple[str, ...]  # values, in the order of the metric's label names
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Metric:
+    """One row of the table. Every series also has the label ``model``.
+
+    ``known``: label values of series that are there from the start, so that their first increase is
+    seen. ``buckets``: the upper bounds of a histogram's.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    meaning: str
+    labels: tuple[str, ...] = ()
+    known: tuple[Labels, ...] = ((),)
+    buckets: tuple[float, ...] = ()
+
+
+_DURATIONS = tuple(0.01 * 2**n for n in range(14))  # these three as OpenTelemetry has them
+_FIRST_TOKENS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
+    *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_OUTCOMES = (
+    *((Outcome.SUCCESS.value, reason.value) for reason in list(FinishReason)[:3]),
+    *((Outcome.CANCELLED.value, cause.value) for cause in CancelCause),
+)
+
+REQUESTS = Metric(
+    name="trtllm_bls_requests_total",
+    kind="counter",
+    meaning="Requests that are over, by outcome and its reason",
+    labels=("outcome", "reason"),
+    known=_OUTCOMES,
+)
+RUNNING = Metric(
+    name="trtllm_bls_num_requests_running",
+    kind="gauge",
+    meaning="Requests that the engine was given and that are not over",
+)
+WAITING = Metric(
+    name="trtllm_bls_num_requests_waiting",
+    kind="gauge",
+    meaning="Requests that wait to be given to the engine",
+)
+DURATION = Metric(
+    name="gen_ai_server_request_duration_seconds",
+    kind="histogram",
+    meaning="From a request's arrival to its end",
+    labels=("outcome",),
+    known=((Outcome.SUCCESS.value,),),
+    buckets=_DURATIONS,
+)
+FIRST_TOKEN = Metric(
+    name="gen_ai_server_time_to_first_token_seconds",
+    kind="histogram",
+    meaning="From a stream's arrival to its first response",
+    buckets=_FIRST_TOKENS,
+)
+PER_TOKEN = Metric(
+    name="gen_ai_server_time_per_output_token_seconds",
+    kind="histogram",
+    meaning="Mean time between two tokens of a stream, after its first response",
+    buckets=_TOKENS,
+)
+LONGEST_GAP = Metric(
+    name="trtllm_bls_longest_response_gap_seconds",
+    kind="histogram",
+    meaning="Longest time between two responses of a stream",
+    buckets=_FIRST_TOKENS,
+)
+QUEUE = Metric(
+    name="trtllm_bls_request_queue_time_seconds",
+    kind="histogram",
+    meaning="From a request's arrival until the engine is given it",
+    buckets=_FIRST_TOKENS,
+)
+PROMPT_TOKENS = Metric(
+    name="trtllm_bls_prompt_tokens_total",
+    kind="counter",
+    meaning="Tokens of prompts given to the engine",
+)
+GENERATION_TOKENS = Metric(
+    name="trtllm_bls_generation_tokens_total",
+    kind="counter",
+    meaning="Tokens generated, also for requests that ended early",
+)
+RESPONSES = Metric(
+    name="trtllm_bls_responses_total",
+    kind="counter",
+    meaning="Responses sent",
+)
+LOOP_LAG = Metric(
+    name="trtllm_bls_event_loop_lag_seconds",
+    kind="histogram",
+    meaning="How long a callback waits for the event loop, asked once a second",
+    buckets=_FIRST_TOKENS,
+)
+SPECULATION = {
+    name: Metric(name=f"trtllm_bls_speculation_{name}_total", kind="counter", meaning=meaning)
+    for name, meaning in {
+        "rounds": "Verification rounds of speculative decoding",
+        "drafted": "Tokens drafted",
+        "accepted": "Drafted tokens that the target accepted",
+        "draft_failures": "Requests that went on without drafts, because drafting failed",
+    }.items()
+}
+METRICS = (
+    *(REQUESTS, RUNNING, WAITING, DURATION, FIRST_TOKEN, PER_TOKEN, LONGEST_GAP, QUEUE),
+    *(PROMPT_TOKENS, GENERATION_TOKENS, RESPONSES, LOOP_LAG),
+    *SPECULATION.values(),
+)
+
+
+class Metrics(ABC):
+    """Takes what requests report; ``record`` is where it goes."""
+
+    @abstractmethod
+    def record(self, metric: Metric, labels: Labels, value: float) -> None:
+        """Add ``value`` to a counter or gauge, or observe it in a histogram."""
+
+    def publish(self) -> None:  # noqa: B027, where there is nothing to do
+        """Show what has been recorded; called every now and then."""
+
+    def add(self, stats: RequestStats) -> None:
+        """Count one request that is over."""
+        for metric, labels, value in _samples(stats):
+            self.record(metric, labels, value)
+
+    def add_speculation(self, stats: SpeculationStats) -> None:
+        """Count what speculation did for one request."""
+        for name, metric in SPECULATION.items():
+            self.record(metric, (), getattr(stats, name))
+
+
+def _samples(stats: RequestStats) -> Iterator[tuple[Metric, Labels, float]]:
+    yield REQUESTS, (stats.outcome.value, stats.reason), 1
+    yield DURATION, (stats.outcome.value,), stats.duration_s
+    yield PROMPT_TOKENS, (), stats.prompt_tokens
+    yield GENERATION_TOKENS, (), stats.completion_tokens
+    yield RESPONSES, (), stats.responses
+    for metric, seconds in (
+        (QUEUE, stats.queue_s),
+        (FIRST_TOKEN, stats.ttft_s),
+        (PER_TOKEN, stats.inter_token_s),
+        (LONGEST_GAP, stats.longest_gap_s),
+    ):
+        if seconds is not None:
+            yield metric, (), seconds
+
+
+@dataclass
+class Histogram:
+    """Observed values: how many there are in each bucket, the last of which has no bound."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count one value; a bound belongs to its bucket."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class RequestMetrics(Metrics):
+    """The metrics of one process, in memory, by metric and label values."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[Metric, Labels], float] = {}
+        self.histograms: dict[tuple[Metric, Labels], Histogram] = {}
+        for metric in METRICS:
+            for labels in metric.known:
+                if metric.buckets:
+                    self._of(metric, labels)
+                else:
+                    self.record(metric, labels, 0)
+
+    def record(self, metric: Metric, labels: Labels, value: float) -> None:
+        """See ``Metrics``."""
+        if metric.buckets:
+            self._of(metric, labels).observe(value)
+        else:
+            self.numbers[metric, labels] = self.numbers.get((metric, labels), 0) + value
+
+    def _of(self, metric: Metric, labels: Labels) -> Histogram:
+        return self.histograms.setdefault((metric, labels), Histogram(metric.buckets))
