@@ -62,10 +62,18 @@ class ServeSettings:
     bls_instances: int | Literal["auto"] | None = None
     decoupled: bool | None = None
     open_control_apis: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
     overrides: tuple[Override, ...] = ()
     exit_timeout: int = 30
     ready_timeout: int = 900
     log_file: Path | None = None
+
+    @property
+    def plain_host(self) -> str:
+        """Where HTTP and metrics listen, which know no TLS: on this machine alone if gRPC does."""
+        return self.host if self.tls_cert is None else "127.0.0.1"
 
     def __post_init__(self) -> None:
         """Refuse numbers that no server could be started with, and listening by mistake."""
@@ -74,6 +82,7 @@ class ServeSettings:
                 f"--host {self.host}: whoever reaches this machine could use the server, which "
                 "knows no passwords; add --expose if that is meant"
             )
+        _check_tls(self)
         for name in ("http_port", "grpc_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise SettingsError(f"{option(name)} {getattr(self, name)}: must be 0 to 65535")
@@ -81,6 +90,27 @@ class ServeSettings:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise SettingsError(f"{option(name)} {value}: must be at least 1")
+
+
+def _check_tls(settings: ServeSettings) -> None:
+    for name in ("tls_cert", "tls_key", "tls_client_ca"):
+        path = getattr(settings, name)
+        if path is not None and not path.is_file():
+            raise SettingsError(f"{option(name)} {path}: no such file")
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise SettingsError("--tls-cert and --tls-key: give both or neither")
+    if settings.tls_client_ca is None:
+        return
+    if settings.tls_cert is None:
+        raise SettingsError("--tls-client-ca: needs --tls-cert and --tls-key")
+    named = {row.parameter: row.value for row in settings.overrides}
+    own = {"engine_tls_cert", "engine_tls_key"} <= named.keys()
+    if not own and named.get("engine_transport") != "bls":
+        raise SettingsError(
+            "--tls-client-ca: tensorrt_llm_bls calls the server too and needs a certificate of its "
+            "own from that authority: add --set tensorrt_llm_bls.engine_tls_cert=FILE and "
+            "--set tensorrt_llm_bls.engine_tls_key=FILE"
+        )
 
 
 def _is_loopback(host: str) -> bool:

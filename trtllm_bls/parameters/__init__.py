@@ -15,6 +15,7 @@ from trtllm_bls.parameters.reading import (
 from trtllm_bls.parameters.table import (
     DRAFT_MODEL_DIR,
     ENGINE_FACTS,
+    ENGINE_TLS_PIN,
     GRPC_URL,
     MAX_STREAMS,
     MODEL_DIR,
@@ -28,6 +29,7 @@ from trtllm_bls.parameters.table import (
 __all__ = [
     "DRAFT_MODEL_DIR",
     "ENGINE_FACTS",
+    "ENGINE_TLS_PIN",
     "GRPC_URL",
     "MAX_STREAMS",
     "MODEL_DIR",

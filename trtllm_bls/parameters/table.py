@@ -24,6 +24,7 @@ DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
 GRPC_URL = "TRTLLM_BLS_GRPC_URL"
 MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
 THREADS = "TRTLLM_BLS_ENGINE_THREADS"
+ENGINE_TLS_PIN = "TRTLLM_BLS_ENGINE_TLS_PIN"
 
 _BLS, _ENGINE = ("tensorrt_llm_bls",), ("tensorrt_llm",)
 _PRE, _POST = ("preprocessing",), ("postprocessing",)
@@ -97,6 +98,16 @@ TABLE = (
         FILE,
         "",
         "Key of `engine_tls_cert`, in PEM.",
+        optional=True,
+    ),
+    Parameter(
+        "engine_tls_pin",
+        _BLS,
+        FILE,
+        "",
+        "The certificate that `engine_url` itself shows, first in a PEM file: trusted instead of "
+        "`engine_tls_ca`, whatever its names.",
+        env=ENGINE_TLS_PIN,
         optional=True,
     ),
     Parameter(
