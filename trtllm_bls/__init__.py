@@ -1,3 +1,3 @@
 """trtllm-bls: the layer between users and TensorRT-LLM on Triton."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -45,9 +45,10 @@ class Admission:
         at once where as many wait as may, or after waiting too long.
         """
         if sequences > self._max_running:
-            problem = f"{sequences} is not allowed; at most {self._max_running} sequences run at"
-            raise InvalidRequest(
-                "num_return_sequences", f"{problem} once (parameter max_running_requests)"
+            raise _limited(
+                "num_return_sequences",
+                f"{sequences} is not allowed; at most {self._max_running} sequences run at once",
+                "max_running_requests",
             )
         if self._waiting or self.running + sequences > self._max_running:
             await self._wait(sequences)
@@ -66,7 +67,7 @@ class Admission:
     async def _wait(self, sequences: int) -> None:
         """Return once the places are this request's."""
         if self.queued + sequences > self._max_queued:
-            raise self._overloaded("as many as may (parameter max_queued_requests)")
+            raise self._overloaded("as many as may", "max_queued_requests")
         loop = asyncio.get_running_loop()
         entry = (loop.create_future(), sequences)
         self._waiting.append(entry)
@@ -89,8 +90,8 @@ class Admission:
 
     def _give_up(self, admitted: asyncio.Future[None]) -> None:
         if not admitted.done():
-            waited = f"this one waited {self._max_queue_s:g} s (parameter max_queue_seconds)"
-            admitted.set_exception(self._overloaded(waited))
+            waited = f"this one waited {self._max_queue_s:g} s"
+            admitted.set_exception(self._overloaded(waited, "max_queue_seconds"))
 
     def _admit(self) -> None:
         """Give free places to those that have waited longest."""
@@ -105,11 +106,12 @@ class Admission:
         self._waiting.remove(entry)
         self.queued -= entry[1]
 
-    def _overloaded(self, why: str) -> Overloaded:
+    def _overloaded(self, why: str, parameter: str) -> Overloaded:
         seconds = math.ceil(self._average_s * (self.queued + 1) / self._max_running)
         return Overloaded(
-            f"{self.running} sequences run and {self.queued} wait, {why}; "
-            f"try again in about {max(1, seconds)} s"
+            f"{self.running} sequences run and {self.queued} wait, {why} (parameter {parameter}); "
+            f"try again in about {max(1, seconds)} s",
+            parameter,
         )
 
 
@@ -139,10 +141,10 @@ class RequestLimits:
     def check_timeout(self, field: str, seconds: float) -> None:
         """The same for the time that a request gives itself."""
         if self.max_timeout_s is not None and seconds > self.max_timeout_s:
-            raise InvalidRequest(
+            raise _limited(
                 field,
-                f"{seconds:g} s is not allowed; at most {self.max_timeout_s:g} s are "
-                "(parameter max_timeout_seconds)",
+                f"{seconds:g} s is not allowed; at most {self.max_timeout_s:g} s are",
+                "max_timeout_seconds",
             )
 
     def check_logits(self, rows: int, vocab_size: int | None) -> None:
@@ -155,5 +157,8 @@ class RequestLimits:
 
 def _check(field: str, value: int, unit: str, most: int, parameter: str) -> None:
     if value > most:
-        problem = f"{value} {unit}; at most {most} are allowed (parameter {parameter})"
-        raise InvalidRequest(field, problem)
+        raise _limited(field, f"{value} {unit}; at most {most} are allowed", parameter)
+
+
+def _limited(field: str, problem: str, parameter: str) -> InvalidRequest:
+    return InvalidRequest(field, f"{problem} (parameter {parameter})", parameter)

@@ -22,6 +22,8 @@ _ELSEWHERE = {
     "configure": "trtllm_bls.configure:command",
     "doctor": "trtllm_bls.doctor:command",
     "generate": "trtllm_bls.commands.streaming:main",
+    "openai": "trtllm_bls.openai.command:main",
+    "recipe": "trtllm_bls.configure.recipe_command:command",
 }
 _DEFAULTS = ServeSettings()
 _PATH = click.Path(path_type=Path)
@@ -123,6 +125,11 @@ def main() -> None:
 @_setting("http_port", "HTTP port; 0 = any free port.")
 @_setting("grpc_port", "gRPC port; 0 = any free port.")
 @_setting("metrics_port", "Metrics port; 0 = any free port.")
+@_setting("openai_port", "Port of the OpenAI API; 0 = none.")
+@_setting("openai_workers", "Processes of the OpenAI API.")
+@_setting(
+    "api_keys_file", "Keys that clients of the OpenAI API must bring, one a line.", type=_PATH
+)
 @_setting("max_streams", "Requests that may run at once.")
 @_setting(
     "bls_instances",
@@ -180,7 +187,7 @@ def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
     """
     from trtllm_bls.launcher.demo import demo as run
 
-    settings = ServeSettings(**options, http_port=0, grpc_port=0, metrics_port=0)
+    settings = ServeSettings(**options, http_port=0, grpc_port=0, metrics_port=0, openai_port=0)
     sys.exit(run(settings, max_tokens=max_tokens, verbose=verbose))
 
 

@@ -48,12 +48,14 @@ class CheckpointError(SetupError):
 
 
 class InvalidRequest(TrtllmBlsError):
-    """The request breaks the contract. ``field`` is the tensor's wire name."""
+    """The request breaks the contract. ``field`` is the tensor's wire name; ``limit``, where one of
+    the deployment's was broken, the parameter that sets it."""
 
     status = "INVALID_ARG"
 
-    def __init__(self, field: str, problem: str) -> None:
+    def __init__(self, field: str, problem: str, limit: str | None = None) -> None:
         super().__init__(f"{field}: {problem}")
+        self.limit = limit
         self.field = field
         self.problem = problem
 
@@ -69,9 +71,13 @@ class Unsupported(InvalidRequest):
 
 
 class Overloaded(TrtllmBlsError):
-    """Admission was refused; no work was started."""
+    """Admission was refused; no work was started. ``limit``: the parameter that sets the limit."""
 
     status = "UNAVAILABLE"
+
+    def __init__(self, problem: str, limit: str | None = None) -> None:
+        super().__init__(problem)
+        self.limit = limit
 
 
 class EngineError(TrtllmBlsError):

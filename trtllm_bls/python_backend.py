@@ -272,7 +272,7 @@ class RequestServer:
     """Runs ``handle(call)`` for every request, all at once, until closed.
 
     ``decoupled``: the model may send any number of responses to one request; otherwise exactly one.
-    ``senders``: the threads that send.
+    ``senders``: the threads that send. ``log_ends``: log each request that ends without an answer.
     """
 
     def __init__(
@@ -282,10 +282,12 @@ class RequestServer:
         *,
         decoupled: bool = True,
         senders: int = SENDERS,
+        log_ends: bool = True,
     ) -> None:
         self._pb = pb_utils
         self._handle = handle
         self._decoupled = decoupled
+        self._end_level = logging.INFO if log_ends else logging.DEBUG
         self._open: dict[asyncio.Task[None], Call] = {}
         self._loop = asyncio.new_event_loop()
         self._senders = SenderThreads(self._loop, senders)
@@ -342,12 +344,12 @@ class RequestServer:
             await self._handle(call)
         except asyncio.CancelledError:
             if call.abandoned:
-                log.info("%s: cancelled: nobody takes its answer any more", call.id)
+                log.log(self._end_level, "%s: cancelled: nobody takes its answer any more", call.id)
             else:  # a silent end would look like a whole answer
                 call.fail(EngineUnavailable("the server is shutting down"))
         except Exception as error:
             if isinstance(error, TrtllmBlsError):
-                log.info("%s: refused or failed: %s", call.id, to_wire(error))
+                log.log(self._end_level, "%s: refused or failed: %s", call.id, to_wire(error))
             call.fail(error)
         finally:
             call.finish()

@@ -17,13 +17,15 @@ from trtllm_bls.answer import Answer
 from trtllm_bls.errors import InvalidRequest, Overloaded
 from trtllm_bls.messages import Ending, FinishReason, SpeculationCounts, TextChunk, TextRequest
 
+MOST_CHARACTERS = 1000  # of a prompt and an error: figures may wait to be read, prompts are large
+
 
 class Outcome(str, Enum):
     """How a request ended; ``RequestStats.reason`` says more."""
 
     SUCCESS = "success"  # reason: its finish reason
-    REFUSED = "refused"  # the caller's mistake, or a limit; reason: the field
-    OVERLOADED = "overloaded"  # refused for want of room; reason: the kind of error
+    REFUSED = "refused"  # reason: the limit's parameter, or the field that has a mistake
+    OVERLOADED = "overloaded"  # refused for want of room; reason: the limit's parameter, if ours
     FAILED = "failed"  # reason: the kind of error
     CANCELLED = "cancelled"  # reason: a ``CancelCause``
 
@@ -62,13 +64,14 @@ class RequestStats:
     longest_gap_s: float | None = None
     speculation: SpeculationCounts | None = None
     traceparent: str | None = None
-    prompt: str | None = field(default=None, repr=False)  # as it came; for who logs prompts
+    prompt: str | None = field(default=None, repr=False)  # cut, for who logs prompts
 
     @classmethod
     def of_refusal(cls, request_id: str, error: Exception) -> RequestStats:
         """Of a request that ended before it could be read."""
         outcome, reason = _outcome(error, ())
-        return cls(request_id=request_id, outcome=outcome, reason=reason, error=str(error))
+        text = str(error)[:MOST_CHARACTERS]
+        return cls(request_id=request_id, outcome=outcome, reason=reason, error=text)
 
 
 class _Sink(Protocol):
@@ -127,7 +130,7 @@ class RequestRecord:
             request_id=request.request_id,
             outcome=outcome,
             reason=reason,
-            error=str(error) if isinstance(error, Exception) else None,
+            error=str(error)[:MOST_CHARACTERS] if isinstance(error, Exception) else None,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=tokens,
             sequences=request.num_return_sequences,
@@ -139,7 +142,7 @@ class RequestRecord:
             longest_gap_s=self._longest_gap if begun and self._responses > 1 else None,
             speculation=told[0] if told else None,  # which takes one sequence only
             traceparent=request.traceparent,
-            prompt=request.text if request.messages is None else request.messages,
+            prompt=(request.text or request.messages or "")[:MOST_CHARACTERS],
         )
 
     def _inter_token(self, tokens: int) -> float | None:
@@ -153,10 +156,11 @@ def _outcome(error: BaseException | None, endings: Sequence[Ending]) -> tuple[Ou
         cause = causes.get(str(error.args[0]) if error.args else "", CancelCause.CALLER_LEFT)
         return Outcome.CANCELLED, cause.value
     if isinstance(error, InvalidRequest):
-        return Outcome.REFUSED, error.field
+        return Outcome.REFUSED, error.limit or error.field
+    if isinstance(error, Overloaded):
+        return Outcome.OVERLOADED, error.limit or type(error).__name__
     if error is not None:
-        overloaded = isinstance(error, Overloaded)
-        return Outcome.OVERLOADED if overloaded else Outcome.FAILED, type(error).__name__
+        return Outcome.FAILED, type(error).__name__
     if any(ending.finish_reason is FinishReason.TIMEOUT for ending in endings):
         return Outcome.CANCELLED, CancelCause.DEADLINE.value
     return Outcome.SUCCESS, endings[0].finish_reason.value if endings else ""

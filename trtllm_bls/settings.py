@@ -18,6 +18,12 @@ from trtllm_bls.parameters import rows_of
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 
 
+_AT_LEAST_ONE = (
+    *("max_streams", "threads", "bls_instances", "openai_workers"),
+    *("exit_timeout", "ready_timeout"),
+)
+
+
 @dataclass(frozen=True)
 class Override:
     """One parameter of one model's configuration, replaced or added for this server only."""
@@ -42,7 +48,8 @@ class Override:
 class ServeSettings:
     """Everything a server is started with.
 
-    A port of 0 means "any free port". Times are seconds. ``None`` leaves the choice to us:
+    A port of 0 means "any free port", of ``openai_port`` that there is no OpenAI API. Times are
+    seconds. ``None`` leaves the choice to us:
     ``server`` to the search (see ``launcher.find``), ``model``, ``draft_model`` and
     ``model_repository`` to what the package brings, ``threads`` to the engine, ``bls_instances``
     and ``decoupled`` to the configuration of ``tensorrt_llm_bls``.
@@ -57,6 +64,9 @@ class ServeSettings:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    openai_port: int = 9000
+    openai_workers: int = 1
+    api_keys_file: Path | None = None
     max_streams: int = int(rows_of("tensorrt_llm_bls")["max_streams"].default)
     threads: int | None = None
     bls_instances: int | Literal["auto"] | None = None
@@ -77,16 +87,16 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         """Refuse numbers that no server could be started with, and listening by mistake."""
-        if not self.expose and not _is_loopback(self.host):
+        if not self.expose and not is_loopback(self.host):
             raise SettingsError(
                 f"--host {self.host}: whoever reaches this machine could use the server, which "
                 "knows no passwords; add --expose if that is meant"
             )
         _check_tls(self)
-        for name in ("http_port", "grpc_port", "metrics_port"):
+        for name in ("http_port", "grpc_port", "metrics_port", "openai_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise SettingsError(f"{option(name)} {getattr(self, name)}: must be 0 to 65535")
-        for name in ("max_streams", "threads", "bls_instances", "exit_timeout", "ready_timeout"):
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise SettingsError(f"{option(name)} {value}: must be at least 1")
@@ -113,7 +123,8 @@ def _check_tls(settings: ServeSettings) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server at ``host``."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -73,6 +73,20 @@ def test_chunks_come_as_they_are_said_and_the_request_is_whole() -> None:
     run(scenario())
 
 
+def test_a_trace_context_goes_along() -> None:
+    """As a parameter: calls are kept for several requests, so their metadata is not a request's."""
+
+    async def scenario() -> None:
+        async with reaching(Say((3,), final=True)) as (engine, triton):
+            await read(engine, replace(ASK, traceparent="00-a-b-01"))
+            await read(engine)
+            traced, plain = triton.asked
+            assert traced.parameters["traceparent"].string_param == "00-a-b-01"
+            assert "traceparent" not in plain.parameters
+
+    run(scenario())
+
+
 def test_an_end_without_outputs_is_an_end() -> None:
     """A separate empty final response, as some engines send it."""
 

@@ -29,7 +29,6 @@ from trtllm_bls.errors import (
     EngineError,
     InvalidRequest,
     Overloaded,
-    SettingsError,
     TrtllmBlsError,
 )
 
@@ -348,31 +347,3 @@ def test_a_client_belongs_to_the_loop_that_opened_it() -> None:
             await client.close()
 
     use()
-
-
-@async_test
-async def test_a_connection_lost_before_the_first_response_is_tried_again() -> None:
-    """Under the same id; the caller sees one answer."""
-    scripts = iter([UNAVAILABLE, UNAVAILABLE, [text("Hi", final=True)]])
-    server = FakeGrpcServer(lambda _: next(scripts))
-    async with server, Client(server.url, retries=2) as client:
-        assert (await client.generate(**ASK, request_id="7")).text == "Hi"
-    assert [request.id for request in server.asked] == ["7"] * 3
-
-
-@async_test
-async def test_nothing_is_tried_again_after_the_first_response() -> None:
-    """Nor without ``retries``, nor when the server refused the request in words."""
-    begun = [text("Hel"), *UNAVAILABLE]
-    refused = [Fail("UNAVAILABLE: too many requests"), Say(final=True)]
-    for script, retries in ((begun, 2), (UNAVAILABLE, 0), (refused, 2)):
-        async with FakeGrpcServer(script) as server, Client(server.url, retries=retries) as client:
-            with pytest.raises((ConnectionFailed, Overloaded)):
-                await client.generate(**ASK)
-        assert len(server.asked) == 1
-
-
-def test_the_number_of_retries_is_checked() -> None:
-    """gRPC would cut it silently."""
-    with pytest.raises(SettingsError, match="retries: 5 is not allowed; 0 to 4 are"):
-        Client("localhost:8001", retries=5)

@@ -96,13 +96,16 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     ``asked`` holds all requests; ``calls``, per call that was opened, the ids of the requests on
     it. ``config`` is the configuration of its one model, ``loading`` hides it. A ``frozen`` server
-    does not say that it is alive.
+    does not say that it is alive. A ``port`` of 0 is any free one.
     """
 
-    def __init__(self, script: Script, credentials: Any = None, config: Any = None) -> None:
+    def __init__(
+        self, script: Script, credentials: Any = None, config: Any = None, port: int = 0
+    ) -> None:
         self.script = script
         self.credentials = credentials
         self.config = config
+        self.port = port
         self.loading = False
         self.frozen = False  # does not say that it is alive
         self.live_asked = 0
@@ -120,9 +123,9 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     async def __aenter__(self: Server) -> Server:
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
         if self.credentials:
-            port = self._server.add_secure_port("127.0.0.1:0", self.credentials)
+            port = self._server.add_secure_port(f"127.0.0.1:{self.port}", self.credentials)
         else:
-            port = self._server.add_insecure_port("127.0.0.1:0")
+            port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         self.url = f"127.0.0.1:{port}"
         await self._server.start()
         return self

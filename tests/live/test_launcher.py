@@ -258,7 +258,8 @@ class Served:
     """``trtllm-bls serve`` as a process of its own, ready."""
 
     def __init__(self, repository: Path, *more: str) -> None:
-        ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
+        names = ("http", "grpc", "metrics", "openai")
+        ports = [word for name in names for word in (f"--{name}-port", "0")]
         words = [
             "serve",
             *ports,

@@ -45,6 +45,7 @@ def server(lines: Lines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
     settings = echo_settings(tmp_path_factory.mktemp("metrics"), "grpc", bls_instances=2)
     with TritonServer(settings, lines) as running:
         yield running
+    assert not [text for text in lines.texts if "could not be published" in text]
 
 
 def scrape(server: TritonServer) -> dict[tuple[str, ...], float]:
@@ -153,3 +154,4 @@ def test_the_trace_of_a_caller_is_in_the_log(server: TritonServer, lines: Lines)
         assert until(lambda pattern=pattern: logged(pattern)), lines.texts[-9:]
     assert until(lambda: logged("request id=by-none.* ttft_ms="))
     assert not logged("by-none.*trace_id")
+    assert not logged("refused or failed")  # said once, in the request's own line

@@ -64,7 +64,7 @@ def with_draft(demo: Demo, tmp_path: Path, **more: Any) -> Path:
 def test_what_configure_writes_is_sound(demo: Demo, tmp_path: Path) -> None:
     """Every check that looks at a repository passes on one with a target and a draft."""
     with_draft(demo, tmp_path)
-    found = list(examine(Subject(repository=demo.out)))
+    found = list(examine(Subject(repository=demo.out, ports={})))
     assert {finding.level for _, finding in found} == {"ok"}, found
     names = {name for name, _ in found}
     assert names >= {"placeholders", "parameters", "speculation", "logits_types", "vocabulary"}
@@ -83,7 +83,7 @@ def test_errors_are_in_the_exit_code_and_in_the_json(demo: Demo) -> None:
     code, output = run("--model-repository", demo.out, "--json")
     assert code == 1
     answer = json.loads(output)
-    assert answer["count"]["error"] == 1
+    assert answer["count"]["error"] == 1, answer
     wrong = [each for each in answer["findings"] if each["level"] == "error"]
     assert [(each["check"], bool(each["mend"])) for each in wrong] == [("placeholders", True)]
     code, output = run("--model-repository", demo.out)
@@ -200,10 +200,12 @@ def test_logits_of_another_type(demo: Demo, tmp_path: Path) -> None:
 def test_limits_that_would_end_a_long_request(demo: Demo, tmp_path: Path) -> None:
     """The longest prompt and the longest answer at a slow pace."""
     demo.engine = make_engine(tmp_path / "long", BUILD | {"max_seq_len": 100_000})
-    demo.write("--chunked-context")
+    demo.write("--chunked-context", "--set", "tensorrt_llm_bls.max_output_tokens=1000")
     assert "engine_stall_seconds" in only(findings("time_limits", repository=demo.out)).mend
-    change(demo, "tensorrt_llm_bls", engine_stall_seconds="600", request_timeout_seconds="900")
+    change(demo, "tensorrt_llm_bls", engine_stall_seconds="300", max_output_tokens="0")
     assert "would be cut" in only(findings("time_limits", repository=demo.out)).what
+    change(demo, "tensorrt_llm_bls", request_timeout_seconds="9000")
+    assert findings("time_limits", repository=demo.out) == []
 
 
 def test_a_model_that_does_not_stream(demo: Demo) -> None:
@@ -371,3 +373,17 @@ def test_another_program_on_the_engines_port(demo: Demo, triton: tuple[FakeTrito
     """It is this very test, which is not called tritonserver."""
     demo.write("--engine-url", triton[1])
     assert "not tritonserver" in only(findings("engine_port", repository=demo.out)).what
+
+
+def test_a_port_that_serve_would_take(demo: Demo) -> None:
+    """Named with its program and the option that avoids it."""
+    demo.write()
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        busy = only(findings("ports", repository=demo.out, ports={"--http-port": port}))
+    assert f"port {port} is taken by" in busy.what
+    assert "--http-port" in busy.mend
+    assert findings("ports", repository=demo.out, ports={"--http-port": port}) == []
+    assert Subject().ports["--grpc-port"] == 8001

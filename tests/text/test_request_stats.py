@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.scripted_text import Collected, asking, prompt_ids, saying, tokenizer
+from tests.helpers.scripted_text import PROMPT, Collected, asking, prompt_ids, saying, tokenizer
 from tests.helpers.virtual_time import run_skipping_waits
+from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.scripted import Fault
 from trtllm_bls.errors import EngineStalled, EngineUnavailable, InvalidRequest, Overloaded
@@ -107,7 +108,9 @@ def test_time_that_is_up_before_the_engine_has_the_request() -> None:
     ("error", "outcome", "reason"),
     [
         (InvalidRequest("top_k", "no"), Outcome.REFUSED, "top_k"),
+        (InvalidRequest("text_input", "no", "max_bytes"), Outcome.REFUSED, "max_bytes"),
         (Overloaded("full"), Outcome.OVERLOADED, "Overloaded"),
+        (Overloaded("full", "max_queued"), Outcome.OVERLOADED, "max_queued"),
         (EngineUnavailable("gone"), Outcome.FAILED, "EngineUnavailable"),
         (EngineStalled("silent"), Outcome.FAILED, "EngineStalled"),
     ],
@@ -160,3 +163,43 @@ def test_load_tells_who_runs_and_who_waits() -> None:
         assert (served.load(), other.load()) == ((0, 0), (0, 0))
 
     run_skipping_waits(run())
+
+
+def test_figures_keep_no_large_prompt() -> None:
+    """They may wait for a while to be read."""
+    stats = stats_of(saying(TEXT), asking(text="word " * 500, max_tokens=1))
+    assert stats.prompt == "word " * 200
+
+
+def test_places_and_queues_are_seen() -> None:
+    """Who waits for a place is waiting; who is sent away is counted under the limit's parameter."""
+    found: list[RequestStats] = []
+
+    async def run() -> None:
+        served = Orchestrator(
+            tokenizer(),
+            saying(TEXT, step_seconds=1),
+            Defaults(limits=RequestLimits(max_prompt_bytes=20)),
+            on_end=found.append,
+            admission=Admission(1, 1, None),
+        )
+        tasks = [
+            asyncio.create_task(served.run(asking(text, request_id=name), Collected()))
+            for name, text in (("large", "x" * 21), ("first", PROMPT), ("next", PROMPT))
+        ]
+        await asyncio.sleep(0.5)
+        assert served.load() == (1, 1)
+        with pytest.raises(Overloaded):
+            await served.run(asking(), Collected())
+        await asyncio.wait(tasks)
+        assert isinstance(tasks[0].exception(), InvalidRequest)
+
+    run_skipping_waits(run())
+    assert [(stats.outcome, stats.reason) for stats in found] == [
+        (Outcome.REFUSED, "max_prompt_bytes"),
+        (Outcome.OVERLOADED, "max_queued_requests"),
+        (Outcome.SUCCESS, "end_id"),
+        (Outcome.SUCCESS, "end_id"),
+    ]
+    first, last = found[2:]
+    assert (first.queue_s, last.queue_s) == (0, first.duration_s)

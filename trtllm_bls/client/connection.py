@@ -7,7 +7,6 @@ from ``requests``, what happens to one request is in ``stream``.
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,14 +33,15 @@ from trtllm_bls.errors import (
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # Notices a peer that vanished without a word. Servers treat pings more often than every
-    # 300 s as abuse unless they are configured otherwise, and then close the connection.
-    ("grpc.keepalive_time_ms", 310_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: a stream may be silent for long
+    # A retry that finds gRPC waiting to connect again fails at once.
+    ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )
-
-MAX_RETRIES = 4  # gRPC makes no more than five attempts
+# Servers treat pings more often than every 300 s as abuse unless they are configured otherwise, and
+# then close the connection.
+KEEPALIVE_S = 310.0
 
 _COMPRESSION = {
     None: grpc.Compression.NoCompression,
@@ -64,10 +64,11 @@ class Client:
 
     Belongs to the event loop that entered it: a request in another loop, before entering or after
     leaving is a ``RuntimeError``. ``url`` is ``host:port``. Leaving cancels what still runs.
-    ``compression`` is ``gzip``, ``deflate`` or none. ``retries``, up to ``MAX_RETRIES``, is how
-    often a request is sent again that a refused or broken connection ended before its first
-    response: under the same id, within the same deadline, after about 0.2 s, 0.4 s, ... Raises
-    ``SettingsError`` for an address, TLS file or number of retries that cannot be used.
+    ``compression`` is ``gzip``, ``deflate`` or none. ``retries`` is how often a request is sent
+    again that failed before its first response, because the connection was refused or broke or the
+    server was overloaded: under the same id, within the same deadline, after random pauses of at
+    most 0.4 s, 0.8 s, ... 5 s. ``keepalive_s`` is how long a connection may be silent before its
+    peer is asked whether it is there. Raises ``SettingsError`` for values that cannot be used.
     """
 
     def __init__(
@@ -77,19 +78,27 @@ class Client:
         tls: Tls | None = None,
         compression: str | None = None,
         retries: int = 0,
+        keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         if url.startswith(("http://", "https://", "grpc://")):
             raise SettingsError(f"url: {url!r} has a scheme; write host:port, gRPC is understood")
+        if retries < 0:
+            raise SettingsError(f"retries: {retries} is not allowed; it must be at least 0")
+        if keepalive_s <= 0:
+            raise SettingsError(f"keepalive_s: {keepalive_s} is not allowed; it must be above 0")
         self.url = url
+        self._retries = retries
         self._credentials = None if tls is None else _credentials(tls)
         self._compression = _COMPRESSION[compression]
-        self._options = (*_CHANNEL_OPTIONS, *_retry_options(retries))
+        self._options = (*_CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", int(keepalive_s * 1000)))
         self._channel: Any = None
         self._stub: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers: set[Reader] = set()
 
     async def __aenter__(self) -> Client:
+        if self._stub is not None:
+            raise RuntimeError("the client is open already")
         self._loop = asyncio.get_running_loop()
         if self._credentials is None:
             self._channel = grpc.aio.insecure_channel(
@@ -118,10 +127,13 @@ class Client:
         if self._channel is None:
             return
         self._stub = None
-        for reader in self._readers:
+        readers = tuple(self._readers)
+        for reader in readers:
             reader.cancel()
-        await asyncio.gather(*(reader.settle() for reader in tuple(self._readers)))
-        await self._channel.close()
+        try:
+            await Reader.settle(readers)
+        finally:
+            await self._channel.close()
 
     def stream(
         self,
@@ -146,7 +158,8 @@ class Client:
                 fields.setdefault(flag, True)
         request_id = request_id or uuid.uuid4().hex
         message = infer_request(row, fields, request_id, outputs)
-        return Stream(request_id, partial(self._send, message, deadline_s))
+        begin = partial(self._send, message, deadline_s)
+        return Stream(request_id, begin, self._retries, deadline_s)
 
     async def generate(self, model: str | Model = BLS, **arguments: Any) -> Result:
         """The whole answer; ``arguments`` and errors as for ``stream`` and its iteration.
@@ -167,7 +180,7 @@ class Client:
         required = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0}
         await self.generate(model, request_id=request_id, stop=True, **required)
 
-    def _send(self, message: Any, deadline_s: float | None) -> Reader:
+    def _send(self, message: Any, deadline_s: float | None, left_s: float | None) -> Reader:
         if self._stub is None:
             raise RuntimeError("the client is not open: use it as 'async with Client(...)'")
         if asyncio.get_running_loop() is not self._loop:
@@ -175,7 +188,7 @@ class Client:
                 "the client was opened in another event loop: open one in this loop too, "
                 "with 'async with Client(...)'"
             )
-        call = self._stub.ModelStreamInfer(iter([message]), timeout=deadline_s)
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=left_s)
         reader = Reader(call, partial(_translated, self.url, deadline_s))
         self._readers.add(reader)
         reader.task.add_done_callback(lambda _: self._readers.discard(reader))
@@ -184,23 +197,6 @@ class Client:
 
 def _model_named(name: str) -> Model:
     return next((model for model in MODELS if model.name == name), replace(BLS, name=name))
-
-
-def _retry_options(retries: int) -> tuple[tuple[str, Any], ...]:
-    """gRPC's own retries: never after the first response, never when the server has answered."""
-    if not 0 <= retries <= MAX_RETRIES:
-        raise SettingsError(f"retries: {retries} is not allowed; 0 to {MAX_RETRIES} are")
-    if retries == 0:
-        return ()
-    policy = {
-        "maxAttempts": retries + 1,
-        "initialBackoff": "0.2s",
-        "maxBackoff": "5s",
-        "backoffMultiplier": 2,
-        "retryableStatusCodes": ["UNAVAILABLE"],
-    }
-    config = {"methodConfig": [{"name": [{}], "retryPolicy": policy}]}
-    return (("grpc.service_config", json.dumps(config)),)
 
 
 def _credentials(tls: Tls) -> Any:

@@ -14,18 +14,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import grpc
+from tenacity import (
+    AsyncRetrying,
+    retry_if_result,
+    stop_after_attempt,
+    stop_before_delay,
+    wait_random_exponential,
+)
 
 from trtllm_bls.client.events import Event, read_event
-from trtllm_bls.errors import ConnectionFailed, EngineError, TrtllmBlsError, from_wire
+from trtllm_bls.errors import ConnectionFailed, EngineError, Overloaded, TrtllmBlsError, from_wire
 
 # A server that has sent its final response ends the stream within milliseconds; one that has not
 # done so within this many seconds never will.
 SETTLE_S = 5.0
+# The longest pause before the first retry, and before any; each is drawn from 0 to its longest, so
+# that clients which failed together do not come back together.
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.4, 5.0
 
 
 class Reader:
@@ -42,10 +52,13 @@ class Reader:
         """End the request on the server, unless it is answered; whether anything was ended."""
         return not self._answered and bool(self._call.cancel())
 
-    async def settle(self) -> None:
-        """Return when the stream is over; give up on a server that leaves it open."""
-        await asyncio.wait({self.task}, timeout=SETTLE_S)
-        self._call.cancel()
+    @staticmethod
+    async def settle(readers: Collection[Reader]) -> None:
+        """Return when their streams are over; give up on a server that leaves them open."""
+        if readers:
+            await asyncio.wait({reader.task for reader in readers}, timeout=SETTLE_S)
+        for reader in readers:
+            reader._call.cancel()
 
     async def _read(self) -> None:
         try:
@@ -86,13 +99,26 @@ class Stream:
     ends the work on the server. Iteration raises ``ConnectionFailed``, ``DeadlineExceeded`` or
     the server's error (``InvalidRequest``, ``Overloaded``, ``EngineError``, ...) after the events
     that came before; a cancelled stream just ends.
+
+    ``begin`` sends the request, to be answered within so many seconds. Up to ``retries`` times it
+    is called again where the connection failed or the server was overloaded before the first
+    response. ``deadline_s`` bounds all of it.
     """
 
-    def __init__(self, request_id: str, begin: Callable[[], Reader]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        begin: Callable[[float | None], Reader],
+        retries: int = 0,
+        deadline_s: float | None = None,
+    ) -> None:
         self.request_id = request_id
         self.started_at: float | None = None  # time.perf_counter() at sending
         self.cancelled = False  # before the final response
         self._begin = begin
+        self._retries = retries
+        self._deadline_s = deadline_s
+        self._paused: asyncio.Event | None = None  # set to end the pause before another try
         self._reader: Reader | None = None
         self._answered = False
         self._over = False
@@ -103,14 +129,11 @@ class Stream:
     async def __anext__(self) -> Event:
         if self._over or self.cancelled:
             raise StopAsyncIteration
-        if self._reader is None:
-            self.started_at = time.perf_counter()
-            self._reader = self._begin()
         if self._answered:
             await self.aclose()
             raise StopAsyncIteration
         try:
-            item = await self._reader.items.get()
+            item = await (self._reader.items.get() if self._reader else self._first())
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -123,6 +146,37 @@ class Stream:
         assert isinstance(item, TrtllmBlsError)
         raise item
 
+    async def _first(self) -> Event | TrtllmBlsError | None:
+        """Send the request, again where that may help; what comes first of its answer."""
+        self.started_at = time.perf_counter()
+        stop = stop_after_attempt(self._retries + 1)
+        retrying = AsyncRetrying(
+            retry=retry_if_result(lambda item: isinstance(item, (ConnectionFailed, Overloaded))),
+            wait=wait_random_exponential(multiplier=FIRST_RETRY_S, max=LONGEST_RETRY_S),
+            stop=stop if self._deadline_s is None else stop | stop_before_delay(self._deadline_s),
+            sleep=self._pause,
+            retry_error_callback=lambda state: state.outcome and state.outcome.result(),
+        )
+        return cast("Event | TrtllmBlsError | None", await retrying(self._attempt))
+
+    async def _attempt(self) -> Event | TrtllmBlsError | None:
+        if self.cancelled:
+            return None
+        left = self._deadline_s
+        if left is not None and self.started_at is not None:
+            left -= time.perf_counter() - self.started_at
+        self._reader = self._begin(left)
+        return await self._reader.items.get()
+
+    async def _pause(self, seconds: float) -> None:
+        self._reader = None  # it is over; there is nothing to cancel on the server
+        self._paused = asyncio.Event()
+        timer = asyncio.get_running_loop().call_later(seconds, self._paused.set)
+        try:
+            await self._paused.wait()
+        finally:
+            timer.cancel()
+
     def cancel(self) -> None:
         """End the request on the server; iteration ends without an error.
 
@@ -131,13 +185,15 @@ class Stream:
         if self._over or self.cancelled:
             return
         self.cancelled = self._reader is None or self._reader.cancel()
+        if self._paused is not None:
+            self._paused.set()
 
     async def aclose(self) -> None:
         """Cancel what is unfinished; return when this side of the stream is over."""
         self.cancel()
         self._over = True
         if self._reader:
-            await self._reader.settle()
+            await Reader.settle([self._reader])
 
     async def __aenter__(self) -> Stream:
         return self

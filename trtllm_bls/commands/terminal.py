@@ -117,6 +117,14 @@ _CONNECTION = (
     click.option("-s", "--ssl", is_flag=True, help="Connect with TLS."),
     click.option("-r", "--root-certificates", type=_FILE, help="PEM file (TLS)."),
     click.option("-x", "--certificate-chain", type=_FILE, help="PEM file (TLS)."),
+    click.option(
+        "--retries",
+        type=click.IntRange(0),
+        default=0,
+        show_default=True,
+        help="Send the request again, with back-off, up to so many times, if the server cannot be "
+        "reached or is overloaded and nothing of the answer has arrived.",
+    ),
 )
 
 
@@ -141,7 +149,7 @@ def open_client(given: Mapping[str, Any], compression: str | None = None) -> Cli
     """The client that ``connection_options`` describe."""
     files = ("root_certificates", "private_key", "certificate_chain")
     tls = Tls(**{name: given[name] for name in files}) if given["ssl"] else None
-    return Client(given["url"], tls=tls, compression=compression)
+    return Client(given["url"], tls=tls, compression=compression, retries=given["retries"])
 
 
 def tensor_options(model: Model, rows: Sequence[tuple[str, str]]) -> Callable[[Command], Command]:

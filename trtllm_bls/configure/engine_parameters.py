@@ -12,9 +12,9 @@ from trtllm_bls.parameters.cpp_backend import Version, keys_of
 
 _WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 _LOOKAHEAD = "lookahead_decoding"
-_LOOKAHEAD_SIZES = tuple(f"lookahead_{n}_size" for n in ("window", "ngram", "verification_set"))
+LOOKAHEAD_SIZES = tuple(f"lookahead_{n}_size" for n in ("window", "ngram", "verification_set"))
 # Before it, an engine for external drafts ends every request after one step, drafts or not.
-_MANY_STEPS_SINCE: Version = (0, 19)
+MANY_STEPS_SINCE: Version = (0, 19)
 
 
 def engine_parameters(engine: EngineDir, version: Version, policy: str) -> dict[str, str]:
@@ -58,7 +58,7 @@ def engine_facts(
 
 def ends_after_one_step(engine: EngineDir, version: Version) -> bool:
     """Whether every request to this engine ends after one step, also one without a draft."""
-    return engine.mode == EXTERNAL_DRAFTS and version < _MANY_STEPS_SINCE
+    return engine.mode == EXTERNAL_DRAFTS and version < MANY_STEPS_SINCE
 
 
 def check_engine(model: str, engine: EngineDir, parameters: Mapping[str, str]) -> None:
@@ -70,7 +70,7 @@ def check_engine(model: str, engine: EngineDir, parameters: Mapping[str, str]) -
                 "without paged context attention; build it with --use_paged_context_fmha enable"
             )
 
-    absent = [key for key in _LOOKAHEAD_SIZES if not parameters.get(key)]
+    absent = [key for key in LOOKAHEAD_SIZES if not parameters.get(key)]
     if parameters.get("decoding_mode") == "lookahead" and absent:
         raise SettingsError(
             f"--set {model}.decoding_mode=lookahead: set {', '.join(absent)} too, "
@@ -127,7 +127,7 @@ def warnings(
             "(draft_source off, several sequences, the ensemble) need an engine without it; "
             "tensorrt_llm has one_step_requests=true"
         )
-    elif engine.mode == EXTERNAL_DRAFTS and version == _MANY_STEPS_SINCE:
+    elif engine.mode == EXTERNAL_DRAFTS and version == MANY_STEPS_SINCE:
         yield (
             f"it is not certain that 0.19 lets requests without drafts run on with an engine "
             f"built for {EXTERNAL_DRAFTS}: try one, and set tensorrt_llm.one_step_requests=true "
@@ -147,5 +147,5 @@ def warnings(
     if engine.mode == _LOOKAHEAD and parameters.get("decoding_mode") != "lookahead":
         yield (
             "the engine was built for lookahead decoding, which is off: set decoding_mode=lookahead"
-            f" and {', '.join(_LOOKAHEAD_SIZES)}"
+            f" and {', '.join(LOOKAHEAD_SIZES)}"
         )

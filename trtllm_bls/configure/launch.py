@@ -16,9 +16,12 @@ from pathlib import Path
 from trtllm_bls.configure.engine_dir import EngineDir
 from trtllm_bls.configure.options import ConfigureOptions
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters import rows_of
 from trtllm_bls.parameters.cpp_backend import Version
 
 _NO_SPAWN_SINCE: Version = (0, 13)
+# A stream may hold one of the Python backend's threads until its first token; some are just ending.
+_THREADS = int(rows_of("tensorrt_llm_bls")["max_streams"].default) + 32
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ def slurm_script(launch: Launch, repository: Path) -> str:
         '  role=""',
         f'  [ "$SLURM_PROCID" = 0 ] || role="--model-control-mode=explicit {loads}"',
         '  exec "$SERVER" --model-repository="$REPOSITORY" --disable-auto-complete-config \\',
+        f"    --backend-config=python,thread-pool-size={_THREADS} \\",
         '    --backend-config=python,shm-region-prefix-name="prefix${SLURM_PROCID}_" $role',
         "'",
     ]

@@ -39,6 +39,32 @@ _NOT_RESHAPED = {"request_output_len", "stop", "streaming"}
 _LOGITS_TYPED_SINCE: Version = (0, 17)  # FP32 before
 _LOGITS = {"draft_logits", "context_logits", "generation_logits"}
 
+# The last tritonserver:…-trtllm-python-py3 with each release, by Triton's published matrix.
+_IMAGES: Mapping[Version, str] = {
+    (0, 9): "24.05",
+    (0, 10): "24.06",
+    (0, 11): "24.07",
+    (0, 12): "24.08",
+    (0, 13): "24.09",
+    (0, 14): "24.10",
+    (0, 15): "24.11",
+    (0, 16): "24.12",
+    (0, 17): "25.02",
+    (0, 18): "25.04",
+    (0, 19): "25.05",
+    (0, 20): "25.07",
+    (0, 21): "25.08",
+    (1, 0): "25.11",
+    (1, 1): "26.02",
+    (1, 2): "26.07",
+}
+
+
+def image_of(version: Version) -> str | None:
+    """The public image that serves engines of a release; ``None`` where none is known."""
+    tag = _IMAGES.get(version)
+    return f"nvcr.io/nvidia/tritonserver:{tag}-trtllm-python-py3" if tag else None
+
 
 def parse_version(text: str) -> Version:
     """``0.19``, ``0.20.0rc1``, ``v1.0`` or ``last``; raises ``SettingsError``."""

@@ -11,13 +11,13 @@ from trtllm_bls.configure.engine_parameters import (
     check_target,
     ends_after_one_step,
 )
-from trtllm_bls.configure.versions import models_for
+from trtllm_bls.configure.versions import image_of, models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS
 from trtllm_bls.doctor.findings import Finding, Findings, Level, check
 from trtllm_bls.doctor.subject import Subject
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import check as check_ours
-from trtllm_bls.parameters import is_true
+from trtllm_bls.parameters import is_true, rows_of
 from trtllm_bls.parameters.cpp_backend import LAST, check_backend, keys_of
 
 _LOGITS = ("context_logits", "generation_logits", "draft_logits")
@@ -103,7 +103,9 @@ def versions(subject: Subject) -> Findings:
         elif backend and _numbers(built, 3) != _numbers(backend, 3):
             level: Level = "warn" if _numbers(built, 2) == _numbers(backend, 2) else "error"
             what = f"{model}: its engine is of {built}, the backend of {backend}"
-            yield Finding(level, what, "build the engine in the container that serves it")
+            image = image_of(parse_version(built))
+            other = f", or serve it from {image}" if image else ""
+            yield Finding(level, what, f"build it in the container that serves it{other}")
 
 
 def _numbers(version: str, count: int) -> list[str]:
@@ -191,31 +193,36 @@ def _draft_logits(subject: Subject) -> Findings:
 @check("time limits leave time for the longest request", lambda s: BLS.name in s.configs)
 def time_limits(subject: Subject) -> Findings:
     """An engine says nothing while it reads a prompt; too short a limit gives it up."""
-    values, engine = subject.values(BLS.name), subject.engines.get(subject.target)
-    told = subject.values(subject.target)
+    told, engine = subject.values(subject.target), subject.engines.get(subject.target)
     try:
-        limit = float(values.get("engine_stall_seconds") or 120)
-        timeout = float(values.get("request_timeout_seconds") or 0)
-        longest = int(told.get("max_prompt_tokens") or 0)
-        whole = int(told.get("max_sequence_tokens") or 0)
+        stall = _ours(subject, "engine_stall_seconds")
+        timeout = _ours(subject, "request_timeout_seconds")
+        answer = _ours(subject, "max_output_tokens") or float(told.get("max_sequence_tokens") or 0)
+        prompt = float(told.get("max_prompt_tokens") or 0)
     except ValueError:
         return  # told by the check of parameters
-    longest = longest or (engine.max_prompt_tokens(chunked=True) if engine else 0) or 0
-    if limit and longest / _SLOW_PREFILL > limit:
+    prompt = prompt or (engine.max_prompt_tokens(chunked=True) if engine else 0) or 0
+    if stall and prompt / _SLOW_PREFILL > stall:
         what = (
-            f"engine_stall_seconds is {limit:g}, a prompt may have {longest} tokens, "
-            f"{longest / _SLOW_PREFILL:.0f} s at {_SLOW_PREFILL} a second"
+            f"engine_stall_seconds is {stall:g}; a prompt may have {prompt:.0f} tokens, "
+            f"{prompt / _SLOW_PREFILL:.0f} s at {_SLOW_PREFILL} a second"
         )
-        yield Finding("warn", what, "raise tensorrt_llm_bls.engine_stall_seconds")
-    if timeout and whole / _SLOW_DECODING > timeout:
+        yield Finding("warn", what, f"raise {BLS.name}.engine_stall_seconds")
+    if timeout and answer / _SLOW_DECODING > timeout:
         what = (
-            f"request_timeout_seconds is {timeout:g}; the longest answer, {whole} tokens, takes "
-            f"{whole / _SLOW_DECODING:.0f} s at {_SLOW_DECODING} a second and would be cut"
+            f"request_timeout_seconds is {timeout:g}; the longest answer, {answer:.0f} tokens, "
+            f"takes {answer / _SLOW_DECODING:.0f} s at {_SLOW_DECODING} a second and would be cut"
         )
-        yield Finding("warn", what, "raise tensorrt_llm_bls.request_timeout_seconds")
-    if timeout and limit > timeout:
-        what = f"engine_stall_seconds {limit:g} is longer than request_timeout_seconds {timeout:g}"
+        mend = f"raise it, or lower {BLS.name}.max_output_tokens"
+        yield Finding("warn", what, mend)
+    if timeout and stall > timeout:
+        what = f"engine_stall_seconds {stall:g} is longer than request_timeout_seconds {timeout:g}"
         yield Finding("warn", what, "a stalled engine is seen as a timeout only; lower the former")
+
+
+def _ours(subject: Subject, key: str) -> float:
+    """A number among the parameters of ``tensorrt_llm_bls``; raises ``ValueError``."""
+    return float(subject.values(BLS.name).get(key) or rows_of(BLS.name)[key].default)
 
 
 @check("each engine has memory for its KV cache", lambda s: len(s.cpp_models) > 1)

@@ -22,16 +22,35 @@ def _engine_url(subject: Subject) -> str:
 @check("the engine's port belongs to Triton, or to nobody yet", _engine_url)
 def engine_port(subject: Subject) -> Findings:
     """With host networking another program or another Triton may own it."""
+    names = _listeners(_engine_url(subject))
+    if names - {_SERVER}:
+        what = f"engine_url {_engine_url(subject)}: {_all(names)} listens there, not {_SERVER}"
+        yield Finding("error", what, "stop it, or serve on another --grpc-port")
+
+
+@check("the ports of serve are free", lambda s: s.repository and not s.url)
+def ports(subject: Subject) -> Findings:
+    """Those it takes unless told otherwise; a server that is running has them already."""
+    for option, port in subject.ports.items():
+        names = _listeners(f"localhost:{port}")
+        if names:
+            what = f"port {port} is taken by {_all(names)}"
+            yield Finding("warn", what, f"if that is not your server: {option} (0 = any free one)")
+
+
+def _listeners(url: str) -> set[str]:
+    """The names of the programs that listen at a port of this machine."""
     import psutil
 
-    url = _engine_url(subject)
     names = set()
     for process in listening_processes(url):
         with suppress(psutil.Error):
             names.add(psutil.Process(process).name())
-    if names - {_SERVER}:
-        what = f"engine_url {url}: {', '.join(sorted(names))} listens there, not {_SERVER}"
-        yield Finding("error", what, "stop it, or serve on another --grpc-port")
+    return names
+
+
+def _all(names: set[str]) -> str:
+    return " and ".join(sorted(names))
 
 
 @check("the server answers and its models are ready", lambda s: s.url)
@@ -68,7 +87,9 @@ def same_repository(subject: Subject) -> Findings:
                 differing = [key for key in mine.keys() & values if mine[key] != values[key]]
                 if differing:
                     what = f"{subject.url}: {model} has other values of {', '.join(differing)}"
-                    mend = "another server answers there, or this one was started before the change"
+                    mend = (
+                        "is it another server, or one with other options or from before a change?"
+                    )
                     yield Finding("warn", what, mend)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher.checks import SHARED_MEMORY
 from trtllm_bls.parameters.cpp_backend import Version
+from trtllm_bls.settings import ServeSettings, option
 
 CPP_BACKEND = "tensorrtllm"
 
@@ -27,6 +28,12 @@ def installed(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def serve_ports() -> dict[str, int]:
+    """The ports that ``serve`` takes unless told otherwise, by option."""
+    named = (each for each in fields(ServeSettings) if each.name.endswith("_port"))
+    return {option(each.name): int(getattr(ServeSettings, each.name)) for each in named}
 
 
 @dataclass
@@ -45,6 +52,7 @@ class Subject:
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     packages: Callable[[str], str | None] = installed
     shared_memory: Path = SHARED_MEMORY
+    ports: Mapping[str, int] = field(default_factory=serve_ports)
 
     @cached_property
     def unreadable(self) -> list[SettingsError]:

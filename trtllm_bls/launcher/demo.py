@@ -17,6 +17,7 @@ from trtllm_bls.bundled import DEMO
 from trtllm_bls.client import Client, Event, Result
 from trtllm_bls.commands.summary import Summary, summarise
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.launcher.openai_process import chat_curl
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.terminal import Terminal
 from trtllm_bls.settings import ServeSettings
@@ -44,6 +45,9 @@ def demo(settings: ServeSettings, *, max_tokens: int, verbose: bool = False) -> 
         answers = asyncio.run(ask(server.grpc_url, asked, max_tokens, Console()))
     finally:
         server.stop()
+    url = f"http://{settings.host}:{ServeSettings.openai_port}"
+    says = f"OpenAI's API is at {url}/v1 while `make serve` or `trtllm-bls serve` runs:"
+    Console().print(Text(f"\n{says}\n{chat_curl(url, settings)}"), soft_wrap=True)
     return 0 if all(answer.text.strip() for answer in answers) else 1
 
 

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.launcher import openai_process
+from trtllm_bls.launcher.openai_process import OpenAIProcess
 from trtllm_bls.launcher.server import Stopped, TritonServer
 from trtllm_bls.launcher.terminal import Terminal, announcement
 from trtllm_bls.settings import ServeSettings
@@ -37,14 +39,23 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         terminal = Terminal(Console(stderr=True), verbose=verbose, log_file=log_file)
+        with_api = openai_process.check(settings)
         server = TritonServer(settings, terminal)
         stack.callback(server.stop)
-        last_signal = stack.enter_context(_stopping_on_signals(server))
+        api: list[OpenAIProcess] = []  # one, once it has been started
+        last_signal = stack.enter_context(_stopping_on_signals(server, api))
         try:
             with terminal.lines_of_failure():
                 with terminal.progress():
                     server.start()
-                Console().print(Text(announcement(server)), soft_wrap=True)
+                    if with_api and openai_process.MODEL in server.models:
+                        api.append(OpenAIProcess(server))
+                        stack.callback(api[0].close)
+                        api[0].wait_until_ready()
+                Console().print(
+                    Text(announcement(server, *((each.url, each.curl) for each in api))),
+                    soft_wrap=True,
+                )
                 forced = server.wait()
             if forced:
                 terminal.say("running requests were cut off")
@@ -54,13 +65,18 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
 
 
 @contextmanager
-def _stopping_on_signals(server: TritonServer) -> Iterator[Callable[[], int]]:
+def _stopping_on_signals(
+    server: TritonServer, api: list[OpenAIProcess]
+) -> Iterator[Callable[[], int]]:
     """Signals become stop requests; yields a function that returns the last signal's number."""
     received = [0]
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if server.request_stop():
+        forced = server.request_stop()
+        for process in api:
+            process.kill() if forced else process.stop()
+        if forced:
             say = "killing the server\n"
         else:
             say = (

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from subprocess import TimeoutExpired
 from types import TracebackType
 
@@ -58,6 +59,8 @@ class _RunningServer:
     """One start of the server, with all that belongs to it."""
 
     ports: Ports
+    repository: Path
+    environment: dict[str, str]
     models: tuple[str, ...]
     scratch: Scratch
     book: LogBook
@@ -93,6 +96,21 @@ class TritonServer:
     def http_url(self) -> str:
         """``http://host:port``, reachable from this machine."""
         return f"http://{self._running.ports.reachable_plain_host}:{self._running.ports.http}"
+
+    @property
+    def host(self) -> str:
+        """The host to connect to from this machine, bracketed if it is an IPv6 address."""
+        return self._running.ports.reachable_host
+
+    @property
+    def repository(self) -> Path:
+        """The model repository as it is served."""
+        return self._running.repository
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the models' parameters follow beside their configuration."""
+        return self._running.environment
 
     @property
     def grpc_url(self) -> str:
@@ -231,7 +249,7 @@ class TritonServer:
         except BaseException:
             scratch.remove()
             raise
-        return _RunningServer(ports, models, scratch, book, process)
+        return _RunningServer(ports, served, environment, models, scratch, book, process)
 
     def _hear(self, book: LogBook) -> Callable[[str], None]:
         def on_line(raw: str) -> None:

@@ -97,15 +97,19 @@ class Terminal(Listener):
         self._console.print(text, soft_wrap=True)
 
 
-def announcement(server: TritonServer) -> str:
-    """Where the server is, and a command that shows it working."""
+def announcement(server: TritonServer, api: tuple[str, str] | None = None) -> str:
+    """Where the server is, and a command that shows it working.
+
+    ``api`` is the same of the OpenAI API beside it.
+    """
     return "\n".join(
         (
+            *([] if api is None else [f"OpenAI   {api[0]}/v1"]),
             f"HTTP     {server.http_url}",
             f"gRPC     {server.grpc_url}",
             f"metrics  {server.metrics_url}",
             "",
-            _curl(server),
+            _curl(server) if api is None else api[1],
         )
     )
 

@@ -20,9 +20,14 @@ from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, error, parsed, rows_of
 
 
 class Parameters:
-    """One model's parameters as Triton hands them over; every error names the model and the key."""
+    """One model's parameters as Triton hands them over; every error names the model and the key.
 
-    def __init__(self, args: Mapping[str, str]) -> None:
+    ``environment`` overrides them, by the variables that the table names.
+    """
+
+    def __init__(
+        self, args: Mapping[str, str], environment: Mapping[str, str] = os.environ
+    ) -> None:
         config: Mapping[str, Any] = json.loads(args["model_config"])
         self._model = args.get("model_name") or config["name"]
         self.repository = Path(args["model_repository"]).parent  # of all models
@@ -31,6 +36,7 @@ class Parameters:
         }
         decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._values["decoupled"] = str(decoupled)
+        self._environment = environment
         groups = config.get("instance_group", [])
         self.instances = max(1, sum(int(group.get("count", 1)) for group in groups))
 
@@ -42,7 +48,9 @@ class Parameters:
         return {row.key: self._value(row) for row in rows}
 
     def _value(self, row: Parameter) -> Any:
-        text = (os.environ.get(row.env) if row.env else None) or self._values.get(row.key, "")
+        text = (self._environment.get(row.env) if row.env else None) or self._values.get(
+            row.key, ""
+        )
         value = parsed(self._model, row, text)
         return self._path(row, value) if row.kind in (DIRECTORY, FILE) else value
 

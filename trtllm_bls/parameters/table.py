@@ -209,7 +209,7 @@ TABLE = (
         _BLS,
         FLAG,
         "false",
-        "Log the prompt too, cut to 2000 characters.",
+        "Log the prompt too, cut to 900 characters.",
     ),
     Parameter(
         "decoupled",

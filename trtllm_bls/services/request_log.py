@@ -14,8 +14,8 @@ from typing import Any
 
 from trtllm_bls.request_stats import Outcome, RequestStats
 
-_LONGEST = {"prompt": 2000}  # characters
-_LONGEST_OTHER = 200
+# Characters of a value, as written, so that no line is too long for ``TritonLogHandler``.
+_LONGEST, _LONGEST_PROMPT = 250, 900
 _PLAIN = re.compile(r"[\w.:/@+-]+", re.ASCII)
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class RequestLog:
     def _fields(self, stats: RequestStats) -> dict[str, Any]:
         done = stats.speculation
         return {
-            "id": _cut("id", stats.request_id),
+            "id": _cut(stats.request_id, _LONGEST),
             "outcome": stats.outcome.value,
             "reason": stats.reason,
             "prompt_tokens": stats.prompt_tokens,
@@ -60,8 +60,8 @@ class RequestLog:
             "accepted": done and done.accepted,
             "acceptance": round(done.accepted / done.drafted, 3) if done and done.drafted else None,
             "trace_id": stats.traceparent and stats.traceparent.split("-")[1],
-            "error": _cut("error", stats.error),
-            "prompt": _cut("prompt", stats.prompt) if self.prompts else None,
+            "error": _cut(stats.error, _LONGEST),
+            "prompt": _cut(stats.prompt, _LONGEST_PROMPT) if self.prompts else None,
         }
 
 
@@ -69,9 +69,13 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 1)
 
 
-def _cut(key: str, text: str | None) -> str | None:
-    most = _LONGEST.get(key, _LONGEST_OTHER)
-    return text if text is None or len(text) <= most else text[:most] + "..."
+def _cut(text: str | None, most: int) -> str | None:
+    if text is None:
+        return None
+    shown = text[:most]
+    while len(json.dumps(shown)) > most:
+        shown = shown[: len(shown) * 7 // 8]
+    return shown if shown == text else shown + "..."
 
 
 def _logfmt(value: Any) -> str:

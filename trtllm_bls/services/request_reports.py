@@ -20,6 +20,7 @@ from trtllm_bls.services.request_metrics import LOOP_LAG, RUNNING, WAITING, Metr
 from trtllm_bls.speculative import SpeculationStats
 
 EVERY_SECONDS = 0.25
+_MOST_WAITING = 2**17  # where Triton takes no figures any more, the oldest are dropped
 _LAG_TURNS = 4  # turns from one question for the event loop's lag to the next
 
 log = logging.getLogger(__name__)
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 class RequestReports:
     """Gives the figures of requests to ``metrics`` and to each of ``readers``.
 
-    ``add`` and ``add_speculation`` are called on the event loop and never wait. Both work at any
-    time; what is added is read from ``start`` to ``close``.
+    ``add`` and ``add_speculation`` may be called at any time, on any thread, and never wait. What
+    is added is read from ``start`` to ``close``.
     """
 
     def __init__(
@@ -37,19 +38,14 @@ class RequestReports:
     ) -> None:
         self.metrics = metrics
         self._readers = (metrics.add, *readers)
-        self._queue: collections.deque[Callable[[], object]] = collections.deque()
+        # The last kind of item is the event loop's lag.
+        self._queue: collections.deque[RequestStats | SpeculationStats | float]
+        self._queue = collections.deque(maxlen=_MOST_WAITING)
+        self.add: Callable[[RequestStats], None] = self._queue.append
+        self.add_speculation: Callable[[SpeculationStats], None] = self._queue.append
         self._load = (0, 0)  # running and waiting, as published
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-
-    def add(self, stats: RequestStats) -> None:
-        """A request is over."""
-        for read in self._readers:
-            self._queue.append(partial(read, stats))
-
-    def add_speculation(self, stats: SpeculationStats) -> None:
-        """What speculation did for a request is known."""
-        self._queue.append(partial(self.metrics.add_speculation, stats))
 
     def start(self, loop: asyncio.AbstractEventLoop, load: Callable[[], tuple[int, int]]) -> None:
         """Begin to read. ``load`` tells how many requests run and how many wait."""
@@ -75,12 +71,21 @@ class RequestReports:
 
     def _turn(self, load: Callable[[], tuple[int, int]]) -> None:
         while self._queue:
-            self._do(self._queue.popleft())
+            self._read(self._queue.popleft())
         before, self._load = self._load, load()
         for metric, old, new in zip((RUNNING, WAITING), before, self._load, strict=True):
             if new != old:
                 self.metrics.record(metric, (), new - old)
         self._do(self.metrics.publish)
+
+    def _read(self, item: RequestStats | SpeculationStats | float) -> None:
+        if isinstance(item, RequestStats):
+            for read in self._readers:
+                self._do(partial(read, item))
+        elif isinstance(item, SpeculationStats):
+            self._do(partial(self.metrics.add_speculation, item))
+        else:
+            self._do(partial(self.metrics.record, LOOP_LAG, (), item))
 
     def _do(self, work: Callable[[], object]) -> None:
         try:
@@ -89,5 +94,4 @@ class RequestReports:
             log.exception("the figures of a request could not be published")
 
     def _note_lag(self, asked_at: float) -> None:
-        lag = time.perf_counter() - asked_at
-        self._queue.append(partial(self.metrics.record, LOOP_LAG, (), lag))
+        self._queue.append(time.perf_counter() - asked_at)

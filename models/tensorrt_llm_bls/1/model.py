@@ -23,7 +23,12 @@ class TritonPythonModel:
             decoupled=parameters.decoupled,
             limits=parameters.limits,
         )
-        self._server = RequestServer(pb_utils, service.handle, decoupled=parameters.decoupled)
+        self._server = RequestServer(
+            pb_utils,
+            service.handle,
+            decoupled=parameters.decoupled,
+            log_ends=not parameters.log_requests,  # which has a line for them, too
+        )
         self._deployment.start(self._server.loop)
         self.execute = self._server.accept  # Triton calls it with its requests
 

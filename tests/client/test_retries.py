@@ -1,0 +1,193 @@
+"""When a request is sent again, and when it is not; what is left of a client that is closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.helpers.fake_grpc_server import (
+    Abort,
+    Fail,
+    FakeGrpcServer,
+    HangUp,
+    Hold,
+    Say,
+    async_test,
+    text,
+)
+from trtllm_bls.client import Client
+from trtllm_bls.errors import (
+    ConnectionFailed,
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    SettingsError,
+)
+
+ASK: dict[str, Any] = {"text_input": "Hi", "max_tokens": 4}
+UNAVAILABLE = [Abort(grpc.StatusCode.UNAVAILABLE, "going away")]
+FULL = [Fail("UNAVAILABLE: too many requests"), Say(final=True)]
+ANSWER = [text("Hi", final=True)]
+
+
+@pytest.mark.parametrize("failure", [UNAVAILABLE, FULL, [Fail("UNAVAILABLE: full")]])
+def test_what_failed_before_its_first_response_is_sent_again(failure: Sequence[Any]) -> None:
+    """A connection that broke, a server without room; under the same id, to one answer."""
+    scripts = iter([failure, failure, ANSWER])
+
+    @async_test
+    async def ask() -> None:
+        server = FakeGrpcServer(lambda _: next(scripts))
+        async with server, Client(server.url, retries=2) as client:
+            assert (await client.generate(**ASK, request_id="7")).text == "Hi"
+        assert [request.id for request in server.asked] == ["7"] * 3
+        assert server.asked[0] == server.asked[2]
+
+    ask()
+
+
+@async_test
+async def test_a_request_of_any_size_is_sent_again() -> None:
+    """gRPC's own retries give up above 256 KB."""
+    scripts = iter([UNAVAILABLE, ANSWER])
+    server = FakeGrpcServer(lambda _: next(scripts))
+    async with server, Client(server.url, retries=1) as client:
+        assert (await client.generate(text_input="x" * 2_000_000, max_tokens=1)).text == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("script", "retries", "error"),
+    [
+        ([text("Hel"), *UNAVAILABLE], 2, ConnectionFailed),
+        ([text("Hel"), *FULL], 2, Overloaded),
+        (UNAVAILABLE, 0, ConnectionFailed),
+        (FULL, 0, Overloaded),
+        ([Fail("INVALID_ARG: top_k: no")], 2, InvalidRequest),
+        ([Fail("INTERNAL: broken")], 2, EngineError),
+        ([Abort(grpc.StatusCode.INVALID_ARGUMENT, "no")], 2, EngineError),
+    ],
+)
+def test_what_must_not_be_sent_again(
+    script: Sequence[Any], retries: int, error: type[Exception]
+) -> None:
+    """After the first response, without ``retries``, and where another try cannot help."""
+
+    @async_test
+    async def ask() -> None:
+        async with FakeGrpcServer(script) as server, Client(server.url, retries=retries) as client:
+            with pytest.raises(error):
+                await client.generate(**ASK)
+        assert len(server.asked) == 1
+
+    ask()
+
+
+@async_test
+async def test_the_last_failure_is_told_when_retries_end() -> None:
+    """As it would be without retries."""
+    async with FakeGrpcServer(FULL) as server, Client(server.url, retries=2) as client:
+        with pytest.raises(Overloaded, match="too many requests"):
+            await client.generate(**ASK)
+    assert len(server.asked) == 3
+
+
+@async_test
+async def test_the_deadline_bounds_all_tries() -> None:
+    """What is left of it is the next try's; a pause that would outlast it is not begun."""
+    scripts = iter([FULL, [Hold()]])
+    server = FakeGrpcServer(lambda _: next(scripts, FULL))
+    async with server, Client(server.url, retries=10**6) as client:
+        with pytest.raises(DeadlineExceeded, match=r"within 1\.5 s"):
+            await client.generate(**ASK, deadline_s=1.5)
+        with pytest.raises((Overloaded, DeadlineExceeded)):
+            await client.generate(**ASK, deadline_s=0.2)
+
+
+@pytest.mark.parametrize("leave", [lambda s, _: s.cancel(), lambda _, task: task.cancel()])
+def test_who_leaves_between_two_tries_is_not_kept(
+    leave: Callable[[Any, asyncio.Task[Any]], object],
+) -> None:
+    """Nor is his request sent again."""
+
+    @async_test
+    async def ask() -> None:
+        async with FakeGrpcServer(FULL) as server, Client(server.url, retries=10**6) as client:
+            stream = client.stream(**ASK)
+            task = asyncio.ensure_future(anext(stream, None))
+            while len(server.asked) < 3:
+                await asyncio.sleep(0.01)
+            leave(stream, task)
+            await asyncio.wait({task})
+            assert task.cancelled() or task.result() is None
+            assert stream.cancelled
+            asked = len(server.asked)
+            await stream.aclose()
+        assert len(server.asked) == asked
+
+    ask()
+
+
+@async_test
+async def test_a_server_that_starts_late_is_reached() -> None:
+    """gRPC waits a second before it connects again, unless it is told otherwise."""
+    async with FakeGrpcServer(ANSWER) as gone:
+        url = gone.url
+    async with Client(url, retries=50) as client:
+        asking = asyncio.create_task(client.generate(**ASK))
+        await asyncio.sleep(0)
+        async with FakeGrpcServer(ANSWER, port=int(url.rpartition(":")[2])):
+            assert (await asking).text == "Hi"
+
+
+@async_test
+async def test_many_streams_that_are_cancelled_at_once_start_no_tasks() -> None:
+    """Each has its reader; cancelling and closing add none."""
+    count = 200
+    async with FakeGrpcServer([text("Hi"), Hold()]) as server:
+        client = await Client(server.url).__aenter__()
+        streams = [client.stream(**ASK) for _ in range(count)]
+        for stream in streams:
+            await anext(stream)
+        before = asyncio.all_tasks()
+        for stream in streams[: count // 2]:
+            stream.cancel()
+        closing = asyncio.create_task(client.close())
+        made: set[asyncio.Task[Any]] = set()
+        while not closing.done():
+            made |= {t for t in asyncio.all_tasks() - before if "_cython" not in repr(t.get_coro())}
+            await asyncio.sleep(0)
+        assert made == {closing}
+        while server.cancels < count:
+            await asyncio.sleep(0.01)
+
+
+@async_test
+async def test_a_channel_is_closed_whatever_happens_meanwhile() -> None:
+    """Also when closing is cancelled; and no second one is opened by mistake."""
+    async with FakeGrpcServer([text("Hi"), HangUp()]) as server:
+        client = Client(server.url)
+        async with client:
+            with pytest.raises(RuntimeError, match="open already"):
+                await client.__aenter__()
+            channel = client._channel
+        assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        await client.__aenter__()
+        stream = client.stream(**ASK)
+        await anext(stream)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing})
+        assert client._channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+
+
+@pytest.mark.parametrize("options", [{"retries": -1}, {"keepalive_s": 0}])
+def test_numbers_are_checked(options: dict[str, Any]) -> None:
+    """By name."""
+    with pytest.raises(SettingsError, match=next(iter(options))):
+        Client("localhost:8001", **options)

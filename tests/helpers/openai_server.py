@@ -1,0 +1,84 @@
+"""The OpenAI API on a real socket, in a thread, over a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from tests.helpers.scripted_text import tokenizer
+from trtllm_bls.admission import Admission
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.server import uvicorn_options
+from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.services.request_metrics import RequestMetrics
+from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.tokenizer import Tokenizer
+
+MODEL = "scripted"
+
+
+@dataclass
+class ScriptedBackend:
+    """What ``Deployment`` is in production."""
+
+    engine: Engine
+    tokenizer: Tokenizer = field(default_factory=tokenizer)
+    defaults: Defaults = field(default_factory=Defaults)
+
+    admission: Admission | None = None
+
+    def __post_init__(self) -> None:
+        self.reports = RequestReports(RequestMetrics())
+        self.orchestrator = Orchestrator(
+            self.tokenizer,
+            self.engine,
+            self.defaults,
+            on_end=self.reports.add,
+            admission=self.admission,
+        )
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.reports.start(loop, self.orchestrator.load)
+
+    async def close(self) -> None:
+        await self.engine.close()
+        self.reports.close()
+
+
+@dataclass
+class RunningApi:
+    host: str
+    port: int
+    engine: Any
+    call: Callable[..., None]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+@contextmanager
+def serving(engine: Engine, backend: Any = None, **settings: Any) -> Iterator[RunningApi]:
+    """A running server; on leaving it drains."""
+    app = create_app(
+        backend or ScriptedBackend(engine), ApiSettings(**{"model_names": (MODEL,), **settings})
+    )
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, **uvicorn_options(exit_timeout=5)))
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    host, port = listening.getsockname()[:2]
+    try:
+        yield RunningApi(host, port, engine, server.handle_exit)
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()

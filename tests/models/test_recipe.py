@@ -1,0 +1,147 @@
+"""``trtllm-bls recipe``: commands whose flags the release has, and which its engine needs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.models.configured import error_of
+from trtllm_bls.cli import main
+from trtllm_bls.configure.build_flags import BUILD, CONVERT, FLAGS, NEWEST, QUANTIZE, shown
+from trtllm_bls.configure.recipe import PRESETS, lookahead_draft_len
+
+RELEASES = [*(f"0.{minor}" for minor in range(9, 22)), "1.0", "1.1", "1.2"]
+
+
+def commands(*words: str) -> list[list[str]]:
+    result = CliRunner().invoke(main, ["recipe", *words])
+    assert result.exit_code == 0, result.output
+    lines = result.output.replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line and not line.startswith("#")]
+
+
+def flags(command: list[str]) -> dict[str, str]:
+    """A command's flags with their values."""
+    found = {}
+    for word, after in zip(command, [*command[1:], ""], strict=True):
+        if word.startswith("--"):
+            found[word.removeprefix("--")] = "" if after.startswith("--") else after
+    return found
+
+
+def tool_of(command: list[str]) -> str:
+    return next(tool for tool in (CONVERT, QUANTIZE, BUILD) if tool in " ".join(command[:2]))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("preset", ["throughput", "target", "draft"])
+def test_every_release_gets_flags_that_it_has(preset: str, release: str) -> None:
+    """The builder would stop at any other, after the checkpoint was converted."""
+    for command in commands(preset, "--release", release)[:2]:
+        tool = tool_of(command)
+        for name in flags(command):
+            flag = FLAGS[tool, name]
+            assert shown(flag.since) == release or RELEASES.index(release) >= RELEASES.index(
+                shown(flag.since)
+            )
+            assert RELEASES.index(release) <= RELEASES.index(shown(flag.until))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("latency", "--release", "0.16"), "--low_latency_gemm_plugin from 0.17"),
+        (("latency", "--release", "0.18"), "--lookahead off"),
+        (("latency", "--precision", "bf16"), "--precision bf16"),
+        (("throughput", "--release", "0.8"), "0.8"),
+        (("throughput", "--release", "1.3"), "trtllm-serve --grpc"),
+        (("latency", "--lookahead", "7,7"), "window,n-gram,verification set"),
+    ],
+)
+def test_what_a_release_cannot_build_is_refused(words: tuple[str, ...], said: str) -> None:
+    """In one line that names the way out."""
+    assert said in error_of(CliRunner().invoke(main, ["recipe", *words]))
+
+
+def test_lengths_follow_the_releases_spelling() -> None:
+    """0.11 replaced the longest answer by the longest sequence."""
+    old, new = (flags(commands("throughput", "--release", r)[1]) for r in ("0.10", "0.11"))
+    assert (old["max_input_len"], old["max_output_len"]) == ("256", "256")
+    assert (new["max_seq_len"], new["max_batch_size"]) == ("512", "128")
+    assert "max_seq_len" not in old
+    assert (old["gemm_plugin"], new["gemm_plugin"]) == ("bfloat16", "auto")
+
+
+def test_a_target_verifies_prompts_that_grow() -> None:
+    """Each round is a request whose prompt is all text so far; a draft has the same prompts."""
+    lengths = ("--max-input-len", "9000", "--max-output-len", "1000", "--max-draft-len", "5")
+    target = flags(commands("target", *lengths)[1])
+    assert target["speculative_decoding_mode"] == "draft_tokens_external"
+    assert target["use_paged_context_fmha"] == "enable"
+    assert (target["max_input_len"], target["max_seq_len"]) == ("10000", "10005")
+    assert int(target["max_num_tokens"]) >= 10005
+    draft = flags(commands("draft", *lengths)[1])
+    assert "speculative_decoding_mode" not in draft
+    assert int(draft["max_num_tokens"]) >= 10000
+    assert "gather_generation_logits" in draft
+
+
+def test_lookahead_is_built_and_configured_alike() -> None:
+    """The engine's longest draft follows from the three sizes, as TensorRT-LLM defines it."""
+    assert lookahead_draft_len(7, 7, 7) == 83
+    _, build, configure = commands("latency", "--lookahead", "4,5,6")
+    assert flags(build)["max_draft_len"] == str(lookahead_draft_len(4, 5, 6))
+    assert flags(build)["gemm_plugin"] == "disable"
+    sets = [after for word, after in itertools.pairwise(configure) if word == "--set"]
+    assert sets == [
+        "decoding_mode=lookahead",
+        "lookahead_window_size=4",
+        "lookahead_ngram_size=5",
+        "lookahead_verification_set_size=6",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("precision", "tool", "expected"),
+    [
+        ("fp16", CONVERT, {"dtype": "float16"}),
+        ("bf16", CONVERT, {"dtype": "bfloat16"}),
+        ("int4_awq", QUANTIZE, {"qformat": "int4_awq", "awq_block_size": "128"}),
+        ("fp8", QUANTIZE, {"qformat": "fp8", "kv_cache_dtype": "fp8"}),
+    ],
+)
+def test_a_precision_is_converted_or_quantized(
+    precision: str, tool: str, expected: dict[str, str]
+) -> None:
+    """Quantization calibrates on a GPU, conversion only rewrites weights."""
+    first = commands("throughput", "--precision", precision)[0]
+    assert tool_of(first) == tool
+    assert expected.items() <= flags(first).items()
+
+
+def test_the_script_is_the_one_of_the_checkpoints_family(tmp_path: Path) -> None:
+    """In the tree of the release; a family without a recipe is refused."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "qwen2"}))
+    there = ("throughput", "--checkpoint", str(tmp_path), "--release")
+    assert "examples/models/core/qwen/" in commands(*there, "0.20")[0][1]
+    assert "examples/qwen/" in commands(*there, "0.18")[0][1]
+    config.write_text(json.dumps({"model_type": "bloom"}))
+    line = error_of(CliRunner().invoke(main, ["recipe", *there, "0.20"]))
+    assert "model_type bloom" in line
+
+
+def test_the_last_step_is_a_command_of_ours_that_parses() -> None:
+    """Its engine is the one that was built, and the target's draft the one of preset draft."""
+    for preset in PRESETS.keys() - {"draft"}:
+        *_, build, configure = commands(preset)
+        assert configure[:2] == ["trtllm-bls", "configure"]
+        assert flags(configure)["engine-dir"] == flags(build)["output_dir"]
+    draft = flags(commands("draft")[-1])["output_dir"]
+    assert flags(commands("target")[-1])["draft-engine-dir"] == draft
+    assert flags(commands("target")[-1])["version"] == shown(NEWEST)

@@ -1,0 +1,225 @@
+"""Clients that leave, stall or are cut off; what the server shows of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
+from tests.helpers.scripted_text import PROMPT, saying, tokenizer
+from tests.openai.conftest import SAYS, Connect
+from trtllm_bls.engines.base import QueuedChunks
+from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import hashed
+from trtllm_bls.errors import EngineUnavailable
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
+from trtllm_bls.openai.app import ApiSettings, create_app
+
+
+def endless(step_seconds: float = 0.002) -> ScriptedEngine:
+    script = Script(vocab_size=tokenizer().vocab_size, step_seconds=step_seconds)
+    return ScriptedEngine(hashed(600, first=10), script)
+
+
+def until(condition: Any, seconds: float = 30) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def send(api: RunningApi, **fields: Any) -> socket.socket:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100_000, "ignore_eos": True, **fields}
+    data = json.dumps(body).encode()
+    raw = socket.create_connection((api.host, api.port), timeout=60)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data)
+    raw.sendall(head + data)
+    return raw
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "another", "third"]])
+def test_a_client_that_leaves_frees_the_engine(connect: Connect, stream: bool, prompt: Any) -> None:
+    """All its choices, also of an answer that would have come in one piece."""
+    engine = endless()
+    api, client = connect(engine)
+    raw = send(api, stream=stream, prompt=prompt, n=2)
+    runs = 3 if isinstance(prompt, list) else 1
+    until(lambda: engine.live == runs)
+    if stream:
+        assert raw.recv(100).startswith(b"HTTP/1.1 200")
+    raw.close()
+    until(lambda: engine.live == 0)
+    assert len(engine.cancelled) == runs
+    assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3).choices
+
+
+def test_leaving_the_stream_of_the_published_client_frees_the_engine(connect: Connect) -> None:
+    """As any user of it does."""
+    engine = endless()
+    _, client = connect(engine)
+    with client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=100_000, stream=True
+    ) as stream:
+        next(iter(stream))
+    until(lambda: engine.live == 0)
+
+
+class FedByHand:
+    """An engine of one stream, which the test fills."""
+
+    name = "fed"
+
+    def __init__(self) -> None:
+        self.stream = QueuedChunks()
+
+    async def limits(self) -> EngineLimits:
+        return EngineLimits()
+
+    def generate(self, request: EngineRequest) -> QueuedChunks:
+        return self.stream
+
+    def give(self, *ids: int, final: bool = False) -> None:
+        self.stream.put([EngineChunk(token_ids=(token,)) for token in ids])
+        if final:
+            self.stream.put([EngineChunk(token_ids=(), final=True)])
+            self.stream.end()
+
+    async def close(self) -> None:
+        pass
+
+
+class SlowClient:
+    """An ASGI client; each of its sends waits until ``reads`` is set."""
+
+    def __init__(self, app: Any, **fields: Any) -> None:
+        body = json.dumps({"model": MODEL, "prompt": PROMPT, "stream": True, **fields}).encode()
+        self.messages: list[dict[str, Any]] = []
+        self.reads = asyncio.Event()
+        self._body = [{"type": "http.request", "body": body, "more_body": False}]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        self.done = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._body:
+            await asyncio.Event().wait()
+        return self._body.pop()
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+        await self.reads.wait()
+
+
+def test_a_reader_that_stalls_gets_what_waits_in_one_event() -> None:
+    """Nothing is lost, and no event waits behind another."""
+
+    async def scene() -> None:
+        engine = FedByHand()
+        app = create_app(ScriptedBackend(engine), ApiSettings(model_names=(MODEL,)))
+        client = SlowClient(app, max_tokens=500)
+        first, *rest = tokenizer().encode_word(SAYS * 20)
+        engine.give(first)
+        while not client.messages:  # the headers, which are not taken
+            await asyncio.sleep(0)
+        for token in rest:
+            engine.give(token)
+            await asyncio.sleep(0)
+        engine.give(final=True)
+        client.reads.set()
+        await client.done
+        bodies = [m["body"] for m in client.messages if m["type"] == "http.response.body"]
+        assert len(bodies) <= 4
+        events = [e for e in b"".join(bodies).split(b"\n\n") if e.startswith(b"data: {")]
+        texts = [json.loads(event[6:])["choices"][0]["text"] for event in events]
+        assert "".join(texts) == SAYS * 20
+        assert len(texts) <= 3
+
+    asyncio.run(scene())
+
+
+def test_a_server_that_stops_lets_streams_end(connect: Connect) -> None:
+    """SIGTERM's handler: no new connections, running answers whole."""
+    engine = saying(SAYS, step_seconds=0.02)
+    api, client = connect(engine)
+    stream = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=100, stream=True)
+    chunks = iter(stream)
+    text = next(chunks).choices[0].text
+    api.call(15, None)
+    text += "".join(chunk.choices[0].text for chunk in chunks)
+    assert text == SAYS
+    with pytest.raises(openai.APIConnectionError):
+        client.completions.create(model=MODEL, prompt=PROMPT)
+
+
+def get(api: RunningApi, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(api.host, api.port, timeout=60)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    found = answer.read().decode()
+    connection.close()
+    return answer.status, found
+
+
+def test_health_is_the_engines(connect: Connect) -> None:
+    """An engine that gives a token is healthy; one that cannot is not, and may be again."""
+    engine = endless()
+    engine.fault = Fault(error=EngineUnavailable("gone"))
+    api, _ = connect(engine)
+    status, body = get(api, "/health")
+    assert status == 503 and "gone" in body
+    engine.fault = None
+    until(lambda: get(api, "/health")[0] == 200)
+    asked = len(engine.requests)
+    assert get(api, "/health")[0] == 200
+    assert len(engine.requests) == asked  # proven a moment ago
+
+
+def test_metrics_count_what_was_answered(connect: Connect) -> None:
+    """As Prometheus reads them."""
+    api, client = connect(saying(SAYS))
+    client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=MODEL, prompt=PROMPT, temperature=9)
+
+    def total(name: str, **labels: str) -> float:
+        families = text_string_to_metric_families(get(api, "/metrics")[1])
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    until(lambda: total("trtllm_bls_requests_total", outcome="success") == 1)
+    until(lambda: total("trtllm_bls_requests_total", reason="temperature") == 1)
+
+
+def test_many_clients_at_once_get_their_own_text(connect: Connect) -> None:
+    """Streams do not mix."""
+    _, client = connect(endless(step_seconds=0.001))
+    answers: dict[int, set[str]] = {}
+
+    def run(number: int) -> None:
+        prompt = "word " * (number % 5 + 1)
+        parts = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=60, temperature=0, stream=True
+        )
+        text = "".join(part.choices[0].text for part in parts)
+        answers.setdefault(number % 5, set()).add(text)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(found) for found in answers.values()] == [1] * 5

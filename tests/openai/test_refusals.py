@@ -1,0 +1,317 @@
+"""Errors: OpenAI's shape, the caller's names, and the status that clients act on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
+from tests.helpers.scripted_text import PROMPT, prompt_ids, saying
+from tests.openai.conftest import SAYS, Connect
+from trtllm_bls.admission import Admission
+from trtllm_bls.engines.scripted import Fault
+from trtllm_bls.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    SettingsError,
+)
+from trtllm_bls.openai.keys import VARIABLE, read_keys
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+JSON = {"Content-Type": "application/json"}
+HELLO = [{"role": "user", "content": "Hi"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+def ask(
+    api: RunningApi, path: str, body: Any = None, headers: Any = JSON, method: str = "POST"
+) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers; every error has OpenAI's four keys."""
+    connection = http.client.HTTPConnection(api.host, api.port, timeout=60)
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    connection.request(method, path, data, headers)
+    answer = connection.getresponse()
+    found = json.loads(answer.read())
+    connection.close()
+    if answer.status >= 400:
+        assert found.keys() == {"error"}
+        assert found["error"].keys() == {"message", "type", "param", "code"}
+        assert answer.headers["x-request-id"]
+    return answer.status, found.get("error", found), dict(answer.headers)
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": PROMPT, **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": HELLO, **fields}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": MODEL}, "prompt"),
+    ({"prompt": "x"}, "model"),
+    (completion(temperature=3), "temperature"),
+    (completion(temperature="hot"), "temperature"),
+    (completion(top_p=1.5), "top_p"),
+    (completion(n=0), "n"),
+    (completion(n=2.5), "n"),
+    (completion(max_tokens=0), "max_tokens"),
+    (completion(max_tokens=2**40), "max_tokens"),
+    (completion(stop=["1", "2", "3", "4", "5"]), "stop"),
+    (completion(stop=""), "stop"),
+    (completion(stop=[1]), "stop[0]"),
+    (completion(logprobs=21), "logprobs"),
+    (completion(logit_bias={"a": 1}), "logit_bias"),
+    (completion(logit_bias={"99999999": 1}), "logit_bias"),
+    (completion(logit_bias={"1": 101}), "logit_bias[...]"),
+    (completion(best_of=2), "best_of"),
+    (completion(suffix="x"), "suffix"),
+    (completion(min_p=0.5), "min_p"),
+    (completion(prompt=[]), "prompt"),
+    (completion(prompt=[1, "a"]), "prompt"),
+    (completion(prompt=[True]), "prompt"),
+    (completion(prompt=[10**8]), "prompt"),
+    (completion(prompt=""), "prompt"),
+    (completion(stream_options={"include_usage": True}), "stream_options"),
+    (completion(response_format={"type": "json_object"}), "response_format"),
+    (chat(messages=[]), "messages"),
+    (chat(messages=[1]), "messages[0]"),
+    (chat(messages=[{"role": "king", "content": ""}]), "messages[0].role"),
+    (chat(messages=[{"role": "user"}]), "messages[0].content"),
+    (chat(messages=[{"role": "user", "content": [IMAGE]}]), "messages[0].content[0]"),
+    (chat(top_logprobs=2), "top_logprobs"),
+    (chat(tools=[]), "tools"),
+    (chat(functions=[{}]), "functions"),
+    (chat(continue_final_message=True), "continue_final_message"),
+    (chat(chat_template_kwargs={"chat_template": "x"}), "chat_template_kwargs"),
+]
+
+
+def test_wrong_values_are_refused_by_the_callers_names(connect: Connect) -> None:
+    """With 400, before the engine hears of them; the next request works."""
+    engine = saying(SAYS)
+    api, client = connect(engine)
+    for body, param in WRONG:
+        path = COMPLETIONS if "prompt" in body or "messages" not in body else CHAT
+        status, error, _ = ask(api, path, body)
+        assert (status, error.get("param")) == (400, param), (body, error)
+        assert error["type"] == "invalid_request_error"
+        assert param in error["message"] and "\n" not in error["message"]
+    assert engine.requests == []
+    assert client.completions.create(model=MODEL, prompt=PROMPT).choices
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"model": NaN}',
+        b'{"temperature": 1e999, "model": "scripted", "prompt": "x"}',
+        b'{"model": "scripted", "prompt": "\\ud800"}',
+        b'{"model": "scripted", "prompt": "\xff"}',
+        b'{"model": "scripted", "prompt": "x", "further": ' + b"[" * 100_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"model": "scripted", "seed": ' + b"9" * 5000 + b', "prompt": "x"}',
+    ],
+)
+def test_bodies_that_are_no_json_of_ours_are_refused(connect: Connect, body: bytes) -> None:
+    """Whatever is wrong with them, it is the caller's mistake."""
+    api, _ = connect()
+    assert ask(api, COMPLETIONS, body)[0] == 400
+
+
+def test_a_prompt_that_is_too_long_says_so_as_clients_expect(connect: Connect) -> None:
+    """The code for some, the sentence for others."""
+    _, client = connect(saying(SAYS, max_sequence_tokens=40))
+    for ask_for in (
+        lambda: client.completions.create(model=MODEL, prompt=PROMPT * 50),
+        lambda: client.completions.create(model=MODEL, prompt=[5] * 50),
+        lambda: client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": PROMPT * 50}],
+            stream=True,
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask_for()
+        assert caught.value.code == "context_length_exceeded"
+        assert "This model's maximum context length is 40 tokens" in str(caught.value)
+        assert caught.value.param in ("prompt", "messages")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("raised", "status", "kind"),
+    [
+        (EngineError("broken"), 500, openai.InternalServerError),
+        (EngineUnavailable("gone"), 503, openai.InternalServerError),
+        (Overloaded("full"), 429, openai.RateLimitError),
+        (InvalidRequest("runtime_top_k", "no"), 400, openai.BadRequestError),
+        (EngineError("Prompt length 9 exceeds maximum input length"), 400, openai.BadRequestError),
+        (RuntimeError("secret"), 500, openai.InternalServerError),
+    ],
+)
+def test_what_the_engine_raises_has_its_status(
+    connect: Connect, raised: Exception, status: int, kind: type, stream: bool
+) -> None:
+    """Also of a stream, while nothing of it has been sent."""
+    engine = saying(SAYS)
+    engine.fault = Fault(error=raised)
+    _, client = connect(engine)
+    with pytest.raises(kind) as caught:
+        client.completions.create(model=MODEL, prompt=PROMPT, stream=stream)
+    assert isinstance(caught.value, openai.APIStatusError)
+    assert caught.value.status_code == status
+    assert "secret" not in str(caught.value)
+    assert ("retry-after" in caught.value.response.headers) == (status in (429, 503))
+    engine.fault = None
+    assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3).choices
+
+
+def test_a_stream_that_fails_ends_with_the_error(connect: Connect) -> None:
+    """After the text that had come; the client raises it."""
+    engine = saying(SAYS, step_seconds=0.001)
+    engine.fault = Fault(error=EngineError("broken"), after_tokens=3)
+    _, client = connect(engine)
+    text = ""
+    with pytest.raises(openai.APIError, match="broken"):
+        for chunk in client.completions.create(model=MODEL, prompt=PROMPT, stream=True):
+            assert chunk.choices[0].finish_reason is None
+            text += chunk.choices[0].text
+    assert text and SAYS.startswith(text)
+
+
+def test_a_full_server_says_when_to_come_again(connect: Connect) -> None:
+    """429, with the time that its admission expects."""
+    engine = saying("x" * 500, step_seconds=0.01)
+    backend = ScriptedBackend(engine, admission=Admission(1, 0, None))
+    api, client = connect(engine, backend=backend)
+    with client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=100, stream=True
+    ) as stream:
+        next(iter(stream))
+        status, error, headers = ask(api, COMPLETIONS, completion())
+        assert (status, error["code"]) == (429, "overloaded")
+        assert int(headers["retry-after"]) >= 1
+        assert ask(api, "/health", method="GET")[0] == 200  # full, but alive
+
+
+def test_unknown_models_paths_and_methods(connect: Connect) -> None:
+    """Each has its status, and the shape of every other error."""
+    api, client = connect()
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="another", prompt="x")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+    assert ask(api, "/v1/embeddings", {})[0] == 404
+    assert ask(api, "/v1/models/", method="GET")[0] == 404
+    status, _, headers = ask(api, CHAT, method="GET")
+    assert (status, headers["allow"]) == (405, "POST")
+    assert ask(api, CHAT, b"{}", {"Content-Type": "text/plain"})[0] == 415
+
+
+def test_bodies_have_a_limit_also_in_pieces(connect: Connect) -> None:
+    """Whether the length was told before or not."""
+    api, client = connect(max_body_bytes=1000)
+    assert ask(api, COMPLETIONS, completion(prompt="x" * 2000))[0] == 413
+    with socket.create_connection((api.host, api.port), timeout=60) as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        raw.sendall((b"3e8\r\n" + b"x" * 1000 + b"\r\n") * 2)
+        assert raw.recv(100).startswith(b"HTTP/1.1 413")
+    assert client.completions.create(model=MODEL, prompt=PROMPT).choices
+
+
+def test_headers_have_a_limit(connect: Connect) -> None:
+    """A header that never ends is cut off."""
+    api, client = connect()
+    with socket.create_connection((api.host, api.port), timeout=60) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nx-long: ")
+        with pytest.raises(OSError, match=r"[Bb]roken pipe|reset"):
+            while True:
+                raw.sendall(b"x" * 65536)
+    assert client.completions.create(model=MODEL, prompt=PROMPT).choices
+
+
+def test_request_ids_come_back(connect: Connect) -> None:
+    """The caller's, or one of ours; in errors too."""
+    api, client = connect()
+    mine = {**JSON, "x-request-id": "mine-1"}
+    assert ask(api, COMPLETIONS, completion(), mine)[2]["x-request-id"] == "mine-1"
+    assert ask(api, COMPLETIONS, {}, mine)[2]["x-request-id"] == "mine-1"
+    strange = {**JSON, "x-request-id": "a b" * 100}
+    assert len(ask(api, COMPLETIONS, completion(), strange)[2]["x-request-id"]) == 32
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPT, extra_body={"request_id": "named"}
+    )
+    assert answer.id == "cmpl-named"
+
+
+def test_only_keys_open_the_api(connect: Connect, tmp_path: Path) -> None:
+    """Health and metrics need none."""
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nfirst\n\nsecond\n")
+    keys = read_keys(file)
+    assert len(keys) == 2
+    api, client = connect(key="second", keys=keys)
+    assert client.completions.create(model=MODEL, prompt=PROMPT).choices
+    for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "Basic first"}):
+        status, error, answered = ask(api, COMPLETIONS, completion(), JSON | headers)
+        assert (status, error["code"]) == (401, "invalid_api_key")
+        assert answered["www-authenticate"] == "Bearer"
+    assert ask(api, "/v1/models", method="GET")[0] == 401
+    assert ask(api, "/health", method="GET")[0] == 200
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="third").models.list()
+
+
+def test_keys_come_from_the_environment_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file that is missing or empty is a mistake of whoever starts the server."""
+    monkeypatch.setenv(VARIABLE, "one, two")
+    assert len(read_keys(None)) == 2
+    with pytest.raises(SettingsError, match="cannot be read"):
+        read_keys(tmp_path / "none")
+    (tmp_path / "empty").write_text("# nothing\n")
+    with pytest.raises(SettingsError, match="holds no key"):
+        read_keys(tmp_path / "empty")
+
+
+def test_web_pages_may_ask_only_where_that_is_allowed(connect: Connect) -> None:
+    """CORS is off unless an origin is named."""
+    preflight = {
+        "Origin": "https://page",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    api, _ = connect(allowed_origins=("https://page",), keys=(b"x" * 32,))
+    for running, allowed in ((api, "https://page"), (connect()[0], None)):
+        connection = http.client.HTTPConnection(running.host, running.port, timeout=60)
+        connection.request("OPTIONS", CHAT, headers=preflight)
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.headers["access-control-allow-origin"] == allowed
+        connection.close()
+
+
+def test_prompt_tokens_of_a_refused_request_reach_no_engine(connect: Connect) -> None:
+    """One bad prompt of a list: none is answered."""
+    engine = saying(SAYS)
+    api, _ = connect(engine)
+    status, error, _ = ask(api, COMPLETIONS, completion(prompt=[list(prompt_ids()), []]))
+    assert (status, error["param"]) == (400, "prompt")

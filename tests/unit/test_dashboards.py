@@ -1,0 +1,71 @@
+"""The dashboard, the alert rules and the document speak of metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+from trtllm_bls.request_stats import CancelCause, Outcome
+from trtllm_bls.services.request_metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+SERIES = {
+    f"{metric.name}{suffix}": metric
+    for metric in METRICS
+    for suffix in (("_bucket", "_sum", "_count") if metric.buckets else ("",))
+}
+VALUES = {"outcome": {outcome.value for outcome in Outcome}}
+VALUES["reason"] = {cause.value for cause in CancelCause}
+
+
+def expressions() -> list[str]:
+    rules = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    panels = json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    return [rule["expr"] for rule in rules] + asked
+
+
+def selectors(node: Any) -> Iterator[Any]:
+    """Every selector of a parsed expression."""
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node
+        return
+    for name in ("expr", "lhs", "rhs", "vector_selector", "vs"):
+        if (child := getattr(node, name, None)) is not None:
+            yield from selectors(child)
+    for child in getattr(node, "args", None) or ():
+        yield from selectors(child)
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_an_expression_asks_for_what_there_is(expression: str) -> None:
+    """By Prometheus' grammar; its metrics, their labels and the labels' values are ours."""
+    parsed = promql_parser.parse(expression.replace("$__rate_interval", "1m"))
+    found = list(selectors(parsed))
+    named = re.findall(r"\b(?:trtllm_bls|gen_ai)_\w+", expression)
+    assert sorted(selector.name for selector in found) == sorted(named)
+    assert named
+    for selector in found:
+        metric = SERIES[selector.name]
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in {*metric.labels, "model"}
+            if matcher.name in VALUES:
+                assert set(matcher.value.split("|")) <= VALUES[matcher.name]
+
+
+def test_every_metric_is_on_the_dashboard_and_in_the_document() -> None:
+    """With its kind, its labels and what it counts."""
+    shown = " ".join(expressions())
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\w+) \|([^|]*)\|", (ROOT / "docs/metrics.md").read_text(), re.M
+    )
+    told = {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    assert told == {metric.name: (metric.kind, metric.labels) for metric in METRICS}
+    assert [metric.name for metric in METRICS if metric.name not in shown] == []

@@ -1,0 +1,265 @@
+"""From a Hugging Face checkpoint to an engine: the commands for a preset and a release.
+
+Pure: nothing is run. Which release has which flag is ``build_flags``'s.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtllm_bls.configure.build_flags import (
+    BUILD,
+    CONVERT,
+    NEWEST,
+    OLDEST,
+    QUANTIZE,
+    check_flag,
+    shown,
+)
+from trtllm_bls.configure.engine_parameters import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters.cpp_backend import Version, keys_of
+
+_EXAMPLES_MOVED: Version = (0, 20)  # from examples/llama to examples/models/core/llama
+_GEMM_AUTO_SINCE: Version = (0, 11)
+_SEQ_LEN_SINCE: Version = (0, 11)
+_MODE_SINCE: Version = (0, 10)
+# The directory of convert_checkpoint.py for a checkpoint's model_type.
+_FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "mixtral"), "llama"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), "qwen"),
+    **dict.fromkeys(("phi", "phi3"), "phi"),
+    "gpt2": "gpt",
+}
+PRECISIONS = ("bf16", "fp16", "int4_awq", "fp8")
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "int4_awq": "float16", "fp8": "bfloat16"}
+
+Step = tuple[str, list[str]]  # what it does, the command
+Flags = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """The options of ``recipe``; ``None`` is the preset's choice. Lengths are tokens."""
+
+    release: Version = NEWEST
+    checkpoint: Path = Path("checkpoint")
+    examples: Path = Path("TensorRT-LLM/examples")
+    out: Path = Path("engines")
+    precision: str | None = None
+    tp_size: int = 1
+    max_batch_size: int | None = None
+    max_input_len: int | None = None
+    max_output_len: int | None = None
+    max_draft_len: int = 10
+    lookahead: tuple[int, int, int] | None = (7, 7, 7)  # window, n-gram, verification set
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What an engine is for: its precision and sizes, and the flags of its own."""
+
+    purpose: str
+    precision: str
+    max_batch_size: int
+    max_input_len: int
+    max_output_len: int
+    flags: Callable[[RecipeOptions], Flags]
+    precisions: tuple[str, ...] = PRECISIONS
+    build_step: str = "TensorRT-LLM's checkpoint to the engine, on a GPU of the kind that serves it"
+    rounds: bool = False  # each request is a round, and its prompt all text so far
+
+
+def _throughput(options: RecipeOptions) -> Flags:
+    return [("gemm_plugin", _gemm(options)), *_profiles(options)]
+
+
+def _latency(options: RecipeOptions) -> Flags:
+    flags = [
+        ("gemm_plugin", "disable"),
+        ("low_latency_gemm_plugin", "fp8"),
+        ("low_latency_gemm_swiglu_plugin", "fp8"),
+        ("use_fp8_context_fmha", "enable"),
+        *_profiles(options),
+    ]
+    flags += [("reduce_fusion", "enable")] if options.tp_size > 1 else []
+    if options.lookahead is not None:
+        flags += [
+            ("speculative_decoding_mode", "lookahead_decoding"),
+            ("max_draft_len", str(lookahead_draft_len(*options.lookahead))),
+        ]
+    return flags
+
+
+def _target(options: RecipeOptions) -> Flags:
+    flags = [("gemm_plugin", _gemm(options)), ("max_draft_len", str(options.max_draft_len))]
+    if options.release >= _MODE_SINCE:
+        flags.append(("speculative_decoding_mode", "draft_tokens_external"))
+    return flags
+
+
+def _draft(options: RecipeOptions) -> Flags:
+    return [("gemm_plugin", _gemm(options)), ("gather_generation_logits", "")]
+
+
+PRESETS = {
+    "throughput": Preset("many requests at once", "bf16", 128, 256, 256, _throughput),
+    "latency": Preset(
+        "few requests, each fast",
+        "fp8",
+        4,
+        2048,
+        1024,
+        _latency,
+        ("fp8",),
+        "TensorRT-LLM's checkpoint to the engine, on a GPU of the Hopper generation",
+    ),
+    "target": Preset(
+        "verifies the drafts of a draft engine", "bf16", 32, 2048, 1024, _target, rounds=True
+    ),
+    "draft": Preset("drafts for a target engine", "bf16", 32, 2048, 1024, _draft, rounds=True),
+}
+
+
+def lookahead_draft_len(window: int, ngram: int, verification_set: int) -> int:
+    """The longest draft of lookahead decoding, for which its engine has to be built."""
+    return max(0, ngram - 2) + (window - 1 + verification_set) * (ngram - 1)
+
+
+def recipe(preset_name: str, options: RecipeOptions) -> list[Step]:
+    """The steps from the checkpoint to a model repository; raises ``SettingsError``."""
+    preset = PRESETS[preset_name]
+    precision = options.precision or preset.precision
+    if precision not in preset.precisions:
+        allowed = ", ".join(preset.precisions)
+        raise SettingsError(f"--precision {precision}: preset {preset_name} is for {allowed}")
+    if not OLDEST <= options.release <= NEWEST:
+        raise SettingsError(
+            f"--release {shown(options.release)}: engines are built by {shown(OLDEST)} to "
+            f"{shown(NEWEST)}; serve a later one with `trtllm-serve --grpc` (docs/engines.md)"
+        )
+    engine = options.out / preset_name
+    converted = options.out / f"{preset_name}-checkpoint"
+    steps = [
+        _conversion(options, precision, converted),
+        (preset.build_step, _build(preset, options, converted, engine)),
+    ]
+    if preset_name != "draft":
+        steps.append(_configure(preset_name, options, engine))
+    return steps
+
+
+def as_script(steps: Iterable[Step]) -> str:
+    """The steps as lines for a shell, one flag a line."""
+    return "\n".join(f"# {what}\n{_wrapped(words)}\n" for what, words in steps)
+
+
+def _wrapped(words: list[str]) -> str:
+    text = ""
+    for word in words:
+        starts_line = word.startswith("--") and bool(text)
+        text += f" \\\n    {shlex.quote(word)}" if starts_line else f" {shlex.quote(word)}"
+    return text.strip()
+
+
+def _conversion(options: RecipeOptions, precision: str, converted: Path) -> Step:
+    tool, script = CONVERT, options.examples / _family(options) / CONVERT
+    flags = [
+        ("model_dir", str(options.checkpoint)),
+        ("output_dir", str(converted)),
+        ("dtype", _DTYPES[precision]),
+        ("tp_size", str(options.tp_size)),
+    ]
+    what = "Hugging Face checkpoint to TensorRT-LLM's"
+    if precision in ("int4_awq", "fp8"):
+        tool, script = QUANTIZE, options.examples / "quantization" / QUANTIZE
+        flags += [("qformat", precision), ("calib_size", "512")]
+        flags += [("kv_cache_dtype", "fp8")] if precision == "fp8" else [("awq_block_size", "128")]
+        what += f", quantized to {precision}, on a GPU{_hardware(precision)}"
+    return what, ["python3", str(script), *_words(tool, flags, options.release)]
+
+
+def _hardware(precision: str) -> str:
+    return " of the Ada or Hopper generation or later" if precision == "fp8" else ""
+
+
+def _family(options: RecipeOptions) -> Path:
+    config = options.checkpoint / "config.json"
+    model_type = "llama"
+    if config.is_file():
+        model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
+    if model_type not in _FAMILIES:
+        raise SettingsError(
+            f"--checkpoint {options.checkpoint}: no recipe for model_type {model_type}; "
+            f"there are recipes for {', '.join(_FAMILIES)}"
+        )
+    moved = Path("models", "core") if options.release >= _EXAMPLES_MOVED else Path()
+    return moved / _FAMILIES[model_type]
+
+
+def _build(preset: Preset, options: RecipeOptions, converted: Path, engine: Path) -> list[str]:
+    prompt = options.max_input_len or preset.max_input_len
+    answer = options.max_output_len or preset.max_output_len
+    own = preset.flags(options)
+    draft = int(dict(own).get("max_draft_len", 0))
+    batch = options.max_batch_size or preset.max_batch_size
+    longest = prompt + answer if preset.rounds else prompt
+    rows = max(8192, longest + draft, batch * (1 + draft))
+    flags = [
+        ("checkpoint_dir", str(converted)),
+        ("output_dir", str(engine)),
+        ("max_batch_size", str(batch)),
+        ("max_input_len", str(longest)),
+        ("max_seq_len", str(prompt + answer + draft))
+        if options.release >= _SEQ_LEN_SINCE
+        else ("max_output_len", str(answer + draft)),
+        ("max_num_tokens", str(rows)),
+        ("use_paged_context_fmha", "enable"),
+        *own,
+        ("workers", str(options.tp_size)),
+    ]
+    return [BUILD, *_words(BUILD, flags, options.release)]
+
+
+def _configure(preset_name: str, options: RecipeOptions, engine: Path) -> Step:
+    words = ["trtllm-bls", "configure", "--engine-dir", str(engine)]
+    words += ["--tokenizer-dir", str(options.checkpoint), "--out", "repository"]
+    words += ["--version", shown(options.release)]
+    what = "The engine to a model repository"
+    if preset_name == "target":
+        words += ["--draft-engine-dir", str(options.out / "draft")]
+        if options.release < MANY_STEPS_SINCE:
+            what += "; requests without drafts end after one step on this release"
+    if preset_name == "latency" and options.lookahead is not None:
+        if not keys_of(options.release).keys() >= set(LOOKAHEAD_SIZES):
+            raise SettingsError(
+                f"--release {shown(options.release)}: the C++ backend has lookahead decoding since "
+                "0.19; add --lookahead off"
+            )
+        words += ["--set", "decoding_mode=lookahead"]
+        for key, value in zip(LOOKAHEAD_SIZES, options.lookahead, strict=True):
+            words += ["--set", f"{key}={value}"]
+    return what, words
+
+
+def _words(tool: str, flags: Flags, release: Version) -> list[str]:
+    words = []
+    for name, value in flags:
+        check_flag(tool, name, release)
+        words += [f"--{name}", value] if value else [f"--{name}"]
+    return words
+
+
+def _gemm(options: RecipeOptions) -> str:
+    """Before 0.11 the plugin wanted a type."""
+    if options.release >= _GEMM_AUTO_SINCE:
+        return "auto"
+    return "bfloat16" if options.precision in (None, "bf16", "fp8") else "float16"
+
+
+def _profiles(options: RecipeOptions) -> Flags:
+    return [("multiple_profiles", "enable")] if options.release >= (0, 10) else []

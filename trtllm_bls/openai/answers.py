@@ -1,0 +1,101 @@
+"""What chats and completions share: choices, figures, and why a choice ended."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import msgspec
+
+from trtllm_bls.messages import Ending, FinishReason, TextChunk, TextRequest
+from trtllm_bls.openai.frames import Frames, Head, head_fields
+from trtllm_bls.openai.schema import Common
+from trtllm_bls.openai.streams import is_end
+from trtllm_bls.openai.text_requests import wants_usage
+
+# A time limit has no word there; the answer was cut, as by max_tokens.
+_FINISH = {
+    FinishReason.STOP: "stop",
+    FinishReason.END_ID: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIMEOUT: "length",
+}
+
+
+class Answer(ABC):
+    """The answer to one HTTP request, in the making: text chunks in, events or one body out.
+
+    A choice has the number of its prompt times ``n``, plus its own.
+    """
+
+    object: ClassVar[str]  # of a whole answer
+    chunk_object: ClassVar[str]
+    prompt_field: ClassVar[str]  # the caller's name of it
+    id_prefix: ClassVar[str]
+
+    def __init__(self, request: Common, head: Head, requests: list[TextRequest]) -> None:
+        self.requests = requests
+        self._head = head
+        self._per_prompt = request.n or 1
+        self._usage_wanted = wants_usage(request)
+        self._frames = Frames(
+            head,
+            self.chunk_object,
+            delta=self.chunk_object == "chat.completion.chunk",
+            usage=self._usage_wanted,
+        )
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+        self._choices: dict[int, dict[str, Any]] = {}
+
+    def events(self, choice: int, chunk: TextChunk) -> bytes:
+        """The chunk as events of a stream; there may be none."""
+        if chunk.ending is not None:
+            self._count(choice, chunk.ending)
+        return self._events(choice, chunk)
+
+    def last_event(self) -> bytes:
+        """The figures, where they were asked for."""
+        return self._frames.usage(self._usage()) if self._usage_wanted else b""
+
+    def add(self, choice: int, chunk: TextChunk) -> None:
+        """The chunk as a choice of the whole answer, which has one chunk per choice."""
+        if chunk.ending is not None and is_end(chunk):
+            self._count(choice, chunk.ending)
+            self._choices[choice] = {
+                "index": choice,
+                **self._choice(choice, chunk),
+                **finish_fields(chunk.ending),
+            }
+
+    def whole(self) -> bytes:
+        """All choices as one JSON body."""
+        fields = head_fields(self._head, self.object)
+        fields["choices"] = [self._choices[choice] for choice in sorted(self._choices)]
+        return msgspec.json.encode({**fields, "usage": self._usage()})
+
+    @abstractmethod
+    def _events(self, choice: int, chunk: TextChunk) -> bytes: ...
+
+    @abstractmethod
+    def _choice(self, choice: int, chunk: TextChunk) -> dict[str, Any]: ...
+
+    def _count(self, choice: int, ending: Ending) -> None:
+        if choice % self._per_prompt == 0:  # a prompt counts once, also with several choices
+            self._prompt_tokens += ending.prompt_tokens
+        self._completion_tokens += ending.completion_tokens
+
+    def _usage(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+        }
+
+
+def finish_fields(ending: Ending) -> dict[str, Any]:
+    """``finish_reason``, and which stop string it was."""
+    fields: dict[str, Any] = {"finish_reason": _FINISH[ending.finish_reason]}
+    if ending.stop_reason is not None:
+        fields["stop_reason"] = ending.stop_reason
+    return fields

@@ -1,0 +1,341 @@
+"""The ASGI application: routes, who may use them, and each request from body to reply."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from trtllm_bls import __version__
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.errors import InvalidRequest, TrtllmBlsError
+from trtllm_bls.messages import TextChunk
+from trtllm_bls.openai.answers import Answer
+from trtllm_bls.openai.chat import ChatAnswer
+from trtllm_bls.openai.completions import CompletionAnswer
+from trtllm_bls.openai.document import document
+from trtllm_bls.openai.errors import ApiError, api_error, is_too_long
+from trtllm_bls.openai.exposition import CONTENT_TYPE, SharedSamples, samples, written
+from trtllm_bls.openai.frames import DONE, Head
+from trtllm_bls.openai.health import Health
+from trtllm_bls.openai.keys import is_allowed
+from trtllm_bls.openai.replies import ClientGone, Reply, header, read_body
+from trtllm_bls.openai.schema import ChatRequest, Common, CompletionRequest, decode
+from trtllm_bls.openai.streams import Outbox, run_all, while_connected
+from trtllm_bls.openai.text_requests import check_stream_options
+from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.services.request_metrics import RequestMetrics
+from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.tokenizer import Tokenizer
+
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_Request = TypeVar("_Request", bound=Common)
+
+
+class Backend(Protocol):
+    """What answers: ``services.deployment.Deployment`` is one."""
+
+    @property
+    def orchestrator(self) -> Orchestrator: ...
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def reports(self) -> RequestReports: ...
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiSettings:
+    """``model_names``: what requests may name, the first in ``/v1/models`` before the others.
+
+    ``keys``: digests of the API keys (``keys.read_keys``); none: everybody may ask.
+    ``allowed_origins``: of web pages that may use the API from a browser. ``shared``: where workers
+    keep their samples for ``/metrics``; ``None``: there is one process.
+    """
+
+    model_names: tuple[str, ...]
+    keys: tuple[bytes, ...] = ()
+    max_body_bytes: int = 64 * 2**20
+    allowed_origins: tuple[str, ...] = ()
+    shared: Path | None = None
+
+
+def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
+    """The application; it closes ``backend`` when it ends."""
+    api = _Api(backend, settings)
+    chat = _Generate(api, ChatRequest, ChatAnswer)
+    completions = _Generate(api, CompletionRequest, CompletionAnswer)
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/health", api.health_of_engine),
+        Route("/metrics", api.metrics),
+        Route("/openapi.json", api.openapi),
+    ]
+    middleware = [Middleware(_Keys, keys=settings.keys)] if settings.keys else []
+    if settings.allowed_origins:  # in front: a browser asks without a key first
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+        middleware.insert(0, cors)
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: _http_error, Exception: _internal_error},
+        lifespan=api.lifespan,
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Api:
+    """What the routes share."""
+
+    def __init__(self, backend: Backend, settings: ApiSettings) -> None:
+        self.backend = backend
+        self.settings = settings
+        ids = backend.tokenizer.end_ids
+        self.health = Health(backend.orchestrator, ids[0] if ids else 0)
+        known = (settings.model_names[0], backend.engine.name, __version__)
+        digest = hashlib.sha256("\n".join((*known, backend.tokenizer.fingerprint)).encode())
+        self.fingerprint = f"fp_{digest.hexdigest()[:10]}"
+        self._created = int(time.time())
+        metrics = backend.reports.metrics
+        assert isinstance(metrics, RequestMetrics)  # as everywhere outside of Triton
+        self._metrics = metrics
+        self._shared = None if settings.shared is None else SharedSamples(settings.shared)
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        # What is loaded stays: a full collection would look at all of it again and again.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 50, 50)
+        self.backend.start(asyncio.get_running_loop())
+        keeping = asyncio.create_task(self._keep_samples())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await self.backend.close()
+
+    async def _keep_samples(self) -> None:
+        if self._shared is not None:
+            await self._shared.keep(self._metrics, self.settings.model_names[0])
+
+    async def longest(self) -> int | None:
+        """The model's limit on prompt and answer together, in tokens, where it is known."""
+        with suppress(TrtllmBlsError):
+            limits = await self.backend.engine.limits()
+            return limits.max_sequence_tokens or limits.max_prompt_tokens
+        return None
+
+    async def models(self, request: Request) -> Response:
+        cards = [await self._card(name) for name in self.settings.model_names]
+        return _Json({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self.settings.model_names:
+            return _Error(unknown_model(name))
+        return _Json(await self._card(name))
+
+    async def _card(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "trtllm-bls",
+            "max_model_len": await self.longest(),
+        }
+
+    async def health_of_engine(self, request: Request) -> Response:
+        problem = await self.health.problem()
+        if problem is None:
+            return _Json({"status": "ok"})
+        error = ApiError(503, problem, code="engine_unavailable", headers={"retry-after": "1"})
+        return _Error(error)
+
+    async def metrics(self, request: Request) -> Response:
+        own = samples(self._metrics, self.settings.model_names[0])
+        if self._shared is not None:
+            self._shared.write(own)
+            own = self._shared.total()
+        return Response(written(own), media_type=CONTENT_TYPE)
+
+    async def openapi(self, request: Request) -> Response:
+        return _Json(document())
+
+
+class _Generate(Generic[_Request]):
+    """``POST`` of one kind of request, as an ASGI application."""
+
+    def __init__(
+        self, api: _Api, kind: type[_Request], answers: type[ChatAnswer] | type[CompletionAnswer]
+    ) -> None:
+        self._api = api
+        self._kind = kind
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(scope, send)
+        try:
+            body = await read_body(scope, receive, self._api.settings.max_body_bytes)
+            try:
+                answer, stream = self._asked(scope, body)
+            except ApiError as error:
+                refusal = InvalidRequest(error.param or "body", error.message)
+                self._api.backend.orchestrator.refused(reply.request_id.decode(), refusal)
+                raise
+            await (self._stream if stream else self._whole)(answer, receive, reply)
+            self._api.health.proven()
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            await reply.error(ApiError(503, "the server shuts down", code="shutting_down"))
+        except Exception as error:
+            longest = await self._api.longest() if is_too_long(error) else None
+            await reply.error(api_error(error, self._answers.prompt_field, longest))
+
+    def _asked(self, scope: Scope, body: bytes) -> tuple[Answer, bool]:
+        """What is to be answered, and whether as a stream. Raises ``ApiError``."""
+        settings = self._api.settings
+        request = decode(body, self._kind)
+        if request.model not in settings.model_names:
+            raise unknown_model(request.model)
+        check_stream_options(request)
+        head = Head(
+            id=self._answers.id_prefix + (request.request_id or uuid.uuid4().hex),
+            created=int(time.time()),
+            model=request.model,
+            fingerprint=self._api.fingerprint,
+        )
+        answer = self._answers(request, head, self._api.backend.tokenizer)  # type: ignore[arg-type]
+        if _TRACEPARENT.fullmatch(header(scope, b"traceparent")):
+            trace = header(scope, b"traceparent").decode()
+            answer.requests = [replace(each, traceparent=trace) for each in answer.requests]
+        return answer, bool(request.stream)
+
+    async def _whole(self, answer: Answer, receive: Receive, reply: Reply) -> None:
+        run = run_all(self._api.backend.orchestrator, answer.requests, answer.add)
+        work = asyncio.create_task(run)
+        async with while_connected(receive, work):
+            await asyncio.wait({work})
+        if work.cancelled():
+            raise ClientGone
+        work.result()
+        await reply.json(answer.whole())
+
+    async def _stream(self, answer: Answer, receive: Receive, reply: Reply) -> None:
+        outbox = Outbox()
+
+        def on_chunk(choice: int, chunk: TextChunk) -> None:
+            if events := answer.events(choice, chunk):
+                outbox.put(events)
+
+        def on_end(work: asyncio.Task[None]) -> None:
+            if not work.cancelled() and work.exception() is None:
+                outbox.put(answer.last_event() + DONE)
+            outbox.close()
+
+        run = run_all(self._api.backend.orchestrator, answer.requests, on_chunk, outbox.ready)
+        work = asyncio.create_task(run)
+        work.add_done_callback(on_end)
+        async with while_connected(receive, work):
+            while events := await outbox.take():
+                await reply.events(events)
+        if work.cancelled():
+            raise ClientGone
+        work.result()
+        await reply.events(b"", end=True)
+
+
+class _Keys:
+    """Lets requests for ``/v1`` pass that bring a key."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        free = scope["type"] != "http" or not scope["path"].startswith("/v1")
+        if free or is_allowed(self._keys, header(scope, b"authorization")):
+            await self._app(scope, receive, send)
+            return
+        message = "no valid API key; send Authorization: Bearer KEY"
+        challenge = {"www-authenticate": "Bearer"}
+        error = ApiError(401, message, code="invalid_api_key", headers=challenge)
+        await Reply(scope, send).error(error)
+
+
+def unknown_model(name: str) -> ApiError:
+    """Another model than this server's."""
+    return ApiError(404, f"The model {name[:200]!r} does not exist", code="model_not_found")
+
+
+class _Json(Response):
+    """A short reply."""
+
+    def __init__(self, body: object) -> None:
+        super().__init__()
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Reply(scope, send).json(self._body)
+
+
+class _Error(Response):
+    """An error as the reply."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__()
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Reply(scope, send).error(self._error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message, code = error.detail, None
+    if error.status_code == 404:
+        message, code = f"unknown URL: {request.method} {request.url.path}", "unknown_url"
+    elif error.status_code == 405:
+        message = f"{request.url.path} does not take {request.method}"
+    headers = dict(error.headers or {})
+    return _Error(ApiError(error.status_code, message, code=code, headers=headers))
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return _Error(api_error(error, "prompt", None))

@@ -1,0 +1,168 @@
+"""``/v1/chat/completions``: a conversation to a text request, text chunks to deltas."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from trtllm_bls.messages import ChatOptions, TextChunk, TextRequest
+from trtllm_bls.openai.answers import Answer, finish_fields
+from trtllm_bls.openai.errors import invalid
+from trtllm_bls.openai.frames import Head
+from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
+from trtllm_bls.openai.schema import ChatRequest
+from trtllm_bls.openai.streams import is_end
+from trtllm_bls.openai.text_requests import shared_fields, wants_of
+from trtllm_bls.tokenizer import Tokenizer
+
+_ROLES = ("developer", "system", "user", "assistant", "tool")
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class ChatAnswer(Answer):
+    """The answer to a ``ChatRequest``. Raises ``ApiError`` for one that cannot be served."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    prompt_field = "messages"
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, request: ChatRequest, head: Head, tokenizer: Tokenizer) -> None:
+        if request.top_logprobs and not request.logprobs:
+            raise invalid("top_logprobs", "is only allowed when logprobs is true")
+        _check_unconstrained(request)
+        limit = request.max_completion_tokens
+        text = TextRequest(
+            request_id=uuid.uuid4().hex,
+            messages=_text("messages", [_message(*each) for each in enumerate(request.messages)]),
+            chat=_options(request),
+            max_tokens=request.max_tokens if limit is None else limit,
+            wants=wants_of(bool(request.logprobs), request.top_logprobs or 0),
+            return_tokens=bool(request.logprobs),
+            **shared_fields(request, tokenizer.model_vocab_size),
+        )
+        super().__init__(request, head, [text])
+        self._begun: set[int] = set()
+        self._scores: TokenScores | None = None
+        if request.logprobs:
+            self._scores = TokenScores(tokenizer, request.top_logprobs or 0)
+
+    def _events(self, choice: int, chunk: TextChunk) -> bytes:
+        events = b""
+        if choice not in self._begun:
+            # Together with its first text: before that, it would only look like a first token.
+            self._begun.add(choice)
+            delta = {"role": "assistant", "content": ""}
+            events = self._frames.choice(choice, delta=delta, logprobs=None, finish_reason=None)
+        if self._scores is not None and chunk.tokens:
+            logprobs = chat_logprobs(self._scores.of(chunk))
+            events += self._frames.scored(choice, chunk.text, logprobs)
+        elif chunk.text:
+            events += self._frames.text(choice, chunk.text)
+        if chunk.ending is not None and is_end(chunk):
+            fields = finish_fields(chunk.ending)
+            events += self._frames.choice(choice, delta={}, logprobs=None, **fields)
+        return events
+
+    def _choice(self, choice: int, chunk: TextChunk) -> dict[str, Any]:
+        logprobs = None if self._scores is None else chat_logprobs(self._scores.of(chunk))
+        message = {"role": "assistant", "content": chunk.text, "refusal": None}
+        return {"message": message, "logprobs": logprobs}
+
+
+def _check_unconstrained(request: ChatRequest) -> None:
+    """What would constrain the answer is refused, never hoped for."""
+    kind = (request.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise invalid("response_format", f"type {kind!r} is not supported by this server")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise invalid("tool_choice", "only 'none' and 'auto' are supported by this server")
+
+
+def _options(request: ChatRequest) -> ChatOptions:
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    generation_prompt = request.add_generation_prompt is not False
+    if request.continue_final_message and generation_prompt:
+        problem = "is only allowed when add_generation_prompt is false"
+        raise invalid("continue_final_message", problem)
+    tools = request.tools if request.tool_choice != "none" else None
+    return ChatOptions(
+        tools=None if tools is None else _text("tools", tools),
+        add_generation_prompt=generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+        variables=variables,
+    )
+
+
+def _message(place: int, message: dict[str, Any]) -> dict[str, Any]:
+    """As templates know it: text instead of parts, arguments of calls as objects."""
+    field = f"messages[{place}]"
+    role = message.get("role")
+    if role not in _ROLES:
+        raise invalid(f"{field}.role", f"must be one of: {', '.join(_ROLES)}")
+    plain = {key: value for key, value in message.items() if value is not None}
+    if role == "developer":  # which templates do not know
+        plain["role"] = "system"
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [_part(f"{field}.content[{n}]", part) for n, part in enumerate(content)]
+        plain["content"] = "\n".join(parts)
+    elif isinstance(content, str):
+        plain["content"] = content
+    elif content is None and role == "assistant":
+        plain["content"] = ""
+    else:
+        raise invalid(f"{field}.content", "must be text or a list of parts")
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _calls(f"{field}.tool_calls", plain["tool_calls"])
+    for own, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        if own in plain:
+            plain.setdefault(other, plain[own])
+    return plain
+
+
+def _part(field: str, part: object) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or not isinstance(kind, str):
+        raise invalid(field, "must be an object with a type")
+    key = _TEXT_PARTS.get(kind)
+    if key is None:
+        raise invalid(field, f"parts of type {kind[:40]!r} are not supported; send text")
+    text = part.get(key)
+    if not isinstance(text, str):
+        raise invalid(f"{field}.{key}", "must be a string")
+    return text
+
+
+def _calls(field: str, calls: object) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise invalid(field, "must be a list")
+    found = []
+    for place, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise invalid(f"{field}[{place}].function", "must be an object with a name")
+        arguments = function.get("arguments")
+        found.append({**call, "function": {**function, "arguments": _parsed(arguments)}})
+    return found
+
+
+def _parsed(arguments: object) -> object:
+    """The object that a call's arguments spell, which templates write again as JSON."""
+    try:
+        parsed = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _text(field: str, value: object) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (RecursionError, msgspec.EncodeError):
+        raise invalid(field, "is nested too deeply") from None

@@ -1,0 +1,160 @@
+"""``trtllm-bls openai``: options, most of them the parameters of ``tensorrt_llm_bls``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters import BlsParameters, Parameters, rows_of
+from trtllm_bls.settings import is_loopback
+
+MODEL = "tensorrt_llm_bls"
+# Shape what Triton's tensors carry, or choose how to get there from inside Triton.
+_INSIDE_TRITON = ("accumulate_tokens", "decoupled", "engine_transport")
+_ROWS = {key: row for key, row in rows_of(MODEL).items() if key not in _INSIDE_TRITON}
+_PATH = click.Path(path_type=Path)
+
+
+def _parameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """An option for each parameter, with the meaning and the default that the table has."""
+    for key, row in reversed(_ROWS.items()):
+        name = "--" + key.replace("_", "-")
+        default = f"  [default: {row.default}]" if row.default else ""
+        help = row.meaning.replace("`", "") + default
+        command = click.option(name, key, help=help, metavar="VALUE")(command)
+    return command
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=9000, show_default=True, help="Port; 0 = any free port.")
+@click.option("--workers", default=1, show_default=True, help="Processes that share the port.")
+@click.option(
+    "--model-repository",
+    type=_PATH,
+    help="Take what is not given here from this repository's tensorrt_llm_bls.",
+)
+@click.option(
+    "--served-model-name",
+    "names",
+    multiple=True,
+    help="What requests call the model (default: its directory's name); may be repeated.",
+)
+@click.option(
+    "--api-keys-file",
+    type=_PATH,
+    help="Keys that clients must bring, one a line; also in TRTLLM_BLS_API_KEYS, with commas.",
+)
+@click.option(
+    "--allow-origin",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let web pages of this origin use the API (CORS); may be repeated; * = all.",
+)
+@click.option("--ssl-certfile", type=_PATH, help="Serve HTTPS with this certificate, in PEM.")
+@click.option("--ssl-keyfile", type=_PATH, help="Key of --ssl-certfile, in PEM.")
+@click.option(
+    "--exit-timeout",
+    default=30,
+    show_default=True,
+    help="Seconds that running requests have to end when stopping.",
+)
+@click.option("--expose", is_flag=True, help="Allow a --host that others reach, without keys.")
+@click.option("--exit-with-parent", is_flag=True, hidden=True)
+@_parameter_options
+@click.pass_context
+def main(context: click.Context, /, **options: Any) -> None:
+    """Serve OpenAI's HTTP API from an engine in Triton, until Ctrl-C or SIGTERM.
+
+    \b
+    Examples:
+      trtllm-bls openai --engine-url localhost:8001 --tokenizer-dir ./llama
+      trtllm-bls openai --model-repository /repo --workers 4 --api-keys-file keys.txt
+    """
+    try:
+        from trtllm_bls.openai.app import ApiSettings
+        from trtllm_bls.openai.keys import read_keys
+        from trtllm_bls.openai.server import ServerSettings, end_with_parent, serve
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"{error.name} is not installed; pip install 'trtllm-bls[openai]'"
+        ) from error
+    keys = read_keys(options["api_keys_file"])
+    if not (keys or options["expose"] or is_loopback(options["host"])):
+        raise SettingsError(
+            f"--host {options['host']}: whoever reaches this machine could use the API; give it "
+            "--api-keys-file, or --expose if that is meant"
+        )
+    if options["exit_with_parent"]:
+        end_with_parent()
+    given = {
+        key: options[key]
+        for key in _ROWS
+        if context.get_parameter_source(key) is ParameterSource.COMMANDLINE
+    }
+    parameters = read_parameters(options["model_repository"], given, options["workers"])
+    api = ApiSettings(
+        model_names=options["names"] or (parameters.tokenizer_dir.name,),
+        keys=keys,
+        max_body_bytes=parameters.limits.max_request_bytes,
+        allowed_origins=options["origins"],
+    )
+    server = ServerSettings(
+        host=options["host"],
+        port=options["port"],
+        workers=options["workers"],
+        exit_timeout=options["exit_timeout"],
+        certificate=options["ssl_certfile"],
+        key=options["ssl_keyfile"],
+    )
+    sys.exit(serve(parameters, api, server))
+
+
+def read_parameters(
+    repository: Path | None, given: dict[str, str], workers: int = 1
+) -> BlsParameters:
+    """``given``, then the environment, then what ``repository`` has. Raises ``SettingsError``.
+
+    What may run at once is divided between ``workers``. A relative path starts at the current
+    directory, one of the repository's at the repository.
+    """
+    values: dict[str, str] = {}
+    base = Path.cwd()
+    if repository is not None:
+        base = repository
+        values = _configured(repository / MODEL / "config.pbtxt")
+    for key, value in given.items():
+        here = _ROWS[key].kind.expected in ("a directory", "a file") and value
+        values[key] = os.path.abspath(value) if here else value
+    values["engine_transport"] = "grpc"
+    config = {
+        "name": MODEL,
+        "parameters": {key: {"string_value": value} for key, value in values.items()},
+        "model_transaction_policy": {"decoupled": True},
+        "instance_group": [{"count": workers}],
+    }
+    arguments = {"model_config": json.dumps(config), "model_repository": str(base / MODEL)}
+    given_variables = {_ROWS[key].env for key in given}
+    environment = {k: v for k, v in os.environ.items() if k not in given_variables}
+    return BlsParameters.read(Parameters(arguments, environment))
+
+
+def _configured(path: Path) -> dict[str, str]:
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    config = model_config_pb2.ModelConfig()
+    try:
+        text_format.Parse(path.read_text(encoding="utf-8"), config)
+    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
+        raise SettingsError(f"--model-repository: {path} cannot be read: {error}") from error
+    return {key: value.string_value for key, value in config.parameters.items()}

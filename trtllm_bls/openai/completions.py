@@ -1,0 +1,87 @@
+"""``/v1/completions``: prompts, as text or token ids, to text requests and back to text."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from trtllm_bls.messages import TextChunk, TextRequest
+from trtllm_bls.openai.answers import Answer, finish_fields
+from trtllm_bls.openai.errors import invalid
+from trtllm_bls.openai.frames import Head
+from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
+from trtllm_bls.openai.schema import CompletionRequest
+from trtllm_bls.openai.streams import is_end
+from trtllm_bls.openai.text_requests import shared_fields, wants_of
+from trtllm_bls.tokenizer import Tokenizer
+
+_DEFAULT_TOKENS = 16  # as OpenAI's
+_MOST_PROMPTS = 256
+
+
+class CompletionAnswer(Answer):
+    """The answer to a ``CompletionRequest``. Raises ``ApiError`` for one that cannot be served."""
+
+    object = chunk_object = "text_completion"
+    prompt_field = "prompt"
+    id_prefix = "cmpl-"
+
+    def __init__(self, request: CompletionRequest, head: Head, tokenizer: Tokenizer) -> None:
+        if request.best_of is not None and request.best_of > (request.n or 1):
+            raise invalid("best_of", "above n is not supported; send n", "unsupported_parameter")
+        scored = request.logprobs is not None
+        shared = {
+            **shared_fields(request, tokenizer.model_vocab_size),
+            "max_tokens": request.max_tokens or _DEFAULT_TOKENS,
+            "echo": bool(request.echo),
+            "add_special_tokens": request.add_special_tokens,
+            "wants": wants_of(scored, request.logprobs or 0, bool(request.echo)),
+            "return_tokens": scored,
+        }
+        requests = [
+            TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared)
+            for prompt in _prompts(request.prompt)
+        ]
+        super().__init__(request, head, requests)
+        self._scores = TokenScores(tokenizer, request.logprobs or 0) if scored else None
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    def _events(self, choice: int, chunk: TextChunk) -> bytes:
+        if chunk.ending is not None and is_end(chunk):
+            fields = {**self._choice(choice, chunk), **finish_fields(chunk.ending)}
+            return self._frames.choice(choice, **fields)
+        if self._scores is not None and chunk.tokens:
+            return self._frames.scored(choice, chunk.text, self._scored(choice, chunk))
+        return self._frames.text(choice, chunk.text) if chunk.text else b""
+
+    def _choice(self, choice: int, chunk: TextChunk) -> dict[str, Any]:
+        return {"text": chunk.text, "logprobs": self._scored(choice, chunk)}
+
+    def _scored(self, choice: int, chunk: TextChunk) -> dict[str, Any] | None:
+        if self._scores is None:
+            return None
+        found = self._logprobs.setdefault(choice, CompletionLogprobs())
+        return found.next(self._scores.of(chunk))
+
+
+def _prompts(prompt: str | list[Any]) -> list[dict[str, Any]]:
+    """One string, several, the ids of one, or of several; as fields of ``TextRequest``."""
+    if isinstance(prompt, str):
+        return [{"text": prompt}]
+    if not prompt:
+        raise invalid("prompt", "is empty; send at least one prompt")
+    if isinstance(prompt[0], int):
+        return [{"prompt_ids": _ids("prompt", prompt)}]
+    if len(prompt) > _MOST_PROMPTS:
+        raise invalid("prompt", f"{len(prompt)} prompts; at most {_MOST_PROMPTS} are allowed")
+    if all(isinstance(each, str) for each in prompt):
+        return [{"text": each} for each in prompt]
+    if all(isinstance(each, list) for each in prompt):
+        return [{"prompt_ids": _ids(f"prompt[{n}]", each)} for n, each in enumerate(prompt)]
+    raise invalid("prompt", "must be a string, a list of strings, token ids, or lists of those")
+
+
+def _ids(field: str, ids: list[Any]) -> tuple[int, ...]:
+    if not all(type(each) is int for each in ids):
+        raise invalid(field, "token ids must be whole numbers")
+    return tuple(ids)

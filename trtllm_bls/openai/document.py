@@ -1,0 +1,121 @@
+"""``/openapi.json``: what the API takes and gives, from the schema that checks requests."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from trtllm_bls import __version__
+from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
+
+_TEXT = {"type": "string"}
+_NUMBER = {"type": "integer"}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": _TEXT,
+                "type": _TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_MODEL = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by"],
+    "properties": {"id": _TEXT, "object": _TEXT, "created": _NUMBER, "owned_by": _TEXT},
+}
+_MODELS = {
+    "type": "object",
+    "required": ["object", "data"],
+    "properties": {"object": _TEXT, "data": {"type": "array", "items": _MODEL}},
+}
+_USAGE = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+    "additionalProperties": True,
+}
+_WHY = {
+    401: "No valid API key",
+    404: "No such model or path",
+    405: "Another method is meant",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    429: "As many requests as allowed are being answered",
+    500: "The engine failed",
+    503: "The engine is full, cannot be reached, or the server shuts down",
+}
+
+
+@cache
+def document() -> dict[str, Any]:
+    """The document, in OpenAPI 3.1."""
+    kinds = (ChatRequest, CompletionRequest)
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schemas |= {"Error": _ERROR, "Model": _MODEL, "Models": _MODELS}
+    message = {"type": "object", "required": ["role", "content"]}
+    chat = _answer("chat.completion", {"message": message})
+    completion = _answer("text_completion", {"text": _TEXT})
+    name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "trtllm-bls", "version": __version__},
+        "paths": {
+            "/v1/chat/completions": {"post": _post("ChatRequest", chat)},
+            "/v1/completions": {"post": _post("CompletionRequest", completion)},
+            "/v1/models": {"get": _get(_MODELS, 401)},
+            "/v1/models/{name}": {"get": _get(_MODEL, 401, 404) | {"parameters": [name]}},
+            "/health": {"get": _get({"type": "object"}, 503)},
+        },
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _answer(object: str, choice: dict[str, Any]) -> dict[str, Any]:
+    required = ["index", "finish_reason", "logprobs", *choice]
+    item = {"type": "object", "required": required, "properties": choice}
+    return {
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+        "properties": {
+            "id": _TEXT,
+            "object": {"const": object},
+            "created": _NUMBER,
+            "model": _TEXT,
+            "system_fingerprint": _TEXT,
+            "choices": {"type": "array", "items": item},
+            "usage": _USAGE,
+        },
+    }
+
+
+def _post(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
+    operation = _get(answer, *_WHY)
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _TEXT}
+    operation["responses"]["400"] = _failure("A field is wrong; param names it")
+    body = {"$ref": f"#/components/schemas/{kind}"}
+    content = {"application/json": {"schema": body}}
+    return operation | {"requestBody": {"required": True, "content": content}}
+
+
+def _get(answer: dict[str, Any], *statuses: int) -> dict[str, Any]:
+    content = {"application/json": {"schema": answer}}
+    responses = {str(status): _failure(_WHY[status]) for status in statuses}
+    return {"responses": {"200": {"description": "The answer", "content": content}, **responses}}
+
+
+def _failure(description: str) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/Error"}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,143 @@
+"""Errors as OpenAI's API tells them: a status and ``{"error": {message, type, param, code}}``.
+
+The names of our own fields and tensors become those that the caller sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from trtllm_bls.errors import (
+    EngineStalled,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    TrtllmBlsError,
+)
+
+log = logging.getLogger(__name__)
+
+_RETRY = {"retry-after": "1"}
+
+# What the orchestrator and engines call a field; of a prompt, ``api_error`` knows better.
+_CALLERS_NAMES = {
+    "num_return_sequences": "n",
+    "beam_width": "n",
+    "stop_words": "stop",
+    "stop_words_list": "stop",
+    "bad_words_list": "bad_words",
+    "embedding_bias": "logit_bias",
+    "embedding_bias_words": "logit_bias",
+    "random_seed": "seed",
+    "request_output_len": "max_tokens",
+    "min_length": "min_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "return_log_probs": "logprobs",
+    "return_generation_logits": "logprobs",
+    "return_context_logits": "echo",
+    "end_id": "ignore_eos",
+}
+_OF_THE_PROMPT = ("text_input", "prompt_ids", "input_ids", "messages")
+# What our own engine says of a prompt, where it told no limit before.
+_AT_MOST = re.compile(r"\d+ tokens; at most (\d+) are allowed")
+# What admission says of when there will be a place.
+_AGAIN_IN = re.compile(r"try again in about (\d+) s")
+# What TensorRT-LLM's executor says where nobody told us how much it takes.
+_TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_seq_len")
+
+
+class ApiError(Exception):
+    """A request that ends with ``status``; ``param`` names the field, ``code`` the kind."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer, and of an event in a stream."""
+        error = {
+            "message": self.message,
+            "type": _TYPES.get(self.status, "server_error"),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    @property
+    def event(self) -> bytes:
+        """The error as an event of a stream that has begun."""
+        return b"data: " + msgspec.json.encode(self.body) + b"\n\n"
+
+
+_TYPES = {
+    **dict.fromkeys((400, 401, 404, 405, 413, 431), "invalid_request_error"),
+    429: "rate_limit_error",
+}
+
+
+def invalid(param: str, problem: str, code: str | None = None) -> ApiError:
+    """A field's value that cannot be used."""
+    return ApiError(400, f"{param}: {problem}", param=param, code=code)
+
+
+def api_error(error: Exception, prompt: str, longest: int | None) -> ApiError:
+    """What to answer to what the orchestrator raised.
+
+    ``prompt`` is the caller's name of the prompt's field, ``longest`` the model's limit on prompt
+    and answer together, in tokens. What nobody expected is logged and named no further.
+    """
+    if isinstance(error, ApiError):
+        return error
+    text = " ".join(str(error).split())
+    if is_too_long(error):
+        problem = error.problem if isinstance(error, InvalidRequest) else text
+        return _too_long(problem, prompt, longest)
+    if isinstance(error, InvalidRequest):
+        name = prompt if error.field in _OF_THE_PROMPT else error.field
+        return invalid(_CALLERS_NAMES.get(name, name), error.problem)
+    if isinstance(error, Overloaded):
+        seconds = _AGAIN_IN.search(text)
+        after = {"retry-after": seconds[1]} if seconds else _RETRY
+        return ApiError(429, text, code="overloaded", headers=after)
+    if isinstance(error, (EngineUnavailable, EngineStalled)):
+        return ApiError(503, text, code="engine_unavailable", headers=_RETRY)
+    if isinstance(error, TrtllmBlsError):
+        return ApiError(500, text, code="engine_error")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, f"internal error ({type(error).__name__})")
+
+
+def is_too_long(error: Exception) -> bool:
+    """Whether the prompt has more tokens than the model takes."""
+    if isinstance(error, InvalidRequest) and error.field in _OF_THE_PROMPT:
+        return isinstance(error, PromptTooLong) or _AT_MOST.search(error.problem) is not None
+    return isinstance(error, TrtllmBlsError) and any(words in str(error) for words in _TOO_LONG)
+
+
+def _too_long(problem: str, param: str, longest: int | None) -> ApiError:
+    # Some clients look for this sentence, others for the code.
+    if longest is None and (found := _AT_MOST.search(problem)):  # and one token of answer
+        longest = int(found[1]) + 1
+    limit = "" if longest is None else f"This model's maximum context length is {longest} tokens. "
+    code = "context_length_exceeded"
+    return ApiError(400, f"{limit}{param}: {problem}", param=param, code=code)

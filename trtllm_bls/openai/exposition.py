@@ -1,0 +1,99 @@
+"""``/metrics`` in Prometheus' text format, of one process or of all workers together.
+
+A scrape reaches any worker, so each keeps its samples in a file of a directory that all share, and
+the one that is asked adds them up. What a worker counted stays when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from trtllm_bls.services.request_metrics import METRICS, Histogram, Labels, Metric, RequestMetrics
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_EVERY_S = 1.0
+
+
+def samples(metrics: RequestMetrics, model: str) -> dict[str, float]:
+    """Every sample with its value, as it is written; equal ones of two processes may be added."""
+    found: dict[str, float] = {}
+    for (metric, labels), value in list(metrics.numbers.items()):
+        found[_sample(metric, "", labels, model)] = value
+    for (metric, labels), histogram in list(metrics.histograms.items()):
+        for end, count in _cumulative(histogram):
+            found[_sample(metric, "_bucket", labels, model, end)] = count
+        found[_sample(metric, "_sum", labels, model)] = histogram.sum
+        found[_sample(metric, "_count", labels, model)] = sum(histogram.counts)
+    return found
+
+
+def written(found: Mapping[str, float]) -> str:
+    """The samples with what Prometheus wants to know of each metric."""
+    lines = []
+    for metric in METRICS:
+        names = {metric.name + end for end in ("", "_bucket", "_sum", "_count")}
+        own = [f"{key} {value:.17g}" for key, value in found.items() if _name(key) in names]
+        lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.kind}"]
+        lines += own
+    return "\n".join([*lines, ""])
+
+
+class SharedSamples:
+    """The samples of all workers, each in a file named by its process in ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    async def keep(self, metrics: RequestMetrics, model: str) -> None:
+        """Write this process's samples every second, until cancelled."""
+        while True:
+            self.write(samples(metrics, model))
+            await asyncio.sleep(_EVERY_S)
+
+    def write(self, found: Mapping[str, float]) -> None:
+        """Replace this process's file."""
+        own = self._directory / str(os.getpid())
+        new = own.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(found))
+        new.replace(own)
+
+    def total(self) -> dict[str, float]:
+        """The sum over all processes; gauges count those alone that are alive."""
+        gauges = {metric.name for metric in METRICS if metric.kind == "gauge"}
+        total: dict[str, float] = {}
+        for file in self._directory.iterdir():
+            if not file.suffix:
+                found: dict[str, float] = msgspec.json.decode(file.read_bytes())
+                alive = Path("/proc", file.name).exists()
+                for sample, value in found.items():
+                    if alive or _name(sample) not in gauges:
+                        total[sample] = total.get(sample, 0) + value
+        return total
+
+
+def _cumulative(histogram: Histogram) -> Iterator[tuple[str, int]]:
+    count = 0
+    ends = [f"{bound:g}" for bound in histogram.bounds] + ["+Inf"]
+    for end, number in zip(ends, histogram.counts, strict=True):
+        count += number
+        yield end, count
+
+
+def _sample(metric: Metric, part: str, labels: Labels, model: str, end: str = "") -> str:
+    pairs = [*zip(metric.labels, labels, strict=True), ("model", model)]
+    pairs += [("le", end)] if end else []
+    text = ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs)
+    return f"{metric.name}{part}{{{text}}}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _name(sample: str) -> str:
+    return sample.partition("{")[0]

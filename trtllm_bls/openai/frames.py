@@ -1,0 +1,77 @@
+"""Events of a stream, built by hand: only the text between constant bytes changes.
+
+One ``Frames`` per stream. A token costs one escaped string and one join; no dictionary, no
+validation. The result is what ``json`` would write of the whole chunk (a test compares them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What all chunks of one answer begin with, and a whole answer too."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+
+def head_fields(head: Head, object: str) -> dict[str, Any]:
+    """The head as fields of an answer or chunk of the kind ``object``."""
+    return {
+        "id": head.id,
+        "object": object,
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.fingerprint,
+    }
+
+
+class Frames:
+    """``delta``: chunks have their text in ``delta.content``, as of a chat, not in ``text``."""
+
+    def __init__(self, head: Head, object: str, *, delta: bool, usage: bool) -> None:
+        self._delta = delta
+        opened = _encode(head_fields(head, object))[:-1]
+        self._start = b"data: " + opened + b',"choices":['
+        # With include_usage, every chunk but the last has the field, and it is null.
+        self._end = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+        closing = b"}" if delta else b""
+        self._after_text = closing + b',"logprobs":null,"finish_reason":null}' + self._end
+        self._closing = closing
+        self._before_text: dict[int, bytes] = {}
+
+    def text(self, index: int, text: str) -> bytes:
+        """A chunk with text alone."""
+        return b"".join((self._before(index), _encode(text), self._after_text))
+
+    def scored(self, index: int, text: str, logprobs: object) -> bytes:
+        """A chunk with text and the log-probs of its tokens."""
+        after = (self._closing, b',"logprobs":', _encode(logprobs), b',"finish_reason":null}')
+        return b"".join((self._before(index), _encode(text), *after, self._end))
+
+    def choice(self, index: int, **fields: object) -> bytes:
+        """Any other chunk of one choice."""
+        return self._start + _encode({"index": index, **fields}) + self._end
+
+    def usage(self, usage: object) -> bytes:
+        """The last chunk, which has no choice."""
+        return b"".join((self._start, b'],"usage":', _encode(usage), b"}\n\n"))
+
+    def _before(self, index: int) -> bytes:
+        found = self._before_text.get(index)
+        if found is None:
+            field = b'"delta":{"content":' if self._delta else b'"text":'
+            found = self._start + b'{"index":%d,' % index + field
+            self._before_text[index] = found
+        return found

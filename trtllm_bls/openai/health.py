@@ -1,0 +1,79 @@
+"""Whether this process can answer: an engine gave a token just now, or gives one when asked."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from trtllm_bls.errors import Overloaded, TrtllmBlsError
+from trtllm_bls.messages import FinishReason, SpeculationRequest, TextChunk, TextRequest
+from trtllm_bls.orchestrator import Orchestrator
+
+_FRESH_S = 5.0  # so long an answer proves that the engine works
+_TRUSTED_S = 30.0  # so long a probe is not kept waiting for the next proof
+_FAILED_S = 1.0  # so long a failure is repeated without asking again
+_LIMIT_S = 10.0  # for one token
+
+
+class Health:
+    """Asks the engine for one token where no answer has proven it lately; one at a time."""
+
+    def __init__(self, orchestrator: Orchestrator, token_id: int) -> None:
+        self._orchestrator = orchestrator
+        self._token_id = token_id
+        self._proven_at = float("-inf")
+        self._failed_at = float("-inf")
+        self._problem: str | None = None
+        self._check: asyncio.Task[None] | None = None
+
+    def proven(self) -> None:
+        """An answer has ended well."""
+        self._proven_at = asyncio.get_running_loop().time()
+        self._problem = None
+
+    async def problem(self) -> str | None:
+        """What is wrong, in one line; ``None`` if nothing is."""
+        now = asyncio.get_running_loop().time()
+        if now - self._proven_at < _FRESH_S:
+            return None
+        if self._problem is not None and now - self._failed_at < _FAILED_S:
+            return self._problem
+        if self._check is None or self._check.done():
+            self._check = asyncio.create_task(self._ask())
+        if self._problem is not None or now - self._proven_at > _TRUSTED_S:
+            await asyncio.shield(self._check)
+        return self._problem
+
+    async def _ask(self) -> None:
+        """One token, from one token, greedily and without drafts."""
+        chunks: list[TextChunk] = []
+        request = TextRequest(
+            request_id=uuid.uuid4().hex,
+            prompt_ids=(self._token_id,),
+            max_tokens=1,
+            speculation=SpeculationRequest(num_draft_tokens=0),
+            timeout_s=_LIMIT_S,
+        )
+        problem = None
+        try:
+            await self._orchestrator.run(request, _Chunks(chunks))
+        except Overloaded:
+            pass  # it answers
+        except TrtllmBlsError as error:
+            problem = " ".join(str(error).split())
+        endings = [chunk.ending for chunk in chunks if chunk.ending is not None]
+        if any(ending.finish_reason is FinishReason.TIMEOUT for ending in endings):
+            problem = f"the engine gave no token within {_LIMIT_S:g} s"
+        if problem is None:
+            self.proven()
+        else:
+            self._problem = problem
+            self._failed_at = asyncio.get_running_loop().time()
+
+
+class _Chunks:
+    def __init__(self, chunks: list[TextChunk]) -> None:
+        self.send = chunks.append
+
+    async def ready(self) -> None:
+        pass

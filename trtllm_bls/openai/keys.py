@@ -1,0 +1,42 @@
+"""API keys: who may use ``/v1``. Without any, everybody may."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from pathlib import Path
+
+from trtllm_bls.errors import SettingsError
+
+VARIABLE = "TRTLLM_BLS_API_KEYS"
+
+
+def read_keys(file: Path | None) -> tuple[bytes, ...]:
+    """Digests of the keys in ``file``, one a line, and of those in the variable, with commas.
+
+    Blank lines and lines that begin with ``#`` are none. Raises ``SettingsError``.
+    """
+    keys = os.environ.get(VARIABLE, "").split(",")
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--api-keys-file {file}: cannot be read: {error}") from error
+        found = [line for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise SettingsError(f"--api-keys-file {file}: holds no key; write one on each line")
+        keys += found
+    return tuple(_digest(key.strip().encode()) for key in keys if key.strip())
+
+
+def is_allowed(keys: tuple[bytes, ...], authorization: bytes) -> bool:
+    """Whether the header's value brings one of ``keys``, in a time that tells nothing of them."""
+    scheme, _, key = authorization.partition(b" ")
+    given = _digest(key.strip())
+    matches = [hmac.compare_digest(given, known) for known in keys]
+    return scheme.lower() == b"bearer" and any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

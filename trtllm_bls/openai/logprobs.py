@@ -1,0 +1,126 @@
+"""Log-probabilities in OpenAI's two shapes: a chat's, and the older one of completions.
+
+The chosen token's comes from the engine. Those of other tokens, and of a prompt's, are computed
+from logits (one row per token, as wide as the vocabulary), so they cost what moving those costs.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trtllm_bls.messages import Array, TextChunk, TokenText
+from trtllm_bls.tokenizer import Tokenizer
+
+_LOWEST = -9999.0  # JSON has no minus infinity
+
+
+def spelled(data: bytes) -> str:
+    """A token as a string; one that is not whole characters by its bytes, as OpenAI writes it."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class TokenScores:
+    """The tokens of a chunk with their log-probs and, if asked for, likelier alternatives."""
+
+    def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
+        self._tokenizer = tokenizer
+        self._alternatives = alternatives
+        self._spelled: dict[int, bytes] = {}
+
+    def of(self, chunk: TextChunk) -> list[tuple[TokenText, list[tuple[bytes, float]]]]:
+        """Each token, and its alternatives, the likeliest first; a prompt's tokens included."""
+        tokens = chunk.tokens or ()
+        rows: list[Array | None] = list(chunk.generation_logits or ())
+        echoed = len(tokens) - len(rows) if rows else sum(t.log_prob is None for t in tokens)
+        found = []
+        for place, token in enumerate(tokens):
+            row = None
+            if place >= echoed:
+                row = rows[place - echoed] if rows else None
+            elif place and chunk.context_logits is not None:
+                row = chunk.context_logits[place - 1]
+                log_probs = _log_softmax(row)
+                token = token._replace(log_prob=float(log_probs[token.token_id]))
+            found.append((token, [] if row is None else self._best(row)))
+        return found
+
+    def _best(self, row: Array) -> list[tuple[bytes, float]]:
+        if not self._alternatives:
+            return []
+        log_probs = _log_softmax(row)[: self._tokenizer.vocab_size]
+        count = min(self._alternatives, len(log_probs))
+        best = np.argpartition(-log_probs, count - 1)[:count]
+        best = best[np.argsort(-log_probs[best], kind="stable")]
+        return [(self._bytes(int(token)), float(log_probs[token])) for token in best]
+
+    def _bytes(self, token_id: int) -> bytes:
+        """What the token would add in the middle of a text."""
+        if token_id not in self._spelled:
+            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False)
+            detokenizer.feed(self._tokenizer.encode_word("a"))
+            self._spelled[token_id] = detokenizer.feed_one(token_id)[1]
+        return self._spelled[token_id]
+
+
+def chat_logprobs(scores: Sequence[tuple[TokenText, list[tuple[bytes, float]]]]) -> dict[str, Any]:
+    """``logprobs`` of a chat's choice; the bytes, joined, are the text."""
+
+    def entry(data: bytes, log_prob: float | None) -> dict[str, Any]:
+        return {"token": spelled(data), "logprob": _finite(log_prob), "bytes": list(data)}
+
+    content = [
+        entry(token.data, token.log_prob) | {"top_logprobs": [entry(*other) for other in others]}
+        for token, others in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """``logprobs`` of one choice of a completion, chunk by chunk: offsets go on."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def next(self, scores: Sequence[tuple[TokenText, list[tuple[bytes, float]]]]) -> dict[str, Any]:
+        offsets = []
+        for token, _ in scores:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(token.data))
+        others = [_map(token, alternatives) for token, alternatives in scores]
+        return {
+            "tokens": [spelled(token.data) for token, _ in scores],
+            "token_logprobs": [
+                None if token.log_prob is None else _finite(token.log_prob) for token, _ in scores
+            ],
+            "top_logprobs": others if any(others) else None,
+            "text_offset": offsets,
+        }
+
+
+def _map(token: TokenText, alternatives: list[tuple[bytes, float]]) -> dict[str, float] | None:
+    """The alternatives by their spelling, and the chosen token beside them."""
+    if not alternatives:
+        return None
+    return {
+        spelled(data): _finite(log_prob)
+        for data, log_prob in [*alternatives, (token.data, token.log_prob)]
+    }
+
+
+def _finite(log_prob: float | None) -> float:
+    return _LOWEST if log_prob is None or not log_prob > _LOWEST else log_prob
+
+
+def _log_softmax(row: Array) -> Array:
+    values = np.asarray(row, dtype=np.float64)
+    values = values - values.max()
+    result: Array = values - np.log(np.exp(values).sum())
+    return result

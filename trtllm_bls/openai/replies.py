@@ -1,0 +1,96 @@
+"""One HTTP exchange as ASGI messages: the body read within a limit, one reply, however it ends."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from trtllm_bls.openai.errors import ApiError
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_STREAM = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events
+)
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """The header's value, empty where it was not sent; ``name`` in small letters."""
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request's body. Raises ``ApiError`` 413 above ``limit`` bytes, 415 for another type."""
+    kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
+    if kind not in (b"", b"application/json"):
+        raise ApiError(415, "the body must be JSON; send Content-Type: application/json")
+    length = header(scope, b"content-length")
+    if length.isdigit() and int(length) > limit:
+        raise _too_large(limit)
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise _too_large(limit)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _too_large(limit: int) -> ApiError:
+    # The rest of the body is not read: the connection cannot serve another request.
+    message = f"the body is larger than {limit} bytes, which is the limit"
+    return ApiError(413, message, headers={"connection": "close"})
+
+
+class Reply:
+    """The reply to one request: one JSON body, or events."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        given = header(scope, b"x-request-id")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        self.begun = False
+        self._send = send
+
+    async def json(
+        self, body: Any, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        """The whole reply; ``body`` may be JSON already."""
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        pairs = [(key.encode(), value.encode()) for key, value in (headers or {}).items()]
+        pairs += [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(data)),
+        ]
+        await self._start(status, pairs)
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def error(self, error: ApiError) -> None:
+        """The error as the reply, or as the last event where the reply has begun."""
+        if self.begun:
+            await self.events(error.event, end=True)
+        else:
+            await self.json(error.body, error.status, error.headers)
+
+    async def events(self, data: bytes, end: bool = False) -> None:
+        """Some events, the first with the headers; waits while the client does not read."""
+        if not self.begun:
+            await self._start(200, list(_STREAM))
+        await self._send({"type": "http.response.body", "body": data, "more_body": not end})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.begun = True
+        headers.append((b"x-request-id", self.request_id))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})

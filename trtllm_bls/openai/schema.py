@@ -1,0 +1,157 @@
+"""What a request may hold: types and ranges, once, for decoding and for ``/openapi.json``.
+
+``null`` counts as absent. A field that nobody knows is logged and ignored, since clients send what
+other servers take; one that would change the answer and cannot be honoured is refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+
+from trtllm_bls.openai.errors import ApiError, invalid
+
+log = logging.getLogger(__name__)
+
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_INT32)]
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_INT32)]
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_INT32)]
+Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Bias: TypeAlias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """Of a stream alone."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # no effect: nothing is padded
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """The fields of both kinds of requests."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    stop: Word | Annotated[list[Word], msgspec.Meta(max_length=4)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-_INT64 - 1, le=_INT64)] | None = None
+    # No effect here, and of the right type nevertheless.
+    user: str | None = None
+    # Beyond OpenAI's own API, as vLLM names them.
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=_INT32)] | None = None
+    min_tokens: Natural | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    bad_words: list[Word] | None = None
+    request_id: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
+    # Speculative decoding, as ``tensorrt_llm_bls`` names it.
+    draft_source: str | None = None
+    num_draft_tokens: Natural | None = None
+
+
+class ChatRequest(Common, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class CompletionRequest(Common, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=0, le=128)] | None = None
+
+
+# Fields of OpenAI's, of other servers' and of old clients' that have no effect here.
+_NO_EFFECT = {
+    *("service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "parallel_tool_calls", "verbosity"),
+    "spaces_between_special_tokens",
+}
+# Would change the answer. Each may have the value that asks for nothing.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options", "suffix"), ()),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "min_p": (0,),
+    "priority": (0,),
+    "use_beam_search": (False,),
+    "truncate_prompt_tokens": (),
+    "return_token_ids": (False,),
+    "prompt_logprobs": (),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), ()),
+    **dict.fromkeys(("guided_grammar", "regex", "ebnf"), ()),
+}
+
+_Kind = TypeVar("_Kind", bound=Common)
+_seen: set[str] = set()  # unknown fields that the log has named
+
+
+def decode(body: bytes, kind: type[_Kind]) -> _Kind:
+    """The request in ``body``. Raises ``ApiError`` 400, with ``param`` where a field is wrong."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON that can be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    for name in fields.keys() - set(kind.__struct_fields__):
+        _check_further(name, fields[name])
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error)) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+
+
+def _check_further(name: str, value: Any) -> None:
+    """A field that the schema does not have."""
+    if name in _REFUSED:
+        if value is not None and value not in _REFUSED[name]:
+            raise invalid(name, "is not supported by this server", "unsupported_parameter")
+    elif name not in _NO_EFFECT and name not in _seen and len(_seen) < 100:
+        _seen.add(name)
+        log.info("requests bring the field %.80r, which is unknown and has no effect", name)
+
+
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+
+
+def _wrong_field(message: str) -> ApiError:
+    """What msgspec says of a value, with the field in front."""
+    if missing := _MISSING.match(message):
+        return ApiError(400, f"{missing[1]}: is missing", param=missing[1])
+    if place := _PLACE.match(message):
+        problem = place[1][:1].lower() + place[1][1:]
+        return ApiError(400, f"{place[2]}: {problem}", param=place[2])
+    return ApiError(400, message)

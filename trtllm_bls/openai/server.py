@@ -1,0 +1,157 @@
+"""uvicorn with this API: one process or several on one socket, drained on SIGTERM."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.supervisors import Multiprocess
+
+from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.parameters import BlsParameters
+from trtllm_bls.services.deployment import Deployment
+
+MAX_HEADER_BYTES = 64 * 1024
+_KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, which then close first
+_PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How the API is served. ``port`` 0: any free one; ``exit_timeout``: seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 9000
+    workers: int = 1
+    exit_timeout: int = 30
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+class LimitedHeaders(HttpToolsProtocol):
+    """uvicorn's protocol, which by itself reads headers of any size."""
+
+    _header_bytes = 0
+    _in_headers = True
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_headers:
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
+            self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+            self.transport.write(b"content-length: 0\r\nconnection: close\r\n\r\n")
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_headers, self._header_bytes = True, 0
+        super().on_message_complete()
+
+
+def uvicorn_options(exit_timeout: int) -> dict[str, Any]:
+    """What uvicorn is told apart from where it listens."""
+    return {
+        "http": LimitedHeaders,
+        "ws": "none",
+        "lifespan": "on",
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "timeout_keep_alive": _KEEP_ALIVE_S,
+        "timeout_graceful_shutdown": exit_timeout,
+    }
+
+
+def serve(parameters: BlsParameters, api: ApiSettings, server: ServerSettings) -> int:
+    """Serve until SIGTERM or SIGINT; requests that run then have ``exit_timeout`` seconds to end.
+
+    Returns the exit code. Raises ``SetupError``.
+    """
+    listening = _listen(server)
+    with listening, TemporaryDirectory(prefix="trtllm-bls-openai-") as shared:
+        if server.workers > 1:
+            api = replace(api, shared=Path(shared))
+        _serve(parameters, api, server, listening)
+    return 0
+
+
+def _serve(
+    parameters: BlsParameters, api: ApiSettings, server: ServerSettings, listening: socket.socket
+) -> None:
+    host, port = listening.getsockname()[:2]
+    scheme = "http" if server.certificate is None else "https"
+    shown = f"[{host}]" if ":" in host else host
+    config = uvicorn.Config(
+        partial(make_app, parameters, api, os.getpid()),
+        factory=True,
+        workers=server.workers,
+        ssl_certfile=server.certificate,
+        ssl_keyfile=server.key,
+        **uvicorn_options(server.exit_timeout),
+    )
+    print(f"OpenAI API: {scheme}://{shown}:{port}/v1", flush=True)
+    if server.workers == 1:
+        _run(config, listening)
+    else:
+        Multiprocess(config, sockets=[listening]).run()
+
+
+def _run(config: uvicorn.Config, listening: socket.socket) -> None:
+    """In this process. uvicorn ends by the signal that stopped it; here that is a normal end."""
+    before = {
+        number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        uvicorn.Server(config).run([listening])
+    except SystemExit as error:
+        raise SetupError(f"the API did not start (exit code {error.code})") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> Starlette:
+    """The application of one process. Raises ``SetupError``."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("trtllm_bls").setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if os.getpid() != started_by:  # a worker
+        end_with_parent()
+    return create_app(Deployment(parameters, model_name=api.model_names[0]), api)
+
+
+def end_with_parent() -> None:
+    """Have this process drain and end when the one that started it is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _listen(server: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        listening = socket.create_server((server.host, server.port), family=family, backlog=2048)
+    except OSError as error:
+        problem = (error.strerror or str(error)).lower()
+        raise SettingsError(
+            f"--port {server.port} on {server.host}: {problem}; stop what uses it or choose another"
+        ) from error
+    listening.set_inheritable(True)
+    return listening
