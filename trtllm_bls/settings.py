@@ -82,7 +82,7 @@ class ServeSettings:
 
     @property
     def plain_host(self) -> str:
-        """Where HTTP and metrics listen, which know no TLS: on this machine alone if gRPC does."""
+        """Where all but gRPC listens, without TLS: on this machine alone if gRPC has it."""
         return self.host if self.tls_cert is None else "127.0.0.1"
 
     def __post_init__(self) -> None:

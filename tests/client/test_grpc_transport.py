@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import ssl
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
 from typing import Any
@@ -19,7 +21,7 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import DataReceived, RequestReceived, StreamReset
 
-from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
+from trtllm_bls.engines.grpc_transport import _H2, Connection, GrpcCall, GrpcError
 
 MEGABYTE = 1 << 20
 UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
@@ -792,3 +794,27 @@ def test_a_cancelled_stream_is_reset_and_its_late_messages_are_dropped() -> None
         assert caller.messages == [b"early"] and not caller.over
 
     against(script)(scenario)
+
+
+def test_cancelled_calls_are_forgotten() -> None:
+    """A process that cancels all day remembers the last few thousand, not each of them."""
+    connection = _H2(H2Configuration(header_encoding=None))
+    connection.initiate_connection()
+    headers = [(b":method", b"POST"), (b":path", b"/"), (b":scheme", b"http"), (b":authority", b"")]
+
+    def cancel(calls: int) -> int:
+        for _ in range(calls):
+            stream = connection.get_next_available_stream_id()
+            connection.send_headers(stream, headers)
+            connection.reset_stream(stream)
+            connection.data_to_send()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    cancel(_H2.MAX_CLOSED_STREAMS)
+    tracemalloc.start()
+    try:
+        first = cancel(1000)
+        assert cancel(1000) - first < 20_000, "h2's own memory grows by 90 KB here"
+    finally:
+        tracemalloc.stop()
