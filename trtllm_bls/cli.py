@@ -68,6 +68,12 @@ def _model_settings(command: _Command) -> _Command:
             _setting(
                 "model", "Checkpoint directory of the model (default: the demo's).", type=_PATH
             ),
+            _setting(
+                "engine",
+                "Engine to use instead of one in this server: trtllm://HOST:PORT (trtllm-serve "
+                "--grpc), triton+grpc://HOST:PORT/MODEL, several with commas; or triton:MODEL. "
+                "--model then only names a tokenizer.",
+            ),
             _setting("draft_model", "Checkpoint directory of the draft model.", type=_PATH),
             _setting("model_repository", "Model repository (default: our own).", type=_PATH),
             _setting("server", "tritonserver: its directory or its binary.", type=_PATH),

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters import rows_of
+from trtllm_bls.parameters import EngineChoice, parse_engine, rows_of
+from trtllm_bls.parameters.engine_choice import ENGINE
 
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 
@@ -58,6 +59,7 @@ class ServeSettings:
     server: Path | None = None
     model: Path | None = None
     draft_model: Path | None = None
+    engine: str | None = None
     model_repository: Path | None = None
     host: str = "127.0.0.1"
     expose: bool = False
@@ -93,6 +95,11 @@ class ServeSettings:
                 "knows no passwords; add --expose if that is meant"
             )
         _check_tls(self)
+        if self.engine_is_elsewhere:
+            if self.model is None and self.model_repository is None:
+                raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
+            if self.draft_model is not None:
+                raise SettingsError(f"--engine {self.engine}: takes no --draft-model")
         for name in ("http_port", "grpc_port", "metrics_port", "openai_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise SettingsError(f"{option(name)} {getattr(self, name)}: must be 0 to 65535")
@@ -100,6 +107,20 @@ class ServeSettings:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise SettingsError(f"{option(name)} {value}: must be at least 1")
+
+    @property
+    def engine_choice(self) -> EngineChoice | None:
+        """``engine``, read. Raises ``SettingsError``."""
+        try:
+            return parse_engine(self.engine) if self.engine is not None else None
+        except ValueError:
+            raise SettingsError(f"--engine {self.engine!r}: use {ENGINE.expected}") from None
+
+    @property
+    def engine_is_elsewhere(self) -> bool:
+        """Whether the server runs no engine of its own."""
+        choice = self.engine_choice
+        return choice is not None and choice.is_elsewhere
 
 
 def _check_tls(settings: ServeSettings) -> None:
@@ -115,7 +136,8 @@ def _check_tls(settings: ServeSettings) -> None:
         raise SettingsError("--tls-client-ca: needs --tls-cert and --tls-key")
     named = {row.parameter: row.value for row in settings.overrides}
     own = {"engine_tls_cert", "engine_tls_key"} <= named.keys()
-    if not own and named.get("engine_transport") != "bls":
+    loopback = named.get("engine_transport") != "bls" and not settings.engine_is_elsewhere
+    if loopback and not own:
         raise SettingsError(
             "--tls-client-ca: tensorrt_llm_bls calls the server too and needs a certificate of its "
             "own from that authority: add --set tensorrt_llm_bls.engine_tls_cert=FILE and "

@@ -99,7 +99,9 @@ def server_environment(
     environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
     environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
     environment[MAX_STREAMS] = str(settings.max_streams)
-    if settings.tls_cert is not None:  # the models reach the server at an address without a name
+    if (
+        settings.tls_cert is not None and not settings.engine_is_elsewhere
+    ):  # the models reach the server at an address without a name
         environment[ENGINE_TLS_PIN] = os.path.abspath(settings.tls_cert)
     if settings.threads is not None:
         environment[THREADS] = str(settings.threads)
@@ -127,7 +129,8 @@ def model_directories(settings: ServeSettings) -> dict[str, str]:
         if not directory.is_dir():
             raise SetupError(f"{option} {directory}: no such directory")
         if settings.model_repository is None:  # else its models say what the directory is for
-            check_checkpoint(directory)
+            if not settings.engine_is_elsewhere:
+                check_checkpoint(directory)
             check_tokenizer(directory)
         directories[variable] = str(directory)
     return directories

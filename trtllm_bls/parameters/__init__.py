@@ -5,6 +5,7 @@
 reads a model's own at load. ``python -m trtllm_bls.parameters`` prints ``docs/parameters.md``.
 """
 
+from trtllm_bls.parameters.engine_choice import EngineChoice, EngineKind, parse_engine
 from trtllm_bls.parameters.kinds import Parameter, is_true
 from trtllm_bls.parameters.reading import (
     BlsParameters,
@@ -36,11 +37,14 @@ __all__ = [
     "TABLE",
     "THREADS",
     "BlsParameters",
+    "EngineChoice",
+    "EngineKind",
     "EngineParameters",
     "Parameter",
     "Parameters",
     "check",
     "is_true",
+    "parse_engine",
     "request_limits",
     "rows_of",
     "suggestion",

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters.engine_choice import ENGINE, LOCAL_ENGINE
 from trtllm_bls.parameters.kinds import (
     DIRECTORY,
     FILE,
@@ -60,6 +61,30 @@ TABLE = (
         FLAG,
         "false",
         "Each response of a stream holds all text so far, not the new text alone.",
+    ),
+    Parameter(
+        "engine",
+        _BLS,
+        ENGINE,
+        "",
+        "Where tokens come from: a model of this server, of other Triton servers, or "
+        "TensorRT-LLM's own gRPC service. Of several addresses each request takes the least "
+        "loaded. Empty: `triton:` and `tensorrt_llm_model_name`.",
+    ),
+    Parameter(
+        "engine_max_sequence_tokens",
+        _BLS,
+        count(0),
+        "0",
+        "Longest prompt and completion together, in tokens, of a `trtllm://` engine, which does "
+        "not tell unless it was started with `--max_seq_len`; 0 = what it tells.",
+    ),
+    Parameter(
+        "engine_resume",
+        _BLS,
+        FLAG,
+        "false",
+        "With several addresses: a greedy or seeded request goes on when its engine is lost.",
     ),
     Parameter(
         "engine_transport",
@@ -236,6 +261,14 @@ TABLE = (
         "false",
         "Leave the prompt out of the answer to a request that does not say.",
         shipped="true",
+    ),
+    Parameter(
+        "engine",
+        _ENGINE,
+        LOCAL_ENGINE,
+        "embedded",
+        "What makes the tokens: the embedded engine, TensorRT-LLM's LLM API in this process, or "
+        "TensorRT-LLM's own gRPC service.",
     ),
     Parameter("max_batch", _ENGINE, count(0), "32", "Sequences that run at once."),
     Parameter(

@@ -19,6 +19,7 @@ from trtllm_bls.services.metrics import TritonMetrics
 from trtllm_bls.services.request_log import RequestLog
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.services.target import is_service, target_engine
 from trtllm_bls.speculative import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
@@ -90,7 +91,8 @@ def _engine(
         repository=parameters.repository,
     )
     draft: Engine | None = None
-    if parameters.draft and _same_vocabulary(parameters, tokenizer):
+    target = target_engine(parameters, route, tokenizer)
+    if parameters.draft and not is_service(parameters) and _same_vocabulary(parameters, tokenizer):
         draft = TritonEngine(parameters.draft, route)
     source = parameters.draft_source
     options = SpeculationOptions(
@@ -101,7 +103,7 @@ def _engine(
         overlap=parameters.overlap_drafts,
     )
     return RoutingEngine(
-        TritonEngine(parameters.target, route),
+        target,
         draft,
         options,
         by_default=source != "off",
