@@ -99,9 +99,8 @@ def server_environment(
     environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
     environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
     environment[MAX_STREAMS] = str(settings.max_streams)
-    if (
-        settings.tls_cert is not None and not settings.engine_is_elsewhere
-    ):  # the models reach the server at an address without a name
+    if settings.tls_cert is not None and not settings.engine_is_elsewhere:
+        # The models reach the server at an address, which its certificate need not name.
         environment[ENGINE_TLS_PIN] = os.path.abspath(settings.tls_cert)
     if settings.threads is not None:
         environment[THREADS] = str(settings.threads)
