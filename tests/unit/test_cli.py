@@ -45,7 +45,7 @@ def test_serve_offers_every_setting_with_its_default() -> None:
     assert ServeSettings(**parsed) == ServeSettings()
 
 
-@pytest.mark.parametrize("name", ["serve", "demo"])
+@pytest.mark.parametrize("name", ["serve", "demo", "configure", "doctor", "recipe"])
 def test_help_has_examples_that_parse(name: str) -> None:
     """An example in the help is a promise."""
     shown = command(name).get_help(click.Context(main, info_name="trtllm-bls"))
@@ -61,7 +61,7 @@ def test_help_lists_every_command() -> None:
     """Also those that live elsewhere."""
     code, output = run("--help")
     assert code == 0
-    for name in ("configure", "demo", "generate", "serve"):
+    for name in ("configure", "demo", "generate", "openai", "serve"):
         assert f"\n  {name} " in output
 
 

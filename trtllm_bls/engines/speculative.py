@@ -113,10 +113,17 @@ class SpeculativeRun:
         self, request: EngineRequest, rounds: SpeculativeRounds, chunks: QueuedChunks
     ) -> None:
         async with aclosing(await self._admitted(request)) as stream:
-            async for chunk in stream:
-                self._emit(rounds.decoded(chunk, _now()), chunks)
-                if not chunk.final and rounds.may_leave(_now()):
+            await stream.wait()
+            while arrived := stream.take():
+                now = _now()
+                for chunk in arrived:
+                    entered = rounds.decoded(chunk, now)
+                    self._emit(entered, chunks)
+                    if entered.final:  # what the target says beyond it is not the answer's
+                        break
+                if not arrived[-1].final and rounds.may_leave(now):
                     break
+                await stream.wait()
         rounds.stopped()
 
     async def _whole(self, request: EngineRequest) -> EngineChunk:

@@ -34,7 +34,7 @@ are loop seconds, handed in. The file is long because the machine is one. Knows 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import takewhile
 from typing import TypeAlias
@@ -45,7 +45,6 @@ from trtllm_bls.messages import (
     EngineLimits,
     EngineRequest,
     FinishReason,
-    SpeculationCounts,
 )
 from trtllm_bls.speculative.answer_figures import AnswerFigures
 from trtllm_bls.speculative.cost_model import Stopwatch
@@ -356,6 +355,7 @@ class SpeculativeRounds:
         if drafted:
             self.stats.add_round(guess.source, drafted, accepted)
             self._shared.totals.add_round(guess.source, drafted, accepted)
+            self._figures.counts = self.stats.counts
             self._lengths.add_round(guess.source, drafted, accepted, generated)
         else:  # the end itself was the guess
             ended = self._progress.finish is FinishReason.END_ID
@@ -434,16 +434,7 @@ class SpeculativeRounds:
     # --- the answer ---------------------------------------------------------------------------
 
     def _entered(self, chunk: EngineChunk, kept: int) -> EngineChunk:
-        stats = self.stats
-        counts = SpeculationCounts(
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            predicted=stats.predicted,
-            predicted_accepted=stats.predicted_accepted,
-        )
-        entered = self._figures.add(chunk, kept, self._progress.finish)
-        return replace(entered, speculation=counts)
+        return self._figures.add(chunk, kept, self._progress.finish)
 
 
 def _without_first(draft: Draft) -> Draft:

@@ -23,6 +23,7 @@ class SpeculationShared:
     ``one_step`` tells whether the target ends every request after one step, as engines built for
     external drafts do; ``None`` until it is known. ``overlapped_times`` are of verifications beside
     which the draft model worked, ``verify_times`` of the others; ``overlap_rounds`` counts both.
+    ``pauses`` counts the requests that have ceased to draft for a while.
     """
 
     in_flight: int = 0
@@ -40,6 +41,7 @@ class SpeculationShared:
         default_factory=lambda: {source: Acceptance() for source in DraftSource}
     )
     overlap_rounds: int = 0
+    pauses: int = 0
     _draft_off_until: float = 0.0
 
     def costs(self, source: DraftSource) -> Costs:
