@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.fake_engine_server import run
+from tests.helpers.fake_engine_server import Triton, run
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.scripted_services import EOS, playing, reaching
+from trtllm_bls.engines.grpc_transport import Connection
+from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.scripted import Fault, Script
 from trtllm_bls.engines.scripted_tokens import reciting, table
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
@@ -289,6 +291,60 @@ def test_closing_aborts_what_runs() -> None:
     run(scenario())
 
 
+def test_a_call_that_is_cancelled_alone_leaks_half_of_the_time() -> None:
+    """Of the played server, as of the real one: what aborting first is for."""
+
+    async def scenario() -> None:
+        async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
+            connection = Connection(url)
+            asked = service_request(replace(ASK, max_tokens=800), "id", EOS, NO_LIMITS)
+            for number in range(4):
+                asked.message.request_id = str(number)
+                arrived = asyncio.Event()
+                call = connection.open(
+                    messages.SERVICE + "Generate", lambda _, seen=arrived: seen.set(), print
+                )
+                call.send(asked.message.SerializeToString())
+                call.half_close()
+                await arrived.wait()
+                call.cancel()
+            await until(lambda: service.live == 2)
+            assert service.aborted == []
+            await connection.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_services_stand_in_for_each_other(resume: bool) -> None:
+    """One that goes down loses no request that has no token, and with ``resume`` none at all."""
+
+    async def scenario() -> None:
+        script = Script(step_seconds=0.002)
+        async with playing(LONG, script) as (one, url), playing(LONG, script) as (two, other):
+            settings = ServiceSettings(eos_id=EOS)
+            parts = [TrtllmServiceEngine(each, settings) for each in (url, other)]
+            engine = ReplicatedEngine(parts, resume=resume)
+            await engine.limits()
+            stream = engine.generate(replace(ASK, max_tokens=60))
+            await stream.wait()
+            first = stream.take()
+            await one.stop()
+            if resume:
+                rest = [chunk async for chunk in stream]
+                assert ids([*first, *rest]) == list(range(10, 70))
+            else:
+                with pytest.raises(EngineUnavailable):
+                    async for _ in stream:
+                        pass
+            await engine.limits()
+            assert len(ids(await read(engine, replace(ASK, max_tokens=60)))) == 60
+            assert two.requests
+            await engine.close()
+
+    run(scenario())
+
+
 # --- errors ---------------------------------------------------------------------------------
 
 
@@ -356,12 +412,11 @@ def test_a_server_that_is_not_healthy_is_not_ready() -> None:
 
 def test_another_grpc_server_is_named_as_such() -> None:
     async def scenario() -> None:
-        async with reaching(RULE) as (engine, _):
-            error = engine.failure
-            from trtllm_bls.engines.grpc_transport import GrpcError
-
-            told = error(GrpcError("UNIMPLEMENTED", "Method not found!"))
-            assert "is no TrtllmService" in str(told)
+        async with Triton() as triton:
+            engine = TrtllmServiceEngine(triton.url)
+            with pytest.raises(EngineUnavailable, match="another gRPC service answers there"):
+                await engine.limits()
+            await engine.close()
 
     run(scenario())
 

@@ -140,7 +140,8 @@ def test_the_slurm_script_starts_one_server_per_rank(
     assert f"#SBATCH --ntasks={server_ranks}\n" in script.read_text()
     programs = tmp_path / "bin"
     programs.mkdir()
-    stand_in(programs / "srun", 'shift; for rank in 0 1; do SLURM_PROCID=$rank "$@"; done')
+    srun = 'while [[ $1 == --* ]]; do shift; done; for n in 0 1; do SLURM_PROCID=$n "$@"; done'
+    stand_in(programs / "srun", srun)
     stand_in(programs / "server", 'echo "${TRTLLM_ORCHESTRATOR:-leader} $*"')
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "SERVER": str(programs / "server")}
     ran = subprocess.run(

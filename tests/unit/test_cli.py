@@ -61,7 +61,7 @@ def test_help_lists_every_command() -> None:
     """Also those that live elsewhere."""
     code, output = run("--help")
     assert code == 0
-    for name in ("configure", "demo", "generate", "serve"):
+    for name in ("configure", "demo", "generate", "openai", "serve"):
         assert f"\n  {name} " in output
 
 

@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from tests.helpers.fake_engine_server import ASK, Say, Triton, run
 from tests.unit.test_deployment import deployed, parameters
 from trtllm_bls.bundled import DEMO, REPOSITORY
 from trtllm_bls.engines.replicas import ReplicatedEngine
@@ -80,6 +81,23 @@ def test_the_choice_becomes_an_engine() -> None:
     both = target_of(engine=parse_engine("triton+grpc://a:1/m,b:2"), engine_resume=True)
     assert isinstance(both, ReplicatedEngine)
     assert both.resume
+
+
+def test_models_of_other_servers_stand_in_for_each_other() -> None:
+    """Where one of them is down, the other answers."""
+
+    async def scenario() -> None:
+        async with Triton(Say((7, 8), final=True)) as one, Triton(Say((7, 8), final=True)) as two:
+            choice = parse_engine(f"triton+grpc://{one.url}/tensorrt_llm,{two.url}")
+            deployment = Deployment(parameters(engine=choice))
+            for _ in range(2):
+                await deployment.engine.limits()
+                chunks = [chunk async for chunk in deployment.engine.generate(ASK)]
+                assert chunks[0].token_ids == (7, 8)
+                await one.__aexit__()
+            await deployment.close()
+
+    run(scenario())
 
 
 def test_a_service_gets_no_draft_model() -> None:

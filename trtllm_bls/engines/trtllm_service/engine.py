@@ -41,9 +41,10 @@ _READ = (1, 3, 0, 29)  # 1.3.0rc29, whose source was read; earlier ones ignore s
 
 _TOO_LONG = re.compile(
     r"maximum context length|default_max_tokens.*must be greater than 0|max_num_tokens"
-    r"|(prompt|input) length.*exceed|exceeds? max_(input|seq)_len",
+    r"|message larger than max|(prompt|input) length.*exceed|exceeds? max_(input|seq)_len",
     re.IGNORECASE,
 )
+_OTHER = "another gRPC service answers there, not TrtllmService"
 _UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 
 log = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class TrtllmServiceEngine:
         """A call's status as an error of ours."""
         details = error.details.strip().partition("\n")[0] or error.status
         if error.status == "UNIMPLEMENTED":
-            return EngineError(f"{self.name} is no TrtllmService: {details}")
+            return EngineError(f"{self.name}: {_OTHER}")
         if _TOO_LONG.search(error.details):
             return InvalidRequest("input_ids", details)
         if error.status in _UNREACHABLE:
@@ -172,7 +173,7 @@ class TrtllmServiceEngine:
         try:
             status = (await self._ask("HealthCheck", timeout)).status
         except GrpcError as error:
-            return error.details
+            return _OTHER if error.status == "UNIMPLEMENTED" else error.details
         return None if status == "OK" else f"it is not healthy: {status}"
 
     async def _open(self) -> None:
