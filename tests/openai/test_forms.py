@@ -210,7 +210,7 @@ def test_json_is_an_object(real: openai.OpenAI) -> None:
             "tool_choice",
         ),
         ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
-        ({"prediction": {"type": "content"}}, "prediction"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"extra_body": {"structured_outputs": {"xml": "a"}}}, "structured_outputs"),
     ],

@@ -167,9 +167,11 @@ _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 
 def _wrong_field(message: str) -> ApiError:
     """What msgspec says of a value, with the field in front."""
+    place = _PLACE.match(message)
     if missing := _MISSING.match(message):
-        return ApiError(400, f"{missing[1]}: is missing", param=missing[1])
-    if place := _PLACE.match(message):
+        name = f"{place[2]}.{missing[1]}" if place else missing[1]
+        return ApiError(400, f"{name}: is missing", param=name)
+    if place:
         problem = place[1][:1].lower() + place[1][1:]
         return ApiError(400, f"{place[2]}: {problem}", param=place[2])
     return ApiError(400, message)
