@@ -21,7 +21,9 @@ from trtllm_bls.settings import Override, ServeSettings
 _ELSEWHERE = {
     "configure": "trtllm_bls.configure:command",
     "doctor": "trtllm_bls.doctor:command",
+    "drain": "trtllm_bls.commands.drain:command",
     "generate": "trtllm_bls.commands.streaming:main",
+    "health": "trtllm_bls.health.command:command",
     "openai": "trtllm_bls.openai.command:main",
     "recipe": "trtllm_bls.configure.recipe_command:command",
 }
@@ -131,6 +133,7 @@ def main() -> None:
 @_setting("http_port", "HTTP port; 0 = any free port.")
 @_setting("grpc_port", "gRPC port; 0 = any free port.")
 @_setting("metrics_port", "Metrics port; 0 = any free port.")
+@_setting("health_port", "Port of /health/live, /health/ready, /health/startup; 0 = any free port.")
 @_setting("openai_port", "Port of the OpenAI API; 0 = none.")
 @_setting("openai_workers", "Processes of the OpenAI API.")
 @_setting(
@@ -155,6 +158,16 @@ def main() -> None:
 )
 @_setting("exit_timeout", "Seconds that running requests have to end when stopping.")
 @_setting("ready_timeout", "Seconds that the models have to load.")
+@_setting(
+    "stall_timeout",
+    "Seconds without any progress after which the server is not ready; after twice as long it "
+    "has failed.",
+)
+@_setting(
+    "on_failure",
+    "What to do when the server or one of its processes dies, stops or is stuck.",
+    type=click.Choice(["restart", "exit"]),
+)
 @_setting("log_file", "Append the server's whole log to this file.", type=_PATH)
 def serve(verbose: bool, **options: Any) -> None:
     """Serve a model until Ctrl-C or SIGTERM; a second one does not wait for running requests.

@@ -21,7 +21,7 @@ _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.
 
 _AT_LEAST_ONE = (
     *("max_streams", "threads", "bls_instances", "openai_workers"),
-    *("exit_timeout", "ready_timeout"),
+    *("exit_timeout", "ready_timeout", "stall_timeout"),
 )
 
 
@@ -66,6 +66,7 @@ class ServeSettings:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    health_port: int = 8003
     openai_port: int = 9000
     openai_workers: int = 1
     api_keys_file: Path | None = None
@@ -77,6 +78,8 @@ class ServeSettings:
     overrides: tuple[Override, ...] = ()
     exit_timeout: int = 30
     ready_timeout: int = 900
+    stall_timeout: int = 30
+    on_failure: Literal["restart", "exit"] = "restart"
     log_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -91,7 +94,7 @@ class ServeSettings:
                 raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
             if self.draft_model is not None:
                 raise SettingsError(f"--engine {self.engine}: takes no --draft-model")
-        for name in ("http_port", "grpc_port", "metrics_port", "openai_port"):
+        for name in ("http_port", "grpc_port", "metrics_port", "health_port", "openai_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise SettingsError(f"{option(name)} {getattr(self, name)}: must be 0 to 65535")
         for name in _AT_LEAST_ONE:

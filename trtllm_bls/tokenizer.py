@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _PLAIN_CHAT = ChatOptions()
 _MAX_ID = 2**31 - 1  # ids are int32 on the wire
+# Characters; tokenised sooner than the interpreter's lock is handed over and taken again.
+_SHORT = 1024
 
 
 class Tokenizer:
@@ -53,6 +55,7 @@ class Tokenizer:
             # here, nothing changes the tokenizer later, when several threads share it.
             hf.encode("", verbose=False)
         self._warned_of_bos = False
+        self._bos_id: int | None = hf.bos_token_id  # which transformers looks up anew each time
         self.vocab_size = len(hf)
         self.model_vocab_size = max(self.vocab_size, config_vocab_size)
         self.first_table_id = config_vocab_size or self.vocab_size
@@ -78,7 +81,7 @@ class Tokenizer:
         Raises ``InvalidRequest`` on ``field`` for text that is not valid Unicode.
         """
         token_ids = self._encode(text, add_special_tokens, field)
-        bos = self._hf.bos_token_id
+        bos = self._bos_id
         begins = next(
             (n for n, token_id in enumerate(token_ids) if token_id != bos), len(token_ids)
         )
@@ -154,6 +157,8 @@ class Tokenizer:
             raise InvalidRequest(field, problem) from None
         if self._backend is None:
             ids = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        elif len(text) < _SHORT:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:  # a batch lets other threads run meanwhile, and "fast" spares the offsets' memory
             (encoding,) = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens

@@ -20,6 +20,7 @@ from tests.conformance.engines import LLM_API
 from tests.helpers.scripted_services import EOS, reaching
 from tests.helpers.server_settings import DEMO
 from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.llm_api import LlmApiEngine
 from trtllm_bls.engines.scripted import ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import hashed
@@ -98,8 +99,6 @@ def _cpp_backend(request: EngineRequest) -> str:
 
 async def ask_all() -> dict[str, list[str]]:
     """For each probe what each engine says."""
-    from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
-
     embedded = EmbeddedEngine(DEMO / "target", EmbeddedSettings(threads=1))
     api = _fake_api()
     api.ENGINE = ScriptedEngine(RULE)

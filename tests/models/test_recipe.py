@@ -142,6 +142,8 @@ def test_the_script_is_the_one_of_the_checkpoints_family(tmp_path: Path) -> None
     config.write_text(json.dumps({"model_type": "bloom"}))
     line = error_of(CliRunner().invoke(main, ["recipe", *there, "0.20"]))
     assert "model_type bloom" in line
+    quantized = commands(*there, "0.20", "--precision", "fp8")[0]
+    assert quantized[1].endswith("examples/quantization/quantize.py")
 
 
 def test_the_last_step_is_a_command_of_ours_that_parses() -> None:

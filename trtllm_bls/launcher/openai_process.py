@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def check(settings: ServeSettings) -> bool:
     try:
         socket.create_server((settings.host, settings.openai_port), family=family).close()
     except OSError as error:
-        problem = (error.strerror or str(error)).lower()
+        problem = os.strerror(error.errno).lower() if error.errno else str(error)
         raise SetupError(
             f"port {settings.openai_port} on {settings.host}: {problem}; stop what uses it or "
             "choose another with --openai-port (0 = no OpenAI API)"

@@ -93,6 +93,7 @@ class BlsParameters:
     draft_deadline_seconds: float
     overlap_drafts: bool | None  # None: where it measures faster
     max_streams: int
+    status_dir: str = ""
     engine: EngineChoice | None = None  # None: the model ``target`` of this server
     engine_max_sequence_tokens: int | None = None
     engine_resume: bool = False
@@ -135,6 +136,7 @@ class BlsParameters:
             draft_deadline_seconds=value["draft_deadline_seconds"],
             overlap_drafts=_OVERLAP[value["overlap_drafts"]],
             max_streams=value["max_streams"],
+            status_dir=value["status_dir"],
             engine=value["engine"] or None,
             engine_max_sequence_tokens=value["engine_max_sequence_tokens"] or None,
             engine_resume=value["engine_resume"],

@@ -22,6 +22,8 @@ from trtllm_bls.services.target import is_service, target_engine
 from trtllm_bls.speculative import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
+SHUTTING_DOWN = "the server is shutting down; ask another one"
+
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +49,7 @@ class Deployment:
             limits=parameters.limits,
             expose_kv_cache_metrics=parameters.expose_kv_cache_metrics,
         )
-        admission = Admission(
+        self.admission = Admission(
             parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
         )
         self.orchestrator = Orchestrator(
@@ -55,12 +57,22 @@ class Deployment:
             self.engine,
             defaults,
             on_end=self.reports.add,
-            admission=admission,
+            admission=self.admission,
         )
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to report requests; they run on ``loop``."""
         self.reports.start(loop, self.orchestrator.load)
+
+    def drain(self) -> None:
+        """Refuse what waits; what is speculated goes on as one plain request each."""
+        self.admission.refuse_waiting(SHUTTING_DOWN)
+        self.engine.drain()
+
+    @property
+    def settled(self) -> bool:
+        """Whether no request needs another one to an engine, but those that have just begun."""
+        return self.engine.settled and self.admission.queued == 0
 
     async def close(self) -> None:
         """Close the engines; the last reports are out on return."""
