@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 
 from trtllm_bls import __version__
+from trtllm_bls.chat_parsing import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 from trtllm_bls.settings import Override, ServeSettings
 
@@ -139,6 +140,16 @@ def main() -> None:
 @_setting(
     "api_keys_file", "Keys that clients of the OpenAI API must bring, one a line.", type=_PATH
 )
+@_setting(
+    "tool_parser",
+    "How the model writes tool calls, for the OpenAI API; auto: by its chat template.",
+    type=click.Choice(["auto", "none", *TOOL_FORMATS]),
+)
+@_setting(
+    "reasoning_parser",
+    "How the model marks reasoning, for the OpenAI API; auto: by its chat template.",
+    type=click.Choice(["auto", "none", *REASONING_TAGS]),
+)
 @_setting("max_streams", "Requests that may run at once.")
 @_setting(
     "bls_instances",
@@ -185,7 +196,7 @@ def serve(verbose: bool, **options: Any) -> None:
     Examples:
       trtllm-bls serve
       trtllm-bls serve --model ./llama --draft-model ./llama-small
-      trtllm-bls serve --http-port 9000 --grpc-port 9001 --metrics-port 9002
+      trtllm-bls serve --http-port 7000 --grpc-port 7001 --metrics-port 7002
       trtllm-bls serve --set tensorrt_llm.max_batch=8 --log-file triton.log
     """
     from trtllm_bls.launcher.serve import serve as run

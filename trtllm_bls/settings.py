@@ -70,6 +70,8 @@ class ServeSettings:
     openai_port: int = 9000
     openai_workers: int = 1
     api_keys_file: Path | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_streams: int = int(rows_of("tensorrt_llm_bls")["max_streams"].default)
     threads: int | None = None
     bls_instances: int | Literal["auto"] | None = None

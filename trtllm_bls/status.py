@@ -1,9 +1,10 @@
 """What the processes of one server tell each other, through files in one directory.
 
-Every process of ``tensorrt_llm_bls`` keeps ``<pid>.json`` there: that its threads run, what it has
-sent, which requests run. Whoever is about to stop the server writes ``drain``, the last moment for
-requests, as seconds of ``time.monotonic()``, which all processes of a machine share. A process
-that has sent all its requests to the engine, and takes no more, says so: then Triton may stop.
+Every process of ``tensorrt_llm_bls``, and of the OpenAI API beside it, keeps ``<pid>.json`` there:
+that its threads run, what it has sent, which requests run. Whoever is about to stop the server
+writes ``drain``, the last moment for requests, as seconds of ``time.monotonic()``, which all
+processes of a machine share. A process that has sent all its requests to the engine, and takes no
+more, says so: then Triton may stop.
 
 Files, because either side may be killed at any moment, and because a shell can do the same
 (``touch drain``). Owns their names and form.
@@ -79,6 +80,11 @@ class StatusDirectory:
             return None
         except ValueError:
             return math.inf
+
+    def clear(self) -> None:
+        """Remove all that an earlier server left: its processes' numbers come again."""
+        for file in (*self.path.glob("*.json"), self.path / DRAIN):
+            file.unlink(missing_ok=True)
 
     def forget_drain(self) -> None:
         """Remove what was left by an earlier server. Raises ``OSError``."""

@@ -87,12 +87,11 @@ def watch(url: str, status: Path, stall_s: float, failed: list[str]) -> Watch:
     """Over a server whose processes are this one."""
     me = psutil.Process()
     server = SimpleNamespace(
-        grpc_url=url,
+        probe=lambda: Probe(url, "canary"),
         models=("tensorrt_llm_bls",),
         guard=me,
         process=me,
         status_dir=status,
-        canary_id="canary",
         stop_requested=False,
     )
     bounds = Bounds(stall_s=stall_s)

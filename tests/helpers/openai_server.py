@@ -15,9 +15,11 @@ import uvicorn
 from tests.helpers.scripted_text import tokenizer
 from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.services.deployment import SHUTTING_DOWN
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.tokenizer import Tokenizer
@@ -47,6 +49,16 @@ class ScriptedBackend:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.reports.start(loop, self.orchestrator.load)
+
+    def drain(self) -> None:
+        if self.admission is not None:
+            self.admission.refuse_waiting(SHUTTING_DOWN)
+        if isinstance(self.engine, RoutingEngine):
+            self.engine.drain()
+
+    @property
+    def settled(self) -> bool:
+        return not isinstance(self.engine, RoutingEngine) or self.engine.settled
 
     async def close(self) -> None:
         await self.engine.close()

@@ -12,6 +12,7 @@ import promql_parser
 import pytest
 import yaml
 
+from trtllm_bls.launcher.server_metrics import SERVER_METRICS
 from trtllm_bls.request_stats import CancelCause, Outcome
 from trtllm_bls.services.request_metrics import METRICS
 
@@ -21,6 +22,8 @@ SERIES = {
     for metric in METRICS
     for suffix in (("_bucket", "_sum", "_count") if metric.buckets else ("",))
 }
+LABELS = {name: (*metric.labels, "model") for name, metric in SERIES.items()}
+LABELS |= {metric.name: metric.labels for metric in SERVER_METRICS}
 VALUES = {"outcome": {outcome.value for outcome in Outcome}}
 VALUES["reason"] = {cause.value for cause in CancelCause}
 
@@ -53,9 +56,8 @@ def test_an_expression_asks_for_what_there_is(expression: str) -> None:
     assert sorted(selector.name for selector in found) == sorted(named)
     assert named
     for selector in found:
-        metric = SERIES[selector.name]
         for matcher in selector.matchers.matchers:
-            assert matcher.name in {*metric.labels, "model"}
+            assert matcher.name in LABELS[selector.name]
             if matcher.name in VALUES:
                 assert set(matcher.value.split("|")) <= VALUES[matcher.name]
 
@@ -67,5 +69,6 @@ def test_every_metric_is_on_the_dashboard_and_in_the_document() -> None:
         r"^\| `(\w+)` \| (\w+) \|([^|]*)\|", (ROOT / "docs/metrics.md").read_text(), re.M
     )
     told = {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
-    assert told == {metric.name: (metric.kind, metric.labels) for metric in METRICS}
-    assert [metric.name for metric in METRICS if metric.name not in shown] == []
+    ours = (*METRICS, *SERVER_METRICS)
+    assert told == {metric.name: (metric.kind, metric.labels) for metric in ours}
+    assert [metric.name for metric in ours if metric.name not in shown] == []

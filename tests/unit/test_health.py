@@ -17,13 +17,14 @@ from typing import Any, cast
 import psutil
 import pytest
 from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
 
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Bounds, Observed, ServerProcesses, Verdict, evaluate, find_server
+from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.start_progress import StartProgress
-from trtllm_bls.launcher.supervise import BackOff
 from trtllm_bls.launcher.watch import Watch
 
 SECONDS = 20
@@ -101,10 +102,12 @@ def test_a_dead_stub_is_noticed(children: Tree) -> None:
     looked_at = ServerProcesses(server)
     other.kill()
     assert looked_at.problems() == ()
+    assert list(looked_at.running.values()) == [1, 1]
     stub.kill()
     while stub.status() != psutil.STATUS_ZOMBIE:
         pass
     assert [line.endswith("is dead") for line in looked_at.problems()] == [True]
+    assert list(looked_at.running.values()) == [1, 0]
 
 
 def test_a_stopped_stub_is_noticed_at_the_second_look(children: Tree) -> None:
@@ -149,7 +152,10 @@ def get(url: str) -> tuple[int, dict[str, Any]]:
 
 
 def looking(verdict: Verdict, looked_at: float = float("inf")) -> Watch:
-    return cast(Watch, SimpleNamespace(verdict=verdict, looked_at=looked_at))
+    watch = SimpleNamespace(
+        verdict=verdict, looked_at=looked_at, draining=False, processes={"tritonserver": 1}
+    )
+    return cast(Watch, watch)
 
 
 def test_startup_live_and_ready_are_kept_apart(endpoint: tuple[HealthState, str]) -> None:
@@ -200,6 +206,55 @@ def test_the_reasons_are_told() -> None:
         assert state.answers()["ready"] == ["it is stuck"]
         state.draining = True
         assert state.answers()["ready"] == ["the server is draining", "it is stuck"]
+
+
+def test_a_drain_asked_for_from_outside_ends_readiness() -> None:
+    """Balancers look there, also while a preStop hook drains."""
+    state = HealthState()
+    watch = looking(Verdict())
+    with state.serving(watch):
+        assert state.answers()["ready"] == []
+        watch.draining = True
+        assert state.answers()["ready"] == ["the server is draining"]
+
+
+def test_an_api_that_does_not_answer_ends_readiness() -> None:
+    """Its clients are the server's."""
+    state = HealthState()
+    with state.serving(looking(Verdict())):
+        state.api_problem = "the OpenAI API has ended (SIGKILL)"
+        assert state.answers()["ready"] == ["the OpenAI API has ended (SIGKILL)"]
+        state.api_problem = None
+        assert state.answers()["ready"] == []
+
+
+def test_prometheus_reads_what_readiness_means(endpoint: tuple[HealthState, str]) -> None:
+    """Ready or not, processes, restarts: as metrics on the same port."""
+    state, url = endpoint
+
+    def found() -> dict[str, float]:
+        with urllib.request.urlopen(url.replace("/health", "/metrics"), timeout=20) as answer:
+            text = answer.read().decode()
+        return {
+            sample.name + "".join(sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    with state.serving(looking(Verdict())):
+        state.api_restarts = 2
+        expected = {
+            "trtllm_bls_server_ready": 1.0,
+            "trtllm_bls_server_processestritonserver": 1.0,
+            "trtllm_bls_server_restarts_total": 0.0,
+            "trtllm_bls_openai_restarts_total": 2.0,
+        }
+        until = time.monotonic() + SECONDS
+        while found() != expected:
+            assert time.monotonic() < until, found()
+    state.restarting("a stub is dead")
+    while found()["trtllm_bls_server_ready"] or not found()["trtllm_bls_server_restarts_total"]:
+        assert time.monotonic() < until, found()
 
 
 def test_a_watch_that_is_stuck_is_not_live() -> None:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import grpc
-from tritonclient.grpc import service_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from trtllm_bls.client.events import Result
 from trtllm_bls.client.requests import infer_request
@@ -52,11 +52,15 @@ _COMPRESSION = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """Files (PEM) of a TLS connection; without root certificates those of the system are used."""
+    """Files (PEM) of a TLS connection; without root certificates those of the system are used.
+
+    ``server_name`` is whom the server's certificate names, where that is not the host connected to.
+    """
 
     root_certificates: Path | None = None
     private_key: Path | None = None
     certificate_chain: Path | None = None
+    server_name: str | None = None
 
 
 class Client:
@@ -90,7 +94,10 @@ class Client:
         self._retries = retries
         self._credentials = None if tls is None else _credentials(tls)
         self._compression = _COMPRESSION[compression]
-        self._options = (*_CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", int(keepalive_s * 1000)))
+        keepalive = ("grpc.keepalive_time_ms", int(keepalive_s * 1000))
+        self._options: list[tuple[str, Any]] = [*_CHANNEL_OPTIONS, keepalive]
+        if tls is not None and tls.server_name:
+            self._options.append(("grpc.ssl_target_name_override", tls.server_name))
         self._channel: Any = None
         self._stub: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -179,6 +186,20 @@ class Client:
         """
         required = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0}
         await self.generate(model, request_id=request_id, stop=True, **required)
+
+    async def model_ready(self, model: str, timeout_s: float) -> bool:
+        """Whether the server says so of ``model``, which may be one that it does not have.
+
+        Raises ``ConnectionFailed`` or ``DeadlineExceeded`` if it says nothing.
+        """
+        request: Any = service_pb2.ModelReadyRequest(name=model)
+        try:
+            return bool((await self._stub.ModelReady(request, timeout=timeout_s)).ready)
+        except grpc.aio.AioRpcError as error:
+            translated = _translated(self.url, timeout_s, error)
+            if isinstance(translated, (ConnectionFailed, DeadlineExceeded)):
+                raise translated from error
+            return False
 
     def _send(self, message: Any, deadline_s: float | None, left_s: float | None) -> Reader:
         if self._stub is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -29,27 +30,42 @@ POLL_SECONDS = 0.05
     "--timeout", default=10.0, show_default=True, help="Seconds to wait for the hand-over."
 )
 @click.option("--deadline", default=30.0, show_default=True, help="Seconds until requests are cut.")
-def command(directory: Path, timeout: float, deadline: float) -> None:
-    """Have tensorrt_llm_bls take no new requests, and return once the server may be told to stop.
+@click.option("--wait", is_flag=True, help="Return only when no request runs any more.")
+def command(directory: Path, timeout: float, deadline: float, wait: bool) -> None:
+    """Have a server take no new requests, and return once it may be told to stop.
 
     Requests with speculative decoding go over to one plain request each, which a stopping
     server still serves. What runs after --deadline seconds ends with an error. The exit code is 1
-    if that took longer than --timeout. `trtllm-bls serve` does the same on SIGTERM.
+    if the hand-over took longer than --timeout, or if no process keeps a status in --dir.
+    `trtllm-bls serve` does the same on SIGTERM.
 
     \b
     Examples:
       trtllm-bls drain --dir /run/trtllm-bls
       trtllm-bls drain --dir /run/trtllm-bls --timeout 20 --deadline 60
+      trtllm-bls drain --dir /run/trtllm-bls --wait
     """
     files = StatusDirectory(directory)
     try:
         files.ask_to_drain(time.monotonic() + deadline)
     except OSError as error:
         raise SettingsError(f"--dir {directory}: {error.strerror}") from error
-    until = time.monotonic() + timeout
-    while not files.handed_over and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
+    asked_at = time.monotonic()
+    if not files.read():
+        raise SettingsError(
+            f"--dir {directory}: no process keeps a status there; it is the status_dir of "
+            "tensorrt_llm_bls, and one of this machine"
+        )
+    _sleep_until(lambda: files.handed_over, asked_at + timeout)
+    handed_over = files.handed_over
+    if wait:  # what still runs at the deadline ends then, which takes a moment
+        _sleep_until(lambda: not any(s.running for s in files.read()), asked_at + deadline + 2.0)
     for status in files.read():
         state = "handed over" if status.handed_over else "not handed over"
         click.echo(f"process {status.pid}: {state}, {status.running} requests run")
-    sys.exit(0 if files.handed_over else 1)
+    sys.exit(0 if handed_over else 1)
+
+
+def _sleep_until(condition: Callable[[], bool], until: float) -> None:
+    while not condition() and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)

@@ -7,13 +7,18 @@ import ipaddress
 import json
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import click
 
+from trtllm_bls.client import Tls
 from trtllm_bls.errors import ConnectionFailed, SettingsError
 from trtllm_bls.health.probe import TEXT_MODEL, Probe
 from trtllm_bls.health.processes import ServerProcesses, find_server, free_shared_memory
 from trtllm_bls.health.verdict import CANARY_FAILURES, Bounds, Observed, Verdict, evaluate
+
+_PATH = click.Path(path_type=Path)
 
 
 @click.command()
@@ -30,8 +35,21 @@ from trtllm_bls.health.verdict import CANARY_FAILURES, Bounds, Observed, Verdict
     "--canary/--no-canary", default=True, help=f"Ask {TEXT_MODEL} for a token.", show_default=True
 )
 @click.option("--timeout", default=10.0, show_default=True, help="Seconds that an answer may take.")
+@click.option("--ssl", is_flag=True, help="Connect with TLS.")
+@click.option("--root-certificates", type=_PATH, help="PEM file (TLS).")
+@click.option("--certificate-chain", type=_PATH, help="PEM file (TLS).")
+@click.option("--private-key", type=_PATH, help="PEM file (TLS).")
+@click.option("--server-name", help="Whom the certificate names, if not --url's host (TLS).")
 @click.option("--json", "as_json", is_flag=True, help="Print an object instead of lines.")
-def command(url: str, models: tuple[str, ...], canary: bool, timeout: float, as_json: bool) -> None:
+def command(
+    url: str,
+    models: tuple[str, ...],
+    canary: bool,
+    timeout: float,
+    ssl: bool,
+    as_json: bool,
+    **tls: Any,
+) -> None:
     """Whether a server can serve: exit code 0 if it can, else 1 and a line for each reason.
 
     Asks for the models' state and for one token. On the server's own machine it also looks at
@@ -41,8 +59,10 @@ def command(url: str, models: tuple[str, ...], canary: bool, timeout: float, as_
     Examples:
       trtllm-bls health
       trtllm-bls health --url gpu-host:8001 --timeout 30 --json
+      trtllm-bls health --url gpu-host:8001 --ssl --root-certificates ca.pem
     """
-    verdict = asyncio.run(look(url, models, timeout, canary=canary))
+    secured = Tls(**tls) if ssl else None
+    verdict = asyncio.run(look(url, models, timeout, canary=canary, tls=secured))
     if as_json:
         click.echo(json.dumps({"ready": verdict.ready, "reasons": verdict.reasons}))
     else:
@@ -51,7 +71,9 @@ def command(url: str, models: tuple[str, ...], canary: bool, timeout: float, as_
     sys.exit(0 if verdict.ready else 1)
 
 
-async def look(url: str, models: tuple[str, ...], timeout: float, *, canary: bool) -> Verdict:
+async def look(
+    url: str, models: tuple[str, ...], timeout: float, *, canary: bool, tls: Tls | None = None
+) -> Verdict:
     """One look at the server at ``url``. Raises ``SettingsError`` for what is no address."""
     host, _, port = url.rpartition(":")
     if not host or not port.isdecimal():
@@ -59,7 +81,8 @@ async def look(url: str, models: tuple[str, ...], timeout: float, *, canary: boo
     here = _is_here(host)
     local = find_server(int(port)) if here else None
     processes = ServerProcesses(local).problems() if local is not None else ()
-    missing, error, failures = await _asked(url, models, timeout, canary=canary and not processes)
+    probe = Probe(url, tls=tls)
+    missing, error, failures = await _asked(probe, models, timeout, canary and not processes)
     observed = Observed(
         processes=processes,
         models=missing,
@@ -71,10 +94,10 @@ async def look(url: str, models: tuple[str, ...], timeout: float, *, canary: boo
 
 
 async def _asked(
-    url: str, models: tuple[str, ...], timeout: float, *, canary: bool
+    probe: Probe, models: tuple[str, ...], timeout: float, canary: bool
 ) -> tuple[tuple[str, ...], str, int]:
     """Models that are not ready, and the canary's error with how many failures it counts for."""
-    async with Probe(url) as probe:
+    async with probe:
         try:
             missing = await probe.models_not_ready(models, timeout)
         except ConnectionFailed as error:

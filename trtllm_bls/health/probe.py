@@ -6,12 +6,9 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
-import grpc
-from tritonclient.grpc import service_pb2, service_pb2_grpc
-
-from trtllm_bls.client import Client
+from trtllm_bls.client import Client, Tls
 from trtllm_bls.errors import (
     ConnectionFailed,
     DeadlineExceeded,
@@ -41,14 +38,13 @@ class Probe:
     ``canary_id`` is the id of its requests for a token.
     """
 
-    def __init__(self, url: str, canary_id: str = "trtllm-bls-health") -> None:
-        self._url = url
+    def __init__(
+        self, url: str, canary_id: str = "trtllm-bls-health", tls: Tls | None = None
+    ) -> None:
         self._canary_id = canary_id
-        self._client = Client(url)
+        self._client = Client(url, tls=tls)
 
     async def __aenter__(self) -> Probe:
-        self._channel = grpc.aio.insecure_channel(self._url)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         await self._client.__aenter__()
         return self
 
@@ -59,23 +55,17 @@ class Probe:
         trace: TracebackType | None,
     ) -> None:
         await self._client.close()
-        await self._channel.close()
 
     async def models_not_ready(self, models: Iterable[str], timeout: float) -> tuple[str, ...]:
         """Those that the server says are not. Raises ``ConnectionFailed`` if it says nothing."""
         asked = list(models)
-        answers = await asyncio.gather(*(self._ready(model, timeout) for model in asked))
-        return tuple(model for model, ready in zip(asked, answers, strict=True) if not ready)
-
-    async def _ready(self, model: str, timeout: float) -> bool:
-        request: Any = service_pb2.ModelReadyRequest(name=model)
         try:
-            return bool((await self._stub.ModelReady(request, timeout=timeout)).ready)
-        except grpc.aio.AioRpcError as error:
-            late = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-            if error.code() in late:
-                raise ConnectionFailed(f"{self._url}: {error.details()}") from error
-            return False
+            answers = await asyncio.gather(
+                *(self._client.model_ready(model, timeout) for model in asked)
+            )
+        except DeadlineExceeded as error:
+            raise ConnectionFailed(f"{self._client.url}: {error}") from error
+        return tuple(model for model, ready in zip(asked, answers, strict=True) if not ready)
 
     async def canary(self, timeout: float, model: str = TEXT_MODEL) -> Canary:
         """Ask ``model`` for one token; raises nothing."""

@@ -26,6 +26,8 @@ class ServerProcesses:
                 if _NEEDED.search(" ".join(child.cmdline()[:1])):
                     self._names[child] = _described(child)
         self._stopped: set[psutil.Process] = set()
+        self.running = {name: 0 for name in self._names.values()}
+        """How many run, by name, as the last look found them."""
 
     def problems(self) -> tuple[str, ...]:
         """Which are dead or stopped, a line each.
@@ -34,6 +36,7 @@ class ServerProcesses:
         does not.
         """
         found, stopped = [], set()
+        running = dict.fromkeys(self.running, 0)
         for process, name in self._names.items():
             state = _state(process)
             if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
@@ -42,7 +45,9 @@ class ServerProcesses:
                 stopped.add(process)
                 if process in self._stopped:
                     found.append(f"the process of {name} is stopped")
-        self._stopped = stopped
+            else:
+                running[name] += 1
+        self._stopped, self.running = stopped, running
         return tuple(found)
 
     def wake(self, process: psutil.Process) -> bool:

@@ -66,7 +66,7 @@ def evaluate(observed: Observed, bounds: Bounds, now: float) -> Verdict:
         reasons.append(f"no response has left for {silent:.0f} s")
     stuck = _age(observed.loop_at, now)
     if stuck > bounds.stall_s:
-        reasons.append(f"a process of tensorrt_llm_bls has been stuck for {stuck:.0f} s")
+        reasons.append(f"an event loop has been stuck for {stuck:.0f} s")
     free = observed.shared_memory
     if free is not None and free < bounds.shared_memory:
         reasons.append(f"/dev/shm is full: {free // 1024} KiB are free")

@@ -1,11 +1,11 @@
 """The server's parent: nothing of the server outlives it. Run as a script, never imported.
 
-    python -I -S guard.py '{"command": [...], "workdir": ..., "shared_memory": ...,
-                            "drain": 30, "grace": 40}'
+    python -I -S guard.py '{"command": [...], "workdir": ..., "status": ...,
+                            "shared_memory": ..., "drain": 30, "grace": 40}'
 
 Standard input is the control pipe from the launcher: ``s`` asks the server to stop (it drains what
-runs), ``k`` kills it, end of file means that the launcher is gone and counts as ``s``. Models that
-keep a status in ``<workdir>/status`` are asked to drain before the server is. After the
+runs), ``k`` kills it, end of file means that the launcher is gone and counts as ``s``. What keeps a
+status in the directory ``status`` is asked to drain before the server is told to stop. After the
 server, whatever it started is killed, its shared memory and the working directory are removed,
 and the exit code is the server's (128 + n for signal n).
 
@@ -29,14 +29,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-STATUS = "status"  # in the working directory
 HAND_OVER_POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STOP, KILL = b"s", b"k"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(command: list[str], workdir: str, shared_memory: str, drain: float, grace: float) -> int:
+def main(
+    command: list[str], workdir: str, status: str, shared_memory: str, drain: float, grace: float
+) -> int:
     """Run the command to its end.
 
     After being asked to stop it has ``drain`` seconds for what runs, and is killed after ``grace``.
@@ -50,7 +51,7 @@ def main(command: list[str], workdir: str, shared_memory: str, drain: float, gra
     # Only the server and its stubs may hold the log pipe: its end is how the launcher knows.
     for descriptor in (0, 1, 2):
         os.dup2(devnull, descriptor)
-    code = _watch(server, control, wake, _Stop(server, Path(workdir) / STATUS, drain, grace))
+    code = _watch(server, control, wake, _Stop(server, Path(status), drain, grace))
     _kill_children()
     remove_traces(Path(workdir), shared_memory)
     return code if code >= 0 else 128 - code

@@ -3,6 +3,7 @@
     /health/startup   200 once the server has been ready for the first time
     /health/live      200 unless ``serve`` itself is stuck; it restarts a server by itself
     /health/ready     200 while the server can serve, 503 with the reasons otherwise
+    /metrics          the same for Prometheus, with processes and restarts
 
 Owns what is answered; ``health_server`` answers. Nothing is asked of the server for it, so a probe
 costs nothing and is quick under any load.
@@ -21,6 +22,7 @@ from contextlib import contextmanager, suppress
 
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import health_server
+from trtllm_bls.launcher.server_metrics import written
 from trtllm_bls.launcher.watch import Watch
 
 TELL_S = 0.2
@@ -35,6 +37,8 @@ class HealthState:
         self.started = False
         self.restarts = 0
         self.draining = False
+        self.api_problem: str | None = None  # why the OpenAI API does not answer
+        self.api_restarts = 0
         self._watch: Watch | None = None
         self._reason = "the server is starting"
 
@@ -54,12 +58,12 @@ class HealthState:
         self._reason = f"restarting: {reason}"
 
     def answers(self) -> dict[str, object]:
-        """The reasons against each question, and the number of restarts."""
+        """The reasons against each question, the number of restarts, and all that as metrics."""
         watch = self._watch
         not_ready, not_live = [self._reason], list[str]()
         if watch is not None:
-            not_ready = ["the server is draining"] if self.draining else []
-            not_ready += watch.verdict.reasons
+            not_ready = ["the server is draining"] if self.draining or watch.draining else []
+            not_ready += [*watch.verdict.reasons, *([self.api_problem] if self.api_problem else [])]
             if time.monotonic() - watch.looked_at > _STUCK_S:
                 not_live = ["the watch over the server is stuck"]
         return {
@@ -67,6 +71,12 @@ class HealthState:
             "live": not_live,
             "ready": not_ready,
             "restarts": self.restarts,
+            "metrics": written(
+                not not_ready,
+                watch.processes if watch is not None else {"tritonserver": 0},
+                self.restarts,
+                self.api_restarts,
+            ),
         }
 
 

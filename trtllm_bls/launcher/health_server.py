@@ -2,9 +2,10 @@
 
     python -I -S health_server.py DESCRIPTOR     of a listening socket
 
-Standard input brings what to answer, a JSON object a line: ``restarts``, and for each question
-(``startup``, ``live``, ``ready``) the reasons against it. Its end is the parent's, and ours. A
-parent that says nothing for a minute is stuck, which ``live`` tells.
+Standard input brings what to answer, a JSON object a line: ``restarts``, ``metrics`` (the text of
+``/metrics``), and for each question (``startup``, ``live``, ``ready``) the reasons against it. Its
+end is the parent's, and ours. A parent that says nothing for a minute is stuck, which ``live``
+tells.
 
 A process of its own, because ``serve`` reads the server's log and may wait for a busy machine: a
 probe must not.
@@ -24,6 +25,7 @@ from typing import Any, ClassVar
 
 SILENT_S = 60.0
 _CONNECTION_S = 5.0
+_METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -32,27 +34,37 @@ class Handler(BaseHTTPRequestHandler):
     timeout = _CONNECTION_S  # of a client that says nothing
 
     def do_GET(self) -> None:
-        prefix, _, question = self.path.partition("?")[0].rpartition("/")
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            self._reply(HTTPStatus.OK, self.told["metrics"].encode(), _METRICS)
+            return
+        prefix, _, question = path.rpartition("/")
         reasons = self.told.get(question) if prefix == "/health" else None
         if not isinstance(reasons, list):
-            self._reply(HTTPStatus.NOT_FOUND, {"error": "use /health/startup, live or ready"})
+            self._reply(
+                HTTPStatus.NOT_FOUND,
+                _json({"error": "use /health/startup, live or ready, or /metrics"}),
+            )
             return
         if question == "live" and time.monotonic() - self.told_at > SILENT_S:
             reasons = ["serve is stuck"]
         status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
         answer = {"ok": not reasons, "reasons": reasons, "restarts": self.told["restarts"]}
-        self._reply(status, answer)
+        self._reply(status, _json(answer))
 
-    def _reply(self, status: HTTPStatus, answer: dict[str, Any]) -> None:
-        body = json.dumps(answer).encode()
+    def _reply(self, status: HTTPStatus, body: bytes, kind: str = "application/json") -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Probes come every few seconds, and are not news."""
+
+
+def _json(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer).encode()
 
 
 class Server(ThreadingHTTPServer):

@@ -1,4 +1,6 @@
-"""The OpenAI API beside a server: a child process, started when the models are ready."""
+"""The OpenAI API beside a server: a child process, started when the models are ready, and started
+again when it dies or is stopped.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,18 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 
+import psutil
+
 from trtllm_bls.errors import SetupError
+from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.settings import ServeSettings
@@ -20,6 +27,7 @@ from trtllm_bls.settings import ServeSettings
 MODEL = "tensorrt_llm_bls"  # whose parameters it takes
 _POLL_S = 0.05
 _START_S = 120.0
+_LOOK_S = 0.5
 
 
 def check(settings: ServeSettings) -> bool:
@@ -60,9 +68,13 @@ def chat_curl(url: str, settings: ServeSettings) -> str:
 
 
 class OpenAIProcess:
-    """``trtllm-bls openai`` for a running server; ``stop`` and ``kill`` only ask."""
+    """``trtllm-bls openai`` for a running server; ``kill`` only asks.
 
-    def __init__(self, server: TritonServer) -> None:
+    It drains when the server is asked to stop, as the server's models do. ``on_problem`` is told,
+    on a thread, why it does not answer, and then ``None`` once it does again.
+    """
+
+    def __init__(self, server: TritonServer, on_problem: Callable[[str | None], object]) -> None:
         settings = server.settings
         host = server.host if settings.tls_cert is None else settings.plain_host
         self.url = f"http://{host}:{settings.openai_port}"
@@ -77,19 +89,38 @@ class OpenAIProcess:
         command += ["--served-model-name", model_name(settings)]
         if settings.api_keys_file is not None:
             command += ["--api-keys-file", str(settings.api_keys_file)]
+        command += ["--tool-parser", settings.tool_parser]
+        command += ["--reasoning-parser", settings.reasoning_parser]
+        self._server, self._on_problem = server, on_problem
+        self._command, self._environment = command, server.environment
         self._limit = settings.exit_timeout + GRACE_MARGIN
-        self._process = subprocess.Popen(
-            command,
-            env=server.environment,
+        self._closing = threading.Event()
+        self._keeping = threading.Thread(target=self._keep, name="openai-api", daemon=True)
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is the launcher's to pass on
         )
 
+    def keep(self) -> None:
+        """From here on start it again when it ends, or is stopped."""
+        self._keeping.start()
+
     def wait_until_ready(self) -> None:
         """Return when it answers. Raises ``SetupError`` if it does not."""
         deadline = time.monotonic() + _START_S
         while not self._answers():
+            if self._closing.is_set() or self._server.stop_requested:
+                return
             code = self._process.poll()
             if code is not None:
                 raise SetupError(f"the OpenAI API did not start ({describe_exit(code)})")
@@ -97,21 +128,56 @@ class OpenAIProcess:
                 raise SetupError(f"the OpenAI API did not answer within {_START_S:g} s")
             time.sleep(_POLL_S)
 
-    def stop(self) -> None:
-        """Ask for an orderly end."""
-        self._process.terminate()
-
     def kill(self) -> None:
         """Ask for the end at once."""
         self._process.kill()
 
     def close(self) -> None:
         """End it, at once if it takes longer than running requests have."""
-        self.stop()
+        self._closing.set()
+        if self._keeping.ident is not None:
+            self._keeping.join()
+        self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(self._limit)
         self.kill()
         self._process.wait()
+
+    def _keep(self) -> None:
+        back_off, up_since = BackOff(), time.monotonic()
+        while problem := self._next_problem():
+            if self._server.settings.on_failure == "exit":
+                self._server.fail(problem)
+                return
+            self._on_problem(problem)
+            self._closing.wait(back_off.delay(time.monotonic() - up_since))
+            if self._closing.is_set() or self._server.stop_requested:
+                return
+            self._process = self._start()
+            up_since = time.monotonic()
+            try:
+                self.wait_until_ready()
+            except SetupError:
+                continue  # the next look tells why
+            self._on_problem(None)
+
+    def _next_problem(self) -> str | None:
+        """Wait for the next one, and end the process; ``None`` when it is to end anyway."""
+        looks = 0  # that found it stopped, one after the other
+        while not self._closing.wait(_LOOK_S):
+            code = self._process.poll()
+            if code is not None and self._server.stop_requested:
+                return None
+            if code is not None:
+                return f"the OpenAI API has ended ({describe_exit(code)})"
+            with suppress(psutil.Error):
+                stopped = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+                looks = looks + 1 if stopped else 0
+            if looks > 1:
+                self.kill()
+                self._process.wait()
+                return "the OpenAI API was stopped"
+        return None
 
     def _answers(self) -> bool:
         try:

@@ -19,9 +19,11 @@ from tempfile import gettempdir, mkdtemp
 
 import psutil
 
+from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher import guard
 from trtllm_bls.launcher.checks import SHARED_MEMORY
 from trtllm_bls.launcher.workdir import is_plain
+from trtllm_bls.status import StatusDirectory
 
 # Beyond the server's own exit timeout, for unloading what drained.
 GRACE_MARGIN = 10.0
@@ -39,8 +41,18 @@ class Scratch:
         self.region_prefix = f"trtllm_bls_{uuid.uuid4().hex[:12]}_"
         self.regions = str(SHARED_MEMORY / self.region_prefix)
         self.canary_id = f"health-{uuid.uuid4().hex}"
-        self.status = self.workdir / guard.STATUS  # see ``trtllm_bls.status``
-        self.status.mkdir()
+        self.status = self.workdir / "status"  # see ``trtllm_bls.status``
+
+    def keep_status(self, directory: str) -> None:
+        """Make the status directory, which may be one of the user's, and empty it of what an
+        earlier server left. Raises ``SettingsError``."""
+        if directory:
+            self.status = Path(directory).absolute()
+        try:
+            self.status.mkdir(parents=True, exist_ok=True)
+            StatusDirectory(self.status).clear()
+        except OSError as error:
+            raise SettingsError(f"status_dir {self.status}: {error.strerror}") from error
 
     def remove(self) -> None:
         """Remove all of it; the guard has usually done so."""
@@ -67,6 +79,7 @@ class GuardedProcess:
         order = {
             "command": command,
             "workdir": self._workdir,
+            "status": str(scratch.status),
             "shared_memory": scratch.regions,
             "drain": exit_timeout,
             "grace": exit_timeout + GRACE_MARGIN,

@@ -50,13 +50,22 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         server = TritonServer(settings, terminal)
         stack.callback(server.stop)
         api: list[OpenAIProcess] = []  # one, while it runs
+
+        def on_problem(problem: str | None) -> None:
+            state.api_problem = problem
+            if problem is None:
+                terminal.say("the OpenAI API answers again")
+            else:
+                state.api_restarts += 1
+                terminal.problem(f"{problem}; starting it again")
+
         last_signal = stack.enter_context(_stopping_on_signals(server, state, api))
         try:
             with terminal.lines_of_failure():
                 supervisor = Supervisor(server, terminal, state)
                 forced = supervisor.run(
                     lambda: _announce(server, endpoint.port, api),
-                    lambda: _beside(server, api, wanted=with_api),
+                    lambda: _beside(server, api, on_problem, wanted=with_api),
                 )
             if forced:
                 terminal.say("running requests were cut off")
@@ -71,15 +80,22 @@ def _announce(server: TritonServer, health_port: int, api: list[OpenAIProcess]) 
 
 
 @contextmanager
-def _beside(server: TritonServer, api: list[OpenAIProcess], *, wanted: bool) -> Iterator[None]:
+def _beside(
+    server: TritonServer,
+    api: list[OpenAIProcess],
+    on_problem: Callable[[str | None], object],
+    *,
+    wanted: bool,
+) -> Iterator[None]:
     """The OpenAI API as long as this start of the server lasts."""
     if not wanted or openai_process.MODEL not in server.models:
         yield
         return
-    process = OpenAIProcess(server)
+    process = OpenAIProcess(server, on_problem)
     api.append(process)
     try:
         process.wait_until_ready()
+        process.keep()
         yield
     finally:
         api.clear()
@@ -97,9 +113,9 @@ def _stopping_on_signals(
         received.append(number)
         state.draining = True
         forced = server.request_stop()
-        for process in api:
-            process.kill() if forced else process.stop()
-        if forced:
+        if forced:  # otherwise it drains with the server
+            for process in api:
+                process.kill()
             say = "killing the server\n"
         else:
             say = (

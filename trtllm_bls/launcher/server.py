@@ -23,7 +23,9 @@ from types import TracebackType
 import psutil
 
 from trtllm_bls.errors import SetupError
+from trtllm_bls.health import Probe
 from trtllm_bls.launcher import checks, command, workdir
+from trtllm_bls.launcher.certificates import own_tls
 from trtllm_bls.launcher.find import PACKAGE, Installation, find_server
 from trtllm_bls.launcher.listener import Listener
 from trtllm_bls.launcher.logs import LogBook
@@ -34,6 +36,8 @@ from trtllm_bls.launcher.start_progress import StartProgress
 from trtllm_bls.parameters import DRAFT_MODEL_DIR, MODEL_DIR, STATUS_DIR
 from trtllm_bls.settings import ServeSettings
 from trtllm_bls.status import CANARY_ID
+
+BLS = "tensorrt_llm_bls"
 
 # A free port may be taken between its choice and the server's start, seconds later; and a stub that
 # gets no CPU for a second while the server starts may never be noticed.
@@ -164,6 +168,13 @@ class TritonServer:
         """The id of requests that its models neither count nor log."""
         return self._running.scratch.canary_id
 
+    def probe(self) -> Probe | None:
+        """What asks it; ``None`` where clients need a certificate and there is none for us."""
+        tls = own_tls(self.settings)
+        if self.settings.tls_client_ca is not None and not (tls and tls.private_key):
+            return None
+        return Probe(self.grpc_url, self.canary_id, tls)
+
     @property
     def stop_requested(self) -> bool:
         return self._stop_requests > 0
@@ -271,6 +282,7 @@ class TritonServer:
     def _checked_installation(self) -> Installation:
         checks.check_platform()
         checks.check_environment(sys.prefix, PACKAGE)
+        own_tls(self.settings)
         server = find_server(self.settings.server)
         checks.check_numpy(server, checks.embedded_numpy())
         checks.check_open_files(self.settings.max_streams)
@@ -286,7 +298,6 @@ class TritonServer:
             directory = scratch.workdir
             libraries = workdir.link_libpython(directory, checks.libpython())
             environment = command.server_environment(self.settings, ports, libraries, os.environ)
-            environment[STATUS_DIR] = str(scratch.status)
             environment[CANARY_ID] = scratch.canary_id
             for variable in (MODEL_DIR, DRAFT_MODEL_DIR):
                 if variable in environment:
@@ -300,6 +311,10 @@ class TritonServer:
                 self.settings,
                 with_draft=DRAFT_MODEL_DIR in environment,
             )
+            scratch.keep_status(
+                environment.get(STATUS_DIR) or workdir.parameter(served, BLS, "status_dir")
+            )
+            environment[STATUS_DIR] = str(scratch.status)
             models = workdir.model_names(served)
             order = command.server_command(
                 server, self.settings, ports, served, backends, scratch.region_prefix

@@ -9,28 +9,13 @@ from functools import partial
 
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Bounds
+from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.health_endpoint import HealthState
 from trtllm_bls.launcher.server import Stopped, TritonServer
 from trtllm_bls.launcher.terminal import Terminal
 from trtllm_bls.launcher.watch import Watch
 
-FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 30.0
-HEALTHY_S = 60.0  # a server that was up for so long begins with the first delay again
 _POLL_S = 0.1
-
-
-class BackOff:
-    """Seconds to wait before the next start: 1, 2, 4 ... 30."""
-
-    def __init__(self) -> None:
-        self._next = FIRST_DELAY_S
-
-    def delay(self, up_s: float) -> float:
-        """After a server that was up for ``up_s`` seconds."""
-        if up_s >= HEALTHY_S:
-            self._next = FIRST_DELAY_S
-        delay, self._next = self._next, min(2 * self._next, LONGEST_DELAY_S)
-        return delay
 
 
 class Supervisor:

@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from trtllm_bls.errors import ConnectionFailed
@@ -57,13 +58,15 @@ class Watch:
     ) -> None:
         self.verdict = Verdict()  # it has just said that it is ready
         self.looked_at = time.monotonic()
+        self.draining = False  # somebody has asked for it through the status directory
         self._server = server
         self._bounds, self._pace = bounds, pace
         self._on_failed, self._warn = on_failed, warn
         self._guard, process = server.guard, server.process
         self._processes = ServerProcesses(process) if process and self._guard else None
         self._files = StatusDirectory(server.status_dir)
-        self._has_canary = TEXT_MODEL in server.models
+        self._probe = server.probe()
+        self._has_canary = self._probe is not None and TEXT_MODEL in server.models
         self._progress_at = time.monotonic()
         self._responses = 0
         self._failures, self._error = 0, ""
@@ -71,6 +74,12 @@ class Watch:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """How many of the server's processes run, by name (the model's, for a model)."""
+        found = self._processes.running if self._processes else {}
+        return {name.removeprefix("model "): count for name, count in found.items()}
 
     def close(self) -> None:
         """Stop watching."""
@@ -81,8 +90,8 @@ class Watch:
         asyncio.run(self._watch())
 
     async def _watch(self) -> None:
-        async with Probe(self._server.grpc_url, self._server.canary_id) as probe:
-            asking = asyncio.create_task(self._ask(probe))
+        async with self._probe or nullcontext() as probe:
+            asking = asyncio.create_task(self._ask(probe) if probe else asyncio.sleep(0))
             while not self._closing.is_set():
                 self.looked_at = now = time.monotonic()
                 self.verdict = evaluate(self._observe(now), self._bounds, now)
@@ -99,6 +108,7 @@ class Watch:
             return Observed(processes=("the server is dead",))
         if self._guard is not None and self._processes.wake(self._guard):
             self._warn("the server's guard was stopped; it goes on")
+        self.draining = self._files.drain_deadline() is not None
         statuses = self._files.read()
         self._note_progress(statuses, now)
         return Observed(

@@ -120,6 +120,16 @@ def prepare_models(
     return copy
 
 
+def parameter(repository: Path, model: str, key: str) -> str:
+    """What a model's configuration has; empty where it cannot be read, which Triton will tell."""
+    try:
+        text = (repository / model / "config.pbtxt").read_text(encoding="utf-8")
+        config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    except (OSError, ValueError, text_format.ParseError):
+        return ""
+    return str(config.parameters[key].string_value) if key in config.parameters else ""
+
+
 def is_plain(path: Path | str) -> bool:
     """Whether Triton can pass a path on: it goes through a shell, unquoted, to Python as ASCII."""
     return shlex.quote(str(path)) == str(path)

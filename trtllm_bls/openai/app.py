@@ -38,10 +38,12 @@ from trtllm_bls.openai.frames import DONE, Head
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.keys import is_allowed
 from trtllm_bls.openai.replies import ClientGone, Reply, header, read_body
+from trtllm_bls.openai.running import RunningRequests
 from trtllm_bls.openai.schema import ChatRequest, Common, CompletionRequest, decode
 from trtllm_bls.openai.streams import Outbox, run_all, while_connected
 from trtllm_bls.openai.text_requests import check_stream_options
 from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.tokenizer import Tokenizer
@@ -67,6 +69,11 @@ class Backend(Protocol):
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
 
+    def drain(self) -> None: ...
+
+    @property
+    def settled(self) -> bool: ...
+
     async def close(self) -> None: ...
 
 
@@ -77,7 +84,8 @@ class ApiSettings:
     ``keys``: digests of the API keys (``keys.read_keys``); none: everybody may ask.
     ``allowed_origins``: of web pages that may use the API from a browser. ``shared``: where workers
     keep their samples for ``/metrics``; ``None``: there is one process. ``tool_parser`` and
-    ``reasoning_parser``: auto, none, or a name in ``chat_parsing``.
+    ``reasoning_parser``: auto, none, or a name in ``chat_parsing``. ``status_dir``: where the
+    process tells what it does and is asked to drain (``trtllm_bls.status``); empty: nowhere.
     """
 
     model_names: tuple[str, ...]
@@ -87,6 +95,7 @@ class ApiSettings:
     shared: Path | None = None
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    status_dir: str = ""
 
 
 def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
@@ -140,6 +149,7 @@ class _Api:
         assert isinstance(metrics, RequestMetrics)  # as everywhere outside of Triton
         self._metrics = metrics
         self._shared = None if settings.shared is None else SharedSamples(settings.shared)
+        self.requests = RunningRequests()
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -147,12 +157,19 @@ class _Api:
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 50, 50)
-        self.backend.start(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self.backend.start(loop)
+        self.requests.loop = loop
+        lifecycle: Lifecycle | None = None
+        if directory := self.settings.status_dir:
+            lifecycle = Lifecycle(self.requests, self.backend, directory, first=False)
         keeping = asyncio.create_task(self._keep_samples())
         try:
             yield
         finally:
             keeping.cancel()
+            if lifecycle is not None:
+                await asyncio.to_thread(lifecycle.close)
             await self.backend.close()
 
     async def _keep_samples(self) -> None:
@@ -186,7 +203,8 @@ class _Api:
         }
 
     async def health_of_engine(self, request: Request) -> Response:
-        problem = await self.health.problem()
+        refusal = self.requests.refusal
+        problem = str(refusal) if refusal else await self.health.problem()
         if problem is None:
             return _Json({"status": "ok"})
         error = ApiError(503, problem, code="engine_unavailable", headers={"retry-after": "1"})
@@ -230,7 +248,8 @@ class _Generate(Generic[_Request]):
                 self._api.backend.orchestrator.refused(reply.request_id.decode(), refusal)
                 raise
             guide = answer.guide_field
-            await (self._stream if stream else self._whole)(answer, receive, reply)
+            with self._api.requests.one(reply.request_id.decode()):
+                await (self._stream if stream else self._whole)(answer, receive, reply)
             self._api.health.proven()
         except ClientGone:
             pass
@@ -261,7 +280,11 @@ class _Generate(Generic[_Request]):
         return answer, bool(request.stream)
 
     async def _whole(self, answer: Answer, receive: Receive, reply: Reply) -> None:
-        run = run_all(self._api.backend.orchestrator, answer.requests, answer.add)
+        def on_chunk(choice: int, chunk: TextChunk) -> None:
+            self._api.requests.responses += 1
+            answer.add(choice, chunk)
+
+        run = run_all(self._api.backend.orchestrator, answer.requests, on_chunk)
         work = asyncio.create_task(run)
         async with while_connected(receive, work):
             await asyncio.wait({work})
@@ -274,6 +297,7 @@ class _Generate(Generic[_Request]):
         outbox = Outbox(reply.events)
 
         def on_chunk(choice: int, chunk: TextChunk) -> None:
+            self._api.requests.responses += 1
             if events := answer.events(choice, chunk):
                 outbox.put(events)
 

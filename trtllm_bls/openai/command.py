@@ -124,6 +124,7 @@ def main(context: click.Context, /, **options: Any) -> None:
         allowed_origins=options["origins"],
         tool_parser=options["tool_parser"],
         reasoning_parser=options["reasoning_parser"],
+        status_dir=parameters.status_dir,
     )
     server = ServerSettings(
         host=options["host"],

@@ -21,6 +21,7 @@ from trtllm_bls.errors import (
     TrtllmBlsError,
 )
 from trtllm_bls.openai.frames import DONE
+from trtllm_bls.services.deployment import SHUTTING_DOWN
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,8 @@ def api_error(
         name = prompt if error.field in _OF_THE_PROMPT else error.field
         name = guide if name in _OF_THE_GUIDE else _CALLERS_NAMES.get(name, name)
         return invalid(name, error.problem)
+    if isinstance(error, Overloaded) and text == SHUTTING_DOWN:
+        return ApiError(503, text, code="shutting_down", headers=_RETRY)
     if isinstance(error, Overloaded):
         seconds = _AGAIN_IN.search(text)
         after = {"retry-after": seconds[1]} if seconds else _RETRY

@@ -17,8 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-from trtllm_bls.errors import Overloaded
-from trtllm_bls.python_backend import RequestServer
+from trtllm_bls.errors import Overloaded, TrtllmBlsError
 from trtllm_bls.services.deployment import SHUTTING_DOWN
 from trtllm_bls.status import ProcessStatus, StatusDirectory
 
@@ -42,13 +41,37 @@ class Drainable(Protocol):
         """Whether those have been sent."""
 
 
+class Serving(Protocol):
+    """What answers callers; any thread may ask."""
+
+    refusal: TrtllmBlsError | None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where its requests run."""
+
+    @property
+    def running(self) -> list[str]:
+        """The ids of requests that have not ended."""
+
+    @property
+    def responses(self) -> int:
+        """How many have been made so far, errors left out."""
+
+    async def end_all(self) -> None:
+        """End every request with an error."""
+
+
 class Lifecycle:
     """Keeps one process's status file in ``directory`` and obeys its drain file, on a thread.
 
-    ``directory`` is made if need be. Raises ``OSError`` if it cannot be written.
+    ``directory`` is made if need be. ``first``: a drain file in it is an earlier server's. Raises
+    ``OSError`` if it cannot be written.
     """
 
-    def __init__(self, server: RequestServer, sender: Drainable, directory: str) -> None:
+    def __init__(
+        self, server: Serving, sender: Drainable, directory: str, *, first: bool = True
+    ) -> None:
         self._server = server
         self._sender = sender
         self._files = StatusDirectory(Path(directory))
@@ -58,7 +81,8 @@ class Lifecycle:
         self._told: Future[None] | None = None  # whether the sender has been told to drain
         self._closing = threading.Event()
         self._files.path.mkdir(parents=True, exist_ok=True)
-        self._files.forget_drain()
+        if first:
+            self._files.forget_drain()
         self._write()
         self._thread = threading.Thread(target=self._run, name="lifecycle", daemon=True)
         self._thread.start()
