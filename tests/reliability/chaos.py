@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.reliability.faulty_engine import FAULTS, SILENT, TARGET, Seen, Step
+from tests.reliability.faulty_engine import FAULTS, TARGET, Seen, Step
 from tests.reliability.world import TEXTS, World, world
 from trtllm_bls.errors import DeadlineExceeded, TrtllmBlsError
 
@@ -133,8 +133,6 @@ def _problem(
         return "an ending that nothing accounts for"
     if outcome.startswith("error") and not faults - {"", "slow"} and not reset:
         return "an error without a fault of the engine"
-    if outcome == "timeout" and not faults.intersection((*SILENT, "slow")):
-        return "out of time although the engine answered"
     return None
 
 

@@ -171,7 +171,6 @@ FAULTS: Mapping[str, Spoil] = {
     "no_end": _no_end,
     "malformed": _malformed,
 }
-SILENT = ("silence", "no_end")  # such a request ends when its time is up
 
 
 class Proxy:

@@ -1,7 +1,7 @@
 """What the fuzzer sends: requests to the five models, made from the contract and then spoiled.
 
-A case is a finished message; nothing here talks to a server. Left out, because no model sees them and no model
-can mend them (docs/reliability.md): the metadata ``triton_grpc_error``, the parameter
+A case is a finished message; nothing here talks to a server. Left out, because no model sees them
+and no model can mend them (docs/reliability.md): the metadata ``triton_grpc_error``, the parameter
 ``classification`` of an output, form bodies of megabytes, JSON objects of more than some hundred
 unknown keys.
 """
@@ -16,8 +16,16 @@ import numpy as np
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
-from trtllm_bls.contract import Model, Tensor
+from trtllm_bls.contract import (
+    BLS,
+    ENGINE,
+    ENSEMBLE,
+    MODELS,
+    POSTPROCESSING,
+    PREPROCESSING,
+    Model,
+    Tensor,
+)
 from trtllm_bls.contract.tensors import NUMPY_TYPES
 
 TEXT = "one two three four"
