@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.live.conftest import echo_settings
 from tests.reliability.fuzz_cases import TEXT, Case, base_fields, cases, packed
+from tests.reliability.processes import memory_mb, named
 from trtllm_bls.contract import BLS, MODELS
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.settings import Override
@@ -49,6 +50,7 @@ _LIMITS = (
     Override("tensorrt_llm_bls", "max_timeout_seconds", str(LIMIT_S)),
     Override("tensorrt_llm_bls", "max_output_tokens", "500"),
     Override("tensorrt_llm", "step_ms", "1"),
+    Override("tensorrt_llm", "max_sequence_tokens", "5000"),
 )
 
 
@@ -147,7 +149,7 @@ class Fuzzer:
         self.steady = SteadyUser(server.grpc_url)
         self._server = server
         self._prefix = server.region_prefix
-        self._processes = self.processes()
+        self._processes = named(server)
         self._number = -1
         self._channel = grpc.insecure_channel(server.grpc_url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -188,7 +190,7 @@ class Fuzzer:
         if problem or self._number % 50 == 0:
             problem = self._changed() or problem
         if self._number % 500 == 0:
-            self.memory.append((self._number, self._rss()))
+            self.memory.append((self._number, memory_mb(self._processes)))
             print(f"{self._number} cases, {len(self.findings)} findings", flush=True)
         if problem:
             self.findings.append((self._number, problem, case))
@@ -198,35 +200,18 @@ class Fuzzer:
         self.steady.close()
         self._channel.close()
         self._http.close()
-        self.memory.append((self._number, self._rss()))
+        self.memory.append((self._number, memory_mb(self._processes)))
         if self.steady.wrong:
             self.findings.append((-1, f"the steady user: {self.steady.wrong[:5]}", None))
         if (problem := self._changed()) and problem != GONE:
             self.findings.append((-1, problem, None))
 
-    def processes(self) -> dict[int, str]:
-        """The server's processes by id."""
-        found = {}
-        server = psutil.Process(self._server.pid)
-        for process in (server, *server.children(recursive=True)):
-            command = process.cmdline()
-            is_stub = "stub" in command[0] if command else False
-            found[process.pid] = Path(command[1]).parents[1].name if is_stub else process.name()
-        return found
-
     def _changed(self) -> str | None:
         try:
-            now = self.processes()
+            now = named(self._server)
         except (psutil.NoSuchProcess, TypeError):
             return GONE
         return None if now == self._processes else f"processes: {self._processes} became {now}"
-
-    def _rss(self) -> dict[str, float]:
-        sizes = {}
-        for pid, name in self._processes.items():
-            with suppress(psutil.NoSuchProcess):
-                sizes[name] = psutil.Process(pid).memory_info().rss / 1e6
-        return sizes
 
     def _send(self, case: Case) -> str | None:
         try:

@@ -2,24 +2,26 @@
 
 A real server; its engine is a script in this process, which stops where the test wants it. What is
 asserted: the caller has the right end, the engine's work ends, and the next request is answered.
+How long that took is printed (``pytest -s``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, suppress
-from threading import Thread
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.helpers import fake_grpc_server as wire
+from tests.helpers.server_requests import metric, until
+from tests.reliability.conftest import on
 from tests.reliability.faulty_engine import DRAFT, HOLD, TARGET, Proxy, Seen, Step
 from tests.reliability.world import MAX_RUNNING, TEXTS, World, world
 from trtllm_bls.client import Client, Stream
-from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError
+from trtllm_bls.errors import ConnectionFailed, EngineUnavailable, TrtllmBlsError
 
 STATES = ("queued", "first token", "mid-stream", "drafting", "verifying", "final token")
 WAYS = ("cancel", "disconnect", "deadline", "stop word")
@@ -27,29 +29,6 @@ PROMPT, TEXT = next(iter(TEXTS.items()))
 DRAFTS = {"draft_source": "model", "num_draft_tokens": 4}
 PLAIN = {"draft_source": "off"}
 BLOCKER = "blocker"  # begins the ids of requests that fill the server
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """One that runs beside the tests, since servers and clients outlive each of them."""
-    made = asyncio.new_event_loop()
-    thread = Thread(target=made.run_forever, daemon=True)
-    thread.start()
-    yield made
-    made.call_soon_threadsafe(made.stop)
-    thread.join()
-    made.close()
-
-
-def on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, loop).result(120)
-
-
-@pytest.fixture(scope="module")
-def parts(loop: asyncio.AbstractEventLoop) -> Iterator[World]:
-    stack = AsyncExitStack()
-    yield on(loop, stack.enter_async_context(world()))
-    on(loop, stack.aclose())
 
 
 def plan(state: str, go_on: asyncio.Event) -> Any:
@@ -62,9 +41,9 @@ def plan(state: str, go_on: asyncio.Event) -> Any:
         if state == "first token":
             return [until, *steps]
         if state == "mid-stream":
-            return [*steps[:2], until, *steps[2:]]
+            return [steps[0], until, *steps[1:]]
         if state == "final token":
-            return [*steps[:-1], until, steps[-1]]
+            return [*steps[:-2], until, *steps[-2:]]  # the last one is empty
         stops = seen.model == DRAFT if state == "drafting" else seen.verifies
         return [until, *steps] if stops else steps
 
@@ -96,13 +75,16 @@ class Cell:
     def mine(self) -> list[Seen]:
         return [seen for seen in self.engine.seen if seen.id.startswith("cell")]
 
-    async def reached(self) -> None:
-        """The request is in its state: the engine holds it there, or has not seen it at all."""
+    async def reached(self, metrics_url: str) -> None:
+        """Wait until the request is in its state, or over."""
         if self.state == "queued":
+            waiting = partial(metric, metrics_url, "trtllm_bls_num_requests_waiting")
+            await asyncio.to_thread(until, lambda: waiting() > 0)
             return
-        await self.engine.until(self._is_there)
-        wanted = {"mid-stream": 1, "final token": len(TEXT) - 1}.get(self.state, 0)
-        while len(self.said) < wanted and not self.reading.done():
+        self.reading.add_done_callback(lambda _: self.engine.changed.set())
+        await self.engine.until(lambda: self._is_there() or self.reading.done())
+        begun = self.state in ("mid-stream", "final token")
+        while begun and not self.said and not self.reading.done():
             await asyncio.sleep(0.01)
 
     def _is_there(self) -> bool:
@@ -113,11 +95,17 @@ class Cell:
             return any(seen.verifies for seen in running)
         return any(seen.model == TARGET for seen in running)
 
-    async def engine_done(self) -> float:
-        """Seconds until nothing of it runs in the engine."""
-        began = time.monotonic()
+    async def engine_done(self) -> None:
+        """Wait until nothing of it runs in the engine."""
         await self.engine.until(lambda: all(seen.end for seen in self.mine()))
-        return time.monotonic() - began
+
+
+async def reached_cell(parts: World, client: Client, state: str, **more: Any) -> Cell:
+    """A request in its state."""
+    cell = Cell(parts, client, state, **more)
+    await cell.reached(parts.server.metrics_url)
+    assert not cell.reading.done(), f"no {state}: {cell.said!r}, {cell.reason}, {cell.error}"
+    return cell
 
 
 async def fill(parts: World, stack: AsyncExitStack) -> None:
@@ -152,15 +140,15 @@ async def run_cell(parts: World, state: str, way: str) -> None:
     if way == "deadline":
         more["timeout_ms"] = 2000
     if way == "stop word":
-        more["stop_words"] = [TEXT[5:8]] if state != "final token" else [TEXT[-2:]]
+        more["stop_words"] = [TEXT[30:33]] if state != "final token" else [TEXT[-2:]]
     async with AsyncExitStack() as stack:
         if state == "queued":
             await fill(parts, stack)
         port = int(parts.server.grpc_url.rpartition(":")[2])
         wire_to_server = await stack.enter_async_context(Proxy(port))
         client = await stack.enter_async_context(Client(wire_to_server.url))
-        cell = Cell(parts, client, state, **more)
-        await cell.reached()
+        cell = await reached_cell(parts, client, state, **more)
+        began = time.monotonic()
         if way == "cancel":
             cell.stream.cancel()
         elif way == "disconnect":
@@ -169,6 +157,7 @@ async def run_cell(parts: World, state: str, way: str) -> None:
             cell.go_on.set()
         await asyncio.wait({cell.reading}, timeout=20)
         await cell.engine_done()
+        print(f"{state}, {way}: over after {(time.monotonic() - began) * 1000:.0f} ms")
         check(cell, way)
     parts.engine.plan = lambda seen, steps: steps
     result = await parts.client.generate(text_input=PROMPT, max_tokens=100)
@@ -180,13 +169,10 @@ def check(cell: Cell, way: str) -> None:
     assert cell.reading.done()
     targets = [seen for seen in cell.mine() if seen.model == TARGET]
     if way == "stop word":
-        cut = TEXT[:5] if cell.state != "final token" else TEXT[:-2]
+        cut = TEXT[:30] if cell.state != "final token" else TEXT[:-2]
         assert (cell.error, cell.said, cell.reason) == (None, cut, "stop")
         return
     assert TEXT.startswith(cell.said)
-    if way == "deadline" and cell.state == "drafting":  # a late draft costs no more than itself
-        assert (cell.error, cell.said, cell.reason) == (None, TEXT, "end_id")
-        return
     if way == "deadline":
         assert (cell.error, cell.reason) == (None, "timeout")
     if cell.state == "queued":
@@ -212,18 +198,18 @@ def test_shutdown_ends_every_state(loop: asyncio.AbstractEventLoop) -> None:
     """Whoever still waits when the time to drain is over is told so; the engine has no work."""
 
     async def scenario() -> None:
-        async with world(exit_timeout=2) as parts, Client(parts.server.grpc_url) as client:
+        there = world(exit_timeout=2, draft_deadline_seconds="60")
+        async with there as parts, Client(parts.server.grpc_url) as client:
             cells = []
             for state in STATES[1:]:
                 parts.engine.seen.clear()
-                cells.append(cell := Cell(parts, client, state))
-                await cell.reached()
+                cells.append(await reached_cell(parts, client, state))
             await asyncio.to_thread(parts.server.stop)
             await asyncio.wait({cell.reading for cell in cells}, timeout=20)
             await parts.engine.until(lambda: not parts.engine.running)
             for cell in cells:
                 assert cell.reading.done(), cell.state
-                assert isinstance(cell.error, EngineUnavailable), (cell.state, cell.error)
+                assert isinstance(cell.error, (EngineUnavailable, ConnectionFailed)), cell.state
                 assert TEXT.startswith(cell.said)
 
     on(loop, asyncio.wait_for(scenario(), 110))

@@ -50,8 +50,8 @@ def faulty_engine() -> FaultyEngine:
 
 
 @asynccontextmanager
-async def world(exit_timeout: int = 5) -> AsyncIterator[World]:
-    """Ready to be asked."""
+async def world(exit_timeout: int = 5, **parameters: str) -> AsyncIterator[World]:
+    """Ready to be asked; ``parameters`` are those of ``tensorrt_llm_bls``."""
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / "models"
         shutil.copytree(ROOT / "models" / "tensorrt_llm_bls", repository / "tensorrt_llm_bls")
@@ -61,6 +61,7 @@ async def world(exit_timeout: int = 5) -> AsyncIterator[World]:
                 "engine_url": proxy.url,
                 "tensorrt_llm_draft_model_name": DRAFT,
                 "max_running_requests": str(MAX_RUNNING),
+                **parameters,
             }
             settings = free_ports(
                 model=DEMO / "target",
