@@ -24,7 +24,7 @@ PERF_DIRECTORY := $(VENV)/perf_analyzer
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest test-transformers serve bench static check format clean
+.PHONY: help demo test test-lowest conformance test-transformers serve bench static check format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
@@ -33,6 +33,7 @@ help:
 	@echo 'make test     all tests: unit tests, then those against real servers'
 	@echo 'make test-lowest  the tests that need no torch and no server, on the oldest packages allowed'
 	@echo 'make test-transformers  text and tokenizer tests on transformers 4.45 to 5, for docs/compatibility.md'
+	@echo 'make conformance  the conformance suite over every engine of this machine'
 	@echo 'make static   format, lint, imports, types'
 	@echo 'make check    the same, and unit tests'
 	@echo 'make format   write the format that check wants'
@@ -72,6 +73,9 @@ test-lowest:
 # Needs python3.10 and python3.12, and makes an environment for each row of the table.
 test-transformers:
 	$(PYTHON) tests/compatibility/transformers_matrix.py
+
+conformance: $(INSTALLED)
+	$(BIN)/pytest -q tests/conformance --conformance-engines embedded,trtllm,llm_api
 
 static: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """What speculation gains and costs, on scripted engines: no model, no GPU, no server.
 
-    python benchmarks/speculation.py [--tokens 600] [--only formula,mixed,load,overlap,overhead]
+    python benchmarks/speculation.py [--tokens 600] [--only formula,mixed,load,unpaid,...]
 
 The target takes 20 ms for a step, the draft 2 ms, and the draft guesses right in a set share of
 contexts. Time is real (asyncio), so orchestration is paid for; every ratio is of two runs in this
@@ -15,16 +15,22 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.scripted import Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import agreeing, hashed
-from trtllm_bls.messages import EngineRequest, Sampling
-from trtllm_bls.speculative import SpeculationOptions, SpeculationShared, SpeculationStats
+from trtllm_bls.messages import EngineChunk, EngineRequest, Sampling, SpeculationRequest
+from trtllm_bls.speculative import (
+    DraftSource,
+    SpeculationOptions,
+    SpeculationShared,
+    SpeculationStats,
+)
 
 VOCAB = 1000
 TARGET_S, DRAFT_S = 0.020, 0.002
@@ -171,6 +177,59 @@ async def load(tokens: int) -> None:
     report("64 at once, 32 rows a step", f"{slower:+.1%} time", "<= +3 %", slower <= 0.03)
 
 
+class Hop(ScriptedEngine):
+    """Each request takes as long again as a call through Triton before its first step."""
+
+    SECONDS = 0.0015
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        await asyncio.sleep(self.SECONDS)
+        async with aclosing(super()._chunks(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+def misleading(context: Sequence[int]) -> int:
+    """The same three ids again and again, and something else after them each time."""
+    place = len(context)
+    return 500 + place % 4 if place % 4 else RULE([*context, place])
+
+
+async def unpaid(tokens: int) -> None:
+    """Switched on by default, and useless: drafts that are never right, or load that forbids them.
+
+    Off and on by turns; a first answer of each, from which speculation learns, is not counted.
+    """
+    wrong = agreeing(RULE, 0.0, VOCAB)
+    for streams, source in product((2, 128), ("model", "ngram", "mixed", "prediction")):
+        rule = RULE if source in ("model", "prediction") else misleading
+        prediction = tuple(range(VOCAB)) if source == "prediction" else ()
+        target = Hop(rule, Script(vocab_size=VOCAB, step_seconds=TARGET_S))
+        draft = Hop(wrong, Script(vocab_size=VOCAB, step_seconds=DRAFT_S))
+        options = SpeculationOptions(draft_source=DraftSource(source))
+        engine = RoutingEngine(target, draft, options, by_default=True)
+
+        async def all_of(engine: Engine, asked: SpeculationRequest) -> tuple[float, float]:
+            requests = [replace(request(n, tokens), speculation=asked) for n in range(streams)]  # noqa: B023
+            cpu = time.process_time()
+            took = await asyncio.gather(*(seconds(engine, one) for one in requests))
+            return statistics.mean(took), (time.process_time() - cpu) / tokens / streams  # noqa: B023
+
+        asked = SpeculationRequest(prediction=prediction)
+        await all_of(engine, asked)
+        slower, dearer = [], []
+        for _ in range(3):
+            (plain, plain_cpu), (took, cpu) = (
+                await all_of(target, asked),
+                await all_of(engine, asked),
+            )
+            slower.append(took / plain - 1)
+            dearer.append((cpu - plain_cpu) * 1e6)
+        cost = statistics.median(slower)
+        value = f"{cost:+.2%} per token, {statistics.median(dearer):+.0f} us of CPU"
+        report(f"useless {source}, {streams} streams", value, "<= +1 %", cost <= 0.01)
+
+
 async def overlap(tokens: int) -> None:
     """Drafting on while the target verifies: two engines that do not share a device."""
     for rate in RATES:
@@ -205,7 +264,7 @@ async def overhead(tokens: int) -> None:
 
 
 PARTS: dict[str, Callable[[int], Awaitable[None]]] = {
-    part.__name__: part for part in (formula, mixed, load, overlap, overhead)
+    part.__name__: part for part in (formula, mixed, load, unpaid, overlap, overhead)
 }
 
 

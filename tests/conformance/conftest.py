@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 
+from tests.conformance import engines
 from tests.conformance.deployment import (
     Deployment,
     add_options,
@@ -28,16 +30,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test once per engine: those of this machine, or the one that was named."""
+    if "deployment" in metafunc.fixturenames:
+        asked = read_options(metafunc.config)
+        kinds = ["named"] if asked.url else asked.engines.split(",")
+        metafunc.parametrize("engine_kind", kinds, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def deployment(request: pytest.FixtureRequest) -> Deployment:
+def engine_kind(request: pytest.FixtureRequest) -> str:
+    """Which engine is tested."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def deployment(
+    engine_kind: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
     """Where the engine is and what it can do."""
     asked = read_options(request.config)
-    if asked.url:
+    if engine_kind == "named":
         with connected(asked.url, asked.verifier or asked.model) as verifier:
-            return filled_in(asked, verifier.parameters)
+            yield filled_in(asked, verifier.parameters)
+    elif engine_kind == "embedded":
+        yield _of_our_own(asked, request.getfixturevalue("server"))
+    elif engine_kind == "trtllm":
+        with engines.before_a_service() as server:
+            yield _of_our_own(replace(asked, no_logits=True), server)
+    else:
+        with engines.with_the_llm_api(tmp_path_factory.mktemp("llm-api")) as server:
+            yield _of_our_own(replace(asked, no_logits=True), server)
+
+
+def _of_our_own(asked: Deployment, server: TritonServer) -> Deployment:
     from tests.helpers.server_settings import DEMO
 
-    server: TritonServer = request.getfixturevalue("server")
     with connected(server.grpc_url, asked.model) as engine:
         slots = int(engine.parameters["max_batch"])
         own = of_our_own(asked, server.grpc_url, DEMO / "target", slots)

@@ -27,6 +27,7 @@ class Deployment:
     max_sequence: int = 0
     slots: int = 8
     no_logits: bool = False
+    engines: str = "embedded,trtllm"
 
 
 _HELP = {
@@ -38,6 +39,7 @@ _HELP = {
     "max_sequence": "longest prompt and completion together; 0: what the model parameter says",
     "slots": "requests that the engine runs at once (its max_batch_size)",
     "no_logits": "the engine was built without gathering logits",
+    "engines": "without a URL: which of this machine, of embedded, trtllm and llm_api",
 }
 
 

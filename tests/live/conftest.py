@@ -1,33 +1,54 @@
 """Servers whose engine is a script: ``echo`` says the prompt back, once for each transport.
 
+The transport ``trtllm`` is a server without an engine, before a TrtllmService that is played.
+
 ``server``, what a user gets, is in ``tests/conftest.py``, since other suites use it too.
 """
 
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
+from trtllm_bls.engines.scripted import Fault, Script
+from trtllm_bls.engines.trtllm_service.scripted import Behaviour, EchoEngine
+from trtllm_bls.errors import EngineError
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.settings import Override, ServeSettings
+from trtllm_bls.tokenizer import load_tokenizer
 
 # BLS loses some errors of Triton 24.10, which then end by this timer; longer than a busy machine
 # may take to a first token.
 STALL_SECONDS = {"grpc": 120, "bls": 20}
+# As in ``scripted/1/model.py``.
+FAULTS = {
+    666001: Fault(error=EngineError("the script says so"), after_tokens=3),
+    666002: Fault(error=None, after_tokens=3),
+    666003: Fault(error=EngineError("the script says so")),
+}
 
 
-@pytest.fixture(scope="session", params=["grpc", "bls"])
+@pytest.fixture(scope="session", params=["grpc", "bls", "trtllm"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
-def echo(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def echo(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    if transport == "trtllm":
+        with before_a_service() as running:
+            yield running
+        return
     with TritonServer(echo_settings(tmp_path_factory.mktemp("echo"), transport)) as running:
         yield running
 
@@ -47,3 +68,52 @@ def echo_settings(scratch: Path, transport: str, **more: Any) -> ServeSettings:
             Override("tensorrt_llm", "step_ms", "5"),
         ),
     )
+
+
+@dataclass(frozen=True)
+class BeforeAService:
+    """A server before a service; what is measured is the service."""
+
+    grpc_url: str
+    http_url: str
+    metrics_url: str
+    models: tuple[str, ...]
+
+
+@contextmanager
+def before_a_service() -> Iterator[BeforeAService]:
+    model = DEMO / "target"
+    tokenizer = load_tokenizer(model)
+    engine = EchoEngine(Script(step_seconds=0.005, vocab_size=tokenizer.model_vocab_size), FAULTS)
+    behaviour = Behaviour(eos_id=tokenizer.eos_id or 0, vocab_size=tokenizer.vocab_size)
+    with (
+        service_in_a_thread(engine, behaviour) as (service, url),
+        metrics_of(service) as metrics_url,
+        TritonServer(free_ports(model=model, engine=f"trtllm://{url}")) as server,
+    ):
+        yield BeforeAService(server.grpc_url, server.http_url, metrics_url, server.models)
+
+
+@contextmanager
+def metrics_of(service: Any) -> Iterator[str]:
+    """Where the numbers are that ``scripted/1/model.py`` has on its server's ``/metrics``."""
+
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            text = f"echo_live_requests {service.live}\necho_tokens {service.tokens}\n"
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    http = HTTPServer(("127.0.0.1", 0), Metrics)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}/metrics"
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()

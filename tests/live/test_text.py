@@ -46,8 +46,9 @@ def test_every_path_gives_the_same_text(echo: TritonServer) -> None:
     parts = generate_stream(echo.http_url, **body)
     assert streamed.text == whole.text == once["text_output"] == WORLD
     assert "".join(part["text_output"] for part in parts) == WORLD
-    assert generate(echo.http_url, "ensemble", **body)["text_output"] == WORLD
-    assert ask(echo.grpc_url, "ensemble", stream=None, **body).text == WORLD
+    if "ensemble" in echo.models:
+        assert generate(echo.http_url, "ensemble", **body)["text_output"] == WORLD
+        assert ask(echo.grpc_url, "ensemble", stream=None, **body).text == WORLD
     reasons = {streamed.finish_reason, whole.finish_reason, once["finish_reason"]}
     assert reasons | {parts[-1]["finish_reason"]} == {"end_id"}
     assert len(streamed.events) > 10
@@ -250,6 +251,8 @@ def test_a_missing_input_is_an_error_that_names_it(
     echo: TritonServer, model: str, endpoint: str
 ) -> None:
     """However many others there are: Triton itself only counts them."""
+    if model not in echo.models:
+        pytest.skip("a server without an engine has no ensemble")
     for body, problem in (
         ({"text_input": "a"}, "max_tokens: is missing"),
         ({"text_input": "a", "temperature": 0.5, "top_k": 4}, "max_tokens: is missing"),

@@ -209,6 +209,7 @@ def test_unary_requests_are_a_choice_for_the_bls_model_alone(demo: Demo) -> None
         ("--draft-gpu-device-ids", "1"),
         ("--gpu-device-ids", "first"),
         ("--max-num-tokens", "4096"),
+        ("--engine-url", "trtllm://localhost:50051"),
         ("--set", "tensorrt_lm.max_beam_width=2"),
         ("--set", "tensorrt_llm.max_beam_with=2"),
         ("--set", "tensorrt_llm.max_beam_width=0"),

@@ -375,6 +375,17 @@ def test_another_program_on_the_engines_port(demo: Demo, triton: tuple[FakeTrito
     assert "not tritonserver" in only(findings("engine_port", repository=demo.out)).what
 
 
+def test_engines_elsewhere(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
+    """Each address by itself; the port of this server does not matter then."""
+    demo.write()
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        nobody = f"localhost:{taken.getsockname()[1]}"
+        change(demo, "tensorrt_llm_bls", engine=f"trtllm://{triton[1]},{nobody}")
+        assert nobody in only(findings("engine_addresses", repository=demo.out)).what
+    assert findings("engine_port", repository=demo.out) == []
+
+
 def test_a_port_that_serve_would_take(demo: Demo) -> None:
     """Named with its program and the option that avoids it."""
     demo.write()

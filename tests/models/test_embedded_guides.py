@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.helpers.embedded_steps import checkpoint
+from trtllm_bls.chat_parsing import FORCED, Arguments, ChatParser, ToolCall, forced_calls
 from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
@@ -251,3 +252,46 @@ def test_speculation_steps_aside_unless_it_was_asked_for(engine: EmbeddedEngine)
     assert chunk.finish_reason is FinishReason.END_ID and chunk.speculation is None
     with pytest.raises(Unsupported, match="guided_decoding_guide"):
         routing.generate(guided("json", speculation=SpeculationRequest(num_draft_tokens=3)))
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "ping"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "set_tree",
+            "parameters": {
+                "type": "object",
+                "properties": {"tree": {"$ref": "#/$defs/node"}},
+                "required": ["tree"],
+                "additionalProperties": False,
+                "$defs": {
+                    "node": {
+                        "type": "object",
+                        "properties": {"on": {"type": "boolean"}, "sub": {"$ref": "#/$defs/node"}},
+                        "required": ["on"],
+                        "additionalProperties": False,
+                    }
+                },
+            },
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("name", [None, "set_tree"])
+def test_a_demanded_call_is_made(
+    engine: EmbeddedEngine, tokenizer: Tokenizer, name: str | None
+) -> None:
+    """The model has no choice: a tool that exists, with arguments that its schema allows."""
+    guide = forced_calls(TOOLS, name, parallel=False)
+    sampling = Sampling(top_k=30, seed=4)
+    asked = guided("json_schema", guide, sampling=sampling, num_return_sequences=4, max_tokens=120)
+    for text, reason in answers(engine, tokenizer, asked):
+        parser = ChatParser(FORCED)
+        events = [*parser.feed(text), *parser.flush()]
+        assert isinstance(events[0], ToolCall) and events[0].name in ("set_tree", name or "ping")
+        if reason is not FinishReason.LENGTH:
+            jsonschema.validate(json.loads(text), json.loads(guide))
+            arguments = "".join(e.text for e in events if isinstance(e, Arguments))
+            assert json.loads(arguments) == json.loads(text)[0]["arguments"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
@@ -11,9 +12,10 @@ from tests.helpers.scripted_pairs import VOCAB, Pair, ids, pair, read
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.scripted import Script
+from trtllm_bls.engines.scripted import Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.messages import EngineChunk, EngineRequest
 from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationShared
 from trtllm_bls.speculative.cost_model import (
     Acceptance,
@@ -23,7 +25,14 @@ from trtllm_bls.speculative.cost_model import (
     most_at_load,
     overlap_gains,
 )
-from trtllm_bls.speculative.draft_length import FIRST_PAUSE, LONGEST_PAUSE, PROBE, DraftLength
+from trtllm_bls.speculative.draft_length import (
+    EARLY_INTERVAL,
+    EARLY_PAUSE,
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    PROBE,
+    DraftLength,
+)
 
 MODEL = DraftSource.MODEL
 
@@ -148,7 +157,52 @@ def test_a_rest_is_ended_by_a_probe_and_doubles_while_it_fails() -> None:
         generated = one.paused_until(MODEL)
         assert one.length(MODEL, generated, 99) == PROBE
         one.add_round(MODEL, PROBE, 0, generated)
-    assert rests == [FIRST_PAUSE, 64, 128, LONGEST_PAUSE, LONGEST_PAUSE]
+    assert rests == [EARLY_PAUSE, FIRST_PAUSE, 128, LONGEST_PAUSE, LONGEST_PAUSE]
+
+
+def test_the_first_rest_is_short_for_one_request_in_so_many() -> None:
+    """Answers that end before the others would try again are known by it."""
+    shared, rests = dear_drafts(), []
+    for _ in range(EARLY_INTERVAL + 1):
+        one = pacer(shared)
+        assert one.length(MODEL, 5, 99) == 0
+        rests.append(one.paused_until(MODEL) - 5)
+    assert rests == [EARLY_PAUSE, *[FIRST_PAUSE] * (EARLY_INTERVAL - 1), EARLY_PAUSE]
+
+
+@pytest.mark.parametrize("streams", [2, 128])
+def test_speculation_that_does_not_pay_costs_little(streams: int) -> None:
+    """On by default with a draft model that is never right: at most 1 % of the time per token, for
+    engines of 20 ms and 2 ms a step that take 1.5 ms to reach, once that is known."""
+
+    async def story() -> None:
+        rule = hashed(1000)
+        target, draft = (
+            Distant(played, Script(vocab_size=1000, step_seconds=step))
+            for played, step in ((rule, 0.020), (agreeing(rule, 0.0, 1000), 0.002))
+        )
+        engines = Pair(target, draft, SpeculationShared())
+        took = []
+        for engine in (engines.speculative(), target, engines.speculative()):
+            loop, tokens = asyncio.get_running_loop(), 200 if streams == 2 else 24
+            begun = loop.time()
+            requests = [ask((1, 2, 3 + n), tokens) for n in range(streams)]
+            await asyncio.gather(*(read(engine, request) for request in requests))
+            took.append(loop.time() - begun)
+        _, plain, useless = took
+        assert useless <= 1.01 * plain
+
+    run(story())
+
+
+class Distant(ScriptedEngine):
+    """Each request takes 1.5 ms to arrive."""
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        await asyncio.sleep(0.0015)
+        async with aclosing(super()._chunks(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
 
 def test_acceptance_that_comes_back_ends_the_rests() -> None:

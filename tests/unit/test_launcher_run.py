@@ -232,7 +232,7 @@ def test_an_override_of_an_unknown_model_lists_the_models(repository: Path, tmp_
 @pytest.mark.parametrize(
     ("override", "mend"),
     [
-        (Override("tensorrt_llm", "nosuch", "1"), "there are: exclude_input_in_output, expose_kv"),
+        (Override("tensorrt_llm", "nosuch", "1"), "there are: engine, exclude_input_in_output"),
         (Override("tensorrt_llm", "max_bach", "1"), "did you mean max_batch?"),
         (Override("tensorrt_llm", "max_batch", "many"), "use a whole number of at least 0"),
         (Override("tensorrt_llm_bls", "decoupled", "maybe"), "use true or false"),

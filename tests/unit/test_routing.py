@@ -336,3 +336,24 @@ def test_what_cannot_be_decoded_token_by_token_is_refused_by_name(field: str) ->
 
     asyncio.run(begin())
     assert engines.target.requests == []
+
+
+def test_a_target_that_verifies_nothing_is_asked_plainly() -> None:
+    """By default; a request that asks for drafts is told by name that there are none."""
+
+    async def scenario() -> None:
+        both = hashed_pair(max_draft_tokens=0)
+        engine = RoutingEngine(both.target, both.draft, OPTIONS, by_default=True)
+        await engine.limits()
+        plain = ids(await read(engine, asking()))
+        assert plain == ids(await read(both.target, ask()))
+        assert not both.draft.requests
+        for field, request in {
+            "num_draft_tokens": asking(3),
+            "draft_source": asking(source="ngram"),
+        }.items():
+            with pytest.raises(Unsupported, match=f"^{field}: .*verifies no drafts"):
+                engine.generate(request)
+        assert ids(await read(engine, asking(0))) == plain
+
+    run(scenario())

@@ -119,7 +119,14 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
 @click.option("--force", is_flag=True, help="Replace the models of a repository that is there.")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
-    """Write a model repository for TensorRT-LLM's C++ backend."""
+    """Write a model repository for TensorRT-LLM's C++ backend.
+
+    \b
+    Examples:
+      trtllm-bls configure --engine-dir ./engine --tokenizer-dir ./llama --out ./repository
+      trtllm-bls configure --from ./old --out ./new --version 0.18
+      trtllm-bls configure --engine-dir ./e --tokenizer-dir ./t --out ./r --set max_beam_width=2
+    """
     slurm: Path | None = options.pop("slurm")
     sets, draft_sets = options.pop("sets"), options.pop("draft_sets")
     overrides = [

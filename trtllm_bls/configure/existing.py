@@ -97,6 +97,8 @@ def read_existing(directory: Path, version: str) -> Existing:
             "drafts are made for requests that ask for them (num_draft_tokens), as before; "
             "tensorrt_llm_bls.draft_source=model makes them for all"
         )
+    elif draft:
+        found.notes.append(f"there is no model {draft}, so no drafts of a model either")
     _take_batching(configs, target, found)
     _take_ours(models, release, found)
     others = configs.keys() - {model.name for model in MODELS} - {target, draft}

@@ -73,6 +73,11 @@ def settings(options: ConfigureOptions) -> Iterator[Setting]:
     if options.chunked_context:
         yield _setting("--chunked-context", ENGINE.name, "enable_chunked_context", "true")
     if options.engine_url is not None:
+        if "://" in options.engine_url:
+            raise SettingsError(
+                f"--engine-url {options.engine_url}: write HOST:PORT; an engine of another kind "
+                f"needs no repository: trtllm-bls serve --engine {options.engine_url} --model DIR"
+            )
         yield _setting("--engine-url", BLS.name, "engine_url", options.engine_url)
     for option, key, value in (
         ("--draft-kv-cache-free-gpu-mem-fraction", _FRACTION, draft_fraction),

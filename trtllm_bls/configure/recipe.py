@@ -167,7 +167,6 @@ def _wrapped(words: list[str]) -> str:
 
 
 def _conversion(options: RecipeOptions, precision: str, converted: Path) -> Step:
-    tool, script = CONVERT, options.examples / _family(options) / CONVERT
     flags = [
         ("model_dir", str(options.checkpoint)),
         ("output_dir", str(converted)),
@@ -176,10 +175,15 @@ def _conversion(options: RecipeOptions, precision: str, converted: Path) -> Step
     ]
     what = "Hugging Face checkpoint to TensorRT-LLM's"
     if precision in ("int4_awq", "fp8"):
-        tool, script = QUANTIZE, options.examples / "quantization" / QUANTIZE
+        tool, directory = QUANTIZE, Path("quantization")
         flags += [("qformat", precision), ("calib_size", "512")]
         flags += [("kv_cache_dtype", "fp8")] if precision == "fp8" else [("awq_block_size", "128")]
         what += f", quantized to {precision}, on a GPU{_hardware(precision)}"
+    else:
+        tool, directory = CONVERT, _family(options)
+        if not (options.checkpoint / "config.json").is_file():
+            what += " (as for Llama: there is no config.json to tell the family)"
+    script = options.examples / directory / tool
     return what, ["python3", str(script), *_words(tool, flags, options.release)]
 
 

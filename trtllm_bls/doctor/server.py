@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -10,13 +11,16 @@ from trtllm_bls.contract import BLS
 from trtllm_bls.doctor.findings import Finding, Findings, check
 from trtllm_bls.doctor.subject import Subject
 from trtllm_bls.engines.triton import listening_processes
+from trtllm_bls.parameters import parse_engine
 
 _ANSWER_S = 5.0
 _SERVER = "tritonserver"
 
 
 def _engine_url(subject: Subject) -> str:
-    return subject.values(BLS.name).get("engine_url", "")
+    """Where the engine of this server is; empty where another process has it."""
+    elsewhere = _engines_elsewhere(subject)
+    return "" if elsewhere else subject.values(BLS.name).get("engine_url", "")
 
 
 @check("the engine's port belongs to Triton, or to nobody yet", _engine_url)
@@ -28,6 +32,29 @@ def engine_port(subject: Subject) -> Findings:
         yield Finding("error", what, "stop it, or serve on another --grpc-port")
 
 
+def _engines_elsewhere(subject: Subject) -> list[str]:
+    """The addresses in parameter ``engine``, where that is one of another process."""
+    try:
+        choice = parse_engine(subject.values(BLS.name).get("engine", ""))
+    except ValueError:
+        return []  # none, or told by the check of parameters
+    return [address for address, _ in choice.addresses] if choice.is_elsewhere else []
+
+
+@check("engines elsewhere are there", _engines_elsewhere)
+def engine_addresses(subject: Subject) -> Findings:
+    """A connection is opened and closed; nothing is asked."""
+    for address in _engines_elsewhere(subject):
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        except OSError as error:
+            what = f"engine at {address}: {error.strerror or error}"
+            yield Finding(
+                "error", what, "start it (trtllm-serve MODEL --grpc), or mend the address"
+            )
+
+
 @check("the ports of serve are free", lambda s: s.repository and not s.url)
 def ports(subject: Subject) -> Findings:
     """Those it takes unless told otherwise; a server that is running has them already."""
@@ -35,7 +62,7 @@ def ports(subject: Subject) -> Findings:
         names = _listeners(f"localhost:{port}")
         if names:
             what = f"port {port} is taken by {_all(names)}"
-            yield Finding("warn", what, f"if that is not your server: {option} (0 = any free one)")
+            yield Finding("warn", what, f"if that is not your server, choose another with {option}")
 
 
 def _listeners(url: str) -> set[str]:

@@ -1,7 +1,9 @@
 """What the orchestrator and the Triton models know of an engine, and all they know.
 
 Engines: ``triton_grpc`` and ``triton_bls`` (a Triton model), ``embedded`` (this process, torch),
-``scripted`` (tests and benchmarks), ``routing`` (a target, alone or with a draft model).
+``trtllm_service`` (TensorRT-LLM's gRPC service), ``llm_api`` (TensorRT-LLM in this process),
+``scripted`` (tests and benchmarks), ``routing`` (a target, alone or with a draft model),
+``replicas`` (several as one).
 
 An engine produces chunks at its own pace; a reader takes all that have arrived at once. So a reader
 that is held up, by a send that takes long, say, catches up in one turn.

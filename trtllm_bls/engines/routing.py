@@ -62,10 +62,12 @@ class RoutingEngine:
         self._on_end = on_end
         self._probing = asyncio.Lock()
         self._probe_failed = False
+        self._verifies = True
 
     async def limits(self) -> EngineLimits:
         """The target's. One that may end every request after one step is tried, once."""
         limits = await self._target.limits()
+        self._verifies = limits.max_draft_tokens != 0
         if limits.one_step is not None:
             self.shared.one_step = limits.one_step
         elif limits.may_be_one_step and self.shared.one_step is None:
@@ -107,9 +109,25 @@ class RoutingEngine:
         """How to speculate; ``None`` for plain decoding. Raises as ``generate`` does."""
         if not self._by_default and request.speculation == _NOT_ASKED:
             return None
-        return self._options.for_request(
+        options = self._options.for_request(
             request, by_default=self._by_default, has_draft_model=self._draft is not None
         )
+        if options is None or self._verifies:
+            return options
+        asked = request.speculation
+        if asked.draft_source is None and asked.num_draft_tokens is None:
+            return None
+        field = "draft_source" if asked.num_draft_tokens is None else "num_draft_tokens"
+        raise Unsupported(field, f"cannot be honoured: {self.name} verifies no drafts")
+
+    def drain(self) -> None:
+        """Speculate no more: what runs in rounds goes on as one plain request to the target."""
+        self.shared.draining = True
+
+    @property
+    def settled(self) -> bool:
+        """Whether no request that was speculated has another request to send."""
+        return self.shared.unsettled == 0
 
     async def close(self) -> None:
         """Close both engines."""

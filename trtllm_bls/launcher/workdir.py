@@ -27,6 +27,7 @@ from trtllm_bls.parameters.cpp_backend import check_backend
 from trtllm_bls.settings import Override, ServeSettings
 
 _BLS, _ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
+_ENGINE_MODELS = (_ENGINE, _DRAFT, "ensemble")  # what a server does without if it runs no engine
 _DRAFT_OVERRIDES = (
     Override(_DRAFT, "is_draft", "true"),
     Override(_BLS, "tensorrt_llm_draft_model_name", _DRAFT),
@@ -92,7 +93,7 @@ def prepare_models(
     meaning. ``with_draft`` adds a second embedded engine for drafts, unless the repository has one
     of its own. Raises ``SettingsError`` for an unknown model or a broken configuration.
     """
-    with_draft = with_draft and _can_add_draft(repository)
+    with_draft = with_draft and not settings.engine_is_elsewhere and _can_add_draft(repository)
     changes = _changes(settings, with_draft)
     if not changes and is_plain(repository):
         return repository
@@ -103,6 +104,9 @@ def prepare_models(
             (surroundings / neighbour.name).symlink_to(neighbour)
     copy = surroundings / (repository.name if is_plain(repository.name) else "models")
     shutil.copytree(repository, copy, symlinks=False, copy_function=os.symlink)
+    if settings.engine_is_elsewhere:
+        for name in _ENGINE_MODELS:
+            shutil.rmtree(copy / name, ignore_errors=True)
     if with_draft:
         shutil.copytree(copy / _ENGINE, copy / _DRAFT, symlinks=True)
     names = model_names(copy)
@@ -156,6 +160,9 @@ def _changes(settings: ServeSettings, with_draft: bool) -> list[_Change]:
         changes.append(_Change("--bls-instances", _BLS, partial(_set_instances, count)))
     if settings.decoupled is not None:
         changes.append(_Change("--decoupled", _BLS, partial(_set_decoupled, settings.decoupled)))
+    if settings.engine is not None:
+        change = Override(_BLS, "engine", settings.engine)
+        changes.append(_Change("--engine", _BLS, partial(_set_parameter, change)))
     for override in (*(_DRAFT_OVERRIDES if with_draft else ()), *settings.overrides):
         option = f"--set {override.model}.{override.parameter}"
         changes.append(_Change(option, override.model, partial(_set_parameter, override)))

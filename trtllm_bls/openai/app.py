@@ -195,7 +195,7 @@ class _Api:
         return Response(written(own), media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:
-        return _Json(document())
+        return _Json(document(self.settings.model_names))
 
 
 class _Generate(Generic[_Request]):
@@ -258,27 +258,24 @@ class _Generate(Generic[_Request]):
         await reply.json(answer.whole())
 
     async def _stream(self, answer: Answer, receive: Receive, reply: Reply) -> None:
-        outbox = Outbox()
+        outbox = Outbox(reply.events)
 
         def on_chunk(choice: int, chunk: TextChunk) -> None:
             if events := answer.events(choice, chunk):
                 outbox.put(events)
 
-        def on_end(work: asyncio.Task[None]) -> None:
-            if not work.cancelled() and work.exception() is None:
-                outbox.put(answer.last_event() + DONE)
-            outbox.close()
-
         run = run_all(self._api.backend.orchestrator, answer.requests, on_chunk, outbox.ready)
         work = asyncio.create_task(run)
-        work.add_done_callback(on_end)
-        async with while_connected(receive, work):
-            while events := await outbox.take():
-                await reply.events(events)
+        try:
+            async with while_connected(receive, work):
+                await asyncio.wait({work})
+                await outbox.ready()
+        finally:
+            await outbox.close()
         if work.cancelled():
             raise ClientGone
         work.result()
-        await reply.events(b"", end=True)
+        await reply.events(answer.last_event() + DONE, end=True)
 
 
 class _Keys:

@@ -43,6 +43,34 @@ _USAGE = {
     "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
     "additionalProperties": True,
 }
+_METRICS = {"description": "For Prometheus", "content": {"text/plain": {"schema": _TEXT}}}
+# What is checked beyond the types.
+_FURTHER: dict[str, dict[str, Any]] = {
+    "ChatRequest": {
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"enum": ["developer", "system", "user", "assistant", "tool"]},
+                    "content": {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}}]},
+                },
+            },
+        }
+    },
+    "CompletionRequest": {
+        "prompt": {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+                {"type": "array", "minItems": 1, "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    },
+}
 _WHY = {
     401: "No valid API key",
     404: "No such model or path",
@@ -56,10 +84,13 @@ _WHY = {
 
 
 @cache
-def document() -> dict[str, Any]:
-    """The document, in OpenAPI 3.1."""
+def document(model_names: tuple[str, ...]) -> dict[str, Any]:
+    """The document, in OpenAPI 3.1, of a server of these models."""
     kinds = (ChatRequest, CompletionRequest)
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for kind in kinds:
+        properties = schemas[kind.__name__]["properties"]
+        properties |= {"model": {"enum": list(model_names)}, **_FURTHER[kind.__name__]}
     schemas |= {"Error": _ERROR, "Model": _MODEL, "Models": _MODELS}
     message = {"type": "object", "required": ["role", "content"]}
     chat = _answer("chat.completion", {"message": message})
@@ -74,6 +105,7 @@ def document() -> dict[str, Any]:
             "/v1/models": {"get": _get(_MODELS, 401)},
             "/v1/models/{name}": {"get": _get(_MODEL, 401, 404) | {"parameters": [name]}},
             "/health": {"get": _get({"type": "object"}, 503)},
+            "/metrics": {"get": {"responses": {"200": _METRICS}}},
         },
         "components": {
             "schemas": schemas,
@@ -103,7 +135,7 @@ def _answer(object: str, choice: dict[str, Any]) -> dict[str, Any]:
 
 def _post(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
     operation = _get(answer, *_WHY)
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _TEXT}
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
     operation["responses"]["400"] = _failure("A field is wrong; param names it")
     body = {"$ref": f"#/components/schemas/{kind}"}
     content = {"application/json": {"schema": body}}

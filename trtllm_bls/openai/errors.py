@@ -20,6 +20,7 @@ from trtllm_bls.errors import (
     PromptTooLong,
     TrtllmBlsError,
 )
+from trtllm_bls.openai.frames import DONE
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,8 @@ class ApiError(Exception):
 
     @property
     def event(self) -> bytes:
-        """The error as an event of a stream that has begun."""
-        return b"data: " + msgspec.json.encode(self.body) + b"\n\n"
+        """The error as the last event of a stream that has begun."""
+        return b"data: " + msgspec.json.encode(self.body) + b"\n\n" + DONE
 
 
 _TYPES = {

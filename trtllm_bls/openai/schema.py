@@ -52,7 +52,7 @@ class Common(msgspec.Struct, kw_only=True):
     # Beyond OpenAI's own API, as vLLM names them.
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=_INT32)] | None = None
     min_tokens: Natural | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None

@@ -8,7 +8,8 @@ comes as one event.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import types
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,53 +30,64 @@ def is_end(chunk: TextChunk) -> bool:
 
 
 class Outbox:
-    """What is to be written to one client; whoever fills it waits until the last is on its way."""
+    """Writes to one client with ``send``, at once where the connection takes it.
 
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._writing = False
-        self._filled: asyncio.Future[None] | None = None
-        self._written: asyncio.Future[None] | None = None
-        self._closed = False
+    A write that has to wait goes on in a task of its own; whoever fills the outbox then waits too.
+    A task that wrote everything would have to be woken for every token.
+    """
+
+    def __init__(self, send: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
+        self._send = send
+        self._waiting: list[bytes] = []
+        self._blocked: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
         """Return once all that was put has been written."""
-        while self._writing or self._parts:
-            if self._written is None:
-                self._written = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._written)
+        while self._blocked is not None:
+            await asyncio.wait({self._blocked})
 
     def put(self, part: bytes) -> None:
         """More to write; never waits."""
-        self._parts.append(part)
-        self._wake()
+        if self._blocked is not None:
+            self._waiting.append(part)
+            return
+        writing = self._send(part)
+        try:
+            waits_for = writing.send(None)
+        except StopIteration:
+            return
+        self._blocked = asyncio.create_task(self._go_on(writing, waits_for))
 
-    def close(self) -> None:
-        """Nothing more comes."""
-        self._closed = True
-        self._wake()
+    async def close(self) -> None:
+        """End a write that waits, if one does."""
+        if self._blocked is not None:
+            self._blocked.cancel()
+            await self.ready()
 
-    async def take(self) -> bytes:
-        """All that waits, once something does; nothing at the end. What was taken before is now
-        written."""
-        self._writing = False
-        if not self._parts:
-            if self._written is not None:
-                self._written.set_result(None)
-                self._written = None
-            if self._closed:
-                return b""
-            self._filled = asyncio.get_running_loop().create_future()
-            await self._filled
-            self._filled = None
-        taken = b"".join(self._parts)
-        self._parts.clear()
-        self._writing = bool(taken)
-        return taken
+    async def _go_on(self, writing: Coroutine[Any, Any, None], waits_for: object) -> None:
+        try:
+            await _rest(writing, waits_for)
+            while self._waiting:
+                part = b"".join(self._waiting)
+                self._waiting.clear()
+                await self._send(part)
+        finally:
+            self._blocked = None
 
-    def _wake(self) -> None:
-        if self._filled is not None and not self._filled.done():
-            self._filled.set_result(None)
+
+@types.coroutine
+def _rest(begun: Coroutine[Any, Any, None], waits_for: object) -> Generator[object, Any, None]:
+    """Await what is left of a coroutine that was begun by hand and waits for something."""
+    while True:
+        try:
+            try:
+                value = yield waits_for
+            except BaseException as error:
+                waits_for = begun.throw(error)
+            else:
+                waits_for = begun.send(value)
+        except StopIteration:
+            return
 
 
 @dataclass

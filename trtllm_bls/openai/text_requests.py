@@ -8,7 +8,7 @@ from trtllm_bls.messages import Sampling, SpeculationRequest, Wants
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.schema import Common
 
-_COLDEST = 1e-5  # below it logits divided by the temperature overflow; the likeliest token it is
+_COLDEST = 1e-5  # smaller temperatures and top_p leave the likeliest token alone, or overflow
 
 
 def shared_fields(request: Common, vocab_size: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _sampling(request: Common) -> Sampling:
 
     Penalties that change nothing are not sent on; some engines have no input for them.
     """
-    greedy = request.top_p == 0 or request.top_k == 1
+    greedy = request.top_k == 1 or (request.top_p is not None and request.top_p < _COLDEST)
     greedy = greedy or (request.temperature is not None and request.temperature < _COLDEST)
     chosen: dict[str, Any] = {}
     if not greedy:

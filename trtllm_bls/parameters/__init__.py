@@ -5,6 +5,7 @@
 reads a model's own at load. ``python -m trtllm_bls.parameters`` prints ``docs/parameters.md``.
 """
 
+from trtllm_bls.parameters.engine_choice import EngineChoice, EngineKind, parse_engine
 from trtllm_bls.parameters.kinds import Parameter, is_true
 from trtllm_bls.parameters.reading import (
     BlsParameters,
@@ -15,9 +16,11 @@ from trtllm_bls.parameters.reading import (
 from trtllm_bls.parameters.table import (
     DRAFT_MODEL_DIR,
     ENGINE_FACTS,
+    ENGINE_TLS_PIN,
     GRPC_URL,
     MAX_STREAMS,
     MODEL_DIR,
+    STATUS_DIR,
     TABLE,
     THREADS,
     check,
@@ -28,17 +31,22 @@ from trtllm_bls.parameters.table import (
 __all__ = [
     "DRAFT_MODEL_DIR",
     "ENGINE_FACTS",
+    "ENGINE_TLS_PIN",
     "GRPC_URL",
     "MAX_STREAMS",
     "MODEL_DIR",
+    "STATUS_DIR",
     "TABLE",
     "THREADS",
     "BlsParameters",
+    "EngineChoice",
+    "EngineKind",
     "EngineParameters",
     "Parameter",
     "Parameters",
     "check",
     "is_true",
+    "parse_engine",
     "request_limits",
     "rows_of",
     "suggestion",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_bls.admission import RequestLimits
+from trtllm_bls.parameters.engine_choice import EngineChoice
 from trtllm_bls.parameters.kinds import DIRECTORY, FILE, Parameter
 from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, error, parsed, rows_of
 
@@ -92,10 +93,15 @@ class BlsParameters:
     draft_deadline_seconds: float
     overlap_drafts: bool | None  # None: where it measures faster
     max_streams: int
+    status_dir: str = ""
+    engine: EngineChoice | None = None  # None: the model ``target`` of this server
+    engine_max_sequence_tokens: int | None = None
+    engine_resume: bool = False
     decoupled: bool = True
     tls_ca: Path | None = None  # None: no TLS
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    tls_pin: Path | None = None
     log_requests: bool = True
     log_format: str = "logfmt"
     log_prompts: bool = False
@@ -131,10 +137,15 @@ class BlsParameters:
             draft_deadline_seconds=value["draft_deadline_seconds"],
             overlap_drafts=_OVERLAP[value["overlap_drafts"]],
             max_streams=value["max_streams"],
+            status_dir=value["status_dir"],
+            engine=value["engine"] or None,
+            engine_max_sequence_tokens=value["engine_max_sequence_tokens"] or None,
+            engine_resume=value["engine_resume"],
             decoupled=value["decoupled"],
             tls_ca=value["engine_tls_ca"],
             tls_cert=value["engine_tls_cert"],
             tls_key=value["engine_tls_key"],
+            tls_pin=value["engine_tls_pin"],
             log_requests=value["log_requests"],
             log_format=value["log_format"],
             log_prompts=value["log_prompts"],
@@ -166,6 +177,7 @@ class EngineParameters:
     """The parameters of the embedded engine's ``tensorrt_llm``; 0 leaves a size to the engine."""
 
     model_dir: Path
+    engine: str  # embedded, llm_api or the address of a service
     exclude_input: bool
     expose_kv_cache_metrics: bool
     limits: RequestLimits
@@ -184,6 +196,7 @@ class EngineParameters:
             del value[key]
         return cls(
             model_dir=value.pop("model_dir"),
+            engine=value.pop("engine"),
             exclude_input=value.pop("exclude_input_in_output"),
             expose_kv_cache_metrics=value.pop("expose_kv_cache_metrics"),
             limits=limits,

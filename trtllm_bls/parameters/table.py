@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters.engine_choice import ENGINE, LOCAL_ENGINE
 from trtllm_bls.parameters.kinds import (
     DIRECTORY,
     FILE,
@@ -24,6 +25,8 @@ DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
 GRPC_URL = "TRTLLM_BLS_GRPC_URL"
 MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
 THREADS = "TRTLLM_BLS_ENGINE_THREADS"
+STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
+ENGINE_TLS_PIN = "TRTLLM_BLS_ENGINE_TLS_PIN"
 
 _BLS, _ENGINE = ("tensorrt_llm_bls",), ("tensorrt_llm",)
 _PRE, _POST = ("preprocessing",), ("postprocessing",)
@@ -59,6 +62,30 @@ TABLE = (
         FLAG,
         "false",
         "Each response of a stream holds all text so far, not the new text alone.",
+    ),
+    Parameter(
+        "engine",
+        _BLS,
+        ENGINE,
+        "",
+        "Where tokens come from: a model of this server, of other Triton servers, or "
+        "TensorRT-LLM's own gRPC service. Of several addresses each request takes the least "
+        "loaded. Empty: `triton:` and `tensorrt_llm_model_name`.",
+    ),
+    Parameter(
+        "engine_max_sequence_tokens",
+        _BLS,
+        count(0),
+        "0",
+        "Longest prompt and completion together, in tokens, of a `trtllm://` engine, which does "
+        "not tell unless it was started with `--max_seq_len`; 0 = what it tells.",
+    ),
+    Parameter(
+        "engine_resume",
+        _BLS,
+        FLAG,
+        "false",
+        "With several addresses: a greedy or seeded request goes on when its engine is lost.",
     ),
     Parameter(
         "engine_transport",
@@ -97,6 +124,16 @@ TABLE = (
         FILE,
         "",
         "Key of `engine_tls_cert`, in PEM.",
+        optional=True,
+    ),
+    Parameter(
+        "engine_tls_pin",
+        _BLS,
+        FILE,
+        "",
+        "The certificate that `engine_url` itself shows, first in a PEM file: trusted instead of "
+        "`engine_tls_ca`, whatever its names.",
+        env=ENGINE_TLS_PIN,
         optional=True,
     ),
     Parameter(
@@ -180,6 +217,14 @@ TABLE = (
         env=MAX_STREAMS,
     ),
     Parameter(
+        "status_dir",
+        _BLS,
+        TEXT,
+        "",
+        "Directory where the model tells what it does, and is asked to drain; empty = none.",
+        env=STATUS_DIR,
+    ),
+    Parameter(
         "log_requests",
         _BLS,
         FLAG,
@@ -225,6 +270,14 @@ TABLE = (
         "false",
         "Leave the prompt out of the answer to a request that does not say.",
         shipped="true",
+    ),
+    Parameter(
+        "engine",
+        _ENGINE,
+        LOCAL_ENGINE,
+        "embedded",
+        "What makes the tokens: the embedded engine, TensorRT-LLM's LLM API in this process, or "
+        "TensorRT-LLM's own gRPC service.",
     ),
     Parameter("max_batch", _ENGINE, count(0), "32", "Sequences that run at once."),
     Parameter(

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trtllm_bls.messages import EngineChunk, EngineMetrics, FinishReason
+from trtllm_bls.messages import EngineChunk, EngineMetrics, FinishReason, SpeculationCounts
 
 
 class AnswerFigures:
-    """Rewrites the chunks of many requests as the chunks of one."""
+    """Rewrites the chunks of many requests as the chunks of one.
+
+    ``counts`` are put to each of them.
+    """
 
     def __init__(self) -> None:
+        self.counts = SpeculationCounts(rounds=0, drafted=0, accepted=0)
         self._cum_log_prob = 0.0
         self._cum_before = 0.0  # when the running request began
         self._metrics: EngineMetrics | None = None
@@ -27,13 +31,21 @@ class AnswerFigures:
 
     def add(self, chunk: EngineChunk, kept: int, finish: FinishReason | None) -> EngineChunk:
         """The chunk as the caller sees it: its first ``kept`` tokens, final if ``finish``."""
+        scored = chunk.log_probs is not None or chunk.cum_log_prob is not None
+        further = chunk.context_logits is not None or chunk.generation_logits is not None
+        if not scored and not further and chunk.metrics is None and self._metrics is None:
+            return EngineChunk(  # of nearly every token, so worth the shorter way
+                token_ids=chunk.token_ids[:kept],
+                final=finish is not None,
+                finish_reason=finish,
+                speculation=self.counts,
+            )
         if chunk.log_probs is not None:
             self._cum_log_prob += sum(chunk.log_probs[:kept])
         elif chunk.cum_log_prob is not None:
             self._cum_log_prob = self._cum_before + chunk.cum_log_prob
         if chunk.metrics is not None:
             self._metrics = _joined(self._metrics_before, chunk.metrics)
-        counted = chunk.log_probs is not None or chunk.cum_log_prob is not None
         logits = chunk.generation_logits
         return replace(
             chunk,
@@ -41,9 +53,10 @@ class AnswerFigures:
             final=finish is not None,
             finish_reason=finish,
             log_probs=None if chunk.log_probs is None else chunk.log_probs[:kept],
-            cum_log_prob=self._cum_log_prob if counted else None,
+            cum_log_prob=self._cum_log_prob if scored else None,
             generation_logits=None if logits is None else logits[:kept],
             metrics=self._metrics,
+            speculation=self.counts,
         )
 
 

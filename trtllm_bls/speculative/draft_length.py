@@ -11,8 +11,10 @@ from trtllm_bls.speculative.cost_model import Acceptance, best_length, most_at_l
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.shared import SpeculationShared
 
-FIRST_PAUSE = 32  # plain tokens before drafting is tried again; doubles while it does not pay
+FIRST_PAUSE = 64  # plain tokens before drafting is tried again; doubles while it does not pay
 LONGEST_PAUSE = 256
+# One pausing request in so many tries earlier, so that answers too short for the others are known.
+EARLY_INTERVAL, EARLY_PAUSE = 8, 16
 # To measure overlap, rounds with and without it are needed: of the first so many rounds every
 # second one overlaps, later one in so many goes against the better choice.
 TRIAL_ROUNDS, TRIAL_INTERVAL = 8, 16
@@ -64,7 +66,9 @@ class DraftLength:
             return most
         best = best_length(own.rate.rate, self._shared.costs(source), most)
         if best == 0 and own.pause == 0:
-            self._pause(own, generated, FIRST_PAUSE)
+            early = self._shared.pauses % EARLY_INTERVAL == 0
+            self._shared.pauses += 1
+            self._pause(own, generated, EARLY_PAUSE if early else FIRST_PAUSE)
         elif best == 0:
             return min(PROBE, most)
         return best
@@ -102,7 +106,7 @@ class DraftLength:
         if pays:
             own.pause = 0
         else:
-            self._pause(own, generated, min(2 * own.pause, LONGEST_PAUSE))
+            self._pause(own, generated, min(max(2 * own.pause, FIRST_PAUSE), LONGEST_PAUSE))
 
     @staticmethod
     def _pause(own: _SourceState, generated: int, tokens: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.messages import EngineRequest
+from trtllm_bls.messages import EngineRequest, SpeculationCounts
 from trtllm_bls.parameters import rows_of
 from trtllm_bls.speculative.round_requests import check_speculative
 
@@ -126,6 +126,16 @@ class SpeculationStats:
     def acceptance_rate(self) -> float | None:
         """Accepted per drafted token; ``None`` when nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        return SpeculationCounts(
+            rounds=self.rounds,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            predicted=self.predicted,
+            predicted_accepted=self.predicted_accepted,
+        )
 
     def add_round(self, source: DraftSource, drafted: int, accepted: int) -> None:
         self.rounds += 1

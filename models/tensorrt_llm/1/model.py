@@ -1,4 +1,4 @@
-"""Model ``tensorrt_llm`` where there is no GPU: the embedded engine with the same tensors.
+"""Model ``tensorrt_llm`` in Python: the embedded engine, or another, with the same tensors.
 
 ``trtllm-bls configure`` puts TensorRT-LLM's C++ backend in this slot for production.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.local import local_engine
 from trtllm_bls.parameters import EngineParameters, Parameters
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.triton_log import log_to_triton
+from trtllm_bls.tokenizer import load_tokenizer
 
 
 class TritonPythonModel:
@@ -20,8 +21,13 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
         parameters = EngineParameters.read(Parameters(args))
-        settings = EmbeddedSettings(name=args["model_name"], **parameters.sizes)
-        self._engine = EmbeddedEngine(parameters.model_dir, settings)
+        self._engine = local_engine(
+            args["model_name"],
+            parameters.engine,
+            parameters.model_dir,
+            parameters.sizes,
+            lambda: load_tokenizer(parameters.model_dir),
+        )
         service = EngineService(
             self._engine,
             parameters.exclude_input,

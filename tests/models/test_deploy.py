@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from trtllm_bls.settings import ServeSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-PORTS = {"http": "http_port", "grpc": "grpc_port", "metrics": "metrics_port"}
+PORTS = [
+    field.name.removesuffix("_port") for field in fields(ServeSettings) if "_port" in field.name
+]
 
 
 def documents(manifest: Path) -> list[Any]:
@@ -48,8 +51,8 @@ def test_what_is_served_is_what_is_asked_for() -> None:
     settings = ServeSettings()
     for _, server in servers():
         ports = {port["name"]: port["containerPort"] for port in server["ports"]}
-        for name, field in PORTS.items():
-            assert ports[name] == getattr(settings, field)
+        for name in PORTS:
+            assert ports[name] == getattr(settings, f"{name}_port")
         assert server["image"].endswith(f":{__version__}")
     scalers = [d for m in MANIFESTS for d in documents(m) if d["kind"].startswith("Horizontal")]
     metrics = [metric["pods"]["metric"]["name"] for s in scalers for metric in s["spec"]["metrics"]]

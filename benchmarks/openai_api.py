@@ -1,0 +1,208 @@
+"""What the OpenAI API costs: CPU per token of its process, with an engine that costs little.
+
+    .venv/bin/python benchmarks/openai_api.py --streams 128 --step-ms 10
+
+The server is a process of its own: uvicorn, the API, the orchestrator and an engine whose one timer
+gives every stream a token at each step. The client, in this process, reads sockets and counts
+events. `--sink` leaves HTTP out: the same requests run into a sink that drops their text, which is
+what engine and orchestrator cost; the API's own work is the difference. CPU is user and system
+time of the server's process (/proc), from the first token of the last stream to the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from trtllm_bls.bundled import DEMO
+from trtllm_bls.engines.base import QueuedChunks
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, TextChunk, TextRequest
+from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.server import uvicorn_options
+from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.services.request_metrics import RequestMetrics
+from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.tokenizer import load_tokenizer
+
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+class SteppingEngine:
+    """One timer; at each step every stream gets its next token."""
+
+    name = "stepping"
+
+    def __init__(self, ids: tuple[int, ...], step_s: float) -> None:
+        self._chunks = [EngineChunk(token_ids=(token,)) for token in ids]
+        self._step_s = step_s
+        self._open: dict[QueuedChunks, int] = {}
+        self._due = 0.0
+        self._ticking = False
+
+    async def limits(self) -> EngineLimits:
+        return EngineLimits()
+
+    def generate(self, request: EngineRequest) -> QueuedChunks:
+        stream = QueuedChunks(lambda: self._open.pop(stream, None))
+        self._open[stream] = request.max_tokens
+        if not self._ticking:
+            self._ticking = True
+            self._due = asyncio.get_running_loop().time()
+            self._again()
+        return stream
+
+    def _again(self) -> None:
+        self._due += self._step_s
+        asyncio.get_running_loop().call_at(self._due, self._step)
+
+    def _step(self) -> None:
+        for stream, left in list(self._open.items()):
+            stream.put([self._chunks[left % len(self._chunks)]])
+            self._open[stream] = left - 1
+            if left == 1:
+                del self._open[stream]
+                stream.put([EngineChunk(token_ids=(), final=True)])
+                stream.end()
+        self._ticking = bool(self._open)
+        if self._ticking:
+            self._again()
+
+    async def close(self) -> None:
+        pass
+
+
+class Backend:
+    def __init__(self, step_s: float) -> None:
+        self.tokenizer = load_tokenizer(DEMO / "target")
+        text = "Once upon a time there was a fox who liked the river and the hills. "
+        self.engine = SteppingEngine(self.tokenizer.encode_word(text), step_s)
+        self.reports = RequestReports(RequestMetrics())
+        self.orchestrator = Orchestrator(
+            self.tokenizer, self.engine, Defaults(), on_end=self.reports.add
+        )
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.reports.start(loop, self.orchestrator.load)
+
+    async def close(self) -> None:
+        self.reports.close()
+
+
+def serve(ready: Connection, listening: socket.socket, step_s: float) -> None:
+    import uvicorn
+
+    app = create_app(Backend(step_s), ApiSettings(model_names=("m",)))
+    config = uvicorn.Config(app, **uvicorn_options(exit_timeout=1))
+    ready.send(os.getpid())
+    uvicorn.Server(config).run([listening])
+
+
+class Dropping:
+    async def ready(self) -> None:
+        pass
+
+    def send(self, chunk: TextChunk) -> None:
+        pass
+
+
+def into_sink(step_s: float, streams: int, tokens: int) -> float:
+    """CPU in microseconds per token of engine and orchestrator alone, in this process."""
+    import uvloop
+
+    backend = Backend(step_s)
+
+    async def run() -> float:
+        requests = [
+            TextRequest(request_id=str(n), text="x", max_tokens=tokens, stream=True)
+            for n in range(streams)
+        ]
+        began = time.process_time()
+        await asyncio.gather(*(backend.orchestrator.run(r, Dropping()) for r in requests))
+        return time.process_time() - began
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run()) / (streams * tokens) * 1e6
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+async def read(port: int, body: bytes) -> tuple[float, float, int]:
+    """Seconds to the first event, to the end, and how many events there were."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    began = time.perf_counter()
+    writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    first, events = 0.0, 0
+    while data := await reader.read(65536):
+        events += data.count(b"data: ")
+        if events and not first:
+            first = time.perf_counter() - began
+    writer.close()
+    return first, time.perf_counter() - began, events
+
+
+async def load(port: int, pid: int, streams: int, tokens: int) -> dict[str, Any]:
+    request = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    body = json.dumps(request | {"max_tokens": tokens, "temperature": 0}).encode()
+    await read(port, body)  # everything is loaded
+    before, began = cpu_seconds(pid), time.perf_counter()
+    found = await asyncio.gather(*(read(port, body) for _ in range(streams)))
+    wall, cpu = time.perf_counter() - began, cpu_seconds(pid) - before
+    firsts = sorted(first for first, _, _ in found)
+    return {
+        "streams": streams,
+        "tokens_per_s": round(streams * tokens / wall),
+        "cpu_us_per_token": round(cpu / (streams * tokens) * 1e6, 1),
+        "cores_busy": round(cpu / wall, 2),
+        "events_per_token": round(sum(n for _, _, n in found) / (streams * tokens), 2),
+        "ttft_ms_p50": round(firsts[len(firsts) // 2] * 1e3, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, nargs="+", default=[32, 128])
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--sink", action="store_true", help="also without HTTP, for comparison")
+    options = parser.parse_args()
+    step_s = options.step_ms / 1000
+    print(
+        f"{platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} cores,"
+    )
+    print(f"load {os.getloadavg()[0]:.1f}, {options.tokens} tokens, {options.step_ms} ms a step")
+    listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    ready, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("fork")
+    server = context.Process(target=serve, args=(theirs, listening, step_s), daemon=True)
+    server.start()
+    pid = ready.recv()
+    port = listening.getsockname()[1]
+    for streams in options.streams:
+        found = asyncio.run(load(port, pid, streams, options.tokens))
+        if options.sink:
+            alone = into_sink(step_s, streams, options.tokens)
+            found["without_http_us"] = round(alone, 1)
+            found["http_us"] = round(found["cpu_us_per_token"] - alone, 1)
+        print(json.dumps(found))
+    server.terminate()
+    server.join()
+
+
+if __name__ == "__main__":
+    main()

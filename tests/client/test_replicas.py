@@ -1,0 +1,171 @@
+"""Several engines of one model as one."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.helpers.fake_engine_server import run
+from tests.helpers.scripted_pairs import ids, read
+from trtllm_bls.engines.replicas import ReplicatedEngine
+from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import hashed
+from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
+from trtllm_bls.messages import EngineRequest, Sampling
+
+ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=6)
+DOWN = EngineUnavailable("down")
+
+
+def engines(count: int = 2) -> list[ScriptedEngine]:
+    rule = hashed(100, first=5)
+    return [ScriptedEngine(rule, Script(name=str(number))) for number in range(count)]
+
+
+def together(*parts: ScriptedEngine, **options: Any) -> ReplicatedEngine:
+    return ReplicatedEngine(parts, **options)
+
+
+async def tokens(engine: Any, request: EngineRequest = ASK) -> list[int]:
+    await engine.limits()
+    return ids(await read(engine, request))
+
+
+def test_the_least_loaded_engine_is_chosen() -> None:
+    """By sequences that run there now; a request that has ended or left counts no more."""
+
+    async def scenario() -> None:
+        one, two = engines()
+        engine = together(one, two)
+        await engine.limits()
+        heavy = engine.generate(replace(ASK, num_return_sequences=3))
+        light = [engine.generate(ASK) for _ in range(3)]
+        for stream in (heavy, *light):
+            await stream.wait()
+        assert (len(one.requests), len(two.requests)) == (1, 3)
+        await heavy.aclose()
+        async with aclosing(engine.generate(ASK)) as stream:
+            await stream.wait()
+        assert len(one.requests) == 2
+        for stream in light:
+            await stream.aclose()
+        await engine.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("error", [DOWN, Overloaded("full")])
+def test_a_request_without_tokens_is_tried_elsewhere(error: Exception) -> None:
+    """Where one is down or full another answers; nothing is lost or told twice."""
+
+    async def scenario() -> None:
+        one, two = engines()
+        right = await tokens(two)
+        one.fault = Fault(error=error)
+        engine = together(one, two)
+        assert await tokens(engine) == right
+        assert len(one.requests) == 1
+        await engine.close()
+
+    run(scenario())
+
+
+def test_each_engine_is_tried_once_and_the_last_error_is_told() -> None:
+    async def scenario() -> None:
+        parts = engines(3)
+        for part in parts:
+            part.fault = Fault(error=DOWN)
+        engine = together(*parts)
+        with pytest.raises(EngineUnavailable, match="down"):
+            await tokens(engine)
+        assert [len(part.requests) for part in parts] == [1, 1, 1]
+        await engine.close()
+
+    run(scenario())
+
+
+def test_an_engine_that_was_lost_gets_no_requests_until_it_answers() -> None:
+    """With all of them lost, the next request asks again instead of waiting for its rest to end."""
+
+    async def scenario() -> None:
+        one, two = engines()
+        one.fault = Fault(error=DOWN, limits=True)
+        engine = together(one, two)
+        for _ in range(3):
+            assert len(await tokens(engine)) == 6
+        assert not one.requests
+        two.fault, one.fault = Fault(error=DOWN, limits=True), None
+        with pytest.raises(EngineUnavailable):
+            await tokens(engine)
+        assert len(await tokens(engine)) == 6
+        assert len(one.requests) == 1
+        await engine.close()
+
+    run(scenario())
+
+
+def test_other_errors_are_the_requests_own() -> None:
+    async def scenario() -> None:
+        one, two = engines()
+        one.fault = Fault(error=EngineError("broken"))
+        engine = together(one, two)
+        with pytest.raises(EngineError, match="broken"):
+            await tokens(engine)
+        with pytest.raises(InvalidRequest, match="request_output_len"):
+            await tokens(engine, replace(ASK, max_tokens=0))
+        assert not two.requests or two.requests[-1].max_tokens == 0
+        await engine.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_begun_request_goes_on_elsewhere_only_where_that_is_asked_for(resume: bool) -> None:
+    """From prompt and answer so far, within its own length."""
+
+    async def scenario() -> None:
+        one, two = engines()
+        right = await tokens(two)
+        one.fault = Fault(error=DOWN, after_tokens=2)
+        engine = together(one, two, resume=resume)
+        if resume:
+            assert await tokens(engine) == right
+            assert two.requests[-1].input_ids == (*ASK.input_ids, *right[:2])
+            assert two.requests[-1].max_tokens == 4
+        else:
+            with pytest.raises(EngineUnavailable):
+                await tokens(engine)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_a_drawn_request_without_a_seed_is_not_resumed() -> None:
+    async def scenario() -> None:
+        one, two = engines()
+        one.fault = Fault(error=DOWN, after_tokens=2)
+        engine = together(one, two, resume=True)
+        with pytest.raises(EngineUnavailable):
+            await tokens(engine, replace(ASK, sampling=Sampling(top_p=0.9)))
+        await engine.close()
+
+    run(scenario())
+
+
+def test_leaving_ends_the_engines_work() -> None:
+    async def scenario() -> None:
+        one, two = engines()
+        engine = together(one, two)
+        await engine.limits()
+        stream = engine.generate(replace(ASK, max_tokens=1000))
+        await stream.wait()
+        await stream.aclose()
+        assert (one.live, two.live) == (0, 0)
+        await engine.close()
+        await asyncio.sleep(0)
+
+    run(scenario())

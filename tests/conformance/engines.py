@@ -1,0 +1,66 @@
+"""The engines of this machine that the suite runs over, each behind a real tritonserver.
+
+``embedded`` is what ``make serve`` runs. Behind the others the same model makes the tokens, so that
+what differs is the way to it: ``trtllm`` is TensorRT-LLM's gRPC service, played; ``llm_api`` its
+LLM API, played by a module with its public surface.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trtllm_bls.launcher import TritonServer
+
+LLM_API = Path(__file__).parents[1] / "helpers" / "llm_api"
+
+
+@contextmanager
+def before_a_service() -> Iterator[TritonServer]:
+    """A ``tensorrt_llm`` whose engine is a service."""
+    from tests.helpers.scripted_services import service_in_a_thread
+    from tests.helpers.server_settings import DEMO, free_ports
+    from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+    from trtllm_bls.engines.trtllm_service.scripted import Behaviour
+    from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.settings import Override
+    from trtllm_bls.tokenizer import load_tokenizer
+
+    model = DEMO / "target"
+    tokenizer = load_tokenizer(model)
+    engine = EmbeddedEngine(model, EmbeddedSettings(threads=1))
+    behaviour = Behaviour(
+        eos_id=tokenizer.eos_id or 0,
+        vocab_size=tokenizer.vocab_size,
+        max_seq_len=engine._limits.max_sequence_tokens or 0,
+    )
+    with service_in_a_thread(engine, behaviour) as (_, url):
+        address = Override("tensorrt_llm", "engine", f"trtllm://{url}")
+        with TritonServer(free_ports(model=model, overrides=(address,))) as server:
+            yield server
+
+
+@contextmanager
+def with_the_llm_api(scratch: Path) -> Iterator[TritonServer]:
+    """A ``tensorrt_llm`` whose engine is the LLM API."""
+    from tests.helpers.server_settings import DEMO, ROOT, free_ports
+    from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.settings import Override
+
+    repository = scratch / "models"
+    shutil.copytree(ROOT / "models", repository)
+    code = repository / "tensorrt_llm" / "1" / "model.py"
+    lines = code.read_text().partition("from __future__ import annotations\n")
+    found = f"\nimport sys\n\nsys.path.insert(0, {str(LLM_API)!r})\n"
+    code.write_text("".join((*lines[:2], found, lines[2])))
+    settings = free_ports(
+        model=DEMO / "target",
+        model_repository=repository,
+        overrides=(Override("tensorrt_llm", "engine", "llm_api"),),
+    )
+    with TritonServer(settings) as server:
+        yield server

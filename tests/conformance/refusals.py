@@ -1,0 +1,144 @@
+"""What each engine refuses, by asking it: ``python -m tests.conformance.refusals`` prints a table.
+
+One request per field, to the engine itself. The C++ backend is not asked but read: it is what its
+last release declares in its configuration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tests.conformance.engines import LLM_API
+from tests.helpers.scripted_services import EOS, reaching
+from tests.helpers.server_settings import DEMO
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.llm_api import LlmApiEngine
+from trtllm_bls.engines.scripted import ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import hashed
+from trtllm_bls.errors import InvalidRequest, TrtllmBlsError, Unsupported
+from trtllm_bls.messages import Draft, EngineLimits, EngineRequest, Sampling, Wants
+from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
+
+ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=2, end_id=EOS)
+RULE = hashed(100, first=5)
+
+
+def _extras(**values: Any) -> dict[str, Any]:
+    return {"extras": {name: np.array([value]) for name, value in values.items()}}
+
+
+PROBES: dict[str, dict[str, Any]] = {
+    "`runtime_top_k`, `runtime_top_p`, `temperature`, `seed`": {
+        "sampling": Sampling(top_k=5, top_p=0.9, temperature=0.5, seed=1)
+    },
+    "`repetition_penalty`, `presence_penalty`, `frequency_penalty`": {
+        "sampling": Sampling(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1)
+    },
+    "`runtime_top_p_decay`, `_min`, `_reset_ids`": {
+        "sampling": Sampling(top_p=0.9, top_p_decay=0.9, top_p_min=0.1, top_p_reset_id=3)
+    },
+    "`min_tokens`": {"sampling": Sampling(min_tokens=2)},
+    "`min_tokens` with another `end_id` than the model's": {
+        "end_id": EOS + 1,
+        "sampling": Sampling(min_tokens=2),
+    },
+    "`num_return_sequences`, greedy or drawn": {"num_return_sequences": 2},
+    "`beam_width` above 1": {"sampling": Sampling(beam_width=2)},
+    "`stop_words_list`": {"stop_sequences": ((3,), (4, 5))},
+    "`bad_words_list` of one token each": {"bad_sequences": ((3,),)},
+    "`bad_words_list` of several tokens": {"bad_sequences": ((3, 4),)},
+    "`embedding_bias`": {"embedding_bias": ((3, 1.0),)},
+    "`draft_input_ids`": {"draft": Draft(token_ids=(3,))},
+    "`return_log_probs`": {"wants": Wants(log_probs=True)},
+    "`return_context_logits`": {"wants": Wants(context_logits=True)},
+    "`return_generation_logits`": {"wants": Wants(generation_logits=True)},
+    "`return_perf_metrics`": {"wants": Wants(perf_metrics=True)},
+    "`guided_decoding_guide`": _extras(
+        guided_decoding_guide_type=b"regex", guided_decoding_guide=b"[a-z]+"
+    ),
+    "`lora_task_id`": _extras(lora_task_id=0),
+    "`lora_weights`, `lora_config`": _extras(lora_weights=0.0, lora_config=0),
+    "`prompt_embedding_table`": _extras(prompt_embedding_table=0.0),
+    "`retention_…`": _extras(retention_decode_priority=1),
+    "`lookahead_…`": _extras(
+        lookahead_window_size=1, lookahead_ngram_size=1, lookahead_verification_set_size=1
+    ),
+}
+
+
+async def _answer(engine: Engine, request: EngineRequest) -> str:
+    """Empty where the engine answers, else why it does not."""
+    try:
+        await engine.limits()
+        async with aclosing(engine.generate(request)) as stream:
+            async for _ in stream:
+                pass
+    except Unsupported as error:
+        return error.problem.removeprefix("cannot be honoured: ")
+    except TrtllmBlsError as error:
+        return str(error)
+    return ""
+
+
+def _cpp_backend(request: EngineRequest) -> str:
+    try:
+        request_inputs(request, DeployedModel(), 100)
+    except InvalidRequest as error:
+        return error.problem
+    return ""
+
+
+async def ask_all() -> dict[str, list[str]]:
+    """For each probe what each engine says."""
+    embedded = EmbeddedEngine(DEMO / "target", EmbeddedSettings(threads=1))
+    api = _fake_api()
+    api.ENGINE = ScriptedEngine(RULE)
+    llm_api = LlmApiEngine("llm_api", api, api.LLM("none"), EngineLimits(max_draft_tokens=0))
+    told = {}
+    async with reaching(RULE) as (service, _):
+        for name, more in PROBES.items():
+            request = replace(ASK, **more)
+            told[name] = [
+                _cpp_backend(request),
+                await _answer(embedded, request),
+                await _answer(service, request),
+                await _answer(llm_api, request),
+            ]
+    await embedded.close()
+    api.ENGINE = None
+    return told
+
+
+def _fake_api() -> Any:
+    sys.path.insert(0, str(LLM_API))
+    try:
+        return importlib.import_module("tensorrt_llm")
+    finally:
+        sys.path.remove(str(LLM_API))
+
+
+def as_markdown(told: dict[str, list[str]]) -> Iterator[str]:
+    """The lines of the table."""
+    yield "| input | C++ backend, last release | embedded | `trtllm://` | `llm_api` |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name, answers in told.items():
+        cells = " | ".join(answer or "yes" for answer in answers)
+        yield f"| {name} | {cells} |"
+
+
+def table(run: Callable[[Any], Any] = asyncio.run) -> str:
+    """The whole table."""
+    return "\n".join(as_markdown(run(ask_all()))) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,67 @@
+"""TrtllmServices that are played, and the engine that reaches them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.scripted import Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import Rule
+from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
+from trtllm_bls.engines.trtllm_service.scripted import Behaviour, ScriptedService
+
+EOS = 2
+
+
+@asynccontextmanager
+async def reaching(
+    rule: Rule, script: Script | None = None, settings: Any = None, **behaviour: Any
+) -> AsyncIterator[tuple[TrtllmServiceEngine, ScriptedService]]:
+    """A service over ``rule``, in this loop, and the engine that has been asked for its limits."""
+    async with playing(rule, script, **behaviour) as (service, url):
+        engine = TrtllmServiceEngine(url, ServiceSettings(**{"eos_id": EOS} | (settings or {})))
+        try:
+            await engine.limits()
+            yield engine, service
+        finally:
+            await engine.close()
+
+
+@asynccontextmanager
+async def playing(
+    rule: Rule, script: Script | None = None, port: int = 0, **behaviour: Any
+) -> AsyncIterator[tuple[ScriptedService, str]]:
+    """A service over ``rule``, in this loop, and its address."""
+    service = ScriptedService(
+        ScriptedEngine(rule, script), Behaviour(**{"eos_id": EOS} | behaviour)
+    )
+    port = await service.start(port)
+    try:
+        yield service, f"127.0.0.1:{port}"
+    finally:
+        await service.stop()
+
+
+@contextmanager
+def service_in_a_thread(engine: Engine, behaviour: Behaviour) -> Iterator[tuple[Any, str]]:
+    """A service with an event loop of its own, for a server in another process to reach."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(30)
+
+    service = ScriptedService(engine, behaviour)
+    try:
+        yield service, f"127.0.0.1:{run(service.start())}"
+    finally:
+        run(service.stop())
+        run(engine.close())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,144 @@
+"""The OpenAI API that ``serve`` starts beside a real tritonserver."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import openai
+import psutil
+import pytest
+
+from tests.helpers.server_settings import ROOT
+
+pytestmark = pytest.mark.live
+QUESTION = [{"role": "user", "content": "What is 12 * 9?"}]
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[str]
+    url: str
+    curl: str
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """With two workers, which share the port."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
+    api = ["--openai-port", str(port), "--openai-workers", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trtllm_bls.cli", "serve", *ports, *api],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    assert process.stdout
+    name, url = process.stdout.readline().split()
+    assert name == "OpenAI"
+    *_, curl = (process.stdout.readline() for _ in range(5))
+    yield Served(process, url, curl)
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def api(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served.url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_the_command_that_serve_shows_works(served: Served) -> None:
+    """As a user pastes it."""
+    answer = subprocess.run(served.curl, shell=True, capture_output=True, text=True, timeout=120)
+    assert "108" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
+
+
+def test_a_chat_streams_and_ends(api: openai.OpenAI) -> None:
+    """The same text as in one piece, with figures."""
+    whole = api.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
+    stream = api.chat.completions.create(
+        model="demo",
+        messages=QUESTION,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = stream
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert last.usage == whole.usage
+
+
+def test_log_probs_choices_and_drafts_come_from_the_engine(api: openai.OpenAI) -> None:
+    """Alternatives from logits, several choices, and a draft model that changes no text."""
+    scored = api.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=0, logprobs=True, top_logprobs=3
+    )
+    content = scored.choices[0].logprobs
+    assert content is not None and content.content is not None
+    for entry in content.content:
+        assert entry.top_logprobs[0].token == entry.token
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob, abs=1e-3)
+    several = api.completions.create(model="demo", prompt=["Once", "One day"], n=2, max_tokens=5)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    texts = {
+        api.completions.create(
+            model="demo",
+            prompt="Once upon a time",
+            max_tokens=40,
+            temperature=0,
+            extra_body={"num_draft_tokens": drafts},
+        )
+        .choices[0]
+        .text
+        for drafts in (0, 4)
+    }
+    assert len(texts) == 1
+
+
+def test_a_prompt_that_is_too_long_is_refused_as_clients_expect(api: openai.OpenAI) -> None:
+    """Also where only the engine knows how much it takes."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        api.completions.create(model="demo", prompt="word " * 20_000)
+    assert caught.value.code == "context_length_exceeded"
+    assert "maximum context length is" in str(caught.value)
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; an orphan may stay a zombie where nobody reaps it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_sigterm_ends_the_api_with_the_server(served: Served, api: openai.OpenAI) -> None:
+    """A stream that runs gets its whole text; no process is left. Last: the server is gone then."""
+    processes = psutil.Process(served.process.pid).children(recursive=True)
+    stream = api.completions.create(
+        model="demo",
+        prompt="Once upon a time",
+        max_tokens=120,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "num_draft_tokens": 0},
+    )
+    chunks = iter(stream)
+    next(chunks)
+    served.process.send_signal(signal.SIGTERM)
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+    assert served.process.wait(60) == 0
+    deadline = time.monotonic() + 30
+    while any(map(runs, processes)):  # a helper of multiprocessing ends after its workers
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

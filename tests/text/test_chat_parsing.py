@@ -1,0 +1,261 @@
+"""Tool calls and reasoning out of a model's raw text, however it is cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import count, groupby, pairwise
+
+import hypothesis.strategies as st
+import jsonschema
+import pytest
+from hypothesis import example, given, settings
+
+from trtllm_bls.chat_parsing import (
+    FORCED,
+    REASONING_TAGS,
+    TOOL_FORMATS,
+    Arguments,
+    ChatParser,
+    Content,
+    Event,
+    Reasoning,
+    ToolCall,
+    forced_calls,
+    formats_of,
+)
+from trtllm_bls.errors import InvalidRequest
+
+ARGS = '{"city": "Oslo \\"{\\" é", "days": [1, {"a": null}]}'
+CALL = '{"name": "weather", "arguments": ' + ARGS + "}"
+SEP = "<｜tool▁sep｜>"
+BEGIN, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK = f"<｜tool▁calls▁begin｜>{BEGIN}function{SEP}weather\n```json\n{ARGS}\n```{END}"
+THINK = REASONING_TAGS["think"]
+
+# format, text; each calls weather(ARGS) as often as the number says, with or without content.
+TEXTS = [
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", 1),
+    ("hermes", f"I look.\n\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\n", 2),
+    ("hermes", f'<tool_call>{{"arguments": {ARGS}, "name": "weather"}}', 1),
+    ("hermes", f'<tool_call>{{"name": "weather", "arguments": {json.dumps(ARGS)}}}</tool_call>', 1),
+    ("llama3_json", f"<|python_tag|>{CALL.replace('arguments', 'parameters')}", 1),
+    ("llama3_json", CALL.replace("arguments", "parameters"), 1),
+    ("llama3_json", f" {CALL}; {CALL}<|eom_id|>", 2),
+    ("llama3_json", f'{{"type": "function", {CALL[1:]}', 1),
+    ("mistral", f"[TOOL_CALLS][{CALL}]", 1),
+    ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", 2),
+    ("mistral", f"Well: [TOOL_CALLS]weather{ARGS}[TOOL_CALLS]weather{ARGS}", 2),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]x7[ARGS]{ARGS}", 1),
+    ("deepseek", f"{DEEPSEEK}<｜tool▁calls▁end｜>", 1),
+    ("deepseek", f"{DEEPSEEK}\n{BEGIN}weather{SEP}{ARGS}{END}<｜tool▁calls▁end｜>", 2),
+]
+
+
+def parse(
+    text: str, cuts: list[int], tools: str | None = None, tags: str | None = None, **more: bool
+) -> list[Event]:
+    """The events of ``text`` cut at these places."""
+    ids = count()
+    parser = ChatParser(
+        FORCED if tools == "forced" else TOOL_FORMATS.get(tools or ""),
+        REASONING_TAGS.get(tags or ""),
+        new_id=lambda: f"id{next(ids)}",
+        **more,
+    )
+    events: list[Event] = []
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    for start, stop in pairwise(places):
+        events += parser.feed(text[start:stop])
+    events += parser.flush()
+    assert parser.has_calls == any(isinstance(event, ToolCall) for event in events)
+    return events
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """Neighbours of one kind as one."""
+    whole: list[Event] = []
+    for key, group in groupby(events, key=lambda event: (type(event), getattr(event, "index", 0))):
+        several = list(group)
+        if key[0] is ToolCall:
+            whole += several
+        else:
+            text = "".join(event.text for event in several)  # type: ignore[union-attr]
+            whole.append(Arguments(key[1], text) if key[0] is Arguments else key[0](text))
+    return whole
+
+
+@pytest.mark.parametrize(("tools", "text", "calls"), TEXTS)
+def test_calls_come_out_of_every_family(tools: str, text: str, calls: int) -> None:
+    """The name whole and first, once; the arguments as the text that the model wrote."""
+    events = joined(parse(text, [], tools))
+    wanted: list[Event] = []
+    for index in range(calls):
+        wanted += [ToolCall(index, f"id{index}", "weather"), Arguments(index, ARGS)]
+    assert [event for event in events if not isinstance(event, Content)] == wanted
+    content = [event.text for event in events if isinstance(event, Content)]
+    assert content == [before for before in ("I look.", "Well:") if text.startswith(before)]
+
+
+def test_arguments_leave_while_they_are_written() -> None:
+    """A long argument is not held back until it is complete."""
+    parser = ChatParser(TOOL_FORMATS["hermes"])
+    events = parser.feed('<tool_call>{"name": "write", "arguments": {"text": "Once upon')
+    assert isinstance(events[0], ToolCall) and events[0].name == "write"
+    assert events[1:] == [Arguments(0, '{"text": "Once upon')]
+    assert parser.feed(" a time") == [Arguments(0, " a time")]
+
+
+_PIECES = st.sampled_from(
+    [
+        *(text for _, text, _ in TEXTS),
+        *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "[TOOL_CALLS]", BEGIN),
+        *("<tool", "<", "[", "{", "}", '{"name"', '{"name": "f"', '{"a": 1}', " ", "\n", "a", "é"),
+        *('{"name": "f"}', '{"name": 7}', '{"name": "f", "arguments": null}', ", ", ";", '"', "\\"),
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.lists(_PIECES, max_size=6).map("".join),
+    cuts=st.lists(st.integers(0, 2000), max_size=12),
+    tools=st.sampled_from([None, "forced", *TOOL_FORMATS]),
+    tags=st.sampled_from([None, *REASONING_TAGS]),
+    opened=st.booleans(),
+)
+@example(TEXTS[1][1], list(range(200)), "hermes", "think", False)
+@example(TEXTS[11][1], list(range(200)), "mistral", None, False)
+def test_where_the_text_is_cut_makes_no_difference(
+    text: str, cuts: list[int], tools: str | None, tags: str | None, opened: bool
+) -> None:
+    """Streamed and whole agree, for texts that are no calls just as for those that are."""
+    whole = parse(text, [], tools, tags, opened=opened)
+    assert joined(parse(text, cuts, tools, tags, opened=opened)) == joined(whole)
+
+
+@pytest.mark.parametrize("tools", [None, *TOOL_FORMATS])
+@pytest.mark.parametrize(
+    "text",
+    [
+        " plain text, with { braces } and [lists]\n",
+        "a < b <tool",
+        '{"answer": 42}',
+        '{"name": "Ada", "age": 36}',
+        "[TOOL_CALLS] is a marker",
+        "<tool_call>nothing</tool_call>",
+        '<tool_call>{"nam',
+        "<|python_tag|>print(1)",
+        f"{BEGIN}what is this",
+        "[1, 2]",
+    ],
+)
+def test_what_is_no_call_is_content(tools: str | None, text: str) -> None:
+    """Nothing is lost and nothing added."""
+    assert joined(parse(text, [], tools)) == [Content(text)]
+
+
+def test_reasoning_is_told_from_the_answer() -> None:
+    """Whether the model or the prompt opens it; what is left open is reasoning to its end."""
+    answer = [Reasoning("I see."), Content("It is 4.\n")]
+    assert joined(parse("<think>\nI see.\n</think>\n\nIt is 4.\n", [], tags="think")) == answer
+    opened = parse("\nI see.\n</think>\nIt is 4.\n", [], tags="think", opened=True)
+    assert joined(opened) == answer
+    assert joined(parse("<think>I see", [], tags="think")) == [Reasoning("I see")]
+    assert joined(parse("It <think> is", [], tags="think")) == [Content("It <think> is")]
+
+
+def test_reasoning_and_calls_go_together() -> None:
+    """The usual answer of a reasoning model with tools."""
+    events = joined(parse(f"<think>Hm.</think>\n{TEXTS[0][1]}", [], "hermes", "think"))
+    assert events == [Reasoning("Hm."), ToolCall(0, "id0", "weather"), Arguments(0, ARGS)]
+
+
+def test_a_call_cut_short_keeps_what_there_is() -> None:
+    """The client sees which call it was, and decides."""
+    events = parse('<tool_call>{"name": "f", "arguments": {"a": [1,', [], "hermes")
+    assert joined(events) == [ToolCall(0, "id0", "f"), Arguments(0, '{"a": [1,')]
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    """Arguments are always JSON."""
+    for text in (
+        '{"name": "f"}',
+        '{"name": "f", "arguments": null}',
+        '{"name":"f","arguments":""}',
+    ):
+        events = parse(f"<tool_call>{text}</tool_call>", [], "hermes")
+        assert joined(events) == [ToolCall(0, "id0", "f"), Arguments(0, "{}")]
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "ping"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "set_tree",
+            "parameters": {
+                "type": "object",
+                "properties": {"tree": {"$ref": "#/$defs/node"}, "again": {"$ref": "#"}},
+                "required": ["tree"],
+                "additionalProperties": False,
+                "$defs": {
+                    "node": {
+                        "type": "object",
+                        "properties": {"on": {"type": "boolean"}, "sub": {"$ref": "#/$defs/node"}},
+                        "required": ["on"],
+                        "additionalProperties": False,
+                    }
+                },
+            },
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("name", [None, "set_tree", "ping"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_forced_calls_fit_their_schema(name: str | None, parallel: bool) -> None:
+    """A published validator agrees on what is allowed, references inside parameters included."""
+    schema = json.loads(forced_calls(TOOLS, name, parallel=parallel))
+    validator = jsonschema.Draft202012Validator(schema)
+    tree = {"name": "set_tree", "arguments": {"tree": {"on": True, "sub": {"on": False}}}}
+    ping = {"name": "ping", "arguments": {}}
+    assert validator.is_valid([tree]) == (name != "ping")
+    assert validator.is_valid([ping]) == (name != "set_tree")
+    assert validator.is_valid([tree, ping]) == (name is None and parallel)
+    wrong = {"name": "set_tree", "arguments": {"tree": {"on": True, "sub": {}}}}
+    assert not any(map(validator.is_valid, ([], [wrong], tree, [{"name": "other"}])))
+
+
+def test_forced_calls_name_a_tool_that_is_not_there() -> None:
+    """In one line, with those that are."""
+    with pytest.raises(InvalidRequest, match="no tool 'pong'; tools: ping, set_tree"):
+        forced_calls(TOOLS, "pong")
+
+
+def test_forced_calls_are_parsed() -> None:
+    """Their text is a list of calls and nothing else."""
+    events = joined(parse(f" [{CALL}, {CALL}]", [], "forced"))
+    assert [event for event in events if isinstance(event, ToolCall)] == [
+        ToolCall(0, "id0", "weather"),
+        ToolCall(1, "id1", "weather"),
+    ]
+    assert events[1] == Arguments(0, ARGS)
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{{ '<tool_call>' }} {{ '</think>' }}", ("hermes", "think")),
+        ("{%- if tools %}[TOOL_CALLS] [/THINK]", ("mistral", "mistral")),
+        ('Environment: ipython ... "parameters": x', ("llama3_json", None)),
+        (f"{BEGIN} </think>", ("deepseek", "think")),
+        ("{{ messages }}", (None, None)),
+        (None, (None, None)),
+    ],
+)
+def test_the_template_tells_the_formats(
+    template: str | None, found: tuple[str | None, str | None]
+) -> None:
+    """By the markers that it writes itself."""
+    assert formats_of(template) == found

@@ -1,0 +1,88 @@
+"""``trtllm-bls openai``: where its parameters come from, and what it refuses to start with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.helpers.small_tokenizers import directory
+from trtllm_bls.cli import main
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.openai.command import read_parameters
+from trtllm_bls.parameters import GRPC_URL, MODEL_DIR
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """With a configuration of ``tensorrt_llm_bls`` whose tokenizer lies beside it."""
+    models = tmp_path / "repository"
+    (models / "tensorrt_llm_bls").mkdir(parents=True)
+    (tmp_path / "llama").symlink_to(directory("byte-level"))
+    (models / "tensorrt_llm_bls" / "config.pbtxt").write_text(
+        'parameters { key: "tokenizer_dir" value { string_value: "../llama" } }\n'
+        'parameters { key: "engine_url" value { string_value: "there:1" } }\n'
+        'parameters { key: "max_streams" value { string_value: "100" } }\n'
+        'parameters { key: "engine_transport" value { string_value: "bls" } }\n'
+    )
+    return models
+
+
+def test_options_come_before_the_environment_and_that_before_the_repository(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines are reached over gRPC, whatever the repository says of Triton's models."""
+    monkeypatch.delenv(GRPC_URL, raising=False)
+    monkeypatch.delenv(MODEL_DIR, raising=False)
+    found = read_parameters(repository, {})
+    assert (found.engine_url, found.transport) == ("there:1", "grpc")
+    assert found.tokenizer_dir == repository.parent / "llama"
+    monkeypatch.setenv(GRPC_URL, "environment:2")
+    assert read_parameters(repository, {}).engine_url == "environment:2"
+    assert read_parameters(repository, {"engine_url": "option:3"}).engine_url == "option:3"
+
+
+def test_workers_share_what_may_run_at_once(repository: Path) -> None:
+    """As the processes of ``tensorrt_llm_bls`` do."""
+    assert read_parameters(repository, {}).max_running == 100
+    assert read_parameters(repository, {}, workers=4).max_running == 25
+
+
+def test_relative_paths_start_where_they_were_given(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option's at the current directory."""
+    monkeypatch.chdir(repository.parent)
+    found = read_parameters(None, {"tokenizer_dir": "llama"})
+    assert found.tokenizer_dir == repository.parent / "llama"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "parameter tokenizer_dir = '': name a directory"),
+        (["--model-repository", "/none"], "--model-repository: /none/"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: whoever reaches this machine"),
+        (["--api-keys-file", "/none"], "--api-keys-file /none: cannot be read"),
+        (["--tokenizer-dir", "/none"], "no such directory"),
+        (["--tokenizer-dir", ".", "--max-streams", "many"], "use a whole number of at least 1"),
+    ],
+)
+def test_what_it_cannot_start_with_is_one_line(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That names the option or parameter."""
+    pytest.importorskip("uvicorn")
+    monkeypatch.delenv(MODEL_DIR, raising=False)
+    result = CliRunner().invoke(main, ["openai", *words])
+    assert result.exit_code == 1
+    assert result.output.startswith("error: ")
+    assert says in " ".join(result.output.split())
+
+
+def test_a_broken_configuration_is_named(repository: Path) -> None:
+    """By its file."""
+    (repository / "tensorrt_llm_bls" / "config.pbtxt").write_text("parameters {")
+    with pytest.raises(SettingsError, match=r"config\.pbtxt cannot be read"):
+        read_parameters(repository, {})

@@ -1,0 +1,39 @@
+"""From a chat model's raw text to content, reasoning and tool calls, piece by piece.
+
+``formats``  what model families write around them    ``parser``  text to events, however it is cut
+``call``     one call's JSON                          ``forced``  the schema that forces calls
+
+Knows neither requests nor HTTP.
+"""
+
+from trtllm_bls.chat_parsing.forced import forced_calls
+from trtllm_bls.chat_parsing.formats import (
+    FORCED,
+    REASONING_TAGS,
+    TOOL_FORMATS,
+    ToolFormat,
+    formats_of,
+)
+from trtllm_bls.chat_parsing.parser import (
+    Arguments,
+    ChatParser,
+    Content,
+    Event,
+    Reasoning,
+    ToolCall,
+)
+
+__all__ = [
+    "FORCED",
+    "REASONING_TAGS",
+    "TOOL_FORMATS",
+    "Arguments",
+    "ChatParser",
+    "Content",
+    "Event",
+    "Reasoning",
+    "ToolCall",
+    "ToolFormat",
+    "forced_calls",
+    "formats_of",
+]

@@ -1,0 +1,63 @@
+"""How model families mark tool calls and reasoning in their text, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model family writes calls.
+
+    ``begin``: markers before calls; without any, the text consists of calls alone. ``noise``: what
+    may stand between and after them. ``header``: what precedes the arguments where the name is not
+    part of the JSON, with the name as its group. ``bare``: a text that begins as a call's object
+    does is one without a marker. ``special``: its markers are special tokens, which have to be kept
+    in the text.
+    """
+
+    begin: tuple[str, ...] = ()
+    noise: tuple[str, ...] = ()
+    header: str | None = None
+    bare: bool = False
+    special: bool = False
+
+
+_SEP = "<｜tool▁sep｜>"
+TOOL_FORMATS = {
+    "hermes": ToolFormat(begin=("<tool_call>",), noise=("</tool_call>",)),
+    "llama3_json": ToolFormat(
+        begin=("<|python_tag|>",), noise=(";", ",", "<|eom_id|>"), bare=True, special=True
+    ),
+    "mistral": ToolFormat(
+        begin=("[TOOL_CALLS]",),
+        noise=("[", "]", ","),
+        header=r"([\w.-]+)\s*(?:\[CALL_ID\][\w-]*\s*)?(?:\[ARGS\])?",
+        special=True,
+    ),
+    "deepseek": ToolFormat(
+        begin=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        noise=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        header=rf"(?:function{_SEP})?([\w.-]+)(?:{_SEP})?\s*(?:```json)?",
+        special=True,
+    ),
+}
+# A list of calls and nothing else, which a guide makes a model write.
+FORCED = ToolFormat(noise=("[", "]", ","))
+REASONING_TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+
+
+def formats_of(chat_template: str | None) -> tuple[str | None, str | None]:
+    """The names of the tool format and of the reasoning tags that a chat template shows."""
+    template = chat_template or ""
+    marks = {
+        "deepseek": "<｜tool▁call▁begin｜>",
+        "hermes": "<tool_call>",
+        "mistral": "[TOOL_CALLS]",
+        "llama3_json": "<|python_tag|>",
+    }
+    tools = next((name for name, mark in marks.items() if mark in template), None)
+    if tools is None and "ipython" in template and '"parameters"' in template:
+        tools = "llama3_json"  # its shorter templates never spell the marker
+    tags = (name for name, (_, end) in REASONING_TAGS.items() if end in template)
+    return tools, next(tags, None)

@@ -1,0 +1,260 @@
+"""Text to events. How the text is cut makes no difference to what the events add up to.
+
+What turns out not to be a call is content, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TypeAlias
+
+from trtllm_bls.chat_parsing.call import CallReader
+from trtllm_bls.chat_parsing.formats import ToolFormat
+
+_LONGEST_HEADER = 512  # characters between a marker and the arguments' brace
+
+
+@dataclass(frozen=True)
+class Content:
+    """More of the visible answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call begins; its name is whole. ``index`` counts the answer's calls from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """More of a call's arguments, which add up to JSON text as the model wrote it."""
+
+    index: int
+    text: str
+
+
+Event: TypeAlias = Content | Reasoning | ToolCall | Arguments
+
+
+class _State(Enum):
+    START = auto()  # nothing but white space so far, of the answer or after its reasoning
+    REASONING = auto()
+    CONTENT = auto()
+    BETWEEN = auto()  # after a marker or a call: the next call, or content again
+    HEADER = auto()  # the name before the arguments
+    CALL = auto()  # inside a call's JSON
+
+
+class ChatParser:
+    """One answer. ``reasoning``: its tags; ``opened``: the prompt ended with the first of them.
+
+    White space around reasoning and around calls is dropped.
+    """
+
+    def __init__(
+        self,
+        tools: ToolFormat | None = None,
+        reasoning: tuple[str, str] | None = None,
+        *,
+        opened: bool = False,
+        new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
+    ) -> None:
+        self._tools = tools or ToolFormat()
+        self._reasoning = reasoning
+        self._new_id = new_id
+        self._num_calls = 0
+        self._call: CallReader | None = None
+        self._buffer = ""  # not looked at
+        self._blank = ""  # white space that belongs to the text only if more text follows
+        self._held = ""  # from a marker on; content if no call comes of it
+        self._drops = False  # what stands between calls is no content
+        self._strips = False  # white space before the next text is none of it
+        self._events: list[Event] = []
+        self._state = _State.START
+        if opened and reasoning:
+            self._state, self._strips = _State.REASONING, True
+        elif tools is not None and not tools.begin:
+            self._state, self._drops = _State.BETWEEN, True
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the answer calls a tool."""
+        return self._num_calls > 0
+
+    def feed(self, text: str) -> list[Event]:
+        """What is certain with this text."""
+        self._buffer += text
+        while self._buffer and self._advance():
+            pass
+        return self._take_events()
+
+    def flush(self) -> list[Event]:
+        """The rest; the answer has ended, perhaps in the middle of something."""
+        begun = self._call is not None and self._call.begun
+        if self._state is _State.REASONING:
+            self._say(Reasoning, self._buffer)
+        elif self._state in (_State.START, _State.CONTENT):
+            self._say(Content, self._buffer)
+            if self._blank and not self.has_calls:
+                self._events.append(Content(self._blank))
+        elif not begun and (self._held or self._state is not _State.BETWEEN):
+            self._say(Content, self._held + self._buffer)
+        self._buffer = self._blank = self._held = ""
+        return self._take_events()
+
+    # --- one step each; false where more text is needed ---------------------------------------
+
+    def _advance(self) -> bool:
+        step = {
+            _State.START: self._start,
+            _State.REASONING: self._reason,
+            _State.CONTENT: self._tell,
+            _State.BETWEEN: self._between,
+            _State.HEADER: self._header,
+            _State.CALL: self._read_call,
+        }
+        return step[self._state]()
+
+    def _start(self) -> bool:
+        text = self._buffer.lstrip()
+        tag = self._reasoning[0] if self._reasoning else ""
+        if not text or (tag.startswith(text) and text != tag):
+            return False
+        if tag and text.startswith(tag):
+            self._buffer = text[len(tag) :]
+            self._state, self._strips = _State.REASONING, True
+        elif self._tools.bare and text[0] == "{":
+            self._hold(len(self._buffer) - len(text))
+            self._state = _State.BETWEEN
+        else:
+            self._state = _State.CONTENT
+        return True
+
+    def _reason(self) -> bool:
+        assert self._reasoning is not None
+        before, end = self._until(self._reasoning[1:])
+        self._say(Reasoning, before)
+        if end is None:
+            return False
+        self._reasoning, self._blank = None, ""
+        self._state, self._strips = _State.START, True
+        return True
+
+    def _tell(self) -> bool:
+        before, marker = self._until(self._tools.begin)
+        self._say(Content, before)
+        if marker is None:
+            return False
+        self._held, self._blank = self._blank + marker, ""
+        self._state = _State.BETWEEN
+        return True
+
+    def _between(self) -> bool:
+        tools, text = self._tools, self._buffer.lstrip()
+        self._hold(len(self._buffer) - len(text))
+        markers = (*tools.begin, *tools.noise)
+        if any(marker.startswith(text) and marker != text for marker in markers):
+            return False
+        marker = max((m for m in markers if text.startswith(m)), key=len, default="")
+        if marker:
+            self._drops = self._drops and marker in tools.noise
+            self._hold(len(marker))
+        elif text[0] == "{":
+            self._drops, self._state = False, _State.CALL
+            self._call = CallReader(self._begin, self._more, strict=tools.bare)
+        elif tools.header is not None and self._held:
+            self._state = _State.HEADER
+        else:
+            self._give_up()
+        return True
+
+    def _header(self) -> bool:
+        brace = self._buffer.find("{", 0, _LONGEST_HEADER)
+        if brace < 0 and len(self._buffer) < _LONGEST_HEADER:
+            return False
+        named = re.fullmatch(rf"{self._tools.header}\s*", self._buffer[: max(0, brace)])
+        if named is None:
+            self._give_up()
+            return True
+        self._hold(brace)
+        self._call = CallReader(self._begin, self._more, named.group(1))
+        self._state = _State.CALL
+        return True
+
+    def _read_call(self) -> bool:
+        call = self._call
+        assert call is not None
+        self._hold(call.feed(self._buffer))
+        if call.broken and not call.begun:
+            self._give_up()
+        elif call.done or call.broken:
+            self._call, self._held = None, ""
+            self._drops, self._state = True, _State.BETWEEN
+        return True
+
+    # --- helpers ------------------------------------------------------------------------------
+
+    def _until(self, markers: Sequence[str]) -> tuple[str, str | None]:
+        """The text before the first marker, and that marker, both taken from the buffer.
+
+        Without one, all that cannot be the beginning of one.
+        """
+        text = self._buffer
+        places = [(text.find(marker), marker) for marker in markers if marker in text]
+        if places:
+            place, marker = min(places)
+            self._buffer = text[place + len(marker) :]
+            return text[:place], marker
+        lengths = range(min(len(text), max(map(len, markers), default=1) - 1), 0, -1)
+        held = next((n for n in lengths if any(m.startswith(text[-n:]) for m in markers)), 0)
+        self._buffer = text[len(text) - held :]
+        return text[: len(text) - held], None
+
+    def _hold(self, count: int) -> None:
+        if not self._drops:
+            self._held += self._buffer[:count]
+        self._buffer = self._buffer[count:]
+
+    def _give_up(self) -> None:
+        """No call after all: what was held for one is content."""
+        held, self._held, self._call = self._held, "", None
+        self._drops, self._state = False, _State.CONTENT
+        self._say(Content, held)
+
+    def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+        """Give text, but for what white space may turn out to be its end."""
+        text = self._blank + text
+        if self._strips:
+            text = text.lstrip()
+        solid = text.rstrip()
+        self._blank = text[len(solid) :]
+        if solid:
+            self._strips = False
+            self._events.append(kind(solid))
+
+    def _begin(self, name: str) -> None:
+        self._events.append(ToolCall(self._num_calls, self._new_id(), name))
+        self._num_calls += 1
+
+    def _more(self, text: str) -> None:
+        self._events.append(Arguments(self._num_calls - 1, text))
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,111 @@
+"""Our requests in the words of today's TensorRT-LLM: its gRPC service and its LLM API share them.
+
+Owns what both take and do not take. What is greedy is said aloud, since a request that says nothing
+samples there; and greedy sequences of one prompt, which are equal, are asked for once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from trtllm_bls.engines.request_checks import check_request
+from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.messages import Array, EngineLimits, EngineRequest, Sampling
+
+GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
+_NAMES = {field.name: field.name for field in fields(Sampling)} | {
+    "top_p_reset_id": "top_p_reset_ids"
+}
+# Not sent: what they say is the default, and an engine that speculates refuses their fields.
+_NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "top_p_decay": 1.0,
+}
+
+
+def check(request: EngineRequest, limits: EngineLimits, refused: Mapping[str, str]) -> None:
+    """Raises ``InvalidRequest``, or ``Unsupported`` for what neither takes or is ``refused``: why,
+    by wire name."""
+    present = {
+        "draft_input_ids": request.draft is not None,
+        "embedding_bias": bool(request.embedding_bias),
+        "return_context_logits": request.wants.context_logits,
+        "return_generation_logits": request.wants.generation_logits,
+        "return_perf_metrics": request.wants.perf_metrics,
+        "bad_words_list": any(len(words) > 1 for words in request.bad_sequences),
+    } | dict.fromkeys(request.extras, True)
+    for name, why in refused.items():
+        if present.get(name):
+            raise Unsupported(name, f"cannot be honoured: {why}")
+    check_request(request, limits)
+
+
+def copies(request: EngineRequest) -> int:
+    """How many sequences of the request one sequence of the engine is."""
+    return request.num_return_sequences if request.sampling.is_greedy else 1
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """What is sent of it, under TensorRT-LLM's names; ``min_tokens`` and beams are not."""
+    given = {name: getattr(sampling, name) for name in _NAMES}
+    given |= {"beam_width": None, "min_tokens": None}
+    greedy = sampling.is_greedy
+    if greedy or (sampling.top_p or 0) <= 0:
+        given["top_p"] = None
+    given["top_k"] = 1 if greedy else sampling.top_k or None
+    if sampling.early_stopping is not None:
+        given["early_stopping"] = int(sampling.early_stopping)
+    return {
+        _NAMES[name]: value
+        for name, value in given.items()
+        if value is not None and value != _NEUTRAL.get(name)
+    }
+
+
+def stop_ids(request: EngineRequest) -> tuple[list[int], bool]:
+    """The stops that are sent, which are those of one id, and whether these are all there are.
+
+    None are sent with ``min_tokens``, from which on they count: the engine would not wait for it.
+    """
+    stops = request.stop_sequences
+    waits = (request.sampling.min_tokens or 0) > 1
+    single = [] if waits else [stop[0] for stop in stops if len(stop) == 1]
+    return single, len(single) == len(stops)
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What guides the answer: one of ``GUIDE_TYPES``, and its text, empty for plain ``json``."""
+
+    kind: str
+    text: str
+
+
+def guide_of(extras: Mapping[str, Array]) -> Guide | None:
+    """The guide that a request brings. Raises ``InvalidRequest``."""
+    kind, text = (
+        _text(extras[name]) if name in extras else None
+        for name in ("guided_decoding_guide_type", "guided_decoding_guide")
+    )
+    if kind is None:
+        if text is not None:
+            raise InvalidRequest("guided_decoding_guide_type", "is missing beside the guide")
+        return None
+    if kind not in GUIDE_TYPES:
+        known = ", ".join(GUIDE_TYPES)
+        problem = f"{kind!r} is unknown; send one of: {known}"
+        raise InvalidRequest("guided_decoding_guide_type", problem)
+    if not text and kind != "json":
+        raise InvalidRequest("guided_decoding_guide", f"is missing for {kind}")
+    return Guide(kind, text or "")
+
+
+def _text(value: Array) -> str:
+    first = np.asarray(value).reshape(-1)[0]
+    return first.decode("utf-8", "replace") if isinstance(first, bytes) else str(first)

@@ -1,0 +1,7 @@
+"""TensorRT-LLM's TrtllmService as an engine, and a server that plays the service."""
+
+from __future__ import annotations
+
+from trtllm_bls.engines.trtllm_service.engine import ServiceSettings, TrtllmServiceEngine
+
+__all__ = ["ServiceSettings", "TrtllmServiceEngine"]

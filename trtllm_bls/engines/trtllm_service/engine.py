@@ -1,0 +1,222 @@
+"""TensorRT-LLM's own gRPC service (``trtllm-serve --grpc``) as an engine.
+
+One HTTP/2 connection; each request is a call of its own. A request is ended from here by ``Abort``,
+and only then is its call cancelled: a cancelled call alone can leave the server generating to the
+end. The end of an aborted stream is never waited for, since a queued request may have none.
+
+Written from the service's protocol and source and tested against a server that plays it
+(``scripted``); not run on a TensorRT-LLM so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import ssl
+from dataclasses import dataclass
+from typing import Any
+
+from trtllm_bls.engines.grpc_transport import Connection, GrpcError
+from trtllm_bls.engines.stall_watch import StallWatch
+from trtllm_bls.engines.trtllm_service import messages
+from trtllm_bls.engines.trtllm_service.chunks import ServiceChunks
+from trtllm_bls.engines.trtllm_service.requests import service_request
+from trtllm_bls.errors import (
+    EngineError,
+    EngineStalled,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    TrtllmBlsError,
+)
+from trtllm_bls.messages import EngineLimits, EngineRequest
+from trtllm_bls.wire.engine_client import wire_id
+
+_ASK_SECONDS = 10.0  # for information about the model
+_PROBE_SECONDS = 5.0  # for a silent server to say how it is
+_ABORT_SECONDS = 2.0  # for an Abort to be answered, before its call is cancelled all the same
+_CLOSE_SECONDS = 1.0  # for aborts under way
+_READ = (1, 3, 0, 29)  # 1.3.0rc29, whose source was read; earlier ones ignore some fields
+
+_TOO_LONG = re.compile(
+    r"maximum context length|default_max_tokens.*must be greater than 0|max_num_tokens"
+    r"|message larger than max|(prompt|input) length.*exceed|exceeds? max_(input|seq)_len",
+    re.IGNORECASE,
+)
+_OTHER = "another gRPC service answers there, not TrtllmService"
+_UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings:
+    """What the service cannot be asked, or not reliably.
+
+    ``eos_id``: the id at which the server ends by itself, its tokenizer's. ``vocab_size``: ids
+    there are. Lengths as in ``EngineLimits``. ``stall_seconds``: after so long a silence the server
+    is asked for its health; 0 = never.
+    """
+
+    eos_id: int | None = None
+    vocab_size: int | None = None
+    max_sequence_tokens: int | None = None
+    max_prompt_tokens: int | None = None
+    stall_seconds: float = 0
+
+
+class TrtllmServiceEngine:
+    """The TrtllmService at ``url`` (host:port). Implements ``trtllm_bls.engines.base.Engine``."""
+
+    def __init__(
+        self,
+        url: str,
+        settings: ServiceSettings | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.name = f"trtllm://{url}"
+        self.settings = settings or ServiceSettings()
+        self._connection = Connection(url, tls=tls)
+        self._known: EngineLimits | None = None
+        self._healthy = False
+        self._asking = asyncio.Lock()
+        self._running: set[ServiceChunks] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
+        self.watch = StallWatch(
+            self.settings.stall_seconds, lambda: bool(self._running), self._problem, self._stall
+        )
+
+    async def limits(self) -> EngineLimits:
+        """What the service and its settings tell. Asks for its health at first, and again after
+        a failure. Raises ``EngineUnavailable``."""
+        if self._known is None or not self._healthy:
+            async with self._asking:
+                if self._known is None or not self._healthy:
+                    await self._open()
+        assert self._known is not None
+        return self._known
+
+    def generate(self, request: EngineRequest) -> ServiceChunks:
+        """See ``Engine.generate``."""
+        if self._known is None:
+            raise EngineUnavailable(f"{self.name}: not asked for its limits yet")
+        request_id = wire_id(request)
+        asked = service_request(request, request_id, self.settings.eos_id, self._known)
+        chunks = ServiceChunks(self, request, asked)
+        self._running.add(chunks)
+        self.watch.begin()
+        return chunks
+
+    async def close(self) -> None:
+        """Abort what runs and close the connection."""
+        self.watch.close()
+        for chunks in list(self._running):
+            await chunks.aclose()
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=_CLOSE_SECONDS)
+        await self._connection.close()
+
+    # --- used by the running requests ---------------------------------------------------------
+
+    def open_call(self, chunks: ServiceChunks) -> Any:
+        """The ``Generate`` call of a request, begun."""
+        return self._connection.open(
+            messages.SERVICE + "Generate", chunks.on_messages, chunks.on_end
+        )
+
+    def ended(self, chunks: ServiceChunks) -> None:
+        """A request is over."""
+        self._running.discard(chunks)
+
+    def abort(self, request_id: str, call: Any) -> None:
+        """End a request's work: ``Abort``, then the call is cancelled."""
+        task = asyncio.create_task(self._abort(request_id, call))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    def failure(self, error: GrpcError) -> TrtllmBlsError:
+        """A call's status as an error of ours."""
+        details = error.details.strip().partition("\n")[0] or error.status
+        if error.status == "UNIMPLEMENTED":
+            return EngineError(f"{self.name}: {_OTHER}")
+        if _TOO_LONG.search(error.details):
+            return InvalidRequest("input_ids", details)
+        if error.status in _UNREACHABLE:
+            self._healthy = False
+            return EngineUnavailable(f"{self.name}: {details}")
+        if error.status == "INVALID_ARGUMENT":
+            return InvalidRequest("request", details)
+        if error.status == "RESOURCE_EXHAUSTED":
+            return Overloaded(f"{self.name}: {details}")
+        self._healthy = False
+        return EngineError(details)
+
+    # --- the server ---------------------------------------------------------------------------
+
+    async def _abort(self, request_id: str, call: Any) -> None:
+        message = messages.AbortRequest(request_id=request_id).SerializeToString()
+        try:
+            await self._connection.unary(messages.SERVICE + "Abort", message, _ABORT_SECONDS)
+        except GrpcError as error:
+            log.warning("%s: Abort failed: %s", self.name, error)
+        finally:
+            call.cancel()
+
+    async def _ask(self, method: str, timeout: float) -> Any:
+        request = messages.MESSAGES[f"{method}Request"]().SerializeToString()
+        answer = await self._connection.unary(messages.SERVICE + method, request, timeout)
+        return messages.MESSAGES[f"{method}Response"].FromString(answer)
+
+    async def _problem(self, timeout: float = _PROBE_SECONDS) -> str | None:
+        """What is wrong with the server, by its own account or for want of one."""
+        try:
+            status = (await self._ask("HealthCheck", timeout)).status
+        except GrpcError as error:
+            return _OTHER if error.status == "UNIMPLEMENTED" else error.details
+        return None if status == "OK" else f"it is not healthy: {status}"
+
+    async def _open(self) -> None:
+        problem = await self._problem(_ASK_SECONDS)
+        if problem is not None:
+            raise EngineUnavailable(f"{self.name}: {problem.partition(chr(10))[0]}")
+        if self._known is None:
+            try:
+                model = await self._ask("GetModelInfo", _ASK_SECONDS)
+                server = await self._ask("GetServerInfo", _ASK_SECONDS)
+            except GrpcError as error:
+                raise EngineUnavailable(f"{self.name}: {error.details}") from error
+            self._known = self._limits(model)
+            log.info("%s: TensorRT-LLM %s, %s", self.name, server.version, model.model_id)
+            if _version(server.version) < _READ:
+                log.warning(
+                    "%s: TensorRT-LLM %s may ignore bad words, penalties and seeds in silence",
+                    self.name,
+                    server.version or "of an unknown version",
+                )
+        self._healthy = True
+
+    def _limits(self, model: Any) -> EngineLimits:
+        settings = self.settings
+        # Repeating max_input_len, it is a default that nothing enforces.
+        told = model.max_seq_len if model.max_seq_len != model.max_input_len else 0
+        return EngineLimits(
+            vocab_size=settings.vocab_size,  # theirs leaves added tokens out
+            max_sequence_tokens=settings.max_sequence_tokens or told or None,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_draft_tokens=0,
+        )
+
+    def _stall(self, problem: str) -> None:
+        log.error("%s: %s; %d requests fail", self.name, problem, len(self._running))
+        self._healthy = False
+        for chunks in list(self._running):
+            chunks.stall(EngineStalled(f"{self.name}: {problem.partition(chr(10))[0]}"))
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """``1.3.0rc21`` as numbers; a release is above its candidates. Unknown = lowest."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", text)
+    if match is None:
+        return (0,)
+    return (*(int(part) for part in match.group(1, 2, 3)), int(match[4] or 1 << 30))

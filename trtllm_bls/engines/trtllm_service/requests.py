@@ -1,0 +1,103 @@
+"""Our requests as TrtllmService's: every field is sent, watched for here, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trtllm_bls.contract.models import ENGINE
+from trtllm_bls.engines import trtllm_fields as trtllm
+from trtllm_bls.engines.ends import end_id_of
+from trtllm_bls.engines.trtllm_service import messages
+from trtllm_bls.errors import Unsupported
+from trtllm_bls.messages import Array, EngineLimits, EngineRequest
+
+_NOWHERE = "TrtllmService has no field for it"
+_DROPPED = "TrtllmService drops what it computes of them"
+_TAKEN = {"guided_decoding_guide_type", "guided_decoding_guide", "lora_task_id"}
+_REFUSED = {tensor.name: _NOWHERE for tensor in ENGINE.inputs if tensor.name not in _TAKEN} | {
+    "draft_input_ids": f"{_NOWHERE}; it speculates as its server is set up",
+    "embedding_bias": "TrtllmService wants another length than that of the logits",
+    "return_context_logits": _DROPPED,
+    "return_generation_logits": _DROPPED,
+    "return_perf_metrics": "TrtllmService reports no figures",
+    "bad_words_list": "TrtllmService takes bad words of one token only",
+    "lora_weights": "TrtllmService takes lora_task_id alone, of an adapter that its server has",
+    "lora_config": "TrtllmService takes lora_task_id alone, of an adapter that its server has",
+}
+_GUIDE_TYPES = {kind: number for number, kind in enumerate(trtllm.GUIDE_TYPES, start=1)}
+
+
+@dataclass(frozen=True)
+class ServiceRequest:
+    """What is sent, and how its answer is to be read.
+
+    ``copies``: each sequence of the answer is so many of the request's, which are all equal.
+    ``ends_known``: the server knows every end of the request, so it ends by itself.
+    """
+
+    message: Any
+    copies: int
+    ends_known: bool
+
+
+def service_request(
+    request: EngineRequest, request_id: str, eos_id: int | None, limits: EngineLimits
+) -> ServiceRequest:
+    """The request as a message; ``eos_id``: where the server ends by itself.
+
+    Raises ``InvalidRequest``, or ``Unsupported`` for what the service has no way to honour.
+    """
+    refused = {name: _NOWHERE for name in request.extras if name not in _TAKEN} | _REFUSED
+    trtllm.check(request, limits, refused)
+    copies = trtllm.copies(request)
+    sampling = trtllm.sampling_fields(request.sampling)
+    message = messages.GenerateRequest(
+        request_id=request_id,
+        max_tokens=request.max_tokens,
+        sampling_config={
+            "beam_width": 1,
+            "num_return_sequences": request.num_return_sequences // copies,
+            **sampling,
+        },
+        bad_token_ids=[words[0] for words in request.bad_sequences],
+    )
+    message.tokenized.input_token_ids.extend(request.input_ids)
+    if request.wants.log_probs:
+        message.output_config.logprobs = 1  # 0 gives none at all
+    known = _add_ends(message, request, eos_id)
+    # An answer that is ended from here is read while it grows.
+    message.streaming = request.streaming or not known
+    _add_extras(message, request.extras)
+    return ServiceRequest(message, copies, known)
+
+
+def _add_ends(message: Any, request: EngineRequest, eos_id: int | None) -> bool:
+    """Whether the server knows every end of the request."""
+    end_id, least = end_id_of(request), request.sampling.min_tokens or 0
+    message.ignore_eos = end_id is None or end_id != eos_id
+    if message.ignore_eos:  # turns stop ids off, too
+        if end_id is not None and least > 1:
+            raise Unsupported("min_tokens", f"only the model's own end_id ({eos_id}) waits for it")
+        return end_id is None and not request.stop_sequences
+    if least:
+        message.sampling_config.min_tokens = least
+    single, known = trtllm.stop_ids(request)
+    message.stop_token_ids.extend(single)
+    # Otherwise the id is cut off the answer, or is not, depending on how it ends.
+    message.include_stop_token_in_output = bool(single)
+    return known
+
+
+def _add_extras(message: Any, extras: Mapping[str, Array]) -> None:
+    guide = trtllm.guide_of(extras)
+    if guide is not None:
+        message.guided_decoding.guide_type = _GUIDE_TYPES[guide.kind]
+        message.guided_decoding.guide = guide.text or guide.kind  # without one nothing is guided
+    if "lora_task_id" in extras:
+        adapter = int(np.asarray(extras["lora_task_id"]).reshape(-1)[0])
+        if adapter:  # 0 is the model itself
+            message.lora_config.task_id = adapter

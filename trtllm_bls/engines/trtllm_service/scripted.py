@@ -1,0 +1,436 @@
+"""A server that plays TrtllmService over any ``Engine``: for tests and benchmarks.
+
+    python benchmarks/scripted/trtllm_service.py --model-dir DIR --port 50051 --step-ms 5
+
+says each prompt back. It behaves as the real service does as far as its protocol and source tell,
+awkward sides included: the end id is a token of the answer, ``complete`` repeats everything, stops
+are cut off unless asked to stay, a cancelled call may leave its work running. ``Behaviour`` chooses
+what differs between releases and what goes wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from trtllm_bls.engines.base import ChunkStream, Engine, GeneratedChunks
+from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import reciting
+from trtllm_bls.engines.trtllm_service import messages
+from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError
+from trtllm_bls.messages import (
+    EngineChunk,
+    EngineLimits,
+    EngineRequest,
+    FinishReason,
+    Sampling,
+    TokenIds,
+    Wants,
+)
+
+_MESSAGE_BYTES = 32 << 20  # either way, as the real server allows
+_SERVICE = messages.SERVICE.strip("/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behaviour:
+    """What kind of server it plays. ``eos_id``: where answers end that do not ignore it.
+
+    ``stop_ids`` makes ids of a stop string, as the real server does, alone. ``max_seq_len`` 0
+    plays a server that was started without one. ``num_reasons``: of several sequences so many are
+    told why they ended. ``silent_abort``: an aborted stream just stops. ``leaks``: of calls that
+    are cancelled without an Abort every second one runs on. ``breaks_off``: no ``complete``.
+    """
+
+    model_id: str = "scripted"
+    version: str = "1.3.0rc29"
+    eos_id: int = 2
+    vocab_size: int = 1000
+    max_seq_len: int = 0
+    ids_per_chunk: int = 1
+    health: str = "OK"
+    num_reasons: int | None = None
+    extra_log_prob: bool = False
+    silent_abort: bool = False
+    leaks: bool = True
+    breaks_off: bool = False
+    stop_ids: Callable[[str], TokenIds] | None = None
+
+
+class Refused(Exception):
+    """A request that ends with a status before it begins."""
+
+    def __init__(self, status: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.status, self.details = status, details
+
+
+class ScriptedService:
+    """The service over ``engine``; ``behaviour`` may be changed while it runs.
+
+    For tests: ``requests`` are the ``GenerateRequest`` messages, ``aborted`` the ids that were
+    aborted while they ran, ``live`` how many run now, ``tokens`` how many ids were made,
+    ``health_checks`` how often it was asked for its health.
+    """
+
+    def __init__(self, engine: Engine, behaviour: Behaviour | None = None) -> None:
+        self.engine = engine
+        self.behaviour = behaviour or Behaviour()
+        self.requests: list[Any] = []
+        self.aborted: list[str] = []
+        self.live = 0
+        self.tokens = 0
+        self.health_checks = 0
+        self._answers: dict[str, _Answer] = {}
+        self._cancelled = 0
+        self._server: Any = None
+
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> int:
+        """Listen; the port."""
+        sizes = ("grpc.max_send_message_length", "grpc.max_receive_message_length")
+        self._server = grpc.aio.server(options=[(size, _MESSAGE_BYTES) for size in sizes])
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        handlers = {
+            name: unary(handler, messages.MESSAGES[f"{name}Request"].FromString, _serialized)
+            for name, handler in (
+                ("Abort", self._abort),
+                ("HealthCheck", self._health_check),
+                ("GetModelInfo", self._model_info),
+                ("GetServerInfo", self._server_info),
+            )
+        }
+        handlers["Generate"] = stream(
+            self._generate, messages.GenerateRequest.FromString, _serialized
+        )
+        generic = grpc.method_handlers_generic_handler(_SERVICE, handlers)
+        self._server.add_generic_rpc_handlers((generic,))
+        bound: int = self._server.add_insecure_port(f"{host}:{port}")
+        await self._server.start()
+        return bound
+
+    async def stop(self, grace: float | None = None) -> None:
+        """End what runs and listen no longer."""
+        await self._server.stop(grace)
+        for answer in list(self._answers.values()):
+            answer.stop()
+
+    async def wait(self) -> None:
+        """Return once it has been stopped."""
+        await self._server.wait_for_termination()
+
+    async def _generate(self, message: Any, context: Any) -> AsyncGenerator[Any, None]:
+        self.requests.append(message)
+        try:
+            request = engine_request(message, self.behaviour)
+        except Refused as error:
+            await context.abort(error.status, error.details)
+        answer = _Answer(self, message, request)
+        self._answers[message.request_id] = answer  # a second of one id replaces the first
+        try:
+            async for response in answer.responses():
+                yield response
+        except TrtllmBlsError as error:
+            down = isinstance(error, EngineUnavailable)
+            status = grpc.StatusCode.UNAVAILABLE if down else grpc.StatusCode.INTERNAL
+            await context.abort(status, str(error))
+        finally:
+            self._leave(answer)
+
+    def _leave(self, answer: _Answer) -> None:
+        if answer.running:
+            self._cancelled += 1
+            if not self.behaviour.leaks or self._cancelled % 2 == 0:
+                answer.stop()
+        if self._answers.get(answer.request_id) is answer:
+            del self._answers[answer.request_id]
+
+    async def _abort(self, message: Any, context: Any) -> Any:
+        answer = self._answers.get(message.request_id)
+        if answer is None:
+            return messages.AbortResponse(success=False, message="no such request")
+        if answer.running:
+            self.aborted.append(message.request_id)
+            answer.stop()
+        return messages.AbortResponse(success=True)
+
+    async def _health_check(self, message: Any, context: Any) -> Any:
+        self.health_checks += 1
+        return messages.HealthCheckResponse(status=self.behaviour.health)
+
+    async def _model_info(self, message: Any, context: Any) -> Any:
+        shown = self.behaviour
+        return messages.GetModelInfoResponse(
+            model_id=shown.model_id,
+            max_input_len=1024,
+            max_seq_len=shown.max_seq_len or 1024,
+            vocab_size=shown.vocab_size,
+        )
+
+    async def _server_info(self, message: Any, context: Any) -> Any:
+        return messages.GetServerInfoResponse(
+            version=self.behaviour.version,
+            backend="pytorch",
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            world_size=1,
+        )
+
+
+class _Answer:
+    """One request; the engine runs in a task of its own, which a cancelled call may leave."""
+
+    def __init__(self, service: ScriptedService, message: Any, request: EngineRequest) -> None:
+        self.request_id: str = message.request_id
+        self._service = service
+        self._behaviour = service.behaviour
+        self._message = message
+        self._request = request
+        self._sequences = [_Sequence() for _ in range(request.num_return_sequences)]
+        self._queue: asyncio.Queue[EngineChunk | Exception | None] = asyncio.Queue()
+        service.live += 1
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def running(self) -> bool:
+        return not self._task.done()
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            await self._service.engine.limits()
+            async with aclosing(self._service.engine.generate(self._request)) as stream:
+                async for chunk in stream:
+                    self._service.tokens += len(chunk.token_ids)
+                    self._queue.put_nowait(chunk)
+            self._queue.put_nowait(None)
+        except asyncio.CancelledError:
+            self._queue.put_nowait(None)
+        except Exception as error:
+            self._queue.put_nowait(error)
+        finally:
+            self._service.live -= 1
+
+    async def responses(self) -> AsyncGenerator[Any, None]:
+        while (chunk := await self._queue.get()) is not None:
+            if isinstance(chunk, Exception):
+                raise chunk
+            sequence = self._sequences[chunk.sequence_index]
+            pending = sequence.take(chunk, self._request, self._message, self._behaviour)
+            if self._message.streaming:
+                for part in pending:
+                    yield self._response(chunk=self._chunk(chunk.sequence_index, part))
+        if (
+            not all(sequence.reason for sequence in self._sequences)
+            and self._behaviour.silent_abort
+        ):
+            await asyncio.get_running_loop().create_future()
+        if not self._behaviour.breaks_off:
+            for index in range(len(self._sequences)):
+                yield self._response(complete=self._complete(index))
+
+    def _response(self, **part: Any) -> Any:
+        return messages.GenerateResponse(request_id=self.request_id, **part)
+
+    def _chunk(self, index: int, part: tuple[int, int]) -> Any:
+        sequence = self._sequences[index]
+        begin, end = part
+        return messages.MESSAGES["GenerateStreamChunk"](
+            token_ids=sequence.ids[begin:end],
+            sequence_index=index,
+            prompt_tokens=len(self._request.input_ids),
+            completion_tokens=end,
+            logprobs=self._log_probs(sequence, begin, end),
+        )
+
+    def _complete(self, index: int) -> Any:
+        sequence = self._sequences[index]
+        told = self._behaviour.num_reasons is None or index < self._behaviour.num_reasons
+        kept = len(sequence.ids) - sequence.cut
+        scored = len(sequence.ids) if self._behaviour.extra_log_prob else kept
+        complete = messages.MESSAGES["GenerateComplete"](
+            output_token_ids=sequence.ids[:kept],
+            sequence_index=index,
+            finish_reason=(sequence.reason or "cancelled") if told else "",
+            prompt_tokens=len(self._request.input_ids),
+            completion_tokens=kept,
+            logprobs=self._log_probs(sequence, 0, scored),
+        )
+        if sequence.matched is not None:
+            complete.matched_token_id = sequence.matched
+        elif sequence.matched_text is not None:
+            complete.matched_stop_str = sequence.matched_text
+        return complete
+
+    def _log_probs(self, sequence: _Sequence, begin: int, end: int) -> list[Any]:
+        if not self._message.output_config.logprobs:
+            return []
+        make, top = messages.MESSAGES["TokenLogprob"], messages.MESSAGES["TopLogprob"]
+        return [
+            make(token_id=token, logprob=value, top_logprobs=[top(token_id=token, logprob=value)])
+            for token, value in zip(
+                sequence.ids[begin:end], sequence.log_probs[begin:end], strict=True
+            )
+        ]
+
+
+class _Sequence:
+    """What one sequence has come to: all ids made, how many of the last are cut off, and why."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.cut = 0
+        self.reason = ""
+        self.matched: int | None = None
+        self.matched_text: str | None = None
+        self._told = 0
+
+    def take(
+        self, chunk: EngineChunk, request: EngineRequest, message: Any, behaviour: Behaviour
+    ) -> list[tuple[int, int]]:
+        """The places of ids that are to be streamed, one pair of bounds per chunk."""
+        self.ids += chunk.token_ids
+        self.log_probs += chunk.log_probs or [0.0] * len(chunk.token_ids)
+        if chunk.final:
+            self._end(chunk.finish_reason, request, message, behaviour)
+        parts, end = [], max(self._told, len(self.ids) - self.cut)
+        while end - self._told >= behaviour.ids_per_chunk or (chunk.final and end > self._told):
+            upto = min(end, self._told + behaviour.ids_per_chunk)
+            parts.append((self._told, upto))
+            self._told = upto
+        return parts
+
+    def _end(
+        self,
+        reason: FinishReason | None,
+        request: EngineRequest,
+        message: Any,
+        behaviour: Behaviour,
+    ) -> None:
+        if reason is FinishReason.END_ID:
+            self.reason = "stop"
+            self.ids.append(behaviour.eos_id)
+            self.log_probs.append(0.0)
+        elif len(self.ids) >= request.max_tokens or reason is not FinishReason.STOP:
+            self.reason = "length"
+        else:
+            self.reason = "stop"
+            self._match(message, behaviour)
+            self.cut *= not message.include_stop_token_in_output
+
+    def _match(self, message: Any, behaviour: Behaviour) -> None:
+        if self.ids[-1] in message.stop_token_ids:
+            self.matched, self.cut = self.ids[-1], 1
+            return
+        for text in message.stop:
+            ids = _stop_ids(behaviour, text)
+            if ids and tuple(self.ids[-len(ids) :]) == ids:
+                self.matched_text, self.cut = text, len(ids)
+                return
+
+
+def engine_request(message: Any, behaviour: Behaviour) -> EngineRequest:
+    """A service request as one of ours; its defaults are the service's. Raises ``Refused``."""
+    _check(message, behaviour)
+    config = message.sampling_config
+    given = {
+        field.name: value
+        for field, value in config.ListFields()
+        if field.name not in ("beam_width", "num_return_sequences", "top_p_reset_ids")
+    }
+    given["early_stopping"] = None
+    # What says nothing samples, from everything.
+    given.setdefault("top_p", 1.0)
+    stops: list[TokenIds] = []
+    if not message.ignore_eos:
+        stops = [(token,) for token in message.stop_token_ids]
+        stops += filter(None, (_stop_ids(behaviour, text) for text in message.stop))
+    return EngineRequest(
+        request_id=message.request_id,
+        input_ids=tuple(message.tokenized.input_token_ids),
+        max_tokens=message.max_tokens,
+        sampling=Sampling(**given),
+        num_return_sequences=config.num_return_sequences or 1,
+        end_id=-1 if message.ignore_eos else behaviour.eos_id,
+        stop_sequences=tuple(stops),
+        bad_sequences=tuple((token,) for token in message.bad_token_ids),
+        embedding_bias=tuple(enumerate(message.embedding_bias)),
+        wants=Wants(log_probs=bool(message.output_config.logprobs)),
+    )
+
+
+def _check(message: Any, behaviour: Behaviour) -> None:
+    """What the service says of a request that is wrong."""
+    config = message.sampling_config
+    greedy = (config.HasField("top_k") and config.top_k == 1) or any(
+        config.HasField(name) and getattr(config, name) == 0 for name in ("temperature", "top_p")
+    )
+    longest = behaviour.max_seq_len
+    tokens = len(message.tokenized.input_token_ids)
+    for wrong, details in (
+        (not message.HasField("tokenized"), "Request must have tokenized input"),
+        (not 0 <= config.top_p <= 1, f"require 0 <= top_p <= 1, got top_p={config.top_p}"),
+        (config.top_k < 0, f"require top_k >= 0, got top_k={config.top_k}"),
+        (config.temperature < 0, f"require temperature >= 0, got {config.temperature}"),
+        (greedy and config.num_return_sequences > 1, "greedy decoding gives one sequence"),
+        (
+            message.embedding_bias and len(message.embedding_bias) != behaviour.vocab_size,
+            "embedding_bias must have vocab_size values",
+        ),
+    ):
+        if wrong:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, details)
+    if longest and tokens >= longest:
+        details = (
+            f"This model's maximum context length is {longest} tokens, the prompt has {tokens}"
+        )
+        raise Refused(grpc.StatusCode.INTERNAL, details)
+    if message.lora_config.task_id:
+        details = f"no LoRA adapter {message.lora_config.task_id}"
+        raise Refused(grpc.StatusCode.INTERNAL, details)
+    if not message.max_tokens:
+        raise Refused(grpc.StatusCode.INTERNAL, "max_tokens must be greater than 0")
+
+
+def _stop_ids(behaviour: Behaviour, text: str) -> TokenIds:
+    return behaviour.stop_ids(text) if behaviour.stop_ids else ()
+
+
+def _serialized(message: Any) -> bytes:
+    return bytes(message.SerializeToString())
+
+
+class EchoEngine:
+    """An engine that says each prompt back; ``faults``: what goes wrong, by the request's seed."""
+
+    name = "echo"
+
+    def __init__(self, script: Script, faults: dict[int, Fault] | None = None) -> None:
+        self._script = script
+        self._faults = faults or {}
+
+    async def limits(self) -> EngineLimits:
+        return EngineLimits(max_sequence_tokens=self._script.max_sequence_tokens)
+
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        """See ``Engine.generate``."""
+        return GeneratedChunks(self._chunks(request))
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        end = max(request.end_id or 0, 0)
+        rule = reciting(request.input_ids, len(request.input_ids), then=end)
+        engine = ScriptedEngine(rule, self._script)
+        engine.fault = self._faults.get(request.sampling.seed or 0)
+        async with aclosing(engine.generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def close(self) -> None:
+        pass
