@@ -21,7 +21,7 @@ from tests.reliability.conftest import on
 from tests.reliability.faulty_engine import DRAFT, HOLD, TARGET, Proxy, Seen, Step
 from tests.reliability.world import MAX_RUNNING, TEXTS, World, world
 from trtllm_bls.client import Client, Stream
-from trtllm_bls.errors import ConnectionFailed, EngineUnavailable, TrtllmBlsError
+from trtllm_bls.errors import TrtllmBlsError
 
 STATES = ("queued", "first token", "mid-stream", "drafting", "verifying", "final token")
 WAYS = ("cancel", "disconnect", "deadline", "stop word")
@@ -209,7 +209,7 @@ def test_shutdown_ends_every_state(loop: asyncio.AbstractEventLoop) -> None:
             await parts.engine.until(lambda: not parts.engine.running)
             for cell in cells:
                 assert cell.reading.done(), cell.state
-                assert isinstance(cell.error, (EngineUnavailable, ConnectionFailed)), cell.state
+                assert "the server is shutting down" in str(cell.error), cell.state
                 assert TEXT.startswith(cell.said)
 
     on(loop, asyncio.wait_for(scenario(), 110))

@@ -32,7 +32,7 @@ FAULTS = {
 OURS = ("tensorrt_llm",)
 ROWS = (
     Parameter("step_ms", OURS, NUMBER, "0", "Time of one step."),
-    Parameter("max_sequence_tokens", OURS, count(1), "1000000", "Longest prompt and answer."),
+    Parameter("max_sequence_tokens", OURS, count(0), "0", "Prompt and answer; 0 = any."),
     Parameter("vocab_size", OURS, count(1), "100000", "Tokens there are."),
     Parameter("exclude_input_in_output", OURS, FLAG, "false", "Leave the prompt out."),
 )
@@ -94,7 +94,7 @@ class TritonPythonModel:
         script = Script(
             step_seconds=value["step_ms"] / 1000,
             vocab_size=value["vocab_size"],
-            max_sequence_tokens=value["max_sequence_tokens"],
+            max_sequence_tokens=value["max_sequence_tokens"] or None,
         )
         engine = EchoEngine(script)
         service = EngineService(engine, value["exclude_input_in_output"])
