@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -153,6 +154,7 @@ def main() -> None:
     print(f"left running in the engine: {tally.left_running}; longest {tally.longest_s:.1f} s")
     for line in [*tally.stuck, *tally.wrong][:20]:
         print(line)
+    sys.exit(1 if tally.stuck or tally.wrong or tally.left_running else 0)
 
 
 if __name__ == "__main__":

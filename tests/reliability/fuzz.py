@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import sys
 import tempfile
 import threading
 import time
@@ -43,6 +44,7 @@ _STATUSES = (
     "CANCELLED:",
     "NOT_FOUND:",
 )
+MAX_MB = 1500.0  # of any process, however many cases
 GONE = "the server is gone"
 _OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 _LIMITS = (
@@ -302,6 +304,12 @@ def main() -> None:
     )
     for number, sizes in fuzzer.memory:
         print(f"MB after {number}:", {name: round(size) for name, size in sizes.items()})
+    last = max(fuzzer.memory[-1][1].values(), default=0.0)
+    sys.exit(f"{len(fuzzer.findings)} findings, {last:.0f} MB" if _failed(fuzzer, last) else 0)
+
+
+def _failed(fuzzer: Fuzzer, largest_mb: float) -> bool:
+    return bool(fuzzer.findings) or largest_mb > MAX_MB
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import sys
 import time
 from collections import Counter
 from typing import Any
@@ -114,6 +115,7 @@ def main() -> None:
     for name, slope in soak.slopes().items():
         last = soak.samples[-1][1][name]
         print(f"{name:36}{first[name]:14.1f}{last:12.1f}{slope:+20.2f}")
+    sys.exit(1 if any(name.startswith(("error", "wrong")) for name in soak.outcomes) else 0)
 
 
 if __name__ == "__main__":

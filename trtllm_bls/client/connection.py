@@ -223,10 +223,11 @@ def _contents(what: str, path: Path | None) -> bytes | None:
 
 
 def _translated(
-    url: str, deadline_s: float | None, over_at: float | None, error: grpc.RpcError
+    url: str, deadline_s: float | None, over_at: float | None, error: grpc.RpcError | None
 ) -> TrtllmBlsError:
-    """``over_at``: the deadline on the monotonic clock."""
-    code, details = error.code(), " ".join((error.details() or "").split())
+    """``over_at``: the deadline on the monotonic clock. No error: the request was never sent."""
+    code = grpc.StatusCode.INTERNAL if error is None else error.code()
+    details = _UNSENT if error is None else " ".join((error.details() or "").split())
     if code is grpc.StatusCode.INTERNAL and details == _UNSENT:
         late = over_at is not None and time.monotonic() > over_at - _CLOCKS_DIFFER_S
         code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
