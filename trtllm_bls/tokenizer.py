@@ -181,6 +181,12 @@ class Tokenizer:
     def _chars_per_token(self) -> int | None:
         return None if self._backend is None else most_characters(self._backend)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the model's template; of several, all of them."""
+        template = self._hf.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
