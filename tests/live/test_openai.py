@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import openai
@@ -123,8 +124,37 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
+def api_process(served: Served) -> psutil.Process | None:
+    """The one that ``serve`` has started."""
+    for child in psutil.Process(served.process.pid).children():
+        with suppress(psutil.Error):
+            if "openai" in child.cmdline():
+                return child
+    return None
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_api_that_dies_or_stops_is_started_again(
+    served: Served, api: openai.OpenAI, number: int
+) -> None:
+    """On the same port; the server goes on meanwhile."""
+    before = api_process(served)
+    assert before is not None
+    before.send_signal(number)
+    deadline = time.monotonic() + 120
+    while True:
+        after = api_process(served)
+        with suppress(openai.APIConnectionError):
+            if after is not None and after.pid != before.pid and api.models.list().data:
+                break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert api.completions.create(model="demo", prompt="Once", max_tokens=4).choices
+
+
 def test_sigterm_ends_the_api_with_the_server(served: Served, api: openai.OpenAI) -> None:
-    """A stream that runs gets its whole text; no process is left. Last: the server is gone then."""
+    """A stream gets its whole text, whose rounds of drafts a stopping Triton would refuse; no
+    process is left. Last: the server is gone then."""
     processes = psutil.Process(served.process.pid).children(recursive=True)
     stream = api.completions.create(
         model="demo",
@@ -132,7 +162,7 @@ def test_sigterm_ends_the_api_with_the_server(served: Served, api: openai.OpenAI
         max_tokens=120,
         temperature=0,
         stream=True,
-        extra_body={"ignore_eos": True, "num_draft_tokens": 0},
+        extra_body={"ignore_eos": True, "num_draft_tokens": 4},
     )
     chunks = iter(stream)
     next(chunks)

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc.aio as grpcaio
 import trustme
+from click.testing import CliRunner
 
 from tests.helpers.server_requests import generate
 from tests.helpers.server_settings import DEMO, free_ports
+from trtllm_bls.cli import main
 from trtllm_bls.client import Client, Tls
 from trtllm_bls.errors import ClientError
 from trtllm_bls.launcher import TritonServer
@@ -104,6 +106,27 @@ def test_who_shows_none_or_anothers_is_not(guarded: TritonServer, files: dict[st
     for tls in (None, tls_of(ca), tls_of(ca, stranger)):
         with pytest.raises(ClientError):
             ask(guarded.grpc_url, tls)
+
+
+def test_the_server_is_watched_over_tls(guarded: TritonServer, files: dict[str, Files]) -> None:
+    """By the launcher, which shows the models' certificate, and by ``trtllm-bls health``."""
+
+    async def ask() -> tuple[tuple[str, ...], str]:
+        probe = guarded.probe()
+        assert probe is not None
+        async with probe:
+            return (
+                await probe.models_not_ready(guarded.models, 30),
+                (await probe.canary(30)).outcome,
+            )
+
+    assert asyncio.run(ask()) == ((), "answered")
+    url, own = guarded.grpc_url.replace("127.0.0.1", "localhost"), files["client"]
+    words = ["health", "--url", url, "--timeout", "30"]
+    assert CliRunner().invoke(main, [*words[:-1], "2"]).exit_code == 1
+    words += ["--ssl", "--root-certificates", str(own.ca), "--private-key", str(own.key)]
+    told = CliRunner().invoke(main, [*words, "--certificate-chain", str(own.cert)])
+    assert (told.exit_code, told.output) == (0, "ready\n")
 
 
 def test_http_stays_on_this_machine(guarded: TritonServer) -> None:

@@ -8,12 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import click
 import kubernetes_validate
 import pytest
 import yaml
 
 from trtllm_bls import __version__
 from trtllm_bls.cli import main
+from trtllm_bls.parameters import STATUS_DIR
 from trtllm_bls.services import request_metrics
 from trtllm_bls.settings import ServeSettings
 
@@ -62,21 +64,33 @@ def test_what_is_served_is_what_is_asked_for() -> None:
 
 
 def test_a_pods_end_waits_for_its_requests() -> None:
-    """The grace period covers preStop's wait and the time that running requests have."""
+    """preStop drains the server in the directory that it keeps its status in; the grace period
+    covers that and the time that running requests have."""
+    command = main.get_command(click.Context(main), "drain")
+    assert command is not None
     for pod, server in servers():
-        wait = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
+        shell, option, script = server["lifecycle"]["preStop"]["exec"]["command"]
+        assert (shell, option) == ("sh", "-c")
+        sleep, _, drain = script.partition("; exec ")
+        wait = int(sleep.removeprefix("sleep "))
+        variables = {row["name"]: row["value"] for row in server["env"]}
+        words = [*drain.split()[2:], "--dir", variables[STATUS_DIR]]
+        asked = command.make_context("drain", words).params
+        assert drain.startswith("trtllm-bls drain ") and asked["wait"]
+        kept = {mount["mountPath"]: mount["name"] for mount in server["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert "emptyDir" in volumes[kept[variables[STATUS_DIR]]]
         timeout = next(a for a in server["args"] if a.startswith("--exit-timeout="))
-        grace = pod["terminationGracePeriodSeconds"]
-        assert wait + int(timeout.partition("=")[2]) < grace
+        assert asked["deadline"] <= int(timeout.partition("=")[2])
+        assert wait + asked["deadline"] + 10 < pod["terminationGracePeriodSeconds"]
         for other in pod["containers"]:
             if other is not server:  # the engine must not go first
-                assert int(other["lifecycle"]["preStop"]["exec"]["command"][1]) > wait + 60
+                ends = int(other["lifecycle"]["preStop"]["exec"]["command"][1])
+                assert ends > wait + asked["deadline"] + 2
 
 
 def test_the_arguments_are_those_of_serve() -> None:
     """Parsed by the command line itself."""
-    import click
-
     command = main.get_command(click.Context(main), "serve")
     assert command is not None
     for _, server in servers():

@@ -20,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend, serving
+from tests.helpers.scripted_pairs import hashed_pair
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
@@ -30,6 +31,7 @@ from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.exposition import SharedSamples, samples, written
 from trtllm_bls.services.request_metrics import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
+from trtllm_bls.status import StatusDirectory
 
 
 def endless(step_seconds: float = 0.002) -> ScriptedEngine:
@@ -188,6 +190,54 @@ def test_what_has_not_ended_by_then_ends_with_an_error() -> None:
         assert b"the server shuts down" in read.rpartition(b"data: {")[2]
         assert read.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert engine.live == 0
+
+
+def test_a_drain_hands_speculating_streams_over_and_refuses_what_is_new(tmp_path: Path) -> None:
+    """Through the status directory, as the server's models: a stopping Triton takes no further
+    round of a stream that speculates."""
+    engines = hashed_pair(rate=0.8, vocab_size=tokenizer().vocab_size, step_seconds=0.005)
+    engine = engines.speculative(num_draft_tokens=3)
+    files = StatusDirectory(tmp_path)
+    question = {"model": MODEL, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
+    with ExitStack() as stack:
+        api = stack.enter_context(serving(engine, status_dir=str(tmp_path)))
+        client = stack.enter_context(
+            openai.OpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0)
+        )
+        extra = {"ignore_eos": True}
+        expected = client.completions.create(**question, extra_body=extra).choices[0].text
+        stream = client.completions.create(**question, stream=True, extra_body=extra)
+        text = next(stream).choices[0].text
+        assert [status.handed_over for status in files.read()] == [False]
+        files.ask_to_drain(float("inf"))
+        until(lambda: files.handed_over)
+        (status,) = files.read()
+        asked = len(engines.target.requests)
+        with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
+            client.completions.create(**question)
+        assert (refused.value.status_code, refused.value.code) == (503, "shutting_down")
+        assert get(api, "/health")[0] == 503
+        text += "".join(part.choices[0].text for part in stream)
+    assert text == expected
+    assert status.running == 1 and status.responses > 1  # it ran on when all was handed over
+    assert len(engines.target.requests) == asked
+
+
+def test_a_drain_ends_what_lasts_too_long_with_an_error(tmp_path: Path) -> None:
+    """At the drain's deadline, whole answers and streams alike."""
+    engine = endless()
+    with ExitStack() as stack:
+        api = stack.enter_context(serving(engine, status_dir=str(tmp_path)))
+        streamed = stack.enter_context(send(api, stream=True))
+        whole = stack.enter_context(send(api))
+        until(lambda: engine.live == 2)
+        StatusDirectory(tmp_path).ask_to_drain(0.0)
+        read = b""
+        while not read.endswith(b"0\r\n\r\n"):
+            read += streamed.recv(65536)
+        assert b"the server shuts down" in read.rpartition(b"data: {")[2]
+        assert whole.recv(65536).startswith(b"HTTP/1.1 503")
+        until(lambda: engine.live == 0)
 
 
 def get(api: RunningApi, path: str) -> tuple[int, str]:

@@ -10,12 +10,15 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton
 from tests.helpers.request_servers import ONE, number, opened
 from tests.helpers.scripted_pairs import engine_request, hashed_pair, ids, read
 from trtllm_bls.admission import Admission
-from trtllm_bls.errors import EngineUnavailable, Overloaded
+from trtllm_bls.cli import main
+from trtllm_bls.errors import EngineUnavailable, Overloaded, SettingsError
+from trtllm_bls.launcher.process import Scratch
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.status import ProcessStatus, StatusDirectory
@@ -168,6 +171,45 @@ def test_a_draining_process_refuses_what_is_new_and_ends_what_lasts_too_long(
         ended = running.wait().error
         assert ended is not None and ended.code() == EngineUnavailable.status
         lifecycle.close()
+
+
+def test_the_command_waits_until_nothing_runs(tmp_path: Path) -> None:
+    """As a preStop hook should; without --wait it returns at the hand-over."""
+    triton, engine = FakeTriton(), StubbornEngine()
+    engine.settled = True
+    running = triton.ask(ONE, "number", id="running")
+    with opened(triton, never_ends) as server:
+        lifecycle = Lifecycle(server, engine, str(tmp_path))
+        server.accept([running])
+        running.wait(responses=1)
+        words = ["drain", "--dir", str(tmp_path)]
+        told = CliRunner().invoke(main, words)
+        assert (told.exit_code, "handed over, 1 requests run" in told.output) == (0, True)
+        told = CliRunner().invoke(main, [*words, "--deadline", "0.1", "--wait"])
+        assert (told.exit_code, "handed over, 0 requests run" in told.output) == (0, True)
+        lifecycle.close()
+
+
+def test_a_directory_without_a_server_is_no_drained_server(tmp_path: Path) -> None:
+    """It may be another one than the server's."""
+    told = CliRunner().invoke(main, ["drain", "--dir", str(tmp_path)])
+    assert told.exit_code == 1
+    assert "no process keeps a status there" in " ".join(told.output.split())
+
+
+def test_what_an_earlier_server_left_is_removed(tmp_path: Path) -> None:
+    """Process numbers come again, at the latest with the container's next start."""
+    files = StatusDirectory(tmp_path)
+    files.write(ProcessStatus(pid=os.getpid(), written_at=0, loop_at=0, responses=0, running=3))
+    files.ask_to_drain(0.0)
+    scratch = Scratch()
+    scratch.keep_status(str(tmp_path))
+    assert files.read() == [] and files.drain_deadline() is None
+    scratch.remove()
+    assert tmp_path.exists()  # it is not ours
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=r"status_dir .*/file/status: "):
+        scratch.keep_status(str(tmp_path / "file" / "status"))
 
 
 def test_a_shell_can_ask_too(tmp_path: Path) -> None:

@@ -198,10 +198,11 @@ class Client:
         Raises ``ConnectionFailed`` or ``DeadlineExceeded`` if it says nothing.
         """
         request: Any = service_pb2.ModelReadyRequest(name=model)
+        over_at = time.monotonic() + timeout_s
         try:
             return bool((await self._stub.ModelReady(request, timeout=timeout_s)).ready)
         except grpc.aio.AioRpcError as error:
-            translated = _translated(self.url, timeout_s, error)
+            translated = _translated(self.url, timeout_s, over_at, error)
             if isinstance(translated, (ConnectionFailed, DeadlineExceeded)):
                 raise translated from error
             return False

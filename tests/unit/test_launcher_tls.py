@@ -1,0 +1,120 @@
+"""How ``serve`` reaches its own gRPC port where that has TLS."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+from click.testing import CliRunner
+
+from tests.helpers.fake_grpc_server import FakeGrpcServer, text
+from trtllm_bls.cli import main
+from trtllm_bls.client import Tls
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.health import Probe
+from trtllm_bls.health.command import look
+from trtllm_bls.launcher import TritonServer
+from trtllm_bls.launcher.certificates import own_tls
+from trtllm_bls.settings import Override, ServeSettings
+
+SECONDS = 20
+TOKEN = text("x", final=True)
+
+
+def issued(directory: Path, authority: trustme.CA, name: str) -> tuple[Path, Path]:
+    """Files of a certificate for ``name`` and of its key."""
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    leaf = authority.issue_cert(name)
+    leaf.cert_chain_pems[0].write_to_path(str(cert))
+    leaf.private_key_pem.write_to_path(str(key))
+    return cert, key
+
+
+def credentials(cert: Path, key: Path, clients_of: trustme.CA | None = None) -> Any:
+    root = clients_of and clients_of.cert_pem.bytes()
+    pair = (key.read_bytes(), cert.read_bytes())
+    return grpc.ssl_server_credentials([pair], root, require_client_auth=root is not None)
+
+
+@pytest.mark.parametrize("name", ["gpu.example.com", "*.example.com", "127.0.0.1", "10.0.0.7"])
+def test_the_server_is_known_by_its_certificate(tmp_path: Path, name: str) -> None:
+    """Whatever names are in it: the address that the server listens at is another matter."""
+    cert, key = issued(tmp_path, trustme.CA(), name)
+    tls = own_tls(ServeSettings(tls_cert=cert, tls_key=key))
+
+    async def ask(trusted: Tls | None) -> str:
+        async with FakeGrpcServer([TOKEN], credentials(cert, key)) as server:
+            url = server.url.replace("localhost", "127.0.0.1")
+            async with Probe(url, tls=trusted) as probe:
+                return (await probe.canary(5.0)).outcome
+
+    assert asyncio.run(ask(tls)) == "answered"
+    (tmp_path / "other").mkdir()
+    other, _ = issued(tmp_path / "other", trustme.CA(), name)
+    assert asyncio.run(ask(Tls(root_certificates=other, server_name=name))) == "late"
+
+
+def test_a_server_that_asks_for_certificates_is_shown_that_of_its_models(tmp_path: Path) -> None:
+    """Where there is none, nothing is asked over gRPC, rather than in vain."""
+    authority = trustme.CA()
+    cert, key = issued(tmp_path, authority, "localhost")
+    (tmp_path / "models").mkdir()
+    own_cert, own_key = issued(tmp_path / "models", authority, "models")
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    settings = ServeSettings(
+        tls_cert=cert,
+        tls_key=key,
+        tls_client_ca=tmp_path / "ca.pem",
+        overrides=(
+            Override("tensorrt_llm_bls", "engine_tls_cert", str(own_cert)),
+            Override("tensorrt_llm_bls", "engine_tls_key", str(own_key)),
+        ),
+    )
+
+    async def ask() -> str:
+        both = credentials(cert, key, authority)
+        async with (
+            FakeGrpcServer([TOKEN], both) as server,
+            Probe(server.url, tls=own_tls(settings)) as probe,
+        ):
+            return (await probe.canary(SECONDS)).outcome
+
+    assert asyncio.run(ask()) == "answered"
+    elsewhere = ServeSettings(
+        tls_cert=cert,
+        tls_key=key,
+        tls_client_ca=tmp_path / "ca.pem",
+        engine="trtllm://localhost:1",
+        model=tmp_path,
+    )
+    server: Any = SimpleNamespace(settings=elsewhere, grpc_url="x:1", canary_id="")
+    assert TritonServer.probe(server) is None
+
+
+def test_files_that_are_no_pair_are_refused_at_start(tmp_path: Path) -> None:
+    """In one line, before any model loads."""
+    cert, key = issued(tmp_path, trustme.CA(), "localhost")
+    key.write_text("")
+    with pytest.raises(SettingsError, match=r"--tls-key .*key\.pem: not usable: "):
+        TritonServer(ServeSettings(tls_cert=cert, tls_key=key)).start()
+    assert own_tls(ServeSettings()) is None
+
+
+def test_the_command_asks_over_tls(tmp_path: Path) -> None:
+    """With the options that the other terminal commands have."""
+    cert, key = issued(tmp_path, trustme.CA(), "localhost")
+
+    async def ask() -> tuple[bool, bool]:
+        async with FakeGrpcServer([TOKEN], credentials(cert, key)) as server:
+            words = ["health", "--url", server.url, "--model", "a", "--timeout", "5"]
+            plain = await look(server.url, ("a",), 5.0, canary=True)
+            words += ["--ssl", "--root-certificates", str(cert), "--server-name", "localhost"]
+            told = await asyncio.to_thread(CliRunner().invoke, main, words)
+            return plain.ready, told.exit_code == 0
+
+    assert asyncio.run(ask()) == (False, True)
