@@ -113,6 +113,12 @@ class DeadlineExceeded(ClientError):
 _FULL_QUEUE = ("Maximum queue size of", "Exceeds maximum queue size", "exceeds maximum queue size")
 
 
+def is_for_room(error: Overloaded) -> bool:
+    """Whether it says that others are being served, rather than that nobody can be: both have the
+    same status, and callers may send both again."""
+    return "try again" in str(error) or any(words in str(error) for words in _FULL_QUEUE)
+
+
 MAX_LINE = 2000  # characters of an error or of a log line
 
 

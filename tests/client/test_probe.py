@@ -24,7 +24,8 @@ from trtllm_bls.status import ProcessStatus, StatusDirectory
 
 SECONDS = 20
 TOKEN = text("x", final=True)
-BUSY = Fail("UNAVAILABLE: 256 requests run and 512 wait")
+BUSY = Fail("UNAVAILABLE: 256 sequences run and 512 wait, the most; try again in about 2 s")
+LOST = Fail("UNAVAILABLE: trtllm://gpu:50051: it is not healthy: NOT_OK")
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,8 @@ BUSY = Fail("UNAVAILABLE: 256 requests run and 512 wait")
         ([TOKEN], "answered"),
         ([Fail("INVALID_ARG: text_input: no")], "answered"),  # nobody but a working server says so
         ([BUSY], "late"),
+        ([Fail("UNAVAILABLE: Exceeds maximum queue size")], "late"),
+        ([LOST], "failed"),
         ([Hold()], "late"),
         ([Abort(grpc.StatusCode.UNAVAILABLE, "gone")], "late"),
         ([Fail("INTERNAL: CUDA error")], "failed"),

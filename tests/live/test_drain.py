@@ -18,6 +18,7 @@ from trtllm_bls.client import Client
 from trtllm_bls.errors import Overloaded, TrtllmBlsError
 from trtllm_bls.launcher import Listener, TritonServer
 from trtllm_bls.launcher.logs import LogLine
+from trtllm_bls.parameters import STATUS_DIR
 from trtllm_bls.settings import Override, ServeSettings
 
 PROMPT = {"text_input": "a b c d e", "max_tokens": 160, "end_id": -1}
@@ -60,7 +61,9 @@ def log() -> Log:
 
 
 @pytest.fixture
-def server(tmp_path: Path, log: Log) -> Iterator[TritonServer]:
+def server(tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonServer]:
+    """It keeps its status where the operator says, as in a pod."""
+    monkeypatch.setenv(STATUS_DIR, str(tmp_path / "status"))
     with TritonServer(scripted_pair(tmp_path), log) as running:
         yield running
 
@@ -125,7 +128,7 @@ def test_a_drain_can_be_asked_for_from_outside(server: TritonServer) -> None:
             asked = text_of(client, speaking, num_draft_tokens=4, max_tokens=900)
             running = asyncio.create_task(asked)
             await asyncio.to_thread(speaking.wait)
-            words = ["drain", "--dir", str(server.status_dir), "--deadline", "1.5"]
+            words = ["drain", "--deadline", "1.5"]  # the directory is in the environment
             drained = await asyncio.to_thread(CliRunner().invoke, main, words)
             assert drained.exit_code == 0, drained.output
             with pytest.raises(Overloaded, match="the server is shutting down; ask another one"):

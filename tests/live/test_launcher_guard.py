@@ -25,6 +25,7 @@ def guarded(tmp_path: Path, script: str, grace: float = 30) -> subprocess.Popen[
     order = {
         "command": ["sh", "-c", script],
         "workdir": str(workdir),
+        "status": str(workdir / "status"),
         "shared_memory": str(tmp_path / "shm_"),
         "drain": 30,
         "grace": grace,

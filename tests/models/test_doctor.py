@@ -15,11 +15,15 @@ from click.testing import CliRunner
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
+from tests.helpers.scripted_services import service_in_a_thread
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, demo, make_engine
 from trtllm_bls.cli import main
 from trtllm_bls.doctor import machine
 from trtllm_bls.doctor.findings import CHECKS, Finding, examine
 from trtllm_bls.doctor.subject import Subject
+from trtllm_bls.engines.scripted import Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import hashed
+from trtllm_bls.engines.trtllm_service.scripted import Behaviour
 
 __all__ = ["demo"]  # the fixture
 
@@ -381,9 +385,24 @@ def test_engines_elsewhere(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
         nobody = f"localhost:{taken.getsockname()[1]}"
-        change(demo, "tensorrt_llm_bls", engine=f"trtllm://{triton[1]},{nobody}")
+        change(demo, "tensorrt_llm_bls", engine=f"triton+grpc://{triton[1]}/m,{nobody}")
         assert nobody in only(findings("engine_addresses", repository=demo.out)).what
     assert findings("engine_port", repository=demo.out) == []
+
+
+def test_a_service_that_is_not_well_says_so(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
+    """And another server at its address is told from it."""
+    demo.write()
+    behaviour = Behaviour(health="NOT_OK")
+    with service_in_a_thread(ScriptedEngine(hashed(6), Script()), behaviour) as (service, address):
+        change(demo, "tensorrt_llm_bls", engine=f"trtllm://{address}")
+        found = only(findings("engine_addresses", repository=demo.out))
+        assert found.what == f"engine at {address}: it is not healthy: NOT_OK"
+        service.behaviour = Behaviour()
+        assert findings("engine_addresses", repository=demo.out) == []
+    change(demo, "tensorrt_llm_bls", engine=f"trtllm://{triton[1]}")
+    what = only(findings("engine_addresses", repository=demo.out)).what
+    assert what.endswith("not TensorRT-LLM's service")
 
 
 def test_a_port_that_serve_would_take(demo: Demo) -> None:

@@ -11,7 +11,8 @@ from trtllm_bls.contract import BLS
 from trtllm_bls.doctor.findings import Finding, Findings, check
 from trtllm_bls.doctor.subject import Subject
 from trtllm_bls.engines.triton import listening_processes
-from trtllm_bls.parameters import parse_engine
+from trtllm_bls.parameters import EngineChoice, parse_engine
+from trtllm_bls.parameters.engine_choice import EngineKind
 
 _ANSWER_S = 5.0
 _SERVER = "tritonserver"
@@ -32,18 +33,24 @@ def engine_port(subject: Subject) -> Findings:
         yield Finding("error", what, "stop it, or serve on another --grpc-port")
 
 
-def _engines_elsewhere(subject: Subject) -> list[str]:
-    """The addresses in parameter ``engine``, where that is one of another process."""
+def _engine_elsewhere(subject: Subject) -> EngineChoice | None:
+    """Parameter ``engine``, where that is one of another process."""
     try:
         choice = parse_engine(subject.values(BLS.name).get("engine", ""))
     except ValueError:
-        return []  # none, or told by the check of parameters
-    return [address for address, _ in choice.addresses] if choice.is_elsewhere else []
+        return None  # none, or told by the check of parameters
+    return choice if choice.is_elsewhere else None
+
+
+def _engines_elsewhere(subject: Subject) -> list[str]:
+    choice = _engine_elsewhere(subject)
+    return [address for address, _ in choice.addresses] if choice else []
 
 
 @check("engines elsewhere are there", _engines_elsewhere)
 def engine_addresses(subject: Subject) -> Findings:
-    """A connection is opened and closed; nothing is asked."""
+    """Each takes a connection; TensorRT-LLM's service is asked for its health."""
+    choice = _engine_elsewhere(subject)
     for address in _engines_elsewhere(subject):
         host, _, port = address.rpartition(":")
         try:
@@ -53,6 +60,34 @@ def engine_addresses(subject: Subject) -> Findings:
             yield Finding(
                 "error", what, "start it (trtllm-serve MODEL --grpc), or mend the address"
             )
+        else:
+            if (
+                choice
+                and choice.kind is EngineKind.TRTLLM
+                and (problem := _service_problem(address))
+            ):
+                yield Finding("error", f"engine at {address}: {problem}", "see its own log")
+
+
+def _service_problem(address: str) -> str:
+    """What a TrtllmService says of its health; empty where that is good, or the port has TLS."""
+    import grpc
+
+    from trtllm_bls.engines.trtllm_service import messages
+
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        ask = channel.unary_unary(
+            messages.SERVICE + "HealthCheck",
+            request_serializer=messages.HealthCheckRequest.SerializeToString,
+            response_deserializer=messages.HealthCheckResponse.FromString,
+        )
+        try:
+            status = ask(messages.HealthCheckRequest(), timeout=_ANSWER_S).status
+        except grpc.RpcError as error:
+            late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            other = error.code() is grpc.StatusCode.UNIMPLEMENTED
+            return "no answer" if late else "not TensorRT-LLM's service" if other else ""
+    return "" if status == "OK" else f"it is not healthy: {status}"
 
 
 @check("the ports of serve are free", lambda s: s.repository and not s.url)

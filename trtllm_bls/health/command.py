@@ -27,7 +27,7 @@ _PATH = click.Path(path_type=Path)
     "--model",
     "models",
     multiple=True,
-    default=("tensorrt_llm", TEXT_MODEL),
+    default=(TEXT_MODEL,),
     show_default=True,
     help="A model that must be ready; may be repeated.",
 )

@@ -15,6 +15,7 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
     TrtllmBlsError,
+    is_for_room,
 )
 
 TEXT_MODEL = "tensorrt_llm_bls"
@@ -80,8 +81,10 @@ class Probe:
             )
         except InvalidRequest:
             return Canary("answered")
-        except (ConnectionFailed, DeadlineExceeded, Overloaded) as error:
+        except (ConnectionFailed, DeadlineExceeded) as error:
             return Canary("late", str(error))
+        except Overloaded as error:  # or an engine that cannot be reached
+            return Canary("late" if is_for_room(error) else "failed", str(error))
         except TrtllmBlsError as error:
             return Canary("failed", str(error))
         return Canary("answered")

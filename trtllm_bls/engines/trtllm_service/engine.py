@@ -148,7 +148,7 @@ class TrtllmServiceEngine:
         if error.status == "INVALID_ARGUMENT":
             return InvalidRequest("request", details)
         if error.status == "RESOURCE_EXHAUSTED":
-            return Overloaded(f"{self.name}: {details}")
+            return Overloaded(f"{self.name}: {details}; try again later")
         self._healthy = False
         return EngineError(details)
 
