@@ -42,6 +42,7 @@ class ChatAnswer(Answer):
             max_tokens=request.max_tokens if limit is None else limit,
             wants=wants_of(bool(request.logprobs), request.top_logprobs or 0),
             return_tokens=bool(request.logprobs),
+            return_drafted=bool(request.return_drafted and request.stream),
             **shared_fields(request, tokenizer.model_vocab_size),
         )
         super().__init__(request, head, [text])
@@ -60,11 +61,15 @@ class ChatAnswer(Answer):
         if self._scores is not None and chunk.tokens:
             logprobs = chat_logprobs(self._scores.of(chunk))
             events += self._frames.scored(choice, chunk.text, logprobs)
+        elif chunk.drafted:
+            delta = {"content": chunk.text}
+            fields: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+            events += self._frames.choice(choice, delta=delta, **fields, drafted=chunk.drafted)
         elif chunk.text:
             events += self._frames.text(choice, chunk.text)
         if chunk.ending is not None and is_end(chunk):
-            fields = finish_fields(chunk.ending)
-            events += self._frames.choice(choice, delta={}, logprobs=None, **fields)
+            ended = finish_fields(chunk.ending)
+            events += self._frames.choice(choice, delta={}, logprobs=None, **ended)
         return events
 
     def _choice(self, choice: int, chunk: TextChunk) -> dict[str, Any]:
