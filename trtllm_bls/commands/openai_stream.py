@@ -30,7 +30,7 @@ _MOST_ERROR_BYTES = 65536
 
 
 class OpenAIClient:
-    """``url`` is the API's base, as ``http://host:9000/v1``. Raises ``SettingsError`` for another."""
+    """``url``: the API's base, as ``http://host:9000/v1``. Raises ``SettingsError`` for another."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -96,7 +96,11 @@ class OpenAIClient:
         headers.append(("content-type", "application/json"))
         request = h11.Request(method=method, target=self._path + path, headers=headers)
         try:
-            sent = (http.send(request), http.send(h11.Data(data=body)), http.send(h11.EndOfMessage()))
+            sent = (
+                http.send(request),
+                http.send(h11.Data(data=body)),
+                http.send(h11.EndOfMessage()),
+            )
             writer.write(b"".join(part or b"" for part in sent))
             status, refused = 0, b""
             while True:
