@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -45,12 +46,17 @@ def test_serve_offers_every_setting_with_its_default() -> None:
     assert ServeSettings(**parsed) == ServeSettings()
 
 
-@pytest.mark.parametrize("name", ["serve", "demo", "configure", "doctor", "recipe"])
+@pytest.mark.parametrize(
+    "name", ["benchmark", "chat", "serve", "demo", "configure", "doctor", "recipe"]
+)
 def test_help_has_examples_that_parse(name: str) -> None:
     """An example in the help is a promise."""
-    shown = command(name).get_help(click.Context(main, info_name="trtllm-bls"))
+    parent = click.Context(main, info_name="trtllm-bls")
+    shown = command(name).get_help(click.Context(command(name), parent, info_name=name))
     examples = [
-        line.split()[2:] for line in shown.splitlines() if line.strip().startswith("trtllm-bls ")
+        shlex.split(line)[2:]
+        for line in shown.splitlines()
+        if line.strip().startswith("trtllm-bls ")
     ]
     assert examples
     for words in examples:
@@ -61,7 +67,7 @@ def test_help_lists_every_command() -> None:
     """Also those that live elsewhere."""
     code, output = run("--help")
     assert code == 0
-    for name in ("configure", "demo", "generate", "openai", "serve"):
+    for name in ("benchmark", "chat", "configure", "demo", "generate", "openai", "serve"):
         assert f"\n  {name} " in output
 
 

@@ -61,7 +61,8 @@ texts or of objects with "prompt", "text", "text_input" or "messages".
 Examples:
   PROGRAM
   PROGRAM --mode batch --requests 128 --max-tokens 64 --ignore-eos
-  PROGRAM --mode latency --prompts prompts.txt --requests 50 --html latency.html
+  PROGRAM --mode latency --requests 50 --html latency.html
+  PROGRAM --prompts prompts.jsonl --chat --max-tokens 128
   PROGRAM --url http://127.0.0.1:9000/v1 --url 127.0.0.1:8001 --json both.json
   PROGRAM --url http://a:8000/v1 --url http://b:8000/v1 --chat --field top_k=1
 
@@ -91,7 +92,7 @@ class Plan:
 )
 @click.option(
     "--prompts",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     help="A file of prompts; repeated or cut to --requests. Without one, a few of our own.",
 )
 @click.option(

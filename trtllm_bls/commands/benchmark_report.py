@@ -26,7 +26,7 @@ from trtllm_bls.commands.benchmark_figures import (
 from trtllm_bls.errors import SettingsError
 
 _COLOURS = ("#2980b9", "#e67e22", "#27ae60", "#8e44ad", "#c0392b", "#7f8c8d")
-_BAR = 40  # characters
+_BAR, _TEXT_BINS = 40, 10  # characters; lines
 _TIMES = (("first token", "ttft_s"), ("whole answer", "whole_s"))
 
 
@@ -83,17 +83,17 @@ class Report:
     def show(self, console: Console) -> None:
         """Tables, differences, what failed, and bars."""
         for run in self.runs:
-            head, rows = _cells(self.names, run)
+            head, *rows = _cells(self.names, run)
             table = Table(title=f"{run.mode}; times in ms", title_justify="left")
             for number, name in enumerate(head):
-                table.add_column(name, justify="left" if number == 0 else "right")
+                table.add_column(name, justify="right" if number else "left", overflow="fold")
             for row in rows:
                 table.add_row(*row)
             console.print(table)
             for line in (*_differences(self.names, run), *_failures(self.names, run)):
                 console.print(Text(line))
             for title, name in _TIMES:
-                bars = histogram(run.milliseconds(name))
+                bars = histogram(run.milliseconds(name), _TEXT_BINS)
                 if bars is not None:
                     console.print(Text(_text_bars(f"{run.mode}, {title}", self.names, bars)))
 
@@ -128,10 +128,8 @@ class Report:
     def _html(self) -> str:
         parts = []
         for run in self.runs:
-            head, rows = _cells(self.names, run)
-            cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-            parts.append(f"<h2>{run.mode}; times in ms</h2><table><tr>{cells}</tr>")
-            for row in rows:
+            parts.append(f"<h2>{run.mode}; times in ms</h2><table>")
+            for row in _cells(self.names, run):
                 cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
                 parts.append(f"<tr>{cells}</tr>")
             parts.append("</table>")
@@ -145,7 +143,7 @@ class Report:
         return (
             '<!doctype html><html lang="en"><meta charset="utf-8"><title>benchmark</title><style>'
             ":root{color-scheme:light dark}body{font:1rem/1.5 system-ui,sans-serif;margin:2rem}"
-            "td,th{padding:.1rem .6rem;text-align:right}td:first-child{text-align:left}"
+            "td{padding:.1rem .6rem;text-align:right}td:first-child{text-align:left}"
             "svg{max-width:100%}svg text{fill:currentColor}</style><h1>Benchmark</h1>"
             f"<p>{html.escape(told)}</p>{''.join(parts)}</html>\n"
         )
@@ -168,10 +166,11 @@ class Report:
         pyplot.close(figure)
 
 
-def _cells(names: Sequence[str], run: Run) -> tuple[list[str], list[list[str]]]:
-    head = ["server", "requests", "failed", "tokens/s", "requests/s", "tokens/s each"]
-    head += [f"{title} {part}" for title, _ in _TIMES for part in ("p50", "p90", "p99")]
-    rows = []
+def _cells(names: Sequence[str], run: Run) -> list[list[str]]:
+    """A line per figure, the first of them names; a column per server."""
+    labels = ["server", "requests", "failed", "tokens/s", "requests/s", "tokens/s of one answer"]
+    labels += [f"{title} {part}" for title, _ in _TIMES for part in ("p50", "p90", "p99")]
+    columns = [labels]
     for name, found in zip(names, run.figures(), strict=True):
         rates = (found.tokens_per_s, found.requests_per_s, found.stream_tokens_per_s)
         times = [
@@ -180,8 +179,8 @@ def _cells(names: Sequence[str], run: Run) -> tuple[list[str], list[list[str]]]:
             for part in ("p50", "p90", "p99")
         ]
         numbers = [_number(value) for value in (*rates, *times)]
-        rows.append([name, str(found.requests), str(found.failed), *numbers])
-    return head, rows
+        columns.append([name, str(found.requests), str(found.failed), *numbers])
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _number(value: float | None) -> str:

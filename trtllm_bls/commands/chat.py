@@ -205,7 +205,7 @@ class Conversation:
     # --- commands -----------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
-        self._console.print(Text(text, style="dim"))
+        self._console.print(Text(text, style="dim"), soft_wrap=True)
 
     def _set_system(self, text: str) -> None:
         self._system = text or None
