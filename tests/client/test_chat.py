@@ -26,6 +26,7 @@ from tests.helpers.fake_grpc_server import (
 )
 from tests.helpers.openai_server import serving
 from tests.helpers.scripted_text import tokenizer
+from tests.openai.test_leaving import until
 from trtllm_bls.commands.chat import main
 from trtllm_bls.engines.scripted import Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import hashed
@@ -135,22 +136,35 @@ def test_a_pasted_text_is_one_message_and_markdown_is_rendered(
     assert "\x1b[1m1\x1b[0m messages" in child.before or "**1**" not in child.before
 
 
-def test_an_openai_api_is_asked_as_well(start: Start) -> None:
-    """Its model is found; Ctrl-C at the prompt does not end the program, and the key is sent."""
+def test_ctrl_c_with_an_openai_api(start: Start) -> None:
+    """Ctrl-C at the prompt drops the line; during an answer it frees the engine."""
     script = Script(vocab_size=tokenizer().vocab_size, step_seconds=0.002)
     engine = ScriptedEngine(hashed(600, first=10), script)
     with serving(engine) as api:
-        child = start("--url", f"{api.url}/v1", "-o", "5", "--plain")
+        child = start("--url", f"{api.url}/v1", "-o", "100000", "--plain")
         child.send("unfinished\x03")
         child.expect("Ctrl-D leaves")
         child.sendline("Hi")
-        child.expect("> ")
-        child.sendline("/stats")
-        child.expect("ended: length, [0-9]+ tokens in the prompt, 5 in the answer")
+        until(lambda: engine.live == 1)
+        child.send("\x03")
+        child.expect("interrupted")
+        until(lambda: engine.live == 0)
         child.sendeof()
         child.expect(pexpect.EOF)
     (request,) = engine.requests
     assert "unfinished" not in tokenizer().decode(request.input_ids)
+
+
+def test_stats_of_an_openai_api_come_from_its_usage(start: Start) -> None:
+    """Without a model named, its first is asked."""
+    engine = ScriptedEngine(hashed(600, first=10), Script(vocab_size=tokenizer().vocab_size))
+    with serving(engine) as api:
+        child = start("--url", f"{api.url}/v1", "-o", "5", "--plain")
+        child.sendline("Hi")
+        child.sendline("/stats")
+        child.expect("ended: length, [0-9]+ tokens in the prompt, 5 in the answer")
+        child.sendeof()
+        child.expect(pexpect.EOF)
 
 
 def piped(lines: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -121,6 +121,7 @@ class OpenAIClient:
             raise ConnectionFailed(f"{self.url}: the connection broke: {error}") from error
         finally:
             writer.close()
+            await asyncio.sleep(0)  # it closes in the loop's next turn, which may not come for long
 
 
 def _refusal(status: int, body: bytes) -> TrtllmBlsError:
