@@ -64,6 +64,12 @@ class Admission:
             self.running -= sequences
             self._admit()
 
+    def refuse_waiting(self, problem: str) -> None:
+        """Raise ``Overloaded(problem)`` in all that wait for a place."""
+        for admitted, _ in self._waiting:
+            if not admitted.done():
+                admitted.set_exception(Overloaded(problem))
+
     async def _wait(self, sequences: int) -> None:
         """Return once the places are this request's."""
         if self.queued + sequences > self._max_queued:

@@ -88,13 +88,13 @@ class Answer:
         """
         return self._cut_short and self.done
 
-    def take(self, chunks: Iterable[EngineChunk]) -> list[TextChunk]:
+    def take(self, chunks: Sequence[EngineChunk]) -> list[TextChunk]:
         """What is to be sent now that ``chunks`` have arrived: at most one chunk per sequence.
 
         A request that does not stream has one chunk per sequence, at the sequence's end.
         """
         touched: dict[int, SequenceText] = {}
-        for chunk in chunks:
+        for chunk in chunks if len(self._sequences) > 1 else _joined(chunks):
             sequence = self._sequences[chunk.sequence_index]
             if sequence.ending is not None:
                 continue  # it ended by count; the engine is about to say so itself
@@ -384,6 +384,28 @@ class SequenceText:
                 self._rows.append(scored.logits)
             if scored.token is not None:
                 self._new.append(scored.token)
+
+
+def _joined(chunks: Sequence[EngineChunk]) -> Sequence[EngineChunk]:
+    """The same, with those at the beginning that have nothing but ids as one: each costs a feed."""
+    plain = 0
+    while plain < len(chunks) and _is_plain(chunks[plain]):
+        plain += 1
+    if plain < 2:
+        return chunks
+    ids = tuple([token for chunk in chunks[:plain] for token in chunk.token_ids])
+    return [EngineChunk(token_ids=ids), *chunks[plain:]]
+
+
+def _is_plain(chunk: EngineChunk) -> bool:
+    return not (
+        chunk.final
+        or chunk.log_probs is not None
+        or chunk.generation_logits is not None
+        or chunk.context_logits is not None
+        or chunk.metrics is not None
+        or chunk.speculation is not None
+    )
 
 
 def too_late(sequences: int) -> Sequence[TextChunk]:

@@ -23,7 +23,9 @@ _ELSEWHERE = {
     "chat": "trtllm_bls.commands.chat:main",
     "configure": "trtllm_bls.configure:command",
     "doctor": "trtllm_bls.doctor:command",
+    "drain": "trtllm_bls.commands.drain:command",
     "generate": "trtllm_bls.commands.streaming:main",
+    "health": "trtllm_bls.health.command:command",
     "openai": "trtllm_bls.openai.command:main",
     "recipe": "trtllm_bls.configure.recipe_command:command",
 }
@@ -135,6 +137,7 @@ def main() -> None:
 @_setting("http_port", "HTTP port; 0 = any free port.")
 @_setting("grpc_port", "gRPC port; 0 = any free port.")
 @_setting("metrics_port", "Metrics port; 0 = any free port.")
+@_setting("health_port", "Port of /health/live, /health/ready, /health/startup; 0 = any free port.")
 @_setting("openai_port", "Port of the OpenAI API; 0 = none.")
 @_setting("openai_workers", "Processes of the OpenAI API.")
 @_setting(
@@ -157,8 +160,27 @@ def main() -> None:
     "Leave Triton's shared-memory, model-repository, logging and trace APIs open to clients.",
     is_flag=True,
 )
+@_setting(
+    "tls_cert", "Certificate of the gRPC port, in PEM; HTTP then stays on this machine.", type=_PATH
+)
+@_setting("tls_key", "Key of --tls-cert, in PEM.", type=_PATH)
+@_setting(
+    "tls_client_ca",
+    "Whose certificates the gRPC port's clients must show, in PEM.",
+    type=_PATH,
+)
 @_setting("exit_timeout", "Seconds that running requests have to end when stopping.")
 @_setting("ready_timeout", "Seconds that the models have to load.")
+@_setting(
+    "stall_timeout",
+    "Seconds without any progress after which the server is not ready; after twice as long it "
+    "has failed.",
+)
+@_setting(
+    "on_failure",
+    "What to do when the server or one of its processes dies, stops or is stuck.",
+    type=click.Choice(["restart", "exit"]),
+)
 @_setting("log_file", "Append the server's whole log to this file.", type=_PATH)
 def serve(verbose: bool, **options: Any) -> None:
     """Serve a model until Ctrl-C or SIGTERM; a second one does not wait for running requests.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -135,7 +136,8 @@ class Orchestrator:
         answer: Answer | None = None
         stream: ChunkStream | None = None
         try:
-            async with timeout_at(deadline), self._place(request):
+            in_time = nullcontext() if deadline is None else timeout_at(deadline)
+            async with in_time, self._place(request):
                 limits = await self._engine.limits()
                 prompt = await self._prompt(request, limits)
                 max_tokens = self._max_tokens(request, prompt, limits)
@@ -187,7 +189,7 @@ class Orchestrator:
     async def _prompt(self, request: TextRequest, limits: EngineLimits) -> Prompt:
         longest = _longest_prompt(limits)
         if self._prompts.is_long(request):  # tokenising would hold up every other stream
-            return await asyncio.to_thread(self._prompts.make, request, longest)
+            return await asyncio.to_thread(self._prompts.make, request, longest, _give_way)
         return self._prompts.make(request, longest)
 
     def _max_tokens(self, request: TextRequest, prompt: Prompt, limits: EngineLimits) -> int:
@@ -268,6 +270,11 @@ async def _drive(stream: ChunkStream, answer: Answer, sink: TextSink) -> None:
                 sink.send(piece)
     finally:
         await stream.aclose()
+
+
+def _give_way() -> None:
+    """Let the event loop have the interpreter's lock, which without a sleep it seldom gets."""
+    time.sleep(0.0001)
 
 
 def _with_seed(request: TextRequest) -> TextRequest:

@@ -6,12 +6,13 @@ Used by the orchestrator and by preprocessing, so both make the same prompt of t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from trtllm_bls.chat import GUARD
 from trtllm_bls.errors import InvalidRequest, PromptTooLong
 from trtllm_bls.messages import Array, TextRequest, TokenIds
 from trtllm_bls.stopping import check_words, checked_stops
@@ -20,6 +21,8 @@ from trtllm_bls.tokenizer import Tokenizer
 MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words; stop_words: stopping.MAX_STOPS
 MAX_WORD_CHARS = 256
 MAX_PREDICTION_CHARS = 1 << 20  # far more than an answer has
+
+_W = TypeVar("_W")
 
 # From here on a request's text is long: to tokenise it takes milliseconds.
 _LONG = 4096  # characters
@@ -78,8 +81,15 @@ class PromptMaker:
             >= _LONG
         )
 
-    def make(self, request: TextRequest, max_prompt_tokens: int | None = None) -> Prompt:
+    def make(
+        self,
+        request: TextRequest,
+        max_prompt_tokens: int | None = None,
+        give_way: Callable[[], object] = bool,
+    ) -> Prompt:
         """Raises ``InvalidRequest`` naming the field.
+
+        ``give_way`` is called after each word, for threads that wait for the interpreter's lock.
 
         A prompt of more than ``max_prompt_tokens`` is refused, before it is tokenised where its
         length alone shows it.
@@ -96,8 +106,14 @@ class PromptMaker:
         end_ids = self.end_ids(request)
         stops: tuple[TokenIds, ...] = ()
         engine_stops: tuple[TokenIds, ...] = ()
+
+        def each(words: Iterable[_W]) -> Iterator[_W]:
+            for word in words:
+                yield word
+                give_way()
+
         if not request.sampling.min_tokens:
-            stops = tuple(map(self._tokenizer.stop_ids, request.stop_words))
+            stops = tuple(map(self._tokenizer.stop_ids, each(request.stop_words)))
             engine_stops = (*filter(None, stops), *((token,) for token in end_ids[1:]))
         bad_words = dict.fromkeys(request.bad_words)
         ids = self._ids(request, max_prompt_tokens)
@@ -108,10 +124,14 @@ class PromptMaker:
             stop_sequences=stops,
             engine_stops=tuple(dict.fromkeys(engine_stops)),
             bad_sequences=tuple(
-                ids for word in bad_words for ids in self._tokenizer.word_variants(word)
+                ids for word in each(bad_words) for ids in self._tokenizer.word_variants(word)
             ),
             embedding_bias=(
-                *((id_, weight) for word, weight in bias for id_ in self._tokenizer.word_ids(word)),
+                *(
+                    (token, weight)
+                    for word, weight in each(bias)
+                    for token in self._tokenizer.word_ids(word)
+                ),
                 *request.token_bias,
             ),
             extras=self._extras(request, ids),
@@ -165,19 +185,26 @@ class PromptMaker:
                 request.chat,
                 None if request.chat.tools is None else _parsed("tools", request.chat.tools),
             )
-            add_special = False  # the template writes them
         else:
             text = request.text or ""
         if not text:
             raise InvalidRequest(field, "is empty; send at least one character")
         if most is not None:
-            _check_length(field, self._tokenizer.fewest_tokens(text), most, "at least ")
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special, field=field)
+            _check_length(field, self._fewest_tokens(field, text), most, "at least ")
+        if request.messages is not None:
+            ids = self._tokenizer.encode_chat(text)
+        else:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special, field=field)
         if not ids:
             raise InvalidRequest(field, "the tokenizer makes no token of it")
         if most is not None:
             _check_length(field, len(ids), most)
         return ids
+
+    def _fewest_tokens(self, field: str, text: str) -> int:
+        # Each guarded spelling in a message is at least a token more.
+        guards = text.count(GUARD) if field == "messages" else 0
+        return max(guards, self._tokenizer.fewest_tokens(text))
 
     def _given_ids(self, ids: TokenIds, most: int | None) -> TokenIds:
         field, size = "prompt_ids", self._tokenizer.model_vocab_size

@@ -34,6 +34,7 @@ from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, printable, to_w
 from trtllm_bls.request_stats import CancelCause
 
 SENDERS = 4  # threads; each waits for the server most of its time
+MAX_QUEUED = 4 * SENDERS  # responses made ahead of the threads; the others are made when it is time
 # Asking for a caller costs a round trip, so all calls share so many questions: each is asked every
 # 50 ms while there are at most 60 calls, and every 250 ms while there are 300.
 WATCH_SECONDS, WATCHED_AT_ONCE = 0.05, 60
@@ -69,6 +70,7 @@ class Call:
         self._queue_lock = threading.Lock()
         self._queue: collections.deque[tuple[Callable[[], Any] | None, bool]] = collections.deque()
         self._sending = False
+        self._begun = False  # its first response is queued
         self._ended = False  # the last response is queued
         self._asked = False  # whether the caller is gone, while a response was being sent
         self._found_gone = False
@@ -106,15 +108,21 @@ class Call:
         self._put(self._bare_end(), final=True)
 
     async def ready(self) -> None:
-        """Return once everything has been sent; without suspending if nothing is being sent."""
-        if not self._sending:
-            return
-        waiter = asyncio.get_running_loop().create_future()
-        with self._queue_lock:
-            if not self._sending:
-                return
-            self._waiters.append(waiter)
-        await waiter
+        """Return once everything has been sent and the next response would leave soon.
+
+        Without suspending if that is so.
+        """
+        if self._sending:
+            waiter = asyncio.get_running_loop().create_future()
+            with self._queue_lock:
+                if self._sending:
+                    self._waiters.append(waiter)
+                else:
+                    waiter.set_result(None)
+            await waiter
+        # A first response waits for nobody; what a later one waits for becomes part of it.
+        if self._begun and not self._senders.has_room():
+            await self._senders.room()
 
     def gone(self) -> bool:
         """Whether the caller no longer waits.
@@ -139,6 +147,7 @@ class Call:
             return False
 
     def _response(self, arrays: _Arrays) -> Any:
+        self._senders.responses += 1
         tensors = [
             self._pb.Tensor(name, array) for name, array in arrays.items() if name in self.wanted
         ]
@@ -154,7 +163,7 @@ class Call:
     def _put(self, response: Callable[[], Any] | None, final: bool) -> None:
         if self._ended:
             return
-        self._ended = final
+        self._begun, self._ended = True, final
         with self._queue_lock:
             self._queue.append((response, final))
             if self._sending:
@@ -216,9 +225,11 @@ class SenderThreads:
     def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
         self._loop = loop
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._for_room: collections.deque[asyncio.Future[None]] = collections.deque()
         self._retries: dict[Call, threading.Timer] = {}
         self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
         self._waking = False
+        self.responses = 0
         self._threads = [
             threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
             for number in range(threads)
@@ -229,6 +240,21 @@ class SenderThreads:
     def work_on(self, call: Call) -> None:
         """Send what ``call`` has queued."""
         self._calls.put(call)
+
+    def has_room(self) -> bool:
+        """Whether a response would leave soon, and no other call has waited for that."""
+        return not self._for_room and self._is_short()
+
+    def _is_short(self) -> bool:
+        return self._calls.qsize() < MAX_QUEUED
+
+    async def room(self) -> None:
+        """Return once there is room, in the order of asking; on the event loop."""
+        waiter = self._loop.create_future()
+        self._for_room.append(waiter)
+        if self._is_short():  # made since the caller asked: no send may be left to tell of it
+            self._wake_loop()
+        await waiter
 
     def later(self, seconds: float, call: Call) -> None:
         """The same, after a while."""
@@ -250,11 +276,15 @@ class SenderThreads:
 
     def _send(self, call: Call) -> None:
         self._retries.pop(call, None)
-        if waiters := call.send_queued():
-            self._ready.extend(waiters)
-            if not self._waking:  # one wake-up of the loop serves all that are ready by then
-                self._waking = True
-                self._loop.call_soon_threadsafe(self._wake)
+        waiters = call.send_queued()
+        self._ready.extend(waiters)
+        if waiters or (self._for_room and self._is_short()):
+            self._wake_loop()
+
+    def _wake_loop(self) -> None:
+        if not self._waking:  # one wake-up of the loop serves all that are ready by then
+            self._waking = True
+            self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self._waking = False
@@ -262,6 +292,15 @@ class SenderThreads:
             waiter = self._ready.popleft()
             if not waiter.done():
                 waiter.set_result(None)
+        room = MAX_QUEUED - self._calls.qsize()
+        while self._for_room and room > 0:
+            waiter = self._for_room.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                room -= 1
+        if self._for_room and room <= 0 and self._is_short():
+            # Those let in may be cancelled and send nothing: look again once they have run.
+            self._loop.call_soon(self._wake)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -289,9 +328,12 @@ class RequestServer:
         self._decoupled = decoupled
         self._end_level = logging.INFO if log_ends else logging.DEBUG
         self._open: dict[asyncio.Task[None], Call] = {}
+        self._arrived: collections.deque[Call] = collections.deque()
+        self._waking = False
         self._loop = asyncio.new_event_loop()
         self._senders = SenderThreads(self._loop, senders)
         self._closing = threading.Event()
+        self.refusal: TrtllmBlsError | None = None  # the answer to every new request
         self._threads = [
             threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True),
             threading.Thread(target=self._watch, name="watcher", daemon=True),
@@ -314,15 +356,20 @@ class RequestServer:
             call = Call(self._pb, request, self._senders, self._decoupled)
             try:
                 call.read(request)
+                if self.refusal is not None:
+                    raise self.refusal
             except Exception as error:  # raised to Triton, it would answer the whole batch twice
                 call.fail(error)
             else:
-                self._loop.call_soon_threadsafe(self._start, call)
+                self._arrived.append(call)
+        if self._arrived and not self._waking:  # one wake-up serves all that have come by then
+            self._waking = True
+            self._loop.call_soon_threadsafe(self._start_arrived)
 
     def close(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """End every call still open with an error, run ``finish``, then end the threads."""
         self._closing.set()
-        self._run(self._cancel_all())
+        self._run(self.end_all())
         self._run(finish())
         self._senders.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -330,8 +377,23 @@ class RequestServer:
             thread.join()
         self._loop.close()
 
+    @property
+    def running(self) -> list[str]:
+        """The ids of the calls that have not ended; any thread may ask."""
+        return [call.id for call in self._open.copy().values()]  # atomic under the GIL
+
+    @property
+    def responses(self) -> int:
+        """How many responses have been made so far, errors left out; any thread may ask."""
+        return self._senders.responses
+
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _start_arrived(self) -> None:
+        self._waking = False
+        while self._arrived:
+            self._start(self._arrived.popleft())
 
     def _start(self, call: Call) -> None:
         task = self._loop.create_task(self._answer(call))
@@ -354,7 +416,8 @@ class RequestServer:
         finally:
             call.finish()
 
-    async def _cancel_all(self) -> None:
+    async def end_all(self) -> None:
+        """End every open call with an error."""
         tasks = list(self._open)
         for task, call in self._open.items():
             if not call.abandoned:

@@ -21,7 +21,7 @@ _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.
 
 _AT_LEAST_ONE = (
     *("max_streams", "threads", "bls_instances", "openai_workers"),
-    *("exit_timeout", "ready_timeout"),
+    *("exit_timeout", "ready_timeout", "stall_timeout"),
 )
 
 
@@ -66,6 +66,7 @@ class ServeSettings:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    health_port: int = 8003
     openai_port: int = 9000
     openai_workers: int = 1
     api_keys_file: Path | None = None
@@ -74,10 +75,20 @@ class ServeSettings:
     bls_instances: int | Literal["auto"] | None = None
     decoupled: bool | None = None
     open_control_apis: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
     overrides: tuple[Override, ...] = ()
     exit_timeout: int = 30
     ready_timeout: int = 900
+    stall_timeout: int = 30
+    on_failure: Literal["restart", "exit"] = "restart"
     log_file: Path | None = None
+
+    @property
+    def plain_host(self) -> str:
+        """Where all but gRPC listens, without TLS: on this machine alone if gRPC has it."""
+        return self.host if self.tls_cert is None else "127.0.0.1"
 
     def __post_init__(self) -> None:
         """Refuse numbers that no server could be started with, and listening by mistake."""
@@ -86,12 +97,13 @@ class ServeSettings:
                 f"--host {self.host}: whoever reaches this machine could use the server, which "
                 "knows no passwords; add --expose if that is meant"
             )
+        _check_tls(self)
         if self.engine_is_elsewhere:
             if self.model is None and self.model_repository is None:
                 raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
             if self.draft_model is not None:
                 raise SettingsError(f"--engine {self.engine}: takes no --draft-model")
-        for name in ("http_port", "grpc_port", "metrics_port", "openai_port"):
+        for name in ("http_port", "grpc_port", "metrics_port", "health_port", "openai_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise SettingsError(f"{option(name)} {getattr(self, name)}: must be 0 to 65535")
         for name in _AT_LEAST_ONE:
@@ -112,6 +124,28 @@ class ServeSettings:
         """Whether the server runs no engine of its own."""
         choice = self.engine_choice
         return choice is not None and choice.is_elsewhere
+
+
+def _check_tls(settings: ServeSettings) -> None:
+    for name in ("tls_cert", "tls_key", "tls_client_ca"):
+        path = getattr(settings, name)
+        if path is not None and not path.is_file():
+            raise SettingsError(f"{option(name)} {path}: no such file")
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise SettingsError("--tls-cert and --tls-key: give both or neither")
+    if settings.tls_client_ca is None:
+        return
+    if settings.tls_cert is None:
+        raise SettingsError("--tls-client-ca: needs --tls-cert and --tls-key")
+    named = {row.parameter: row.value for row in settings.overrides}
+    own = {"engine_tls_cert", "engine_tls_key"} <= named.keys()
+    loopback = named.get("engine_transport") != "bls" and not settings.engine_is_elsewhere
+    if loopback and not own:
+        raise SettingsError(
+            "--tls-client-ca: tensorrt_llm_bls calls the server too and needs a certificate of its "
+            "own from that authority: add --set tensorrt_llm_bls.engine_tls_cert=FILE and "
+            "--set tensorrt_llm_bls.engine_tls_key=FILE"
+        )
 
 
 def is_loopback(host: str) -> bool:

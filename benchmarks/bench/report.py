@@ -14,7 +14,9 @@ from rich.table import Table
 
 from bench.figures import Row
 
-_COLOURS = ("#444444", "#999999", "#c0392b", "#e67e22", "#2980b9", "#27ae60", "#8e44ad")
+# Of a brightness that reads on a light page and on a dark one, as the text and the grid.
+_COLOURS = ("#808080", "#b07d2b", "#2f7fc1", "#3f9d5a", "#c0504d", "#8a63b8", "#3a9a9a")
+_INK = "#808080"
 
 
 def show(console: Console, rows: Sequence[Row]) -> None:
@@ -88,9 +90,9 @@ def plot(file: Path, rows: Sequence[Row], caption: str) -> None:
         x = 60 + 110 * n
         body.append(f'<rect x="{x}" y="306" width="14" height="4" fill="{_colour(n)}"/>')
         body.append(f'<text x="{x + 20}" y="312">{target}</text>')
-    body.append(f'<text x="60" y="334" fill="#666">{caption}</text>')
+    body.append(f'<text x="60" y="334">{caption}</text>')
     head = '<svg xmlns="http://www.w3.org/2000/svg" width="860" height="345" font-size="12" '
-    style = 'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
+    style = f'font-family="sans-serif" fill="{_INK}">'
     file.write_text("\n".join([head + style, *body, "</svg>"]) + "\n")
 
 
@@ -109,7 +111,7 @@ def _panel(rows: Sequence[Row], left: int, title: str, value: Callable[[Row], fl
     for part in range(5):
         amount = top * part / 4
         line = f'x1="{left + 50}" x2="{left + 380}" y1="{y(amount):.0f}" y2="{y(amount):.0f}"'
-        parts.append(f'<line {line} stroke="#ddd"/>')
+        parts.append(f'<line {line} stroke="{_INK}" stroke-opacity="0.25"/>')
         place = f'x="{left + 44}" y="{y(amount) + 4:.0f}" text-anchor="end"'
         parts.append(f"<text {place}>{amount:,.0f}</text>")
     for count in streams:

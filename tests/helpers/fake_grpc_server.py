@@ -145,6 +145,9 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
             await asyncio.Event().wait()
         return service_pb2.ServerLiveResponse(live=True)
 
+    async def ModelReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ModelReadyResponse(ready=not self.loading)
+
     async def ModelConfig(self, request: Any, context: Any) -> Any:
         self.config_asked += 1
         if self.loading:

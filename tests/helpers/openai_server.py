@@ -66,13 +66,15 @@ class RunningApi:
 
 
 @contextmanager
-def serving(engine: Engine, backend: Any = None, **settings: Any) -> Iterator[RunningApi]:
+def serving(
+    engine: Engine, backend: Any = None, exit_timeout: int = 5, **settings: Any
+) -> Iterator[RunningApi]:
     """A running server; on leaving it drains."""
     app = create_app(
         backend or ScriptedBackend(engine), ApiSettings(**{"model_names": (MODEL,), **settings})
     )
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, **uvicorn_options(exit_timeout=5)))
+    server = uvicorn.Server(uvicorn.Config(app, **uvicorn_options(exit_timeout)))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     host, port = listening.getsockname()[:2]

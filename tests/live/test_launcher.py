@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -211,6 +212,18 @@ def test_a_server_can_be_started_again(repository: Path) -> None:
             assert [following(), following()] == ["tick", None]
 
 
+def good(url: str) -> dict[str, Any]:
+    """A health endpoint's answer, once it is a good one: changes are told within moments."""
+    until = time.monotonic() + 30
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            error.close()
+            assert time.monotonic() < until
+
+
 class Snatcher(Listener):
     """Takes the server's gRPC port while its models load, the first time."""
 
@@ -258,8 +271,8 @@ class Served:
     """``trtllm-bls serve`` as a process of its own, ready."""
 
     def __init__(self, repository: Path, *more: str) -> None:
-        names = ("http", "grpc", "metrics", "openai")
-        ports = [word for name in names for word in (f"--{name}-port", "0")]
+        services = ("http", "grpc", "metrics", "health")
+        ports = [word for name in (*services, "openai") for word in (f"--{name}-port", "0")]
         words = [
             "serve",
             *ports,
@@ -278,11 +291,11 @@ class Served:
             start_new_session=True,
         )
         assert self.process.stdout
-        self.urls = dict(self.process.stdout.readline().split() for _ in range(3))
+        self.urls = dict(self.process.stdout.readline().split() for _ in services)
         self.process.stdout.readline()
         self.curl = self.process.stdout.readline()
         everything = psutil.Process(self.process.pid).children(recursive=True)
-        self.guard = everything[0]
+        self.guard = next(p for p in everything if any("guard.py" in w for w in p.cmdline()))
         self.stub = next(p for p in everything if p.name().startswith("triton_python"))
         self.prefix = self.stub.cmdline()[2].rsplit("_", 1)[0]
 
@@ -396,13 +409,56 @@ def test_the_second_signal_forces(served: Served) -> None:
         assert served.end()[0] == 128 + signal.SIGINT
 
 
-def test_a_server_that_dies_ends_serve_with_its_last_words(served: Served) -> None:
+def test_a_server_that_dies_can_end_serve_with_its_last_words(repository: Path) -> None:
     """One clear line, the last log lines under it, exit code 1."""
-    served.guard.children()[0].kill()
-    code, errors = served.end()
+    running = Served(repository, "--on-failure", "exit")
+    running.guard.children()[0].kill()
+    code, errors = running.end()
     assert code == 1
     assert "error: the server ended by itself (SIGKILL, perhaps out of memory)" in errors
     assert "Traceback" not in errors
+
+
+def test_a_killed_guard_leaves_nothing_and_the_server_comes_back(served: Served) -> None:
+    """The stubs it would have ended are ended, their shared memory goes, ports stay the same."""
+    served.guard.kill()
+    assert "starting again in 1 s" in served.wait_for_line("starting again")
+    assert left_over(served.prefix) == []
+    assert not served.stub.is_running()
+    served.wait_for_line("serving again")
+    with stream(served.urls["gRPC"], 1) as following:
+        assert [following(), following()] == ["tick", None]
+    served.process.terminate()
+    assert served.end()[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stub_that_dies_or_stops_ends_every_request(served: Served, number: int) -> None:
+    """Triton would keep its clients waiting; they get an end, and a server that works."""
+    with stream(served.urls["gRPC"], 100_000) as following:
+        following()
+        served.stub.send_signal(number)
+        with pytest.raises(InferenceServerException):
+            while following():
+                pass
+    failed = served.wait_for_line("the process of model ticker is")
+    assert ("dead" if number == signal.SIGKILL else "stopped") in failed
+    served.wait_for_line("serving again")
+    assert good(served.urls["health"])["restarts"] == 1
+    with stream(served.urls["gRPC"], 1) as following:
+        assert [following(), following()] == ["tick", None]
+    served.process.terminate()
+    assert served.end()[0] == 0
+
+
+def test_a_limit_of_files_that_is_too_low_is_one_line(repository: Path) -> None:
+    """A server without descriptors answers nobody; it is not started."""
+    words = f"ulimit -n 300; exec {sys.executable} -m trtllm_bls.cli serve --model-repository"
+    ran = subprocess.run(
+        ["sh", "-c", f"{words} {repository}"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("error: only 300 files may be open (ulimit -Hn), --max-streams ")
 
 
 def test_a_killed_launcher_takes_its_server_along(served: Served) -> None:

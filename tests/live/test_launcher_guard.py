@@ -26,6 +26,7 @@ def guarded(tmp_path: Path, script: str, grace: float = 30) -> subprocess.Popen[
         "command": ["sh", "-c", script],
         "workdir": str(workdir),
         "shared_memory": str(tmp_path / "shm_"),
+        "drain": 30,
         "grace": grace,
     }
     process = subprocess.Popen(

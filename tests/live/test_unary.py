@@ -14,7 +14,7 @@ def test_the_announced_request_is_answered_in_one_piece() -> None:
     """Several processes of the orchestrator, none of which streams."""
     settings = free_ports(model=DEMO / "target", threads=1, bls_instances=2, decoupled=False)
     with TritonServer(settings) as server:
-        curl = announcement(server).splitlines()[-1]
+        curl = announcement(server, health_port=0).splitlines()[-1]
         assert "/generate " in curl
         told = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True)
     assert json.loads(told.stdout)["text_output"].strip()

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
+import signal
 import socket
+import subprocess
 import threading
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
+from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend, serving
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
@@ -23,6 +28,8 @@ from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.exposition import SharedSamples, samples, written
+from trtllm_bls.services.request_metrics import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
 
 
 def endless(step_seconds: float = 0.002) -> ScriptedEngine:
@@ -107,7 +114,13 @@ class SlowClient:
         self.messages: list[dict[str, Any]] = []
         self.reads = asyncio.Event()
         self._body = [{"type": "http.request", "body": body, "more_body": False}]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": [],
+        }
         self.done = asyncio.create_task(app(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
@@ -154,11 +167,27 @@ def test_a_server_that_stops_lets_streams_end(connect: Connect) -> None:
     stream = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=100, stream=True)
     chunks = iter(stream)
     text = next(chunks).choices[0].text
-    api.call(15, None)
+    api.call(signal.SIGTERM, None)
     text += "".join(chunk.choices[0].text for chunk in chunks)
     assert text == SAYS
     with pytest.raises(openai.APIConnectionError):
         client.completions.create(model=MODEL, prompt=PROMPT)
+
+
+def test_what_has_not_ended_by_then_ends_with_an_error() -> None:
+    """A stream that goes on past the time that stopping has."""
+    engine = endless()
+    with ExitStack() as stack:
+        api = stack.enter_context(serving(engine, exit_timeout=1))
+        raw = stack.enter_context(send(api, stream=True))
+        until(lambda: engine.live == 1)
+        api.call(signal.SIGTERM, None)
+        read = b""
+        while part := raw.recv(65536):
+            read += part
+        assert b"the server shuts down" in read.rpartition(b"data: {")[2]
+        assert read.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert engine.live == 0
 
 
 def get(api: RunningApi, path: str) -> tuple[int, str]:
@@ -223,3 +252,28 @@ def test_many_clients_at_once_get_their_own_text(connect: Connect) -> None:
     for thread in threads:
         thread.join()
     assert [len(found) for found in answers.values()] == [1] * 5
+
+
+def test_workers_add_up_their_metrics(tmp_path: Path) -> None:
+    """What a worker counted stays when it has ended; what it had running does not."""
+    metrics = RequestMetrics()
+    metrics.record(PROMPT_TOKENS, (), 5)
+    metrics.record(RUNNING, (), 2)
+    metrics.record(DURATION, ("success",), 0.5)
+    own = samples(metrics, 'a "model"')
+    shared = SharedSamples(tmp_path)
+    shared.write(own)
+    assert shared.total() == own
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    (tmp_path / str(os.getpid())).rename(tmp_path / str(ended.pid))
+    shared.write(own)
+    families = {
+        family.name: family for family in text_string_to_metric_families(written(shared.total()))
+    }
+    values = {sample.name: sample for family in families.values() for sample in family.samples}
+    assert values[PROMPT_TOKENS.name].value == 10
+    assert values[PROMPT_TOKENS.name].labels["model"] == 'a "model"'
+    assert values[RUNNING.name].value == 2
+    counts = families[DURATION.name].samples
+    assert max(sample.value for sample in counts if sample.name.endswith("_count")) == 2

@@ -96,7 +96,7 @@ def test_a_chat_by_keyboard_alone(browser: webdriver.Chrome, connect: Connect) -
     page.until(lambda: page.find("#model").text == MODEL)
     page.type("Hi", Keys.SHIFT + Keys.ENTER + Keys.NULL, "you", Keys.ENTER)
     page.ends("has ended: stop")
-    assert page.texts("article .text") == ["Hi\nyou", REPLY]
+    assert page.texts("article .text:not(.thoughts)") == ["Hi\nyou", REPLY]
     assert not page.browser.find_elements(By.CSS_SELECTOR, "article img, article b")
     coloured = page.texts(".text .drafted")
     assert coloured and all(piece in REPLY for piece in coloured)
@@ -142,7 +142,7 @@ def test_stopping_keeps_the_text_and_frees_the_engine(
     api, _ = connect(engine)
     page = Page(browser, api.url)
     page.find("#message").send_keys("Hi", Keys.ENTER)
-    page.until(lambda: len("".join(page.texts("article.assistant .text"))) > 20)
+    page.until(lambda: len("".join(page.texts("article.assistant .text:not(.thoughts)"))) > 20)
     assert engine.live == 1
     if way == "button":
         page.find("#stop").click()
@@ -150,11 +150,11 @@ def test_stopping_keeps_the_text_and_frees_the_engine(
         page.type(Keys.ESCAPE)
     page.ends("has ended: stopped")
     until(lambda: engine.live == 0)
-    kept = page.texts("article.assistant .text")[0]
+    kept = page.texts("article.assistant .text:not(.thoughts)")[0]
     assert kept
     page.find("#message").send_keys("More", Keys.ENTER)
-    page.until(lambda: len(page.texts("article.assistant .text")) == 2)
-    page.until(lambda: page.texts("article.assistant .text")[1])
+    page.until(lambda: len(page.texts("article.assistant .text:not(.thoughts)")) == 2)
+    page.until(lambda: page.texts("article.assistant .text:not(.thoughts)")[1])
     assert kept in tokenizer().decode(engine.requests[-1].input_ids)
     page.type(Keys.ESCAPE)
     page.ends("has ended: stopped")

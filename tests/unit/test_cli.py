@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import shlex
 import subprocess
@@ -20,7 +21,7 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher import ServerFailed
 from trtllm_bls.launcher.demo import prompts
 from trtllm_bls.launcher.logs import parse
-from trtllm_bls.launcher.terminal import Terminal, show_error
+from trtllm_bls.launcher.terminal import LinePace, Terminal, show_error
 from trtllm_bls.settings import ServeSettings
 
 
@@ -46,9 +47,20 @@ def test_serve_offers_every_setting_with_its_default() -> None:
     assert ServeSettings(**parsed) == ServeSettings()
 
 
-@pytest.mark.parametrize(
-    "name", ["benchmark", "chat", "serve", "demo", "configure", "doctor", "recipe"]
-)
+COMMANDS = [
+    "benchmark",
+    "chat",
+    "serve",
+    "demo",
+    "configure",
+    "doctor",
+    "recipe",
+    "health",
+    "drain",
+]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_examples_that_parse(name: str) -> None:
     """An example in the help is a promise."""
     parent = click.Context(main, info_name="trtllm-bls")
@@ -67,7 +79,8 @@ def test_help_lists_every_command() -> None:
     """Also those that live elsewhere."""
     code, output = run("--help")
     assert code == 0
-    for name in ("benchmark", "chat", "configure", "demo", "generate", "openai", "serve"):
+    names = ("benchmark", "chat", "configure", "demo", "drain", "generate", "health")
+    for name in (*names, "openai", "serve"):
         assert f"\n  {name} " in output
 
 
@@ -139,8 +152,8 @@ def test_the_embedded_engine_without_torch_names_the_extra() -> None:
 # --- what is shown --------------------------------------------------------------------------
 
 
-def terminal(verbose: bool = False) -> tuple[Terminal, io.StringIO, io.StringIO]:
-    shown, file = io.StringIO(), io.StringIO()
+def terminal(verbose: bool = False) -> tuple[Terminal, io.StringIO, io.BytesIO]:
+    shown, file = io.StringIO(), io.BytesIO()
     return Terminal(Console(file=shown), verbose=verbose, log_file=file), shown, file
 
 
@@ -160,7 +173,42 @@ def test_the_log_is_relayed_readably() -> None:
     for line in lines:
         speaks.log(parse(line))
     assert shown.getvalue() == "01:56:47 warning: [bold] careful\n"
-    assert file.getvalue().splitlines() == lines
+    assert file.getvalue().decode().splitlines() == lines
+
+
+class FullDisk(io.BytesIO):
+    """Takes nothing until there is room."""
+
+    room = False
+
+    def write(self, data: object) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)  # type: ignore[arg-type]
+
+
+def test_a_full_disk_does_not_stop_the_terminals_log() -> None:
+    """Said once, however many lines are lost; the file goes on when there is room again."""
+    shown, file = io.StringIO(), FullDisk()
+    speaks = Terminal(Console(file=shown), log_file=file)
+    for line in ("one", "two"):
+        speaks.log(parse(line))
+    file.room = True
+    speaks.log(parse("three"))
+    assert shown.getvalue().splitlines() == [
+        "warning: the log file misses lines: No space left on device",
+        "one",
+        "two",
+        "three",
+    ]
+    assert file.getvalue() == b"three\n"
+
+
+def test_a_flood_of_lines_is_not_shown_whole() -> None:
+    """A burst is, then so many a second; how many were left out is said."""
+    pace = LinePace(burst=3, per_second=10)
+    assert [pace.take(100.0) for _ in range(6)] == [0, 0, 0, None, None, None]
+    assert [pace.take(100.15), pace.take(100.16), pace.take(100.3)] == [3, None, 1]
 
 
 def test_verbose_relays_everything() -> None:
@@ -190,7 +238,7 @@ def test_a_line_of_the_log_does_not_interrupt_answers() -> None:
     speaks.log(parse('I1121 01:56:47.1 61 model.py:6] "chosen"'))
     speaks.log(parse('W1121 01:56:47.1 61 model.py:6] "careful"'))
     assert shown.getvalue() == "01:56:47 warning: careful\n"
-    assert file.getvalue().count("\n") == 2
+    assert file.getvalue().count(b"\n") == 2
 
 
 def test_a_warning_about_the_machine_is_shown() -> None:

@@ -179,6 +179,8 @@ def test_a_model_that_is_not_decoupled_never_ends_without_a_response() -> None:
 class Later:
     """In place of the sending threads: remembers how long they should wait."""
 
+    responses = 0
+
     def __init__(self) -> None:
         self.seconds: list[float] = []
 

@@ -35,6 +35,7 @@ from trtllm_bls.services.request_metrics import (
 )
 from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.speculative import DraftSource, SpeculationStats
+from trtllm_bls.status import CANARY_ID
 
 GOOD = RequestStats(
     request_id="7-1",
@@ -150,6 +151,22 @@ def test_reports_are_read_by_a_thread_and_none_is_lost() -> None:
     assert registry.numbers(REQUESTS.name) == {("success", "stop"): 101}
     assert registry.numbers(RUNNING.name) == registry.numbers(WAITING.name) == {}
     assert threads and threading.get_ident() not in threads
+
+
+def test_the_servers_own_requests_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``serve`` sends one every few seconds; its id is a secret, so that no caller hides."""
+    monkeypatch.setenv(CANARY_ID, "health-secret")
+    metrics, seen = RequestMetrics(), list[str]()
+    reports = RequestReports(metrics, [lambda stats: seen.append(stats.request_id)])
+    for request_id in ("health-secret-1", "health-guess-2", "health-secret-x-3"):
+        reports.add(replace(GOOD, request_id=request_id))
+
+    async def run() -> None:
+        reports.start(asyncio.get_running_loop(), lambda: (0, 0))
+        reports.close()
+
+    asyncio.run(run())
+    assert seen == ["health-guess-2", "health-secret-x-3"]
 
 
 def test_reports_outlive_a_reader_that_raises(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.contract.models import (
+    BLS,
     ENGINE,
     MODELS,
     POSTPROCESSING,
@@ -67,6 +68,10 @@ def model_config(
         _add_steps(config, model, steps)
     else:
         config.instance_group.add(count=1, kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
+    if model.name == BLS.name:
+        # Requests that wait while one is handed over come with the next, in one call of execute:
+        # the thread that hands them over waits for the interpreter's lock once, not for each.
+        config.dynamic_batching.SetInParent()
     for key, value in values.items():
         if key != "decoupled":
             config.parameters[key].string_value = value

@@ -9,9 +9,9 @@ Of gRPC there are unary and streaming calls, statuses with details, cancellation
 server's limit on concurrent streams, GOAWAY, TLS, and a second try of calls that the server says
 it has not begun. There is no load balancing, proxy, compression, metadata or keepalive.
 
-``h2`` keeps the state of HTTP/2, packs headers and controls the flow of what is sent, but sees no
-DATA and no GOAWAY. Its events for DATA would be most of the cost of a message, so receive windows
-are counted here; and it allows nothing after a GOAWAY, while the server still answers open calls.
+``h2`` keeps the connection: preface, settings, pings. Streams are framed here, with headers by
+``hpack`` (``http2_frames``): h2's streams and events would be most of the cost of a short call, and
+it allows nothing after a GOAWAY, while the server still answers open calls.
 
 This file is longer than others: a call, its frames and the connection are one state machine, which
 two files would only spread.
@@ -32,27 +32,46 @@ import grpc
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
-from h2.events import Event, RemoteSettingsChanged, ResponseReceived, StreamReset, TrailersReceived
+from h2.events import RemoteSettingsChanged
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
+
+from trtllm_bls.engines.http2_frames import (
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_HEADER,
+    GOAWAY,
+    HEADERS,
+    MAX_HEADERS_BYTES,
+    PADDED,
+    RESET,
+    SETTINGS,
+    UPDATE,
+    HeaderBlocks,
+    frame,
+    number_frame,
+    number_of,
+    packed_headers,
+    unpadded,
+)
 
 _log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 _TRIES = 3  # of a call that the server refuses unseen
+_CALLS_AT_ONCE = 8  # are written together at most, where flow control admits them
 _TURN_BYTES = 1 << 18  # of one call's data, before the other calls and the event loop have a turn
 _MAX_FRAME_BYTES = 1 << 14  # HTTP/2's default, which we leave
 _DEFAULT_WINDOW = (1 << 16) - 1
+_LAST_STREAM_ID = (1 << 31) - 1
 _WINDOW = (1 << 31) - 1  # the largest: callbacks never wait, so nothing is gained by holding back
 _WINDOW_UPDATE_BYTES = 1 << 24  # received before the window is opened again by as much
 
-_FRAME_HEADER = struct.Struct(">HBBBI")  # length (upper 16 bits, lower 8), type, flags, stream
-_WINDOW_UPDATE = struct.Struct(">HBBBII")  # a whole frame: its header and the increment
 _GOAWAY_FIELDS = struct.Struct(">II")  # last stream that the server accepts, error code
 _MESSAGE_PREFIX = struct.Struct(">BI")  # compressed flag, length
-_DATA, _SETTINGS, _GOAWAY, _UPDATE = 0x0, 0x4, 0x7, 0x8
-_END_STREAM, _PADDED = 0x1, 0x8
 
 _STATUSES = {str(code.value[0]).encode(): str(code.name) for code in grpc.StatusCode}
 _STATUS_OF_RESET: dict[int, str] = {
@@ -62,7 +81,6 @@ _STATUS_OF_RESET: dict[int, str] = {
     ErrorCodes.INADEQUATE_SECURITY: "PERMISSION_DENIED",
 }
 
-_Headers = list[tuple[bytes, bytes]]
 _OnMessages = Callable[[list[bytes]], None]
 
 
@@ -86,7 +104,7 @@ class GrpcCall:
     while the call runs. A callback that raises has its call cancelled.
     """
 
-    def __init__(self, headers: _Headers, on_messages: _OnMessages, on_end: _OnEnd) -> None:
+    def __init__(self, headers: bytes, on_messages: _OnMessages, on_end: _OnEnd) -> None:
         self.on_messages = on_messages
         self.on_end = on_end
         self.replies = 0
@@ -94,6 +112,7 @@ class GrpcCall:
         self._headers = headers
         self._http2: _Http2 | None = None
         self._stream_id = 0  # 0 until its headers are sent
+        self._window = 0  # bytes that the server takes on this stream
         self._outbox: deque[bytes] = deque()
         self._outbox_taken = 0  # bytes of the first in the outbox that are sent
         self._sent: list[bytes] | None = []  # what to send again, until the server answers
@@ -188,7 +207,7 @@ class Connection:
         self.target = target
         self._address = (host.removeprefix("[").removesuffix("]"), int(port))
         self._tls = tls
-        self._headers: _Headers = [
+        self._headers = [
             (b":method", b"POST"),
             (b":scheme", b"http" if tls is None else b"https"),
             (b":authority", target.encode()),
@@ -197,6 +216,7 @@ class Connection:
             (b"grpc-accept-encoding", b"identity"),
             (b"user-agent", b"trtllm-bls"),
         ]
+        self._packed_headers: dict[str, bytes] = {}  # by method
         self._current: _Http2 | None = None
         self._connections: set[_Http2] = set()  # the current one, and those being drained
         self._closed = False
@@ -208,7 +228,10 @@ class Connection:
         """
         if self._closed:
             raise GrpcError("CANCELLED", f"the connection to {self.target} is closed")
-        call = GrpcCall([(b":path", method.encode()), *self._headers], on_messages, on_end)
+        if method not in self._packed_headers:
+            fields = [(b":path", method.encode()), *self._headers]
+            self._packed_headers[method] = packed_headers(fields)
+        call = GrpcCall(self._packed_headers[method], on_messages, on_end)
         self._start(call)
         return call
 
@@ -310,20 +333,17 @@ class _Http2(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._lost: asyncio.Future[None] = self._loop.create_future()
-        # Header validation would end the whole connection for a space around a grpc-message.
-        config = H2Configuration(
-            client_side=True,
-            validate_inbound_headers=False,
-            validate_outbound_headers=False,
-            normalize_outbound_headers=False,
-        )
-        self._h2 = H2Connection(config)
+        self._h2 = H2Connection(H2Configuration(client_side=True))
+        self._blocks = HeaderBlocks()
+        self._next_stream_id = 1
+        self._frames: list[bytes] = []  # to be written
         self._ready = self._draining = self._ended = False
         self._waiting: deque[GrpcCall] = deque()  # for the connection, or for a free stream
         self._calls: dict[int, GrpcCall] = {}  # by stream
         self._unsent: dict[GrpcCall, None] = {}  # an ordered set: streams with data to send
         self._flush_scheduled = self._writing_paused = False
         self._received = 0  # bytes since the connection's window was last opened
+        self._window = _DEFAULT_WINDOW  # bytes that the server takes, of all calls together
         self._partial_frame = b""
         # What the current read has brought: callbacks run when all of it is parsed.
         self._arrived: dict[GrpcCall, list[bytes]] = {}
@@ -353,7 +373,7 @@ class _Http2(asyncio.Protocol):
             initial_values={
                 SettingCodes.ENABLE_PUSH: 0,
                 SettingCodes.INITIAL_WINDOW_SIZE: _WINDOW,
-                SettingCodes.MAX_HEADER_LIST_SIZE: H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE,
+                SettingCodes.MAX_HEADER_LIST_SIZE: MAX_HEADERS_BYTES,
             },
         )
         self._h2.initiate_connection()
@@ -407,6 +427,8 @@ class _Http2(asyncio.Protocol):
         if call._stream_id in self._calls:
             self._unsent[call] = None
             self._schedule_flush()
+        if len(self._unsent) + len(self._waiting) >= _CALLS_AT_ONCE:
+            self._flush()  # the first need not wait until the last of many has been made
 
     def cancel(self, call: GrpcCall) -> None:
         if call._stream_id in self._calls:
@@ -417,7 +439,7 @@ class _Http2(asyncio.Protocol):
         del self._calls[call._stream_id]
         self._unsent.pop(call, None)
         if reset is not None:
-            self._h2.reset_stream(call._stream_id, reset)
+            self._frames.append(number_frame(RESET, call._stream_id, reset))
         self._schedule_flush()
 
     def _schedule_flush(self) -> None:
@@ -447,32 +469,46 @@ class _Http2(asyncio.Protocol):
             call = self._waiting.popleft()
             if call.done:
                 continue
-            stream_id = call._stream_id = self._h2.get_next_available_stream_id()
-            self._h2.send_headers(stream_id, call._headers)
+            stream_id = call._stream_id = self._next_stream_id
+            self._next_stream_id += 2
+            self._frames.append(frame(HEADERS, END_HEADERS, stream_id, call._headers))
+            call._window = self._h2.remote_settings.initial_window_size
             self._calls[stream_id] = call
             self._unsent[call] = None
+            if self._next_stream_id > _LAST_STREAM_ID:
+                return self._drain()
+
+    def _drain(self) -> None:
+        """No more streams here; who waits for one gets it on another connection."""
+        self._draining = True
+        self._owner._retire(self)
+        while self._waiting:
+            self._owner._start(self._waiting.popleft())
 
     def _send_data(self, call: GrpcCall) -> bool:
         """Frame a turn of a call's data; whether there is more that its window admits."""
         del self._unsent[call]
-        stream_id = call._stream_id
         turn = _TURN_BYTES
         while call._outbox:
-            window = self._h2.local_flow_control_window(stream_id)
+            window = min(self._window, call._window)
             if window <= 0 or turn <= 0:
                 self._unsent[call] = None  # last now: windows and turns go around
                 return window > 0
             data = call._take(min(window, turn, self._h2.max_outbound_frame_size))
             call._end_sent = call._half_closed and not call._outbox
-            self._h2.send_data(stream_id, data, end_stream=call._end_sent)
+            flags = END_STREAM if call._end_sent else 0
+            self._frames.append(frame(DATA, flags, call._stream_id, data))
+            self._window -= len(data)
+            call._window -= len(data)
             turn -= len(data)
         if call._half_closed and not call._end_sent:
             call._end_sent = True
-            self._h2.end_stream(stream_id)
+            self._frames.append(frame(DATA, END_STREAM, call._stream_id, b""))
         return False
 
     def _write(self) -> None:
-        data = self._h2.data_to_send()
+        data = self._h2.data_to_send() + b"".join(self._frames)
+        self._frames.clear()
         if data and self._transport is not None:
             self._transport.write(data)
 
@@ -503,25 +539,41 @@ class _Http2(asyncio.Protocol):
     def _parse(self, data: bytes) -> None:
         """Take whole frames off ``data``. Raises ``ProtocolError``."""
         start, size = 0, len(data)
-        while size - start >= _FRAME_HEADER.size:
-            high, low, kind, flags, stream_id = _FRAME_HEADER.unpack_from(data, start)
+        while size - start >= FRAME_HEADER.size:
+            high, low, kind, flags, stream_id = FRAME_HEADER.unpack_from(data, start)
             length = high << 8 | low
-            if length > _MAX_FRAME_BYTES or not (self._ready or kind == _SETTINGS):
+            if length > _MAX_FRAME_BYTES or not (self._ready or kind == SETTINGS):
                 raise ProtocolError("this is not an HTTP/2 server")
-            body = start + _FRAME_HEADER.size
+            body = start + FRAME_HEADER.size
             end = body + length
             if end > size:
                 break
-            if kind == _DATA:
+            if kind == DATA and self._blocks.open_on is None:
                 self._receive_data(stream_id, flags, data[body:end])
-            elif kind == _GOAWAY:
-                self._receive_goaway(data[body:end])
             else:
-                for event in self._h2.receive_data(data[start:end]):
-                    self._receive_event(event)
-                self._schedule_flush()
+                self._receive_frame(kind, flags, stream_id, data[start:end])
             start = end
         self._partial_frame = data[start:]
+
+    def _receive_frame(self, kind: int, flags: int, stream_id: int, frame: bytes) -> None:
+        payload = frame[FRAME_HEADER.size :]
+        if self._blocks.open_on is not None and kind != CONTINUATION:
+            raise ProtocolError("headers that are not continued")
+        if kind == UPDATE:
+            self._receive_update(stream_id, payload)
+        elif kind in (HEADERS, CONTINUATION):
+            fields = self._blocks.add(kind, flags, stream_id, payload)
+            if fields is not None:
+                self._receive_headers(stream_id, fields, self._blocks.ended)
+        elif kind == RESET:
+            self._receive_reset(stream_id, number_of(payload))
+        elif kind == GOAWAY:
+            self._receive_goaway(payload)
+        else:
+            for event in self._h2.receive_data(frame):
+                if isinstance(event, RemoteSettingsChanged):
+                    self._receive_settings(event)
+            self._schedule_flush()
 
     def _receive_data(self, stream_id: int, flags: int, payload: bytes) -> None:
         self._received += len(payload)
@@ -536,10 +588,8 @@ class _Http2(asyncio.Protocol):
         if splitter.received >= _WINDOW_UPDATE_BYTES:
             self._open_window(stream_id, splitter.received)
             splitter.received = 0
-        if flags & _PADDED:
-            payload = payload[1 : len(payload) - payload[0]]
         try:
-            messages = splitter.feed(payload)
+            messages = splitter.feed(unpadded(payload, PADDED) if flags & PADDED else payload)
         except GrpcError as error:
             return self._finish(call, error, ErrorCodes.CANCEL)
         if messages:
@@ -547,12 +597,33 @@ class _Http2(asyncio.Protocol):
                 self._arrived[call] += messages
             else:
                 self._arrived[call] = messages
-        if flags & _END_STREAM:
+        if flags & END_STREAM:
             self._finish(call, _outcome({}), ErrorCodes.CANCEL)
 
     def _open_window(self, stream_id: int, size: int) -> None:
         if self._transport is not None:
-            self._transport.write(_WINDOW_UPDATE.pack(0, 4, _UPDATE, 0, stream_id, size))
+            self._transport.write(number_frame(UPDATE, stream_id, size))
+
+    def _receive_update(self, stream_id: int, payload: bytes) -> None:
+        """The server takes more bytes: on the connection (stream 0) or on one stream."""
+        increment = number_of(payload) & _WINDOW  # the highest bit is reserved
+        holder = self if stream_id == 0 else self._calls.get(stream_id)
+        if holder is None:  # cancelled, and the server did not know yet
+            return
+        holder._window += increment
+        if not increment or holder._window > _WINDOW:
+            raise ProtocolError(f"a WINDOW_UPDATE by {increment} to {holder._window}")
+        if self._unsent:
+            self._schedule_flush()
+
+    def _receive_settings(self, event: RemoteSettingsChanged) -> None:
+        self._ready = True
+        self._connect_timer.cancel()
+        window = event.changed_settings.get(SettingCodes.INITIAL_WINDOW_SIZE)
+        if window is not None:  # it holds for streams that are open, too
+            change = window.new_value - (window.original_value or 0)
+            for call in self._calls.values():
+                call._window += change
 
     def _receive_goaway(self, payload: bytes) -> None:
         """Calls that the server has accepted go on; the others do not, and no more begin."""
@@ -579,39 +650,32 @@ class _Http2(asyncio.Protocol):
         else:
             self._waiting.appendleft(call)
 
-    def _receive_event(self, event: Event) -> None:
-        if isinstance(event, RemoteSettingsChanged):
-            self._ready = True
-            self._connect_timer.cancel()
-        elif isinstance(event, (ResponseReceived, TrailersReceived)):
-            self._receive_headers(event)
-        elif isinstance(event, StreamReset) and event.stream_id in self._calls:
-            call = self._calls[event.stream_id]
-            status = _STATUS_OF_RESET.get(event.error_code, "INTERNAL")
-            details = f"the server reset the stream: HTTP/2 error {int(event.error_code)}"
-            self._forget(call, None)
-            if event.error_code == ErrorCodes.REFUSED_STREAM:
-                # Also grpcio's answer, at its limit of streams, while it has one to clear away.
-                self._try_again(call, GrpcError(status, details))
-            else:
-                self._finished.append((call, GrpcError(status, details)))
-
-    def _receive_headers(self, event: ResponseReceived | TrailersReceived) -> None:
-        call = self._calls.get(event.stream_id)
+    def _receive_reset(self, stream_id: int, code: int) -> None:
+        call = self._calls.get(stream_id)
         if call is None:
             return
+        status = _STATUS_OF_RESET.get(code, "INTERNAL")
+        error = GrpcError(status, f"the server reset the stream: HTTP/2 error {code}")
+        self._forget(call, None)
+        if code == ErrorCodes.REFUSED_STREAM:
+            # Also grpcio's answer, at its limit of streams, while it has one to clear away.
+            self._try_again(call, error)
+        else:
+            self._finished.append((call, error))
+
+    def _receive_headers(self, stream_id: int, fields: dict[bytes, bytes], ended: bool) -> None:
+        call = self._calls.get(stream_id)
+        if call is None or fields.get(b":status", b"").startswith(b"1"):
+            return
         call._sent = None
-        fields = dict(event.headers)
-        if event.stream_ended is not None:
+        if ended:
             outcome = _outcome(fields)
             if outcome is None and call._splitter:
                 outcome = GrpcError("INTERNAL", "the call ended within a message")
             # Without our END_STREAM the stream would stay open on this side.
             self._finish(call, outcome, None if call._end_sent else ErrorCodes.NO_ERROR)
-        elif isinstance(event, ResponseReceived):
-            error = _http_error(fields)
-            if error is not None:
-                self._finish(call, error, ErrorCodes.CANCEL)
+        elif (error := _http_error(fields)) is not None:
+            self._finish(call, error, ErrorCodes.CANCEL)
 
     def _finish(self, call: GrpcCall, error: GrpcError | None, reset: ErrorCodes | None) -> None:
         self._forget(call, reset)

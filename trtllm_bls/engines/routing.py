@@ -120,6 +120,15 @@ class RoutingEngine:
         field = "draft_source" if asked.num_draft_tokens is None else "num_draft_tokens"
         raise Unsupported(field, f"cannot be honoured: {self.name} verifies no drafts")
 
+    def drain(self) -> None:
+        """Speculate no more: what runs in rounds goes on as one plain request to the target."""
+        self.shared.draining = True
+
+    @property
+    def settled(self) -> bool:
+        """Whether no request that was speculated has another request to send."""
+        return self.shared.unsettled == 0
+
     async def close(self) -> None:
         """Close both engines."""
         engines = [self._target] if self._draft is None else [self._target, self._draft]

@@ -68,10 +68,12 @@ class SpeculativeRun:
         # Without a draft engine no action ever asks for one.
         draft = DraftModel(self._draft_engine or self._target, options.draft_deadline_s, shared)
         shared.in_flight += 1
+        shared.unsettled += 1
         try:
             await self._perform(rounds, draft, chunks)
         finally:
             shared.in_flight -= 1
+            shared.unsettled -= 1
             on_end(rounds.stats)
             await draft.cancel()
 
@@ -89,7 +91,7 @@ class SpeculativeRun:
             elif isinstance(action, DropDraft):
                 await draft.cancel()
             elif isinstance(action, Decode):
-                await self._decode(action.request, rounds, chunks)
+                await self._decode(action, rounds, chunks)
             elif isinstance(action, Probe):
                 self._emit(rounds.probed(await self._whole(action.request)), chunks)
             elif isinstance(action, End):
@@ -110,21 +112,30 @@ class SpeculativeRun:
             self._emit(rounds.verified(chunk, _now()), chunks)
 
     async def _decode(
-        self, request: EngineRequest, rounds: SpeculativeRounds, chunks: QueuedChunks
+        self, action: Decode, rounds: SpeculativeRounds, chunks: QueuedChunks
     ) -> None:
-        async with aclosing(await self._admitted(request)) as stream:
-            await stream.wait()
-            while arrived := stream.take():
-                now = _now()
-                for chunk in arrived:
-                    entered = rounds.decoded(chunk, now)
-                    self._emit(entered, chunks)
-                    if entered.final:  # what the target says beyond it is not the answer's
-                        break
-                if not arrived[-1].final and rounds.may_leave(now):
-                    break
-                await stream.wait()
+        async with aclosing(await self._admitted(action.request)) as stream:
+            self._shared.unsettled -= action.rest
+            try:
+                await self._take_stretch(stream, rounds, chunks)
+            finally:
+                self._shared.unsettled += action.rest
         rounds.stopped()
+
+    async def _take_stretch(
+        self, stream: ChunkStream, rounds: SpeculativeRounds, chunks: QueuedChunks
+    ) -> None:
+        await stream.wait()
+        while arrived := stream.take():
+            now = _now()
+            for chunk in arrived:
+                entered = rounds.decoded(chunk, now)
+                self._emit(entered, chunks)
+                if entered.final:  # what the target says beyond it is not the answer's
+                    break
+            if not arrived[-1].final and rounds.may_leave(now):
+                break
+            await stream.wait()
 
     async def _whole(self, request: EngineRequest) -> EngineChunk:
         async with aclosing(await self._admitted(request)) as stream:

@@ -33,7 +33,7 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs, wire_id
-from trtllm_bls.wire.infer_message import NO_PARAMETERS, infer_message
+from trtllm_bls.wire.infer_message import NO_PARAMETERS, packed_infer_message
 
 _SERVICE = "/inference.GRPCInferenceService/"
 _STREAM = _SERVICE + "ModelStreamInfer"
@@ -195,13 +195,13 @@ class GrpcChunks(QueuedChunks):
         self._running = True
         self._reader = ResponseReader(request, model)
         inputs = request_inputs(request, model, engine.vocab_size)
-        self._message = infer_message(
+        self._message = packed_infer_message(
             engine.name,
             self._id,
             inputs,
             model.outputs_for(request),
             {"traceparent": request.traceparent} if request.traceparent else NO_PARAMETERS,
-        ).SerializeToString()
+        )
         self._begin()
 
     def stall(self, error: EngineStalled) -> None:

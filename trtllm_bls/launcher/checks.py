@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,11 @@ SHARED_MEMORY = Path("/dev/shm")
 # it cannot grow, requests fail in ways that do not name the cause. Logits are tens of megabytes.
 LEAST_SHARED_MEMORY = 32 * 2**20
 AMPLE_SHARED_MEMORY = 256 * 2**20
+
+# File descriptors: of an idle server with our five models, doubled, and of a stream's connections
+# to and within it. Idle connections and bursts are room beyond that.
+OPEN_FILES, OPEN_FILES_PER_STREAM = 256, 2
+AMPLE_OPEN_FILES = 65536
 
 # The Python backend's stub understands numpy 2's array layout from 24.12 on (server 2.53).
 NUMPY_2_SERVER = (2, 53)
@@ -101,6 +107,24 @@ def check_shared_memory(
             f"streams may fill it and then fail; {mend}"
         )
     return None
+
+
+def check_open_files(max_streams: int) -> None:
+    """Every stream is a connection; raises this process's limit, which the server inherits.
+
+    Raises ``SetupError`` where the hard limit is too low. A server that runs out of file
+    descriptors answers nobody, and fills its log.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OPEN_FILES + OPEN_FILES_PER_STREAM * max_streams
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise SetupError(
+            f"only {hard} files may be open (ulimit -Hn), --max-streams {max_streams} needs "
+            f"{needed}: allow more (docker run --ulimit nofile={needed}) or lower --max-streams"
+        )
+    wanted = AMPLE_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, AMPLE_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def libpython(directories: Iterable[Path] | None = None) -> Path:

@@ -1,9 +1,11 @@
 """The server's parent: nothing of the server outlives it. Run as a script, never imported.
 
-    python -I -S guard.py '{"command": [...], "workdir": ..., "shared_memory": ..., "grace": 35}'
+    python -I -S guard.py '{"command": [...], "workdir": ..., "shared_memory": ...,
+                            "drain": 30, "grace": 40}'
 
 Standard input is the control pipe from the launcher: ``s`` asks the server to stop (it drains what
-runs), ``k`` kills it, end of file means that the launcher is gone and counts as ``s``. After the
+runs), ``k`` kills it, end of file means that the launcher is gone and counts as ``s``. Models that
+keep a status in ``<workdir>/status`` are asked to drain before the server is. After the
 server, whatever it started is killed, its shared memory and the working directory are removed,
 and the exit code is the server's (128 + n for signal n).
 
@@ -25,14 +27,20 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+STATUS = "status"  # in the working directory
+HAND_OVER_POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STOP, KILL = b"s", b"k"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(command: list[str], workdir: str, shared_memory: str, grace: float) -> int:
-    """Run the command to its end; ``grace`` seconds after being asked to stop it is killed."""
+def main(command: list[str], workdir: str, shared_memory: str, drain: float, grace: float) -> int:
+    """Run the command to its end.
+
+    After being asked to stop it has ``drain`` seconds for what runs, and is killed after ``grace``.
+    """
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphaned stubs become our children
     wake = _wake_on_signals()
     control, devnull = os.dup(0), os.open(os.devnull, os.O_RDWR)
@@ -42,7 +50,7 @@ def main(command: list[str], workdir: str, shared_memory: str, grace: float) -> 
     # Only the server and its stubs may hold the log pipe: its end is how the launcher knows.
     for descriptor in (0, 1, 2):
         os.dup2(devnull, descriptor)
-    code = _watch(server, control, wake, grace)
+    code = _watch(server, control, wake, _Stop(server, Path(workdir) / STATUS, drain, grace))
     _kill_children()
     remove_traces(Path(workdir), shared_memory)
     return code if code >= 0 else 128 - code
@@ -62,14 +70,63 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _watch(server: subprocess.Popen[bytes], control: int, wake: int, grace: float) -> int:
+class _Stop:
+    """An orderly end: models hand over, then the server is told to stop, in the end it is killed.
+
+    Once a server has been told, models cannot send it requests any more, which those that
+    speculate do all the time.
+    """
+
+    def __init__(
+        self, server: subprocess.Popen[bytes], status: Path, drain: float, grace: float
+    ) -> None:
+        self._server = server
+        self._files = _status_directory(status)
+        self._drain, self._grace = drain, grace
+        self._begun: float | None = None
+        self._told = False
+
+    def begin(self) -> None:
+        """Does nothing the second time."""
+        if self._begun is not None:
+            return
+        self._begun = time.monotonic()
+        # A little sooner than the server breaks connections off, so that requests end in words.
+        cut = self._begun + max(self._drain / 2, self._drain - 1.0)
+        with suppress(OSError):  # no such directory: no model of this server drains
+            self._files.ask_to_drain(cut)
+
+    def step(self) -> float | None:
+        """Do what is due; seconds until there may be more to do, ``None`` if nothing will."""
+        if self._begun is None:
+            return None
+        now = time.monotonic()
+        if now >= self._begun + self._grace:
+            self._server.kill()
+            return None
+        if not self._told:
+            if not self._files.handed_over and now < self._begun + self._drain / 2:
+                return HAND_OVER_POLL_SECONDS
+            self._server.terminate()
+            self._told = True
+        return self._begun + self._grace - now
+
+
+def _status_directory(path: Path) -> Any:
+    """A ``StatusDirectory``; an isolated interpreter does not find this package by itself."""
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from trtllm_bls.status import StatusDirectory
+
+    return StatusDirectory(path)
+
+
+def _watch(server: subprocess.Popen[bytes], control: int, wake: int, stop: _Stop) -> int:
     """Wait for the server's end, passing on what the control pipe and signals ask for."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
-    deadline: float | None = None
     while server.poll() is None:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        left = stop.step()
         ready = dict(poll.poll(None if left is None else left * 1000))
         commands = b""
         if control in ready:
@@ -79,12 +136,10 @@ def _watch(server: subprocess.Popen[bytes], control: int, wake: int, grace: floa
             commands += received or STOP
         if wake in ready and set(os.read(wake, 64)) - {signal.SIGCHLD}:
             commands += STOP
-        if KILL in commands or not ready:
+        if KILL in commands:
             server.kill()
-            deadline = None
-        elif STOP in commands and deadline is None:
-            server.terminate()
-            deadline = time.monotonic() + grace
+        elif STOP in commands:
+            stop.begin()
     return server.returncode
 
 

@@ -116,6 +116,7 @@ class LogBook:
         self.loaded: set[str] = set()
         self.failures: dict[str, str] = {}  # model -> reason, with its traceback
         self.port_taken: str | None = None  # the service that could not listen
+        self.lines = 0
         self.drained = False  # the server is stopping, and every request has ended
         self._tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
 
@@ -123,6 +124,7 @@ class LogBook:
         """Take one line; returns it parsed."""
         line = parse(raw)
         self._tail.append(line)
+        self.lines += 1
         if loaded := _LOADED.fullmatch(line.text):
             self.loaded.add(loaded[1])
         if in_flight := _IN_FLIGHT.search(line.text):

@@ -26,7 +26,7 @@ from trtllm_bls.launcher.workdir import is_plain
 # Beyond the server's own exit timeout, for unloading what drained.
 GRACE_MARGIN = 10.0
 
-# Only where the guard itself was killed may something still hold the log open after its end.
+# What was killed has so long to disappear, and the log to end.
 LAST_LINES_S = 5.0
 
 
@@ -38,6 +38,9 @@ class Scratch:
         self.workdir = Path(mkdtemp(prefix="trtllm-bls-", dir=parent))
         self.region_prefix = f"trtllm_bls_{uuid.uuid4().hex[:12]}_"
         self.regions = str(SHARED_MEMORY / self.region_prefix)
+        self.canary_id = f"health-{uuid.uuid4().hex}"
+        self.status = self.workdir / guard.STATUS  # see ``trtllm_bls.status``
+        self.status.mkdir()
 
     def remove(self) -> None:
         """Remove all of it; the guard has usually done so."""
@@ -60,10 +63,12 @@ class GuardedProcess:
         on_line: Callable[[str], None],
     ) -> None:
         self._on_line = on_line
+        self._workdir = str(scratch.workdir)
         order = {
             "command": command,
-            "workdir": str(scratch.workdir),
+            "workdir": self._workdir,
             "shared_memory": scratch.regions,
+            "drain": exit_timeout,
             "grace": exit_timeout + GRACE_MARGIN,
         }
         self._guard = subprocess.Popen(
@@ -71,7 +76,7 @@ class GuardedProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=environment | {"TMPDIR": str(scratch.workdir)},
+            env=environment | {"TMPDIR": self._workdir},
             start_new_session=True,  # Ctrl-C is ours to pass on
         )
         self._reader = threading.Thread(target=self._read, name="server-log", daemon=True)
@@ -82,12 +87,19 @@ class GuardedProcess:
         return self._guard.poll() is None
 
     @property
-    def server_pid(self) -> int | None:
+    def guard(self) -> psutil.Process | None:
+        """``None`` after its end."""
+        with suppress(psutil.Error):
+            return psutil.Process(self._guard.pid)
+        return None
+
+    @property
+    def server(self) -> psutil.Process | None:
         """The command's own process; ``None`` before it started and after it ended."""
         with suppress(psutil.Error):
             children = psutil.Process(self._guard.pid).children()
             if children:  # the first; orphans of the server would be adopted later
-                return int(min(children, key=psutil.Process.create_time).pid)
+                return min(children, key=psutil.Process.create_time)
         return None
 
     def stop(self) -> None:
@@ -97,6 +109,9 @@ class GuardedProcess:
     def kill(self) -> None:
         """Ask for the end at once."""
         self._say(guard.KILL)
+        with suppress(OSError):  # a guard that is stopped would not hear it
+            if self.running:
+                os.kill(self._guard.pid, signal.SIGCONT)
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code, 128 + n for signal n, once all output has been handed on.
@@ -104,6 +119,7 @@ class GuardedProcess:
         Raises ``subprocess.TimeoutExpired``.
         """
         code = self._guard.wait(timeout)
+        self._kill_what_is_left(code)
         self._reader.join(LAST_LINES_S)
         return code if code >= 0 else 128 - code
 
@@ -111,10 +127,25 @@ class GuardedProcess:
         """Close the control pipe and the log; the process has ended or is about to."""
         if self._guard.stdin:
             self._guard.stdin.close()
-        self._guard.wait()
+        self._kill_what_is_left(self._guard.wait())
         self._reader.join(LAST_LINES_S)
         if self._guard.stdout:
             self._guard.stdout.close()
+
+    def _kill_what_is_left(self, code: int) -> None:
+        """Where the guard itself was killed, nobody else ends what the server started.
+
+        It is known by its environment, which every process inherits.
+        """
+        if code >= 0:
+            return
+        left = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("TMPDIR") == self._workdir:
+                    process.kill()
+                    left.append(process)
+        psutil.wait_procs(left, timeout=LAST_LINES_S)
 
     def _say(self, word: bytes) -> None:
         if self._guard.stdin and not self._guard.stdin.closed:

@@ -17,8 +17,10 @@ from rich.text import Text
 
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher import openai_process
+from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.openai_process import OpenAIProcess
 from trtllm_bls.launcher.server import Stopped, TritonServer
+from trtllm_bls.launcher.supervise import Supervisor
 from trtllm_bls.launcher.terminal import Terminal, announcement
 from trtllm_bls.settings import ServeSettings
 
@@ -29,34 +31,33 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
     """Serve until SIGINT or SIGTERM; the first drains, the second forces.
 
     Returns the exit code: 0 after draining, 128 + n if signal n forced the end or came before
-    the server was ready. Raises ``SetupError`` if it does not start or ends by itself.
+    the server was ready. Raises ``SetupError`` if it does not start, or ends by itself and is not
+    to be started again.
     """
     with ExitStack() as stack:
         log_file = None
         if settings.log_file is not None:
             try:
-                log_file = stack.enter_context(settings.log_file.open("a", encoding="utf-8"))
+                # Unbuffered: what a full disk did not take is gone, and not in the way.
+                log_file = stack.enter_context(settings.log_file.open("ab", buffering=0))
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         terminal = Terminal(Console(stderr=True), verbose=verbose, log_file=log_file)
         with_api = openai_process.check(settings)
+        state = HealthState()
+        endpoint = HealthEndpoint(settings.host, settings.health_port, state)
+        stack.callback(endpoint.close)
         server = TritonServer(settings, terminal)
         stack.callback(server.stop)
-        api: list[OpenAIProcess] = []  # one, once it has been started
-        last_signal = stack.enter_context(_stopping_on_signals(server, api))
+        api: list[OpenAIProcess] = []  # one, while it runs
+        last_signal = stack.enter_context(_stopping_on_signals(server, state, api))
         try:
             with terminal.lines_of_failure():
-                with terminal.progress():
-                    server.start()
-                    if with_api and openai_process.MODEL in server.models:
-                        api.append(OpenAIProcess(server))
-                        stack.callback(api[0].close)
-                        api[0].wait_until_ready()
-                Console().print(
-                    Text(announcement(server, *((each.url, each.curl) for each in api))),
-                    soft_wrap=True,
+                supervisor = Supervisor(server, terminal, state)
+                forced = supervisor.run(
+                    lambda: _announce(server, endpoint.port, api),
+                    lambda: _beside(server, api, wanted=with_api),
                 )
-                forced = server.wait()
             if forced:
                 terminal.say("running requests were cut off")
         except Stopped:
@@ -64,15 +65,37 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         return 128 + last_signal() if forced else 0
 
 
+def _announce(server: TritonServer, health_port: int, api: list[OpenAIProcess]) -> None:
+    beside = (api[0].url, api[0].curl) if api else None
+    Console().print(Text(announcement(server, health_port, beside)), soft_wrap=True)
+
+
+@contextmanager
+def _beside(server: TritonServer, api: list[OpenAIProcess], *, wanted: bool) -> Iterator[None]:
+    """The OpenAI API as long as this start of the server lasts."""
+    if not wanted or openai_process.MODEL not in server.models:
+        yield
+        return
+    process = OpenAIProcess(server)
+    api.append(process)
+    try:
+        process.wait_until_ready()
+        yield
+    finally:
+        api.clear()
+        process.close()
+
+
 @contextmanager
 def _stopping_on_signals(
-    server: TritonServer, api: list[OpenAIProcess]
+    server: TritonServer, state: HealthState, api: list[OpenAIProcess]
 ) -> Iterator[Callable[[], int]]:
     """Signals become stop requests; yields a function that returns the last signal's number."""
     received = [0]
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        state.draining = True
         forced = server.request_stop()
         for process in api:
             process.kill() if forced else process.stop()

@@ -15,10 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import TimeoutExpired
 from types import TracebackType
+
+import psutil
 
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import checks, command, workdir
@@ -28,11 +30,14 @@ from trtllm_bls.launcher.logs import LogBook
 from trtllm_bls.launcher.ports import Ports, choose
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
 from trtllm_bls.launcher.readiness import Readiness
-from trtllm_bls.parameters import DRAFT_MODEL_DIR, MODEL_DIR
+from trtllm_bls.launcher.start_progress import StartProgress
+from trtllm_bls.parameters import DRAFT_MODEL_DIR, MODEL_DIR, STATUS_DIR
 from trtllm_bls.settings import ServeSettings
+from trtllm_bls.status import CANARY_ID
 
-# A free port may be taken between its choice and the server's start, seconds later.
-PORT_ATTEMPTS = 3
+# A free port may be taken between its choice and the server's start, seconds later; and a stub that
+# gets no CPU for a second while the server starts may never be noticed.
+START_ATTEMPTS = 3
 
 # How often readiness is asked for when the log has nothing new.
 POLL_S = 0.1
@@ -48,6 +53,10 @@ class ServerFailed(SetupError):
 
 class PortTaken(ServerFailed):
     """Another process bound one of the ports first."""
+
+
+class StartStuck(ServerFailed):
+    """Nothing moved any more while the models loaded."""
 
 
 class Stopped(SetupError):
@@ -79,6 +88,7 @@ class TritonServer:
         self._logged = threading.Event()  # set by every log line
         self._run: _RunningServer | None = None
         self._stop_requests = 0
+        self._failure: str | None = None
 
     def __enter__(self) -> TritonServer:
         self.start()
@@ -95,7 +105,7 @@ class TritonServer:
     @property
     def http_url(self) -> str:
         """``http://host:port``, reachable from this machine."""
-        return f"http://{self._running.ports.reachable_host}:{self._running.ports.http}"
+        return f"http://{self._running.ports.reachable_plain_host}:{self._running.ports.http}"
 
     @property
     def host(self) -> str:
@@ -120,7 +130,8 @@ class TritonServer:
     @property
     def metrics_url(self) -> str:
         """Where Prometheus metrics are."""
-        return f"http://{self._running.ports.reachable_host}:{self._running.ports.metrics}/metrics"
+        ports = self._running.ports
+        return f"http://{ports.reachable_plain_host}:{ports.metrics}/metrics"
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -130,7 +141,32 @@ class TritonServer:
     @property
     def pid(self) -> int | None:
         """tritonserver's own process; ``None`` when it has ended."""
-        return self._running.process.server_pid
+        server = self._running.process.server
+        return None if server is None else server.pid
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """The same, to look at."""
+        return self._running.process.server
+
+    @property
+    def guard(self) -> psutil.Process | None:
+        """The parent of tritonserver; ``None`` when it has ended."""
+        return self._running.process.guard
+
+    @property
+    def status_dir(self) -> Path:
+        """Where its models tell what they do; see ``trtllm_bls.status``."""
+        return self._running.scratch.status
+
+    @property
+    def canary_id(self) -> str:
+        """The id of requests that its models neither count nor log."""
+        return self._running.scratch.canary_id
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop_requests > 0
 
     @property
     def region_prefix(self) -> str:
@@ -150,15 +186,17 @@ class TritonServer:
         did not get ready, ``Stopped`` if it was asked to stop meanwhile.
         """
         server = self._checked_installation()
-        for attempt in range(PORT_ATTEMPTS):
+        for attempt in range(START_ATTEMPTS):
             try:
                 self._run = self._launch(server)
                 self._wait_until_ready(self._run)
                 return
-            except PortTaken:
+            except (PortTaken, StartStuck) as error:
                 self._end()
-                if attempt == PORT_ATTEMPTS - 1 or not self._any_free_port:
+                in_vain = isinstance(error, PortTaken) and not self._any_free_port
+                if attempt == START_ATTEMPTS - 1 or in_vain:
                     raise
+                self._listener.warning(f"{error}; starting again")
             except BaseException:
                 self._end()
                 raise
@@ -175,16 +213,38 @@ class TritonServer:
             process.kill() if force else process.stop()
         return force
 
+    def keep_ports(self) -> None:
+        """Start again where it is now: ports that were free to choose are no more."""
+        ports = self._running.ports
+        self.settings = replace(
+            self.settings, http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics
+        )
+
+    def fail(self, problem: str) -> None:
+        """Kill the server, which ends all its requests; ``wait`` raises. Any thread may call it."""
+        run = self._run
+        server = run.process.server if run is not None else None
+        with suppress(psutil.Error):
+            if run is not None and server and server.status() != psutil.STATUS_ZOMBIE:
+                self._failure = problem  # otherwise it has ended by itself
+                run.process.kill()
+
+    def discard(self) -> None:
+        """End it at once, whatever state it is in."""
+        self._end()
+
     def wait(self) -> bool:
         """Return when the server has ended as requested: whether requests were cut off.
 
-        Raises ``ServerFailed`` if it ended by itself.
+        Raises ``ServerFailed`` if it ended by itself or failed; nothing of it is left then.
         """
         run = self._running
         code = run.process.wait()
         if not self._stop_requests:
+            self._end()
+            problem, self._failure = self._failure, None
             raise ServerFailed(
-                f"the server ended by itself ({describe_exit(code)})", run.book.tail()
+                problem or f"the server ended by itself ({describe_exit(code)})", run.book.tail()
             )
         if code and run.book.drained and self._stop_requests == 1:
             # A refused request whose client broke off is kept by Triton, and its model with it.
@@ -213,6 +273,7 @@ class TritonServer:
         checks.check_environment(sys.prefix, PACKAGE)
         server = find_server(self.settings.server)
         checks.check_numpy(server, checks.embedded_numpy())
+        checks.check_open_files(self.settings.max_streams)
         if warning := checks.check_shared_memory():
             self._listener.warning(warning)
         return server
@@ -225,6 +286,8 @@ class TritonServer:
             directory = scratch.workdir
             libraries = workdir.link_libpython(directory, checks.libpython())
             environment = command.server_environment(self.settings, ports, libraries, os.environ)
+            environment[STATUS_DIR] = str(scratch.status)
+            environment[CANARY_ID] = scratch.canary_id
             for variable in (MODEL_DIR, DRAFT_MODEL_DIR):
                 if variable in environment:
                     linked = workdir.link_checkpoint(directory, variable, environment[variable])
@@ -260,6 +323,7 @@ class TritonServer:
     def _wait_until_ready(self, run: _RunningServer) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout
         readiness = Readiness(run.ports, run.models)
+        progress = StartProgress()
         self._listener.starting(run.models)
         while not readiness.complete:
             self._logged.wait(POLL_S)
@@ -270,6 +334,13 @@ class TritonServer:
             for model in readiness.newly_loaded(run.book.loaded):
                 self._listener.model_ready(model, len(readiness.loaded))
             readiness.ask()
+            progress.look(run.process.server, run.book.lines)
+            if progress.stuck:
+                raise StartStuck(
+                    f"nothing has moved for {progress.stuck_s:.0f} s while loading: "
+                    f"{', '.join(readiness.missing)}",
+                    run.book.tail(),
+                )
             if time.monotonic() > deadline:
                 raise ServerFailed(
                     f"not ready after {self.settings.ready_timeout} s, still loading: "

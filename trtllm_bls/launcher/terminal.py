@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import BinaryIO
 
 from rich.console import Console
 from rich.status import Status
@@ -24,6 +24,29 @@ _STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
 _TEXT_MODEL = "tensorrt_llm_bls"
 
 
+class LinePace:
+    """Which lines of a log are shown: a burst, then so many a second.
+
+    A server without file descriptors warns thousands of times a second.
+    """
+
+    def __init__(self, burst: int = 200, per_second: float = 20.0) -> None:
+        self._burst, self._per_second = burst, per_second
+        self._room, self._at = float(burst), 0.0
+        self._left_out = 0
+
+    def take(self, now: float) -> int | None:
+        """How many lines were left out before this one; ``None`` if it is left out too."""
+        self._room = min(self._burst, self._room + (now - self._at) * self._per_second)
+        self._at = now
+        if self._room < 1:
+            self._left_out += 1
+            return None
+        self._room -= 1
+        left_out, self._left_out = self._left_out, 0
+        return left_out
+
+
 class Terminal(Listener):
     """Shows one server's start, log and end; ``log_file`` gets every line of its log as it is.
 
@@ -31,12 +54,14 @@ class Terminal(Listener):
     """
 
     def __init__(
-        self, console: Console, *, verbose: bool = False, log_file: TextIO | None = None
+        self, console: Console, *, verbose: bool = False, log_file: BinaryIO | None = None
     ) -> None:
         self._console = console
         self._verbose = verbose
         self._log_file = log_file
         self._status: Status | None = None
+        self._log_file_failed = False
+        self._pace = LinePace()
         self.problems_only = False
         self._shown: deque[str] = deque(maxlen=TAIL_LINES)
         self._models: tuple[str, ...] = ()
@@ -60,19 +85,38 @@ class Terminal(Listener):
                     self._print(Text("\n".join(f"  | {part}" for part in line.splitlines())))
             raise
 
+    def problem(self, text: str) -> None:
+        """One line of our own about something that went wrong."""
+        self._print(Text(text, style=_STYLES["error"]))
+
     def say(self, text: str) -> None:
         """One line of our own."""
         self._print(Text(text))
 
     def log(self, line: LogLine) -> None:
-        if self._log_file is not None:
-            self._log_file.write(line.raw + "\n")
-            self._log_file.flush()
+        self._keep(line)
         if self._verbose:
             self._print(Text(line.raw))
         elif line.noteworthy and (line.problem or not self.problems_only):
+            if (left_out := self._pace.take(time.monotonic())) is None:
+                return
+            if left_out:
+                self._print(Text(f"({left_out} lines came too fast to be shown)"))
             self._shown.append(line.readable)
             self._print(Text(line.readable, style=_STYLES.get(line.severity, "")))
+
+    def _keep(self, line: LogLine) -> None:
+        """Write it to the log file; where that fails the terminal goes on."""
+        if self._log_file is None:
+            return
+        try:
+            self._log_file.write(line.raw.encode() + b"\n")
+        except OSError as error:
+            if not self._log_file_failed:
+                self.warning(f"the log file misses lines: {error.strerror}")
+            self._log_file_failed = True
+        else:
+            self._log_file_failed = False
 
     def warning(self, text: str) -> None:
         self._print(Text(f"warning: {text}", style="yellow"))
@@ -97,17 +141,19 @@ class Terminal(Listener):
         self._console.print(text, soft_wrap=True)
 
 
-def announcement(server: TritonServer, api: tuple[str, str] | None = None) -> str:
+def announcement(server: TritonServer, health_port: int, api: tuple[str, str] | None = None) -> str:
     """Where the server is, and a command that shows it working.
 
     ``api`` is the same of the OpenAI API beside it.
     """
+    health = f"{server.http_url.rpartition(':')[0]}:{health_port}/health/ready"
     return "\n".join(
         (
             *([] if api is None else [f"OpenAI   {api[0]}/v1"]),
             f"HTTP     {server.http_url}",
             f"gRPC     {server.grpc_url}",
             f"metrics  {server.metrics_url}",
+            f"health   {health}",
             "",
             _curl(server) if api is None else api[1],
         )

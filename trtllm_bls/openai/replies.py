@@ -63,6 +63,8 @@ class Reply:
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         self.begun = False
         self._send = send
+        # HTTP/1.0 has no chunks, which uvicorn would write all the same: its events come together.
+        self._collected: list[bytes] | None = [] if scope["http_version"] == "1.0" else None
 
     async def json(
         self, body: Any, status: int = 200, headers: dict[str, str] | None = None
@@ -86,7 +88,14 @@ class Reply:
 
     async def events(self, data: bytes, end: bool = False) -> None:
         """Some events, the first with the headers; waits while the client does not read."""
-        if not self.begun:
+        if self._collected is not None:
+            self.begun = True
+            self._collected.append(data)
+            if not end:
+                return
+            data = b"".join(self._collected)
+            await self._start(200, [*_STREAM, (b"content-length", b"%d" % len(data))])
+        elif not self.begun:
             await self._start(200, list(_STREAM))
         await self._send({"type": "http.response.body", "body": data, "more_body": not end})
 

@@ -149,7 +149,7 @@ def _listen(server: ServerSettings) -> socket.socket:
     try:
         listening = socket.create_server((server.host, server.port), family=family, backlog=2048)
     except OSError as error:
-        problem = (error.strerror or str(error)).lower()
+        problem = os.strerror(error.errno).lower() if error.errno else str(error)
         raise SettingsError(
             f"--port {server.port} on {server.host}: {problem}; stop what uses it or choose another"
         ) from error

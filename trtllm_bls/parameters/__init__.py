@@ -16,9 +16,11 @@ from trtllm_bls.parameters.reading import (
 from trtllm_bls.parameters.table import (
     DRAFT_MODEL_DIR,
     ENGINE_FACTS,
+    ENGINE_TLS_PIN,
     GRPC_URL,
     MAX_STREAMS,
     MODEL_DIR,
+    STATUS_DIR,
     TABLE,
     THREADS,
     check,
@@ -29,9 +31,11 @@ from trtllm_bls.parameters.table import (
 __all__ = [
     "DRAFT_MODEL_DIR",
     "ENGINE_FACTS",
+    "ENGINE_TLS_PIN",
     "GRPC_URL",
     "MAX_STREAMS",
     "MODEL_DIR",
+    "STATUS_DIR",
     "TABLE",
     "THREADS",
     "BlsParameters",

@@ -93,6 +93,7 @@ class BlsParameters:
     draft_deadline_seconds: float
     overlap_drafts: bool | None  # None: where it measures faster
     max_streams: int
+    status_dir: str = ""
     engine: EngineChoice | None = None  # None: the model ``target`` of this server
     engine_max_sequence_tokens: int | None = None
     engine_resume: bool = False
@@ -100,6 +101,7 @@ class BlsParameters:
     tls_ca: Path | None = None  # None: no TLS
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    tls_pin: Path | None = None
     log_requests: bool = True
     log_format: str = "logfmt"
     log_prompts: bool = False
@@ -135,6 +137,7 @@ class BlsParameters:
             draft_deadline_seconds=value["draft_deadline_seconds"],
             overlap_drafts=_OVERLAP[value["overlap_drafts"]],
             max_streams=value["max_streams"],
+            status_dir=value["status_dir"],
             engine=value["engine"] or None,
             engine_max_sequence_tokens=value["engine_max_sequence_tokens"] or None,
             engine_resume=value["engine_resume"],
@@ -142,6 +145,7 @@ class BlsParameters:
             tls_ca=value["engine_tls_ca"],
             tls_cert=value["engine_tls_cert"],
             tls_key=value["engine_tls_key"],
+            tls_pin=value["engine_tls_pin"],
             log_requests=value["log_requests"],
             log_format=value["log_format"],
             log_prompts=value["log_prompts"],

@@ -25,6 +25,8 @@ DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
 GRPC_URL = "TRTLLM_BLS_GRPC_URL"
 MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
 THREADS = "TRTLLM_BLS_ENGINE_THREADS"
+STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
+ENGINE_TLS_PIN = "TRTLLM_BLS_ENGINE_TLS_PIN"
 
 _BLS, _ENGINE = ("tensorrt_llm_bls",), ("tensorrt_llm",)
 _PRE, _POST = ("preprocessing",), ("postprocessing",)
@@ -125,6 +127,16 @@ TABLE = (
         optional=True,
     ),
     Parameter(
+        "engine_tls_pin",
+        _BLS,
+        FILE,
+        "",
+        "The certificate that `engine_url` itself shows, first in a PEM file: trusted instead of "
+        "`engine_tls_ca`, whatever its names.",
+        env=ENGINE_TLS_PIN,
+        optional=True,
+    ),
+    Parameter(
         "engine_stall_seconds",
         _BLS,
         NUMBER,
@@ -203,6 +215,14 @@ TABLE = (
         "256",
         "Requests that the connection to the engine and the server's threads are made for.",
         env=MAX_STREAMS,
+    ),
+    Parameter(
+        "status_dir",
+        _BLS,
+        TEXT,
+        "",
+        "Directory where the model tells what it does, and is asked to drain; empty = none.",
+        env=STATUS_DIR,
     ),
     Parameter(
         "log_requests",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from pathlib import Path
 from typing import Any
 
 from trtllm_bls.admission import Admission
@@ -21,6 +22,8 @@ from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.services.target import is_service, target_engine
 from trtllm_bls.speculative import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+
+SHUTTING_DOWN = "the server is shutting down; ask another one"
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ class Deployment:
             limits=parameters.limits,
             expose_kv_cache_metrics=parameters.expose_kv_cache_metrics,
         )
-        admission = Admission(
+        self.admission = Admission(
             parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
         )
         self.orchestrator = Orchestrator(
@@ -55,12 +58,22 @@ class Deployment:
             self.engine,
             defaults,
             on_end=self.reports.add,
-            admission=admission,
+            admission=self.admission,
         )
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to report requests; they run on ``loop``."""
         self.reports.start(loop, self.orchestrator.load)
+
+    def drain(self) -> None:
+        """Refuse what waits; what is speculated goes on as one plain request each."""
+        self.admission.refuse_waiting(SHUTTING_DOWN)
+        self.engine.drain()
+
+    @property
+    def settled(self) -> bool:
+        """Whether no request needs another one to an engine, but those that have just begun."""
+        return self.engine.settled and self.admission.queued == 0
 
     async def close(self) -> None:
         """Close the engines; the last reports are out on return."""
@@ -118,19 +131,30 @@ def _default_timeout(parameters: BlsParameters) -> float | None:
 
 def _tls(parameters: BlsParameters) -> ssl.SSLContext | None:
     ca, cert, key = parameters.tls_ca, parameters.tls_cert, parameters.tls_key
-    if ca is None and cert is None and key is None:
+    pin = parameters.tls_pin
+    if ca is None and cert is None and key is None and pin is None:
         return None
-    if ca is None:
+    if ca is None and pin is None:
         raise SettingsError("parameter engine_tls_ca is empty: name whom to trust at engine_url")
     if (cert is None) != (key is None):
         raise SettingsError("parameters engine_tls_cert and engine_tls_key: set both or neither")
     try:
-        context = ssl.create_default_context(cafile=ca)
+        context = ssl.create_default_context(cafile=ca) if pin is None else _pinned(pin)
         if cert is not None:
             context.load_cert_chain(cert, key)
     except (OSError, ValueError) as error:  # of which ssl's own are kinds
-        files = ", ".join(str(path) for path in (ca, cert, key) if path)
+        files = ", ".join(str(path) for path in (pin, ca, cert, key) if path)
         raise SettingsError(f"parameters engine_tls_*: {files}: not usable: {error}") from error
+    return context
+
+
+def _pinned(path: Path) -> ssl.SSLContext:
+    """Trusts the first certificate of the file alone, so its names need not be looked at."""
+    text = path.read_text(encoding="ascii")
+    first, end, _ = text[text.find("-----BEGIN") :].partition("-----END CERTIFICATE-----")
+    context = ssl.create_default_context(cadata=first + end)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from trtllm_bls.request_stats import RequestStats
 from trtllm_bls.services.request_metrics import LOOP_LAG, RUNNING, WAITING, Metrics
 from trtllm_bls.speculative import SpeculationStats
+from trtllm_bls.status import CANARY_ID
 
 EVERY_SECONDS = 0.25
 _MOST_WAITING = 2**17  # where Triton takes no figures any more, the oldest are dropped
@@ -44,6 +46,7 @@ class RequestReports:
         self.add: Callable[[RequestStats], None] = self._queue.append
         self.add_speculation: Callable[[SpeculationStats], None] = self._queue.append
         self._load = (0, 0)  # running and waiting, as published
+        self._canary = os.environ.get(CANARY_ID)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -80,6 +83,8 @@ class RequestReports:
 
     def _read(self, item: RequestStats | SpeculationStats | float) -> None:
         if isinstance(item, RequestStats):
+            if item.request_id.rpartition("-")[0] == self._canary:
+                return
             for read in self._readers:
                 self._do(partial(read, item))
         elif isinstance(item, SpeculationStats):

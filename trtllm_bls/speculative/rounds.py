@@ -101,9 +101,13 @@ class Verify:
 
 @dataclass(frozen=True)
 class Decode:
-    """Stream ``request`` from the target; report each chunk by ``decoded``, then ``stopped``."""
+    """Stream ``request`` from the target; report each chunk by ``decoded``, then ``stopped``.
+
+    ``rest``: it is for all that is left of the answer.
+    """
 
     request: EngineRequest
+    rest: bool
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,7 @@ class SpeculativeRounds:
         self._round_over: float | None = None  # None: no round just before
         self._draft_wait = 0.0  # seconds spent waiting for the draft model since then
         self._stretch = 0  # tokens asked for by the plain stretch
+        self._stretch_is_rest = False  # they are all that is left of the answer
         self._watch = Stopwatch(0.0, reads_prompt=False)
 
     # --- what next ----------------------------------------------------------------------------
@@ -258,7 +263,7 @@ class SpeculativeRounds:
 
     def _look_up(self) -> _Guess | None:
         progress, lengths = self._progress, self._lengths
-        if not self._lookups or not lengths.most():
+        if not self._lookups or self._shared.draining or not lengths.most():
             return None
         for source, lookup in self._lookups:
             if progress.generated < lengths.paused_until(source) or not lookup.propose(1):
@@ -370,7 +375,9 @@ class SpeculativeRounds:
         self._watch = Stopwatch(now, reads_prompt=progress.generated == 0)
         self._figures.begin_request()
         self._round_over = None
-        return Decode(self._requests.plain(progress, self._stretch, streaming))
+        self._stretch_is_rest = self._stretch >= progress.remaining
+        request = self._requests.plain(progress, self._stretch, streaming)
+        return Decode(request, rest=self._stretch_is_rest)
 
     def _stretch_length(self) -> tuple[int, bool]:
         """How many tokens to ask for, and whether as a stream, which can be left half-way."""
@@ -378,7 +385,7 @@ class SpeculativeRounds:
         if self._shared.one_step:
             return 1, False
         no_guesses = self._lengths.never or (not self._lookups and self._model_given_up)
-        if no_guesses or not progress.max_draft:
+        if no_guesses or self._shared.draining or not progress.max_draft:
             return progress.remaining, self._request.streaming
         streaming = self._request.streaming or bool(self._lookups)
         pause = self._lengths.paused_until(DraftSource.MODEL) - progress.generated
@@ -398,6 +405,8 @@ class SpeculativeRounds:
         """Whether the plain stretch should be left: the answer has ended, or a guess may pay."""
         if self._progress.finish is not None:
             return True
+        if self._shared.draining:
+            return not self._stretch_is_rest
         if not self._lengths.most() or not self._progress.max_draft:
             return False
         return self._look_up() is not None or self._model_length(now) > 0

@@ -5,6 +5,7 @@ Versions of the engine differ, so what a deployed model declares is looked up an
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ from trtllm_bls.wire.infer_message import is_final, output_arrays
 from trtllm_bls.wire.scores import METRICS
 from trtllm_bls.wire.words import pack_words
 
+_NUMBERS = itertools.count(secrets.randbits(62))  # of 63 bits, however long it counts
 _SAMPLING = tuple(option.name for option in fields(Sampling))
 _WANTS = tuple(option.name for option in fields(Wants))
 _SPELLINGS = {
@@ -115,12 +117,12 @@ class DeployedModel:
 
 
 def wire_id(request: EngineRequest) -> str:
-    """A request's id for the engine: a random number, a slash, and its own id for the logs.
+    """A request's id for the engine: a number, a slash, and its own id for the logs.
 
     TensorRT-LLM 0.9 takes the number at an id's beginning for the whole id, and ids must differ
-    among all processes that share the engine.
+    among all processes that share the engine: each counts from a random number.
     """
-    return f"{secrets.randbits(63)}/{request.request_id}"
+    return f"{next(_NUMBERS)}/{request.request_id}"
 
 
 # --- requests -------------------------------------------------------------------------------
@@ -293,7 +295,8 @@ class ResponseReader:
         count = int.from_bytes(length, "little", signed=True)
         if len(length) != 4 or not 0 <= 4 * count <= len(ids):
             return None
-        return struct.unpack_from(f"<{count}i", ids)
+        found = struct.unpack_from(f"<{count}i", ids)
+        return found if min(found, default=0) >= 0 else None
 
     def _chunk(self, arrays: Mapping[str, Array], final: bool) -> EngineChunk:
         length = _number(arrays, "sequence_length")
@@ -305,6 +308,8 @@ class ResponseReader:
                 f"the engine's sequence_length is {length}, its output_ids hold {ids.shape[2]}"
             )
         row = ids[0, 0, self._skip : length]
+        if (low := row.min(initial=0)) < 0:
+            raise EngineError(f"the engine's output_ids hold {low}, which is no token")
         index = _number(arrays, "sequence_index") or 0
         if not 0 <= index < self._request.num_return_sequences:
             raise EngineError(f"the engine's response is of sequence_index {index}: none such")

@@ -24,6 +24,7 @@ _MAX_WORD_BYTES = 1024  # of one of several; a word has at most 256 characters
 
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 _WANTS = tuple(field.name for field in fields(Wants))
+_NO_SAMPLING, _NO_WANTS = Sampling(), Wants()
 # Opened by this package's messages; every other engine input is passed on as an extra.
 _OPENED = {
     *(f"return_{name}" for name in _WANTS),
@@ -34,6 +35,8 @@ _OPENED = {
     *("exclude_input_in_output", "stop"),
 }
 EXTRAS = tuple(tensor for tensor in ENGINE.inputs if tensor.key not in _OPENED)
+_EXTRA_KEYS = frozenset(tensor.key for tensor in EXTRAS)
+_WANT_KEYS = frozenset(f"return_{name}" for name in _WANTS)
 
 
 def read_rows(
@@ -101,23 +104,23 @@ def _read_row(known: list[tuple[Tensor, Array]], row: int) -> Fields:
 
 
 def _read_value(tensor: Tensor, element: Any) -> Any:
-    values = np.asarray(element).reshape(-1) if tensor.single else element
-    if tensor.dtype == "STRING":
-        _check_strings(tensor.name, np.size(values))
-        texts = tuple(_text(tensor.name, item) for item in np.asarray(values).reshape(-1))
-        return _only(tensor, texts) if tensor.single else texts
     if not tensor.single:
-        return values
-    value = _only(tensor, values.tolist())
+        return _texts(tensor, element) if tensor.dtype == "STRING" else element
+    if np.size(element) != 1:
+        problem = f"expected one value per prompt, got {np.size(element)}"
+        raise InvalidRequest(tensor.name, problem)
+    # Of a one-dimensional array of objects the element is the object itself.
+    value = element.item() if isinstance(element, (np.ndarray, np.generic)) else element
+    if tensor.dtype == "STRING":
+        return _text(tensor.name, value)
     if (bounds := tensor.bounds) is not None and not bounds.low < value < bounds.high:
         tensor.check(value)  # at a bound or beyond it
     return bool(value) if tensor.dtype == "BOOL" else value
 
 
-def _only(tensor: Tensor, values: Any) -> Any:
-    if len(values) != 1:
-        raise InvalidRequest(tensor.name, f"expected one value per prompt, got {len(values)}")
-    return values[0]
+def _texts(tensor: Tensor, strings: Any) -> tuple[str, ...]:
+    _check_strings(tensor.name, np.size(strings))
+    return tuple(_text(tensor.name, item) for item in np.asarray(strings).reshape(-1))
 
 
 def _text(name: str, item: Any) -> str:
@@ -132,6 +135,8 @@ def _text(name: str, item: Any) -> str:
 def sampling_of(row: Fields) -> Sampling:
     """The sampling options of one row; ``top_p <= 0`` counts as not set."""
     values = {name: row[name] for name in _SAMPLING if name in row}
+    if not values:
+        return _NO_SAMPLING
     if values.get("top_p", 1) <= 0:
         del values["top_p"]
     return Sampling(**values)
@@ -139,11 +144,15 @@ def sampling_of(row: Fields) -> Sampling:
 
 def wants_of(row: Fields) -> Wants:
     """Which outputs beside the tokens one row asks for."""
+    if _WANT_KEYS.isdisjoint(row):
+        return _NO_WANTS
     return Wants(**{name: row.get(f"return_{name}", False) for name in _WANTS})
 
 
 def extras_of(row: Fields) -> dict[str, Array]:
     """The inputs that are passed on unopened, as arrays without batch dimension."""
+    if _EXTRA_KEYS.isdisjoint(row):
+        return {}
     return {
         tensor.name: _unopened(tensor, row[tensor.key]) for tensor in EXTRAS if tensor.key in row
     }

@@ -33,16 +33,30 @@ def infer_message(
     A BF16 input is given as float32. The last response has Triton's final flag, also if it is
     empty. (Triton's Python clients refuse that parameter by name, so messages are made here.)
     """
-    message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    packed = packed_infer_message(model, request_id, inputs, outputs, parameters)
+    return service_pb2.ModelInferRequest.FromString(packed)
+
+
+def packed_infer_message(
+    model: str,
+    request_id: str,
+    inputs: Iterable[tuple[str, str, Array]],
+    outputs: Iterable[str] = (),
+    parameters: Mapping[str, str] = NO_PARAMETERS,
+) -> bytes:
+    """The same, serialised.
+
+    To protobuf, two messages in a row are one. So what many requests have in common is kept.
+    """
+    inputs = list(inputs)
+    headers = tuple([(name, datatype, array.shape) for name, datatype, array in inputs])
+    own = service_pb2.ModelInferRequest(
+        id=request_id, raw_input_contents=[_raw(datatype, array) for _, datatype, array in inputs]
+    )
     for key, value in parameters.items():
-        message.parameters[key].string_param = value
-    for name, datatype, array in inputs:
-        message.inputs.append(_header(name, datatype, array.shape))
-        message.raw_input_contents.append(_raw(datatype, array))
-    for output in outputs:
-        message.outputs.add(name=output)
-    return message
+        own.parameters[key].string_param = value
+    packed: bytes = _in_common(model, headers, tuple(outputs)) + own.SerializeToString()
+    return packed
 
 
 def is_final(response: Any) -> bool:
@@ -66,9 +80,18 @@ def output_arrays(response: Any) -> Mapping[str, Array]:
 
 
 @lru_cache(maxsize=1024)
-def _header(name: str, datatype: str, shape: tuple[int, ...]) -> Any:
-    """A tensor without its values; copied where it is used, which is cheaper than made."""
-    return service_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=shape)
+def _in_common(
+    model: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...], outputs: tuple[str, ...]
+) -> bytes:
+    """All of a request but its id and values."""
+    message = service_pb2.ModelInferRequest(model_name=model)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, datatype, shape in headers:
+        message.inputs.add(name=name, datatype=datatype, shape=shape)
+    for output in outputs:
+        message.outputs.add(name=output)
+    packed: bytes = message.SerializeToString()
+    return packed
 
 
 def _raw(datatype: str, array: Array) -> bytes:

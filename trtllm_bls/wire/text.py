@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from trtllm_bls.messages import (
 from trtllm_bls.wire.fields import Fields, extras_of, read_rows, sampling_of, wants_of
 from trtllm_bls.wire.scores import metrics_arrays, score_arrays
 
+_SPECULATION = tuple(field.name for field in fields(SpeculationRequest))
+_NO_SPECULATION = SpeculationRequest()
 # W3C Trace Context: version, trace id, parent id, flags. What is not of this form is no context.
 _TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
@@ -80,11 +82,7 @@ def _text_request(row: Fields, request_id: str) -> TextRequest:
         exclude_input_in_output=row.get("exclude_input_in_output", True),
         add_special_tokens=row.get("add_special_tokens"),
         skip_special_tokens=row.get("skip_special_tokens"),
-        speculation=SpeculationRequest(
-            num_draft_tokens=row.get("num_draft_tokens"),
-            draft_source=row.get("draft_source"),
-            use_draft_logits=row.get("use_draft_logits", False),
-        ),
+        speculation=_speculation(row),
         prediction=row.get("prediction"),
         stream_interval=row.get("stream_interval", 1),
         timeout_s=row["timeout_ms"] / 1000 if "timeout_ms" in row else None,
@@ -94,6 +92,11 @@ def _text_request(row: Fields, request_id: str) -> TextRequest:
     )
 
 
+def _speculation(row: Fields) -> SpeculationRequest:
+    values = {name: row[name] for name in _SPECULATION if name in row}
+    return SpeculationRequest(**values) if values else _NO_SPECULATION
+
+
 def _words(row: Fields, key: str) -> tuple[str, ...]:
     """A list of words; empty strings are the wire's way to say "none"."""
     return tuple(word for word in row.get(key, ()) if word)
@@ -101,6 +104,8 @@ def _words(row: Fields, key: str) -> tuple[str, ...]:
 
 def _bias(row: Fields) -> tuple[tuple[str, float], ...]:
     """Words and the weight of each, paired."""
+    if "embedding_bias_words" not in row and "embedding_bias_weights" not in row:
+        return ()
     words = row.get("embedding_bias_words", ())
     weights = row.get("embedding_bias_weights", np.zeros(0))
     if len(words) != len(weights):
@@ -137,9 +142,11 @@ def sequence_ids(
 def _beams(row: Fields) -> Iterator[TokenIds]:
     batch, lengths = row["TOKENS_BATCH"], row["SEQUENCE_LENGTH"]
     if len(lengths) != len(batch) or not all(0 <= n <= batch.shape[1] for n in lengths):
+        first = ", ".join(map(str, lengths[:8].tolist()))
         raise InvalidRequest(
             "SEQUENCE_LENGTH",
-            f"{lengths.tolist()} does not fit TOKENS_BATCH of shape {list(batch.shape)}",
+            f"[{first}{', ...' if len(lengths) > 8 else ''}] does not fit TOKENS_BATCH "
+            f"of shape {list(batch.shape)}",
         )
     for beam, length in zip(batch, lengths, strict=True):
         ids = tuple(beam[:length].tolist())

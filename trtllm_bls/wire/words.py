@@ -5,6 +5,8 @@ Row 0 holds all words' ids end to end, row 1 the running end offset of each word
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +18,7 @@ from trtllm_bls.messages import Array, TokenIds
 def pack_words(words: Sequence[TokenIds], columns: int = 0) -> Array:
     """``[2, N]`` INT32; N is the number of ids, at least ``columns`` (for batches)."""
     words = [word for word in words if word]
-    ids = [token for word in words for token in word]
+    ids = array("i", itertools.chain.from_iterable(words))
     width = max(len(ids), columns)
     packed = np.zeros((2, width), dtype=np.int32)
     packed[1] = -1

@@ -7,6 +7,7 @@ import triton_python_backend_utils as pb_utils
 from trtllm_bls.parameters import BlsParameters, Parameters
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.deployment import Deployment
+from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.text_service import TextService
 from trtllm_bls.services.triton_log import log_to_triton
 
@@ -29,8 +30,13 @@ class TritonPythonModel:
             decoupled=parameters.decoupled,
             log_ends=not parameters.log_requests,  # which has a line for them, too
         )
+        self._lifecycle: Lifecycle | None = None
+        if parameters.status_dir:
+            self._lifecycle = Lifecycle(self._server, self._deployment, parameters.status_dir)
         self._deployment.start(self._server.loop)
         self.execute = self._server.accept  # Triton calls it with its requests
 
     def finalize(self) -> None:
+        if self._lifecycle is not None:
+            self._lifecycle.close()
         self._server.close(self._deployment.close)

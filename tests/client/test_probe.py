@@ -1,0 +1,155 @@
+"""What a probe makes of a server's answers, and a watch of what it sees."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import grpc
+import psutil
+import pytest
+
+from tests.helpers.fake_grpc_server import Abort, Fail, FakeGrpcServer, Hold, Step, Until, text
+from trtllm_bls.errors import ConnectionFailed
+from trtllm_bls.health import Bounds, Probe
+from trtllm_bls.health.command import look
+from trtllm_bls.launcher import TritonServer
+from trtllm_bls.launcher.watch import Pace, Watch
+from trtllm_bls.status import ProcessStatus, StatusDirectory
+
+SECONDS = 20
+TOKEN = text("x", final=True)
+BUSY = Fail("UNAVAILABLE: 256 requests run and 512 wait")
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        ([TOKEN], "answered"),
+        ([Fail("INVALID_ARG: text_input: no")], "answered"),  # nobody but a working server says so
+        ([BUSY], "late"),
+        ([Hold()], "late"),
+        ([Abort(grpc.StatusCode.UNAVAILABLE, "gone")], "late"),
+        ([Fail("INTERNAL: CUDA error")], "failed"),
+    ],
+)
+def test_what_became_of_a_canary(script: list[Step], outcome: str) -> None:
+    """A refusal for want of room is no failure: load alone makes no server unready."""
+
+    async def ask() -> str:
+        async with FakeGrpcServer(script) as server, Probe(server.url) as probe:
+            return (await probe.canary(timeout=1.0)).outcome
+
+    assert asyncio.run(ask()) == outcome
+
+
+def test_models_that_are_not_ready_are_named() -> None:
+    """A server that says nothing is another matter."""
+
+    async def ask() -> None:
+        async with FakeGrpcServer([TOKEN]) as server:
+            async with Probe(server.url) as probe:
+                assert await probe.models_not_ready(["a", "b"], SECONDS) == ()
+                server.loading = True
+                assert await probe.models_not_ready(["a", "b"], SECONDS) == ("a", "b")
+            verdict = await look(server.url, ("a",), SECONDS, canary=True)
+            assert verdict.reasons == ("model a is not ready",)
+        async with Probe(server.url) as probe:
+            with pytest.raises(ConnectionFailed):
+                await probe.models_not_ready(["a"], SECONDS)
+
+    asyncio.run(ask())
+
+
+def test_one_look_tells_whether_a_token_comes_out() -> None:
+    """From anywhere: all that is needed is the gRPC port."""
+
+    async def ask(*script: Step) -> tuple[str, ...]:
+        async with FakeGrpcServer(script) as server:
+            return (await look(server.url, ("a",), 1.0, canary=True)).reasons
+
+    assert asyncio.run(ask(TOKEN)) == ()
+    assert asyncio.run(ask(Fail("INTERNAL: no")))[0] == "a request for one token fails: no"
+    assert "no complete answer within 1 s" in asyncio.run(ask(Hold()))[0]
+
+
+# --- the watch ------------------------------------------------------------------------------
+
+QUICK = Pace(look_s=0.01, canary_s=0.02, answer_s=0.1)
+
+
+def watch(url: str, status: Path, stall_s: float, failed: list[str]) -> Watch:
+    """Over a server whose processes are this one."""
+    me = psutil.Process()
+    server = SimpleNamespace(
+        grpc_url=url,
+        models=("tensorrt_llm_bls",),
+        guard=me,
+        process=me,
+        status_dir=status,
+        canary_id="canary",
+        stop_requested=False,
+    )
+    bounds = Bounds(stall_s=stall_s)
+    return Watch(cast(TritonServer, server), bounds, failed.append, failed.append, QUICK)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> None:
+    """Readiness goes and comes back; nothing is ended for a stall that passes."""
+
+    async def run() -> None:
+        stalled = asyncio.Event()
+        steps: list[Step] = [TOKEN]
+        async with FakeGrpcServer(lambda _: steps) as server:
+            watching = watch(server.url, tmp_path, stall_s=1.0, failed=(failed := []))
+            await until(lambda: len(server.asked) > 1)
+            assert watching.verdict.ready
+            steps[:] = [Until(stalled), TOKEN]
+            await until(lambda: not watching.verdict.ready)
+            assert "no response has left for" in watching.verdict.reasons[0]
+            steps[:] = [TOKEN]
+            stalled.set()
+            await until(lambda: watching.verdict.ready)
+            await asyncio.to_thread(watching.close)
+            assert failed == []
+
+    asyncio.run(run())
+
+
+def test_load_alone_does_not_make_a_server_unready(tmp_path: Path) -> None:
+    """No canary gets through, but others get tokens; when they no longer do, it has failed."""
+
+    async def run() -> None:
+        files, failed = StatusDirectory(tmp_path), list[str]()
+        responses = 0
+
+        def progress() -> None:
+            nonlocal responses
+            responses += 1
+            now = time.monotonic()
+            files.write(ProcessStatus(os.getpid(), now, now, responses, running=256))
+
+        async with FakeGrpcServer([BUSY]) as server:
+            watching = watch(server.url, tmp_path, stall_s=1.0, failed=failed)
+            enough = time.monotonic() + 2.0  # twice the limit: without progress it would fail
+            while time.monotonic() < enough or len(server.asked) < 5:
+                progress()
+                assert watching.verdict.ready
+                await asyncio.sleep(0.02)
+            await until(lambda: bool(failed))
+            assert "no response has left for" in failed[0]
+            await asyncio.to_thread(watching.close)
+
+    asyncio.run(run())

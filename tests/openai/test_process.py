@@ -1,0 +1,142 @@
+"""``trtllm-bls openai`` as a process: workers, HTTPS, keys, signals; and old HTTP clients."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import trustme
+
+from tests.helpers.openai_server import MODEL
+from tests.helpers.scripted_text import PROMPT
+from tests.helpers.small_tokenizers import directory
+from tests.openai.conftest import Connect
+
+NOWHERE = "localhost:1"
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="module")
+def process(
+    authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Two workers with HTTPS and a key, whose engine cannot be reached."""
+    scratch = tmp_path_factory.mktemp("process")
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(str(scratch / "key.pem"))
+    issued.cert_chain_pems[0].write_to_path(str(scratch / "cert.pem"))
+    (scratch / "keys").write_text("mine\n")
+    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0", "--workers", "2"]
+    command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
+    command += ["--served-model-name", MODEL, "--api-keys-file", str(scratch / "keys")]
+    command += ["--ssl-certfile", str(scratch / "cert.pem")]
+    command += ["--ssl-keyfile", str(scratch / "key.pem")]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert running.stdout
+    url = running.stdout.readline().split()[-1].removesuffix("/v1")
+    yield running, url
+    running.kill()
+    running.communicate()
+
+
+def get(url: str, authority: trustme.CA, **headers: str) -> int:
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, context=context, timeout=120) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_workers_answer_over_https_to_who_has_a_key(
+    process: tuple[subprocess.Popen[str], str], authority: trustme.CA
+) -> None:
+    """An engine that cannot be reached is unhealthy, and nothing worse."""
+    running, url = process
+    assert url.startswith("https://")
+    assert get(f"{url}/v1/models", authority) == 401
+    assert get(f"{url}/v1/models", authority, Authorization="Bearer mine") == 200
+    assert get(f"{url}/health", authority) == 503
+    assert get(f"{url}/metrics", authority) == 200
+    names = [child.cmdline() for child in psutil.Process(running.pid).children()]
+    assert sum("spawn_main" in " ".join(name) for name in names) == 2
+
+
+def test_sigterm_ends_all_workers(process: tuple[subprocess.Popen[str], str]) -> None:
+    """With exit code 0. Last: the process is gone then."""
+    running, _ = process
+    children = psutil.Process(running.pid).children(recursive=True)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 0
+    deadline = time.monotonic() + 30
+    while any(map(runs, children)):  # a helper of multiprocessing ends after its workers
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; an orphan may stay a zombie where nobody reaps it."""
+    try:
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
+    """That says which, and what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", str(port)]
+        command += ["--tokenizer-dir", str(directory("byte-level"))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: --port {port} on 127.0.0.1: address already in use;")
+
+
+def exchange(api_port: int, data: bytes, end: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", api_port), timeout=60) as raw:
+        raw.sendall(data)
+        read = b""
+        while not read.endswith(end):
+            part = raw.recv(65536)
+            if not part:
+                break
+            read += part
+    return read
+
+
+def test_old_and_careful_clients_are_answered(connect: Connect) -> None:
+    """HTTP/1.0 has no chunks, Expect asks before it sends, and a connection serves again."""
+    api, _ = connect()
+    body = b'{"model": "%s", "prompt": "%s", "stream": true}' % (MODEL.encode(), PROMPT.encode())
+    head = b"POST /v1/completions HTTP/1.%d\r\nhost: x\r\ncontent-length: %d\r\n%s\r\n"
+    old = exchange(api.port, head % (0, len(body), b"") + body, b"never")
+    assert old.endswith(b"data: [DONE]\n\n")
+    careful = head % (1, len(body), b"expect: 100-continue\r\n")
+    assert exchange(api.port, careful, b"\r\n\r\n").startswith(b"HTTP/1.1 100 Continue")
+    with socket.create_connection(("127.0.0.1", api.port), timeout=60) as raw:
+        for _ in range(3):
+            raw.sendall(head % (1, len(body), b"") + body)
+            read = b""
+            deadline = time.monotonic() + 60
+            while not read.endswith(b"0\r\n\r\n"):
+                assert time.monotonic() < deadline
+                read += raw.recv(65536)
+            assert b"[DONE]" in read

@@ -1,0 +1,189 @@
+"""A process that is asked to drain: rounds become plain requests, new requests are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.fake_python_backend import SECONDS, FakeTriton
+from tests.helpers.request_servers import ONE, number, opened
+from tests.helpers.scripted_pairs import engine_request, hashed_pair, ids, read
+from trtllm_bls.admission import Admission
+from trtllm_bls.errors import EngineUnavailable, Overloaded
+from trtllm_bls.python_backend import Call
+from trtllm_bls.services.lifecycle import Lifecycle
+from trtllm_bls.status import ProcessStatus, StatusDirectory
+
+# --- speculation ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("source", ["model", "ngram", "mixed"])
+@pytest.mark.parametrize("length", [None, 3])
+@pytest.mark.parametrize("after", [1, 2, 3, 5, 8])
+def test_rounds_become_one_plain_request(
+    streaming: bool, source: str, length: int | None, after: int
+) -> None:
+    """At whatever moment it comes: the text is the same, and one request brings all the rest."""
+    engines = hashed_pair(rate=0.8)
+    request = engine_request(max_tokens=60, streaming=streaming)
+
+    async def drained() -> list[int]:
+        expected = ids(await read(engines.target, request))
+        engines.target.requests.clear()
+        engine = engines.speculative(draft_source=source, num_draft_tokens=length)
+        async with aclosing(engine.generate(request)) as stream:
+            while len(engines.target.requests) < after and not engine.ended:
+                await asyncio.sleep(0)
+            asked = len(engines.target.requests)
+            engine.drain()
+            got = ids([chunk async for chunk in stream])
+        assert got == expected
+        later = engines.target.requests[asked:]
+        assert all(each.draft is None for each in later[1:])  # a guess may have been at hand
+        assert len(later) <= 2
+        assert engine.settled
+        return got
+
+    asyncio.run(drained())
+
+
+def test_a_process_has_not_handed_over_while_rounds_run() -> None:
+    """Only a request that asks for all the rest needs nothing more from a server that stops."""
+    engines = hashed_pair(rate=0.8)
+
+    async def run() -> None:
+        engine = engines.speculative(num_draft_tokens=3)
+        async with aclosing(
+            engine.generate(engine_request(max_tokens=60, streaming=True))
+        ) as stream:
+            await stream.wait()
+            assert not engine.settled
+            engine.drain()
+            while not engine.settled:
+                await asyncio.sleep(0)
+            assert engine.shared.in_flight == 1  # still running: it settled before its end
+            assert [chunk async for chunk in stream]
+
+    asyncio.run(run())
+
+
+def test_what_waits_for_a_place_is_refused() -> None:
+    """It has no token yet, so another server can do it as well."""
+
+    async def run() -> None:
+        admission = Admission(max_running=1, max_queued=9, max_queue_s=None)
+
+        async def wait() -> None:
+            async with admission.place(1):
+                raise AssertionError("it got a place")
+
+        async with admission.place(1):
+            waiting = [asyncio.create_task(wait()) for _ in range(3)]
+            while admission.queued < 3:
+                await asyncio.sleep(0)
+            admission.refuse_waiting("ask another")
+            ended = await asyncio.gather(*waiting, return_exceptions=True)
+            assert [type(each) for each in ended] == [Overloaded] * 3
+            assert (admission.running, admission.queued) == (1, 0)
+        async with admission.place(1):
+            pass
+
+    asyncio.run(run())
+
+
+# --- the process ----------------------------------------------------------------------------
+
+
+class StubbornEngine:
+    """Settles when it is told to."""
+
+    def __init__(self) -> None:
+        self.settled = False
+        self.drained = threading.Event()
+
+    def drain(self) -> None:
+        self.drained.set()
+
+
+def status_when(files: StatusDirectory, condition: str) -> ProcessStatus:
+    """The process's status once it is so; fails if that never comes."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        for status in files.read():
+            if eval(condition, {"status": status}):
+                return status
+        time.sleep(0.01)
+    raise AssertionError(f"never {condition}: {files.read()}")
+
+
+async def never_ends(call: Call) -> None:
+    call.send(number(1))
+    await asyncio.get_running_loop().create_future()
+
+
+def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
+    """Its requests by id, responses counted, the loop's last turn."""
+    triton = FakeTriton()
+    ask = triton.ask(ONE, "number", id="mine")
+    with opened(triton, never_ends) as server:
+        lifecycle = Lifecycle(server, StubbornEngine(), str(tmp_path / "status"))
+        files = StatusDirectory(tmp_path / "status")
+        assert status_when(files, "status.running == 0").pid == os.getpid()
+        server.accept([ask])
+        told = status_when(files, "status.running == 1 and status.responses == 1")
+        assert told.requests[0].startswith("mine-") and not told.handed_over
+        assert status_when(files, f"status.loop_at > {told.loop_at}").written_at > told.written_at
+        lifecycle.close()
+    assert ask.error is not None  # the server was closed
+
+
+def test_a_draining_process_refuses_what_is_new_and_ends_what_lasts_too_long(
+    tmp_path: Path,
+) -> None:
+    """A clear refusal; a request that runs past the deadline ends with an error, not silently."""
+    triton, engine = FakeTriton(), StubbornEngine()
+    running, late = (triton.ask(ONE, "number", id=name) for name in ("running", "late"))
+    with opened(triton, never_ends) as server:
+        files = StatusDirectory(tmp_path)
+        files.ask_to_drain(0.0)  # left there by a server that has ended
+        lifecycle = Lifecycle(server, engine, str(tmp_path))
+        server.accept([running])
+        running.wait(responses=1)
+        files.ask_to_drain(float("inf"))
+        assert engine.drained.wait(SECONDS)
+        server.accept([late])
+        assert (refusal := late.wait().error) is not None
+        assert (refusal.code(), "shutting down" in refusal.message()) == ("UNAVAILABLE", True)
+        assert not status_when(files, "status.running == 1").handed_over
+        engine.settled = True
+        assert status_when(files, "status.handed_over").running == 1
+        files.ask_to_drain(0.0)
+        ended = running.wait().error
+        assert ended is not None and ended.code() == EngineUnavailable.status
+        lifecycle.close()
+
+
+def test_a_shell_can_ask_too(tmp_path: Path) -> None:
+    """An empty drain file has no deadline; what is no status is not read."""
+    files = StatusDirectory(tmp_path)
+    assert files.drain_deadline() is None
+    (tmp_path / "drain").touch()
+    assert files.drain_deadline() == float("inf")
+    (tmp_path / "1.json").write_text("{}")
+    assert files.read() == [] and files.handed_over
+
+
+def test_a_process_that_has_ended_holds_nobody_up(tmp_path: Path) -> None:
+    """It may have been killed in the middle of its requests."""
+    files = StatusDirectory(tmp_path)
+    gone = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(gone, 0)
+    files.write(ProcessStatus(pid=gone, written_at=0, loop_at=0, responses=0, running=3))
+    assert files.read() == [] and files.handed_over

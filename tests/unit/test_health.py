@@ -1,0 +1,262 @@
+"""When a server is ready, when it has failed, and how that is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from trtllm_bls.cli import main
+from trtllm_bls.errors import SetupError
+from trtllm_bls.health import Bounds, Observed, ServerProcesses, Verdict, evaluate, find_server
+from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
+from trtllm_bls.launcher.start_progress import StartProgress
+from trtllm_bls.launcher.supervise import BackOff
+from trtllm_bls.launcher.watch import Watch
+
+SECONDS = 20
+BOUNDS = Bounds(stall_s=10)
+GOOD = Observed(progress_at=99.0, loop_at=99.5, shared_memory=2**30)
+
+
+# --- the verdict ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("observed", "reason", "failed"),
+    [
+        (GOOD, None, False),
+        (Observed(), None, False),
+        (Observed(progress_at=91.0), None, False),  # late, within the limit
+        (Observed(canary_failures=1, canary_error="no"), None, False),  # perhaps an accident
+        (Observed(canary_failures=2, canary_error="no"), "for one token fails: no", False),
+        (Observed(processes=("x is dead",)), "x is dead", True),
+        (Observed(models=("tensorrt_llm",)), "model tensorrt_llm is not ready", False),
+        (Observed(progress_at=89.0), "no response has left for 11 s", False),
+        (Observed(progress_at=79.0), "no response has left for 21 s", True),
+        (Observed(loop_at=89.0), "has been stuck for 11 s", False),
+        (Observed(loop_at=79.0), "has been stuck for 21 s", True),
+        (Observed(shared_memory=4096), "/dev/shm is full: 4 KiB are free", False),
+    ],
+)
+def test_what_observations_mean(observed: Observed, reason: str | None, failed: bool) -> None:
+    """Dead and stopped processes count at once; what is late only when nothing moves at all."""
+    verdict = evaluate(observed, BOUNDS, now=100.0)
+    assert verdict.ready is (reason is None)
+    assert verdict.failed is failed
+    assert all(reason and reason in line for line in verdict.reasons)
+
+
+def test_every_reason_is_told() -> None:
+    """Somebody has to find out what happened."""
+    observed = Observed(processes=("a", "b"), models=("c",), progress_at=0.0, loop_at=0.0)
+    assert len(evaluate(observed, BOUNDS, now=100.0).reasons) == 5
+
+
+# --- processes ------------------------------------------------------------------------------
+
+# A server with two children: one is called like a stub of model x, one is anybody's.
+SERVER = """
+import subprocess, sys
+wait = "import sys; sys.stdin.read()"
+stub = ["triton_python_backend_stub", "-c", wait]
+a = subprocess.Popen(stub, executable=sys.executable, stdin=subprocess.PIPE)
+b = subprocess.Popen([sys.executable, "-c", wait], stdin=subprocess.PIPE)
+print(a.pid, b.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def children() -> Iterator[tuple[psutil.Process, psutil.Process, psutil.Process]]:
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout
+    stub, other = map(int, server.stdout.readline().split())
+    yield psutil.Process(server.pid), psutil.Process(stub), psutil.Process(other)
+    for pid in (stub, other):
+        os.kill(pid, signal.SIGKILL)
+    server.communicate()
+
+
+Tree = tuple[psutil.Process, psutil.Process, psutil.Process]
+
+
+def test_a_dead_stub_is_noticed(children: Tree) -> None:
+    """The server does not say so; other children may come and go."""
+    server, stub, other = children
+    looked_at = ServerProcesses(server)
+    other.kill()
+    assert looked_at.problems() == ()
+    stub.kill()
+    while stub.status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert [line.endswith("is dead") for line in looked_at.problems()] == [True]
+
+
+def test_a_stopped_stub_is_noticed_at_the_second_look(children: Tree) -> None:
+    """One look may fall into a moment that means nothing."""
+    server, stub, _ = children
+    looked_at = ServerProcesses(server)
+    stub.suspend()
+    while stub.status() != psutil.STATUS_STOPPED:
+        pass
+    assert looked_at.problems() == ()
+    assert [line.endswith("is stopped") for line in looked_at.problems()] == [True]
+    assert looked_at.wake(stub)
+    while stub.status() == psutil.STATUS_STOPPED:
+        pass
+    assert not looked_at.wake(stub)
+    assert looked_at.problems() == ()
+
+
+def test_no_server_is_found_where_none_listens() -> None:
+    """A port of another program is not a server's."""
+    assert find_server(1) is None
+
+
+# --- the endpoint ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[HealthState, str]]:
+    state = HealthState()
+    running = HealthEndpoint("127.0.0.1", 0, state)
+    yield state, f"http://127.0.0.1:{running.port}/health"
+    running.close()
+
+
+def get(url: str) -> tuple[int, dict[str, Any]]:
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def looking(verdict: Verdict, looked_at: float = float("inf")) -> Watch:
+    return cast(Watch, SimpleNamespace(verdict=verdict, looked_at=looked_at))
+
+
+def test_startup_live_and_ready_are_kept_apart(endpoint: tuple[HealthState, str]) -> None:
+    """A restart ends readiness alone: neither is the pod to be killed nor startup undone."""
+    state, url = endpoint
+
+    def become(*codes: int) -> None:
+        """The codes of startup, live and ready; a change is told within moments."""
+        until = time.monotonic() + SECONDS
+        while True:
+            found = tuple(get(f"{url}/{each}")[0] for each in ("startup", "live", "ready"))
+            if found == codes:
+                return
+            assert time.monotonic() < until, found
+
+    become(503, 200, 503)
+    with state.serving(looking(Verdict())):
+        become(200, 200, 200)
+    state.restarting("a stub is dead")
+    become(200, 200, 503)
+    assert get(f"{url}/ready")[1] == {
+        "ok": False,
+        "reasons": ["restarting: a stub is dead"],
+        "restarts": 1,
+    }
+    assert get(f"{url}/elsewhere")[0] == get(f"{url.removesuffix('/health')}/")[0] == 404
+
+
+def test_the_process_that_answers_is_started_again(endpoint: tuple[HealthState, str]) -> None:
+    """Should somebody kill it, probes are answered again a moment later."""
+    _, url = endpoint
+    (answering,) = psutil.Process().children()
+    answering.kill()
+    psutil.wait_procs([answering])
+    until = time.monotonic() + SECONDS
+    while True:
+        try:
+            assert get(f"{url}/live")[0] == 200
+            return
+        except OSError:
+            assert time.monotonic() < until
+
+
+def test_the_reasons_are_told() -> None:
+    """All of them, with what the watch has seen."""
+    state = HealthState()
+    with state.serving(looking(Verdict(("it is stuck",)))):
+        assert state.answers()["ready"] == ["it is stuck"]
+        state.draining = True
+        assert state.answers()["ready"] == ["the server is draining", "it is stuck"]
+
+
+def test_a_watch_that_is_stuck_is_not_live() -> None:
+    """Then nobody looks after the server any more."""
+    state = HealthState()
+    with state.serving(looking(Verdict(), looked_at=float("-inf"))):
+        assert state.answers()["live"]
+
+
+def test_a_busy_health_port_names_its_option(endpoint: tuple[HealthState, str]) -> None:
+    """As for the other ports."""
+    port = int(endpoint[1].rsplit(":", 1)[1].split("/")[0])
+    with pytest.raises(SetupError, match=rf"port {port} on 127\.0\.0\.1: .*--health-port"):
+        HealthEndpoint("127.0.0.1", port, HealthState())
+
+
+# --- starts ---------------------------------------------------------------------------------
+
+
+def test_restarts_come_later_each_time() -> None:
+    """Up to half a minute; a server that was up for a while begins anew."""
+    back_off = BackOff()
+    assert [back_off.delay(5) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    assert [back_off.delay(61), back_off.delay(0)] == [1, 2]
+
+
+def test_a_start_is_stuck_when_nothing_moves() -> None:
+    """CPU time, bytes read and lines of log all count; an idle server's crumbs do not."""
+    start = StartProgress(stuck_s=20, look_s=0)
+    start.take(0.0, 1.0, 0, 1)
+    for now, cpu, read, lines in (
+        (10, 1.01, 0, 2),  # a line
+        (20, 1.5, 0, 2),  # CPU
+        (30, 1.51, 2**21, 2),  # reading
+        (40, 1.52, 2**21, 2),
+        (49, 1.53, 2**21, 2),
+    ):
+        start.take(now, cpu, read, lines)
+        assert not start.stuck
+    start.take(50, 1.53, 2**21, 2)
+    assert start.stuck
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there_is_not_healthy() -> None:
+    """Exit code 1 and a reason."""
+    result = CliRunner().invoke(main, ["health", "--url", "127.0.0.1:1", "--timeout", "5"])
+    assert result.exit_code == 1
+    assert "127.0.0.1:1" in result.output
+    result = CliRunner().invoke(main, ["health", "--url", "127.0.0.1:1", "--json"])
+    assert json.loads(result.output)["ready"] is False
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    """In one line."""
+    result = CliRunner().invoke(main, ["health", "--url", "nowhere"])
+    assert result.exit_code == 1
+    assert result.stderr == "error: --url nowhere: write host:port, where gRPC is served\n"

@@ -1,0 +1,139 @@
+"""What is counted, not timed: responses made ahead, the order of turns, wake-ups, feeds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+
+from tests.helpers.fake_python_backend import SECONDS, FakeTriton
+from tests.helpers.request_servers import ONE, Gate, number, opened
+from tests.helpers.scripted_text import asking
+from trtllm_bls.answer import Answer, TextRules
+from trtllm_bls.messages import EngineChunk, TokenIds
+from trtllm_bls.python_backend import MAX_QUEUED, Call, SenderThreads
+
+MANY = 3 * MAX_QUEUED
+
+
+def test_first_responses_wait_for_no_others_and_later_ones_for_a_turn() -> None:
+    """While no send comes to its end, no second response is made, and every first one is."""
+    gate, made, second = Gate(), threading.Semaphore(0), []
+
+    async def handle(call: Call) -> None:
+        await call.ready()
+        call.send(number(0))
+        made.release()
+        await call.ready()
+        second.append(call)
+        call.send(number(1), final=True)
+
+    triton = FakeTriton()
+    asks = [triton.ask(ONE, "number") for _ in range(MANY)]
+    with opened(triton, handle) as server:
+        for ask in asks:
+            ask.on_send = gate
+        server.accept(asks)
+        for _ in asks:
+            assert made.acquire(timeout=SECONDS)
+        assert second == []
+        gate.open.set()
+        for ask in asks:
+            assert ask.wait().said("number") == [[0], [1]]
+
+
+def test_turns_come_in_the_order_of_asking_and_none_is_lost() -> None:
+    """Though some of those who wait for one leave, and the others do nothing with theirs."""
+
+    async def wait_and_leave() -> list[int]:
+        gate, order = Gate(), []
+        triton = FakeTriton()
+        senders = SenderThreads(asyncio.get_running_loop(), 1)
+        asks = [triton.ask(ONE, "number") for _ in range(MAX_QUEUED + 1)]
+        asks[0].on_send = gate
+        for ask in asks:
+            Call(triton, ask, senders, decoupled=True).send(number(0), final=True)
+        await asyncio.to_thread(gate.begun.wait, SECONDS)
+        assert not senders.has_room()
+
+        async def turn(number: int) -> None:
+            await senders.room()
+            order.append(number)
+
+        tasks = [asyncio.create_task(turn(number)) for number in range(MANY)]
+        await asyncio.sleep(0)
+        for task in tasks[::3]:
+            task.cancel()
+        gate.open.set()
+        await asyncio.wait(tasks, timeout=SECONDS)
+        await asyncio.to_thread(senders.close)
+        return order
+
+    assert asyncio.run(wait_and_leave()) == [number for number in range(MANY) if number % 3]
+
+
+def test_requests_that_arrive_while_the_loop_is_busy_wake_it_once() -> None:
+    """Each wake-up is a write to a socket, which hands over the interpreter's lock."""
+    busy, done, wakes = threading.Event(), threading.Event(), []
+
+    async def handle(call: Call) -> None:
+        if call.client_id == "busy":
+            busy.set()
+            done.wait(SECONDS)
+        call.finish()
+
+    triton = FakeTriton()
+    asks = [triton.ask(ONE, "number") for _ in range(50)]
+    with opened(triton, handle) as server:
+        server.accept([triton.ask(ONE, "number", id="busy")])
+        assert busy.wait(SECONDS)
+        wake = server._loop.call_soon_threadsafe
+        main = threading.get_ident()
+
+        def counted(*arguments: object) -> object:
+            if threading.get_ident() == main:
+                wakes.append(arguments)
+            return wake(*arguments)  # type: ignore[arg-type]
+
+        server._loop.call_soon_threadsafe = counted  # type: ignore[method-assign,assignment]
+        for ask in asks:
+            server.accept([ask])
+        assert len(wakes) == 1
+        done.set()
+        for ask in asks:
+            ask.wait()
+
+
+class Counting:
+    """A detokenizer that counts how often it is fed."""
+
+    def __init__(self) -> None:
+        self.feeds = 0
+
+    def feed(self, ids: TokenIds) -> str:
+        self.feeds += 1
+        return "x" * len(ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+def answers(streams: int) -> Iterator[tuple[Answer, Counting]]:
+    for _ in range(streams):
+        counting = Counting()
+        request = asking(stream=True, max_tokens=1000)
+        yield Answer(request, TextRules(prompt_tokens=1, max_tokens=1000), [counting]), counting
+
+
+def test_chunks_that_are_taken_together_are_fed_together() -> None:
+    """One feed and one response, however many tokens have come."""
+
+    def one_by_one(count: int) -> Sequence[EngineChunk]:
+        return [EngineChunk(token_ids=(n,)) for n in range(count)]
+
+    for answer, counting in answers(3):
+        (chunk,) = answer.take(one_by_one(100))
+        assert (chunk.text, counting.feeds) == ("x" * 100, 1)
+        (chunk,) = answer.take([*one_by_one(50), EngineChunk(token_ids=(1,), final=True)])
+        assert (chunk.text, counting.feeds) == ("x" * 51, 3)
+        assert chunk.ending is not None and chunk.ending.completion_tokens == 151

@@ -1,0 +1,93 @@
+"""``trtllm-bls health``: one look at a server, from anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import sys
+import time
+
+import click
+
+from trtllm_bls.errors import ConnectionFailed, SettingsError
+from trtllm_bls.health.probe import TEXT_MODEL, Probe
+from trtllm_bls.health.processes import ServerProcesses, find_server, free_shared_memory
+from trtllm_bls.health.verdict import CANARY_FAILURES, Bounds, Observed, Verdict, evaluate
+
+
+@click.command()
+@click.option("--url", default="127.0.0.1:8001", show_default=True, help="host:port of gRPC.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=("tensorrt_llm", TEXT_MODEL),
+    show_default=True,
+    help="A model that must be ready; may be repeated.",
+)
+@click.option(
+    "--canary/--no-canary", default=True, help=f"Ask {TEXT_MODEL} for a token.", show_default=True
+)
+@click.option("--timeout", default=10.0, show_default=True, help="Seconds that an answer may take.")
+@click.option("--json", "as_json", is_flag=True, help="Print an object instead of lines.")
+def command(url: str, models: tuple[str, ...], canary: bool, timeout: float, as_json: bool) -> None:
+    """Whether a server can serve: exit code 0 if it can, else 1 and a line for each reason.
+
+    Asks for the models' state and for one token. On the server's own machine it also looks at
+    the processes and the shared memory.
+
+    \b
+    Examples:
+      trtllm-bls health
+      trtllm-bls health --url gpu-host:8001 --timeout 30 --json
+    """
+    verdict = asyncio.run(look(url, models, timeout, canary=canary))
+    if as_json:
+        click.echo(json.dumps({"ready": verdict.ready, "reasons": verdict.reasons}))
+    else:
+        for line in verdict.reasons or ("ready",):
+            click.echo(line)
+    sys.exit(0 if verdict.ready else 1)
+
+
+async def look(url: str, models: tuple[str, ...], timeout: float, *, canary: bool) -> Verdict:
+    """One look at the server at ``url``. Raises ``SettingsError`` for what is no address."""
+    host, _, port = url.rpartition(":")
+    if not host or not port.isdecimal():
+        raise SettingsError(f"--url {url}: write host:port, where gRPC is served")
+    here = _is_here(host)
+    local = find_server(int(port)) if here else None
+    processes = ServerProcesses(local).problems() if local is not None else ()
+    missing, error, failures = await _asked(url, models, timeout, canary=canary and not processes)
+    observed = Observed(
+        processes=processes,
+        models=missing,
+        canary_failures=failures,
+        canary_error=error,
+        shared_memory=free_shared_memory() if here else None,
+    )
+    return evaluate(observed, Bounds(), time.monotonic())
+
+
+async def _asked(
+    url: str, models: tuple[str, ...], timeout: float, *, canary: bool
+) -> tuple[tuple[str, ...], str, int]:
+    """Models that are not ready, and the canary's error with how many failures it counts for."""
+    async with Probe(url) as probe:
+        try:
+            missing = await probe.models_not_ready(models, timeout)
+        except ConnectionFailed as error:
+            return (), str(error), CANARY_FAILURES
+        if canary and not missing:
+            answer = await probe.canary(timeout)
+            if answer.outcome != "answered":
+                return (), answer.error, CANARY_FAILURES
+        return missing, "", 0
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,89 @@
+"""A server's processes and shared memory on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+
+# The server's children that it cannot do without, and never starts again: the processes of Python
+# models, and the ranks of TensorRT-LLM's executor. What else a model starts is its own affair.
+_NEEDED = re.compile(r"triton_python_backend_stub|trtllmExecutorWorker")
+
+
+class ServerProcesses:
+    """tritonserver and the children it needs, as they are when this is made: with models loaded."""
+
+    def __init__(self, server: psutil.Process) -> None:
+        self._names = {server: "tritonserver"}
+        for child in server.children():
+            with suppress(psutil.Error):
+                if _NEEDED.search(" ".join(child.cmdline()[:1])):
+                    self._names[child] = _described(child)
+        self._stopped: set[psutil.Process] = set()
+
+    def problems(self) -> tuple[str, ...]:
+        """Which are dead or stopped, a line each.
+
+        A process counts as stopped when two calls in a row find it so; one that a debugger holds
+        does not.
+        """
+        found, stopped = [], set()
+        for process, name in self._names.items():
+            state = _state(process)
+            if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+                found.append(f"the process of {name} is dead")
+            elif state == psutil.STATUS_STOPPED:
+                stopped.add(process)
+                if process in self._stopped:
+                    found.append(f"the process of {name} is stopped")
+        self._stopped = stopped
+        return tuple(found)
+
+    def wake(self, process: psutil.Process) -> bool:
+        """Let a process go on if it is stopped; whether it was."""
+        with suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED:
+                process.resume()
+                return True
+        return False
+
+
+def find_server(port: int) -> psutil.Process | None:
+    """The tritonserver of this machine that listens on ``port``, if we may see it."""
+    for process in psutil.process_iter(["name"]):
+        if process.info["name"] != "tritonserver":
+            continue
+        with suppress(psutil.Error):
+            for connection in process.net_connections(kind="inet"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    return process
+    return None
+
+
+def free_shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
+    """Bytes; ``None`` where there is none at all."""
+    try:
+        room = os.statvfs(directory)
+    except OSError:
+        return None
+    return room.f_bavail * room.f_frsize
+
+
+def _state(process: psutil.Process) -> str:
+    try:
+        return process.status() if process.is_running() else psutil.STATUS_DEAD
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
+
+
+def _described(child: psutil.Process) -> str:
+    """A stub's first argument is its model's file, ``.../<model>/<version>/model.py``."""
+    words = child.cmdline()
+    parts = Path(words[1]).parts if len(words) > 1 else ()
+    return f"model {parts[-3]}" if len(parts) > 2 else child.name()

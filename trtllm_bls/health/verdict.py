@@ -1,0 +1,78 @@
+"""What observations of a server mean: is it ready, and is it beyond help?
+
+The rule that load alone never makes a server unready: nothing that is merely late counts, as long
+as anything at all moves. A response to any request, or the answer to a canary (a request for one
+token that the probe sends itself), is progress; so is a refusal for want of room, while others are
+served. Only when nothing has moved for the stall limit is the server taken for stuck. What a
+machine under load does not do by itself counts at once: a process that is dead or stopped, a model
+that is not loaded, a canary that fails twice, no shared memory left.
+
+Pure: times are seconds of one clock, handed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CANARY_FAILURES = 2  # in a row; one may be an accident
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """``stall_s``: without any progress for so long a server is not ready, for twice so long it
+    has failed. ``shared_memory``: the fewest bytes free."""
+
+    stall_s: float = 30.0
+    shared_memory: int = 4 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What is known of a server. ``None`` means that it is not looked at.
+
+    ``progress_at``: when a response last left or a canary was last answered. ``loop_at``: when the
+    event loop turned last, of the process where that is longest ago. ``canary_failures``: in a row.
+    """
+
+    processes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    progress_at: float | None = None
+    loop_at: float | None = None
+    canary_failures: int = 0
+    canary_error: str = ""
+    shared_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``reasons`` why it is not ready, one line each; ``failed``: it will not recover by itself."""
+
+    reasons: tuple[str, ...] = ()
+    failed: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return not self.reasons
+
+
+def evaluate(observed: Observed, bounds: Bounds, now: float) -> Verdict:
+    """What the observations mean."""
+    reasons = [*observed.processes]
+    reasons += [f"model {model} is not ready" for model in observed.models]
+    if observed.canary_failures >= CANARY_FAILURES:
+        reasons.append(f"a request for one token fails: {observed.canary_error}")
+    silent = _age(observed.progress_at, now)
+    if silent > bounds.stall_s:
+        reasons.append(f"no response has left for {silent:.0f} s")
+    stuck = _age(observed.loop_at, now)
+    if stuck > bounds.stall_s:
+        reasons.append(f"a process of tensorrt_llm_bls has been stuck for {stuck:.0f} s")
+    free = observed.shared_memory
+    if free is not None and free < bounds.shared_memory:
+        reasons.append(f"/dev/shm is full: {free // 1024} KiB are free")
+    hopeless = max(silent, stuck) > 2 * bounds.stall_s
+    return Verdict(tuple(reasons), failed=bool(observed.processes) or hopeless)
+
+
+def _age(moment: float | None, now: float) -> float:
+    return 0.0 if moment is None else now - moment

@@ -1,0 +1,130 @@
+"""What ``serve`` knows of its server, told over HTTP.
+
+    /health/startup   200 once the server has been ready for the first time
+    /health/live      200 unless ``serve`` itself is stuck; it restarts a server by itself
+    /health/ready     200 while the server can serve, 503 with the reasons otherwise
+
+Owns what is answered; ``health_server`` answers. Nothing is asked of the server for it, so a probe
+costs nothing and is quick under any load.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from trtllm_bls.errors import SetupError
+from trtllm_bls.launcher import health_server
+from trtllm_bls.launcher.watch import Watch
+
+TELL_S = 0.2
+REPEAT_S = 5.0  # also where nothing has changed, as a sign of life
+_STUCK_S = 60.0  # the watch looks twice a second
+
+
+class HealthState:
+    """How the server is. Written by the supervisor, read by another thread."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self.restarts = 0
+        self.draining = False
+        self._watch: Watch | None = None
+        self._reason = "the server is starting"
+
+    @contextmanager
+    def serving(self, watch: Watch) -> Iterator[None]:
+        """The server is up, and looked at by ``watch``."""
+        self.started = True
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch, self._reason = None, "the server has ended"
+
+    def restarting(self, reason: str) -> None:
+        """The server has failed and will be started again."""
+        self.restarts += 1
+        self._reason = f"restarting: {reason}"
+
+    def answers(self) -> dict[str, object]:
+        """The reasons against each question, and the number of restarts."""
+        watch = self._watch
+        not_ready, not_live = [self._reason], list[str]()
+        if watch is not None:
+            not_ready = ["the server is draining"] if self.draining else []
+            not_ready += watch.verdict.reasons
+            if time.monotonic() - watch.looked_at > _STUCK_S:
+                not_live = ["the watch over the server is stuck"]
+        return {
+            "startup": [] if self.started else [self._reason],
+            "live": not_live,
+            "ready": not_ready,
+            "restarts": self.restarts,
+        }
+
+
+class HealthEndpoint:
+    """Answers on ``host:port`` until closed; a port of 0 is any free one. Raises ``SetupError``."""
+
+    def __init__(self, host: str, port: int, state: HealthState) -> None:
+        self._state = state
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listening = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            problem = (error.strerror or str(error)).lower()
+            raise SetupError(
+                f"port {port} on {host}: {problem}; "
+                "stop what uses it or choose another with --health-port (0 = any free port)"
+            ) from error
+        self.port: int = self._listening.getsockname()[1]
+        self._server = self._start()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._tell, name="health-endpoint", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._closing.set()
+        self._thread.join()
+        self._close_pipe()
+        self._server.wait()
+        self._listening.close()
+
+    def _close_pipe(self) -> None:
+        assert self._server.stdin
+        with suppress(OSError):  # what was not sent cannot be any more
+            self._server.stdin.close()
+
+    def _start(self) -> subprocess.Popen[str]:
+        descriptor = self._listening.fileno()
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", health_server.__file__, str(descriptor)],
+            stdin=subprocess.PIPE,
+            pass_fds=[descriptor],
+            start_new_session=True,  # Ctrl-C is for serve, which drains
+            text=True,
+        )
+
+    def _tell(self) -> None:
+        before, told_at = "", 0.0
+        while True:
+            answers, now = json.dumps(self._state.answers()), time.monotonic()
+            if self._server.poll() is not None:  # somebody has killed it
+                self._close_pipe()
+                self._server, before = self._start(), ""
+            if answers != before or now - told_at > REPEAT_S:
+                before, told_at = answers, now
+                assert self._server.stdin
+                with suppress(OSError):  # killed this moment
+                    self._server.stdin.write(answers + "\n")
+                    self._server.stdin.flush()
+            if self._closing.wait(TELL_S):
+                return

@@ -1,0 +1,80 @@
+"""Answers health probes over HTTP from memory. Run as a script, never imported.
+
+    python -I -S health_server.py DESCRIPTOR     of a listening socket
+
+Standard input brings what to answer, a JSON object a line: ``restarts``, and for each question
+(``startup``, ``live``, ``ready``) the reasons against it. Its end is the parent's, and ours. A
+parent that says nothing for a minute is stuck, which ``live`` tells.
+
+A process of its own, because ``serve`` reads the server's log and may wait for a busy machine: a
+probe must not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+SILENT_S = 60.0
+_CONNECTION_S = 5.0
+
+
+class Handler(BaseHTTPRequestHandler):
+    told: ClassVar[dict[str, Any]] = {}
+    told_at: ClassVar[float] = 0.0
+    timeout = _CONNECTION_S  # of a client that says nothing
+
+    def do_GET(self) -> None:
+        prefix, _, question = self.path.partition("?")[0].rpartition("/")
+        reasons = self.told.get(question) if prefix == "/health" else None
+        if not isinstance(reasons, list):
+            self._reply(HTTPStatus.NOT_FOUND, {"error": "use /health/startup, live or ready"})
+            return
+        if question == "live" and time.monotonic() - self.told_at > SILENT_S:
+            reasons = ["serve is stuck"]
+        status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
+        answer = {"ok": not reasons, "reasons": reasons, "restarts": self.told["restarts"]}
+        self._reply(status, answer)
+
+    def _reply(self, status: HTTPStatus, answer: dict[str, Any]) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Probes come every few seconds, and are not news."""
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that left is no news either."""
+
+
+def main(descriptor: int) -> None:
+    """Answer from the first line of standard input to its end."""
+    listening = socket.socket(fileno=descriptor)
+    server = Server(listening.getsockname()[:2], Handler, bind_and_activate=False)
+    server.socket.close()  # it made one of its own
+    server.socket = listening
+    answering = threading.Thread(target=server.serve_forever, daemon=True)
+    for line in sys.stdin:
+        Handler.told, Handler.told_at = json.loads(line), time.monotonic()
+        if not answering.is_alive():
+            answering.start()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

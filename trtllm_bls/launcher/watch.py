@@ -1,0 +1,141 @@
+"""One running server, watched: twice a second its processes, now and then a canary.
+
+A thread with an event loop of its own. Owns when to look; what it means is ``health``'s, what to do
+about it is the supervisor's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trtllm_bls.errors import ConnectionFailed
+from trtllm_bls.health import (
+    Bounds,
+    Observed,
+    Probe,
+    ServerProcesses,
+    Verdict,
+    evaluate,
+    free_shared_memory,
+)
+from trtllm_bls.health.probe import TEXT_MODEL
+from trtllm_bls.launcher.server import TritonServer
+from trtllm_bls.status import ProcessStatus, StatusDirectory
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds. ``canary_s``: without progress for so long, a canary is sent; after a failure the
+    next one follows in a fifth of that. ``answer_s``: what an answer may take."""
+
+    look_s: float = 0.5
+    canary_s: float = 5.0
+    answer_s: float = 10.0
+
+
+_PACE = Pace()
+
+
+class Watch:
+    """Watches a ready ``server`` until closed.
+
+    ``verdict`` is the latest, ``looked_at`` its time. ``on_failed`` is called once, on the watch's
+    thread, with the reasons in one line; nothing is looked at after that.
+    """
+
+    def __init__(
+        self,
+        server: TritonServer,
+        bounds: Bounds,
+        on_failed: Callable[[str], object],
+        warn: Callable[[str], object],
+        pace: Pace = _PACE,
+    ) -> None:
+        self.verdict = Verdict()  # it has just said that it is ready
+        self.looked_at = time.monotonic()
+        self._server = server
+        self._bounds, self._pace = bounds, pace
+        self._on_failed, self._warn = on_failed, warn
+        self._guard, process = server.guard, server.process
+        self._processes = ServerProcesses(process) if process and self._guard else None
+        self._files = StatusDirectory(server.status_dir)
+        self._has_canary = TEXT_MODEL in server.models
+        self._progress_at = time.monotonic()
+        self._responses = 0
+        self._failures, self._error = 0, ""
+        self._not_ready: tuple[str, ...] = ()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.run(self._watch())
+
+    async def _watch(self) -> None:
+        async with Probe(self._server.grpc_url, self._server.canary_id) as probe:
+            asking = asyncio.create_task(self._ask(probe))
+            while not self._closing.is_set():
+                self.looked_at = now = time.monotonic()
+                self.verdict = evaluate(self._observe(now), self._bounds, now)
+                # A server that stops ends its processes one by one; its own time limit holds then.
+                if self.verdict.failed and not self._server.stop_requested:
+                    self._on_failed("; ".join(self.verdict.reasons))
+                    break
+                await asyncio.sleep(self._pace.look_s)
+            asking.cancel()
+            await asyncio.wait({asking})
+
+    def _observe(self, now: float) -> Observed:
+        if self._processes is None:
+            return Observed(processes=("the server is dead",))
+        if self._guard is not None and self._processes.wake(self._guard):
+            self._warn("the server's guard was stopped; it goes on")
+        statuses = self._files.read()
+        self._note_progress(statuses, now)
+        return Observed(
+            processes=self._processes.problems(),
+            models=self._not_ready,
+            progress_at=self._progress_at if self._has_canary else None,
+            loop_at=min((status.loop_at for status in statuses), default=None),
+            canary_failures=self._failures,
+            canary_error=self._error,
+            shared_memory=free_shared_memory(),
+        )
+
+    def _note_progress(self, statuses: list[ProcessStatus], now: float) -> None:
+        responses = sum(status.responses for status in statuses)
+        if responses > self._responses:
+            self._progress_at = now
+        self._responses = responses
+
+    async def _ask(self, probe: Probe) -> None:
+        """Which models are ready, and a canary unless others get answers; over and over."""
+        while True:
+            try:
+                missing = await probe.models_not_ready(self._server.models, self._pace.answer_s)
+            except ConnectionFailed:
+                pass  # late, which is for the verdict to judge
+            else:
+                self._not_ready = missing
+            quiet = time.monotonic() - self._progress_at >= self._pace.canary_s - self._pace.look_s
+            if self._has_canary and (quiet or self._failures):
+                await self._send_canary(probe)
+            await asyncio.sleep(self._pace.canary_s / (5 if self._failures else 1))
+
+    async def _send_canary(self, probe: Probe) -> None:
+        canary = await probe.canary(self._pace.answer_s)
+        if canary.outcome == "answered":
+            self._failures = 0
+            self._progress_at = time.monotonic()
+        elif canary.outcome == "failed":
+            self._failures += 1
+            self._error = canary.error

@@ -1,0 +1,130 @@
+"""A process of ``tensorrt_llm_bls`` tells what it does, and drains when it is asked to.
+
+Draining: new requests are refused; a request that is speculated goes over to one plain request to
+the target, because Triton takes no further ones from us once it has been told to stop; at the
+deadline what still runs ends with an error rather than with a broken connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from trtllm_bls.errors import Overloaded
+from trtllm_bls.python_backend import RequestServer
+from trtllm_bls.services.deployment import SHUTTING_DOWN
+from trtllm_bls.status import ProcessStatus, StatusDirectory
+
+TICK_SECONDS = 0.05
+WRITE_SECONDS = 1.0
+# A request that has just been accepted, or handed over, is on its way to Triton for a moment.
+SETTLE_SECONDS = 0.25
+NAMED = 20  # requests listed in a status
+
+log = logging.getLogger(__name__)
+
+
+class Drainable(Protocol):
+    """What sends requests to engines."""
+
+    def drain(self) -> None:
+        """Send one more for each request that runs, and no other; called on the event loop."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether those have been sent."""
+
+
+class Lifecycle:
+    """Keeps one process's status file in ``directory`` and obeys its drain file, on a thread.
+
+    ``directory`` is made if need be. Raises ``OSError`` if it cannot be written.
+    """
+
+    def __init__(self, server: RequestServer, sender: Drainable, directory: str) -> None:
+        self._server = server
+        self._sender = sender
+        self._files = StatusDirectory(Path(directory))
+        self._loop_at = time.monotonic()
+        self._unsettled_at = 0.0
+        self._draining = self._cut = False
+        self._told: Future[None] | None = None  # whether the sender has been told to drain
+        self._closing = threading.Event()
+        self._files.path.mkdir(parents=True, exist_ok=True)
+        self._files.forget_drain()
+        self._write()
+        self._thread = threading.Thread(target=self._run, name="lifecycle", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; to be called before the server is closed."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        written, turn = 0.0, None
+        while not self._closing.wait(TICK_SECONDS):
+            now = time.monotonic()
+            deadline = self._files.drain_deadline()
+            if deadline is not None:
+                self._drain(deadline, now)
+            if turn is None or turn.done():
+                turn = self._begin(self._turn())
+            if now - written >= WRITE_SECONDS or self._draining:
+                written = now
+                try:
+                    self._write()
+                except OSError as error:
+                    log.warning("%s: %s", self._files.path, error.strerror)
+
+    def _drain(self, deadline: float, now: float) -> None:
+        if not self._draining:
+            self._draining = True
+            self._server.refusal = Overloaded(SHUTTING_DOWN)
+            self._told = self._begin(self._drain_sender())
+            running = self._server.running
+            log.info("draining: %d requests run%s", len(running), _named(running))
+        if not (self._told and self._told.done() and self._sender.settled):
+            self._unsettled_at = now
+        if now >= deadline and not self._cut:
+            self._cut = True
+            if running := self._server.running:
+                log.warning("time is up for %d requests%s", len(running), _named(running))
+            self._begin(self._server.end_all())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(work, self._server.loop)
+
+    async def _drain_sender(self) -> None:
+        self._sender.drain()
+
+    async def _turn(self) -> None:
+        self._loop_at = time.monotonic()
+
+    def _write(self) -> None:
+        now, running = time.monotonic(), self._server.running
+        self._files.write(
+            ProcessStatus(
+                pid=os.getpid(),
+                written_at=now,
+                loop_at=self._loop_at,
+                responses=self._server.responses,
+                running=len(running),
+                requests=tuple(running[:NAMED]),
+                handed_over=self._draining and now - self._unsettled_at > SETTLE_SECONDS,
+            )
+        )
+
+
+def _named(running: list[str]) -> str:
+    if not running:
+        return ""
+    more = ", ..." if len(running) > NAMED else ""
+    return f": {', '.join(running[:NAMED])}{more}"
