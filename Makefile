@@ -33,7 +33,7 @@ PERF_DIRECTORY := $(VENV)/perf_analyzer
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
-	@echo 'make serve    keep a server up until Ctrl-C; options: make serve SERVE_OPTIONS="--http-port 9000"'
+	@echo 'make serve    keep a server up until Ctrl-C; options: make serve SERVE_OPTIONS="--http-port 7000"'
 	@echo 'make bench    what orchestration costs; options: make bench BENCH_OPTIONS="--quick"'
 	@echo 'make test     all tests: unit tests, then those against real servers'
 	@echo 'make fuzz     requests of every wrong form; options: make fuzz CASES=20000 SEED=1'

@@ -16,7 +16,7 @@ import json
 import math
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 DRAIN = "drain"
@@ -51,10 +51,20 @@ class StatusDirectory:
         self.path = Path(path)
 
     def write(self, status: ProcessStatus) -> None:
-        """Replace the process's file. Raises ``OSError``."""
-        fresh = self.path / f"{status.pid}.new"
-        fresh.write_text(json.dumps(asdict(status)), encoding="utf-8")
-        fresh.replace(self.path / f"{status.pid}.json")
+        """Replace the process's file. Raises ``OSError``.
+
+        The file's time says ``loop_at``, too: that can be told also on a disk without room.
+        """
+        file, fresh = self.path / f"{status.pid}.json", self.path / f"{status.pid}.new"
+        times = (status.loop_at, status.loop_at)
+        try:
+            fresh.write_text(json.dumps(asdict(status)), encoding="utf-8")
+            os.utime(fresh, times)
+            fresh.replace(file)
+        except OSError:
+            with suppress(OSError):
+                os.utime(file, times)
+            raise
 
     def read(self) -> list[ProcessStatus]:
         """Of every process that has written and still exists."""
@@ -63,7 +73,8 @@ class StatusDirectory:
             with suppress(OSError, ValueError, TypeError):
                 status = ProcessStatus(**json.loads(file.read_text(encoding="utf-8")))
                 os.kill(status.pid, 0)  # raises for a process that has ended
-                found.append(status)
+                loop_at = max(status.loop_at, file.stat().st_mtime)
+                found.append(replace(status, loop_at=loop_at, requests=tuple(status.requests)))
         return found
 
     def ask_to_drain(self, deadline: float) -> None:

@@ -86,12 +86,14 @@ def test_one_look_tells_whether_a_token_comes_out() -> None:
 QUICK = Pace(look_s=0.01, canary_s=0.02, answer_s=0.1)
 
 
-def watch(url: str, status: Path, stall_s: float, failed: list[str]) -> Watch:
+def watch(
+    url: str, status: Path, stall_s: float, failed: list[str], engine_here: bool = True
+) -> Watch:
     """Over a server whose processes are this one."""
     me = psutil.Process()
     server = SimpleNamespace(
         probe=lambda: Probe(url, "canary"),
-        models=("tensorrt_llm_bls",),
+        models=("tensorrt_llm", "tensorrt_llm_bls") if engine_here else ("tensorrt_llm_bls",),
         guard=me,
         process=me,
         status_dir=status,
@@ -126,6 +128,26 @@ def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> N
             await until(lambda: watching.verdict.ready)
             await asyncio.to_thread(watching.close)
             assert failed == []
+
+    asyncio.run(run())
+
+
+def test_an_engine_elsewhere_that_is_lost_ends_readiness_alone(tmp_path: Path) -> None:
+    """At once, and for as long as it takes: another start of this server would mend nothing."""
+
+    async def run() -> None:
+        steps: list[Step] = [LOST]
+        async with FakeGrpcServer(lambda _: steps) as server:
+            failed: list[str] = []
+            watching = watch(server.url, tmp_path, 0.2, failed, engine_here=False)
+            await until(lambda: not watching.verdict.ready)
+            assert "it is not healthy: NOT_OK" in watching.verdict.reasons[0]
+            enough = time.monotonic() + 1.0  # twice the limit and more
+            await until(lambda: time.monotonic() > enough)
+            assert failed == []
+            steps[:] = [TOKEN]
+            await until(lambda: watching.verdict.ready)
+            await asyncio.to_thread(watching.close)
 
     asyncio.run(run())
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,18 @@ def test_what_an_earlier_server_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match=r"status_dir .*/file/status: "):
         scratch.keep_status(str(tmp_path / "file" / "status"))
+
+
+def test_a_full_disk_does_not_make_a_process_look_stuck(tmp_path: Path) -> None:
+    """What it does is not known any more, but that it runs is."""
+    files = StatusDirectory(tmp_path)
+    first = ProcessStatus(pid=os.getpid(), written_at=1, loop_at=1.5, responses=7, running=3)
+    files.write(first)
+    assert files.read() == [first]
+    (tmp_path / f"{os.getpid()}.new").mkdir()  # cannot be written to
+    with pytest.raises(OSError, match="directory"):
+        files.write(replace(first, written_at=60, loop_at=61.5, responses=9))
+    assert files.read() == [replace(first, loop_at=61.5)]
 
 
 def test_a_shell_can_ask_too(tmp_path: Path) -> None:

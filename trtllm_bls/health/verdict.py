@@ -20,10 +20,12 @@ CANARY_FAILURES = 2  # in a row; one may be an accident
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """``stall_s``: without any progress for so long a server is not ready, for twice so long it
-    has failed. ``shared_memory``: the fewest bytes free."""
+    has failed; unless ``engine_elsewhere``, where nothing is mended by another start of the
+    server. ``shared_memory``: the fewest bytes free."""
 
     stall_s: float = 30.0
     shared_memory: int = 4 * 2**20
+    engine_elsewhere: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ def evaluate(observed: Observed, bounds: Bounds, now: float) -> Verdict:
     free = observed.shared_memory
     if free is not None and free < bounds.shared_memory:
         reasons.append(f"/dev/shm is full: {free // 1024} KiB are free")
-    hopeless = max(silent, stuck) > 2 * bounds.stall_s
+    hopeless = max(0.0 if bounds.engine_elsewhere else silent, stuck) > 2 * bounds.stall_s
     return Verdict(tuple(reasons), failed=bool(observed.processes) or hopeless)
 
 

@@ -44,6 +44,8 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         terminal = Terminal(Console(stderr=True), verbose=verbose, log_file=log_file)
         with_api = openai_process.check(settings)
+        if settings.openai_port and not with_api:
+            terminal.say("no OpenAI API: pip install 'trtllm-bls[openai]' for it")
         state = HealthState()
         endpoint = HealthEndpoint(settings.host, settings.health_port, state)
         stack.callback(endpoint.close)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.health import (
@@ -26,6 +26,8 @@ from trtllm_bls.health import (
 from trtllm_bls.health.probe import TEXT_MODEL
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.status import ProcessStatus, StatusDirectory
+
+_ENGINE = "tensorrt_llm"
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Watch:
         self.looked_at = time.monotonic()
         self.draining = False  # somebody has asked for it through the status directory
         self._server = server
-        self._bounds, self._pace = bounds, pace
+        self._bounds = replace(bounds, engine_elsewhere=_ENGINE not in server.models)
+        self._pace = pace
         self._on_failed, self._warn = on_failed, warn
         self._guard, process = server.guard, server.process
         self._processes = ServerProcesses(process) if process and self._guard else None
