@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from trtllm_bls.chat import GUARD
 from trtllm_bls.errors import InvalidRequest, PromptTooLong
 from trtllm_bls.messages import Array, TextRequest, TokenIds
 from trtllm_bls.stopping import check_words, checked_stops
@@ -184,19 +185,26 @@ class PromptMaker:
                 request.chat,
                 None if request.chat.tools is None else _parsed("tools", request.chat.tools),
             )
-            add_special = False  # the template writes them
         else:
             text = request.text or ""
         if not text:
             raise InvalidRequest(field, "is empty; send at least one character")
         if most is not None:
-            _check_length(field, self._tokenizer.fewest_tokens(text), most, "at least ")
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special, field=field)
+            _check_length(field, self._fewest_tokens(field, text), most, "at least ")
+        if request.messages is not None:
+            ids = self._tokenizer.encode_chat(text)
+        else:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special, field=field)
         if not ids:
             raise InvalidRequest(field, "the tokenizer makes no token of it")
         if most is not None:
             _check_length(field, len(ids), most)
         return ids
+
+    def _fewest_tokens(self, field: str, text: str) -> int:
+        # Each guarded spelling in a message is at least a token more.
+        guards = text.count(GUARD) if field == "messages" else 0
+        return max(guards, self._tokenizer.fewest_tokens(text))
 
     def _given_ids(self, ids: TokenIds, most: int | None) -> TokenIds:
         field, size = "prompt_ids", self._tokenizer.model_vocab_size

@@ -75,12 +75,20 @@ class ServeSettings:
     bls_instances: int | Literal["auto"] | None = None
     decoupled: bool | None = None
     open_control_apis: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
     overrides: tuple[Override, ...] = ()
     exit_timeout: int = 30
     ready_timeout: int = 900
     stall_timeout: int = 30
     on_failure: Literal["restart", "exit"] = "restart"
     log_file: Path | None = None
+
+    @property
+    def plain_host(self) -> str:
+        """Where all but gRPC listens, without TLS: on this machine alone if gRPC has it."""
+        return self.host if self.tls_cert is None else "127.0.0.1"
 
     def __post_init__(self) -> None:
         """Refuse numbers that no server could be started with, and listening by mistake."""
@@ -89,6 +97,7 @@ class ServeSettings:
                 f"--host {self.host}: whoever reaches this machine could use the server, which "
                 "knows no passwords; add --expose if that is meant"
             )
+        _check_tls(self)
         if self.engine_is_elsewhere:
             if self.model is None and self.model_repository is None:
                 raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
@@ -115,6 +124,28 @@ class ServeSettings:
         """Whether the server runs no engine of its own."""
         choice = self.engine_choice
         return choice is not None and choice.is_elsewhere
+
+
+def _check_tls(settings: ServeSettings) -> None:
+    for name in ("tls_cert", "tls_key", "tls_client_ca"):
+        path = getattr(settings, name)
+        if path is not None and not path.is_file():
+            raise SettingsError(f"{option(name)} {path}: no such file")
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise SettingsError("--tls-cert and --tls-key: give both or neither")
+    if settings.tls_client_ca is None:
+        return
+    if settings.tls_cert is None:
+        raise SettingsError("--tls-client-ca: needs --tls-cert and --tls-key")
+    named = {row.parameter: row.value for row in settings.overrides}
+    own = {"engine_tls_cert", "engine_tls_key"} <= named.keys()
+    loopback = named.get("engine_transport") != "bls" and not settings.engine_is_elsewhere
+    if loopback and not own:
+        raise SettingsError(
+            "--tls-client-ca: tensorrt_llm_bls calls the server too and needs a certificate of its "
+            "own from that authority: add --set tensorrt_llm_bls.engine_tls_cert=FILE and "
+            "--set tensorrt_llm_bls.engine_tls_key=FILE"
+        )
 
 
 def is_loopback(host: str) -> bool:

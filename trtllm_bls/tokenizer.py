@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import logging
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trtllm_bls.chat import GUARD, ChatGuard
 from trtllm_bls.checkpoint_dir import check_tokenizer
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
+from trtllm_bls.detokenizer.token_length import most_characters
 from trtllm_bls.errors import InvalidRequest, TokenizerError
 from trtllm_bls.messages import ChatOptions
 
@@ -150,11 +152,7 @@ class Tokenizer:
         return (word,) if self.eos_id is None else (word, (*word, self.eos_id))
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> tuple[int, ...]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            problem = f"not valid Unicode at character {error.start} (a lone surrogate)"
-            raise InvalidRequest(field, problem) from None
+        _check_unicode(text, field)
         if self._backend is None:
             ids = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         elif len(text) < _SHORT:
@@ -181,7 +179,13 @@ class Tokenizer:
 
     @cached_property
     def _chars_per_token(self) -> int | None:
-        return None if self._backend is None else _most_characters(self._backend)
+        return None if self._backend is None else most_characters(self._backend)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the model's template; of several, all of them."""
+        template = self._hf.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def render_chat(
         self,
@@ -189,23 +193,28 @@ class Tokenizer:
         options: ChatOptions = _PLAIN_CHAT,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt for ``messages`` by the model's own chat template.
+        """The prompt for ``messages`` by the model's own chat template, for ``encode_chat``.
 
-        The template spells all special tokens: encode the prompt without adding any. Raises
+        The template spells all special tokens; where a message does, ``GUARD`` is inside. Raises
         ``InvalidRequest`` on ``messages`` if there is no template, or it refuses them, and on
         ``chat_template_kwargs`` for variables that are none of a template.
         """
         if not self._hf.chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send text_input")
-        _check_messages(messages)
         self._check_variables(options.variables)
-        further: dict[str, Any] = {**options.variables}
+        guard = self._chat_guard
+        further: dict[str, Any] = {
+            name: guard.value("chat_template_kwargs", value)
+            for name, value in options.variables.items()
+        }
         if options.continue_final_message:
             further["continue_final_message"] = True
+        conversation = guard.messages(messages)
+        known_tools = None if tools is None else guard.value("tools", list(tools))
         try:
             prompt = self._hf.apply_chat_template(
-                list(messages),
-                tools=None if tools is None else list(tools),
+                conversation,
+                tools=known_tools,
                 add_generation_prompt=options.add_generation_prompt,
                 tokenize=False,
                 **further,
@@ -214,6 +223,47 @@ class Tokenizer:
             problem = f"the chat template refuses them: {_one_line(error)}"
             raise InvalidRequest("messages", problem) from error
         return str(prompt)
+
+    @cached_property
+    def _chat_guard(self) -> ChatGuard:
+        tokens = self._hf.added_tokens_decoder.values()
+        normalizer: Any = getattr(self._backend, "normalizer", None)
+        looks_in_normalized = normalizer is not None and any(token.normalized for token in tokens)
+        return ChatGuard(
+            [token.content for token in tokens if token.special],
+            [token.content for token in tokens if not token.special],
+            str(self._hf.chat_template),
+            normalizer.normalize_str if looks_in_normalized else None,
+        )
+
+    def encode_chat(self, prompt: str) -> tuple[int, ...]:
+        """The ids of what ``render_chat`` made; what a message spells is not a control token."""
+        _check_unicode(prompt, "messages")
+        first, *more = prompt.split(GUARD)
+        known = self._encoded_within(set(more)) if more else {}
+        ids = self.encode(first, add_special_tokens=False, field="messages")
+        return tuple(itertools.chain(ids, *(known[text] for text in more)))
+
+    def _encoded_within(self, texts: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """The ids of each in the middle of a text, where no space is put before it."""
+        found: dict[str, tuple[int, ...]] = {}
+        for before in ("\n", "a", "."):
+            anchor = self._encode(before, False, "messages")
+            missing = [text for text in texts if text not in found]
+            for text, ids in zip(missing, self._encode_all(before, missing), strict=True):
+                if ids[: len(anchor)] == anchor:  # else the border fell inside a token
+                    found[text] = ids[len(anchor) :]
+        if wrong := next((text for text in texts if text not in found), None):
+            problem = f"spell a control token before {wrong[:20]!r}, which cannot be told from text"
+            raise InvalidRequest("messages", problem)
+        return found
+
+    def _encode_all(self, before: str, texts: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        if self._backend is None:
+            return (self._encode(before + text, False, "messages") for text in texts)
+        whole = [before + text for text in texts]
+        made = self._backend.encode_batch_fast(whole, add_special_tokens=False)
+        return (tuple(encoding.ids) for encoding in made)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         """What would be an argument of transformers' own, as another template, is no variable."""
@@ -268,76 +318,12 @@ class Tokenizer:
         return digest.hexdigest()
 
 
-def _check_messages(messages: object) -> None:
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise InvalidRequest("messages", "must be a list of at least one message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            problem = f"message {index} must be an object with a 'role' and a 'content'"
-            raise InvalidRequest("messages", problem)
-        content = message.get("content", None if "tool_calls" in message else 0)
-        if not isinstance(content, (str, list, type(None))):
-            problem = f"the content of message {index} must be text or a list of parts"
-            raise InvalidRequest("messages", problem)
-
-
-# --- how much text a token can stand for -----------------------------------------------------
-
-# Steps that leave at least one character for every so many of the text; others may drop any number.
-# A composed character is made of at most four: no canonical decomposition is longer.
-_SHRINK = {
-    **dict.fromkeys(("Prepend", "NFD", "NFKD", "ByteLevel", "Metaspace", "Digits"), 1),
-    **dict.fromkeys(("NFC", "NFKC"), 4),
-}
-
-
-def _most_characters(backend: Any) -> int | None:
-    """The most characters of a text that one token stands for; ``None``: there may be no limit.
-
-    A limit is known for byte-pair encoding that can spell every byte, where no step before it
-    drops text: a token then stands for its own spelling at most. Elsewhere a token may stand for
-    any number of characters: blanks and control characters vanish, an unknown word is one token
-    however long it is, and an added token may swallow the blanks beside it.
-    """
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    added = backend.get_added_tokens_decoder().values()
-    steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
-    shrinks = [_shrink(step) for step in steps]
-    if None in shrinks or any(token.lstrip or token.rstrip for token in added):
-        return None
-    vocabulary, model = backend.get_vocab(), backend.model
-    byte_tokens = {f"<0x{byte:02X}>" for byte in range(256)}
-    if any(step["type"] == "ByteLevel" for step in steps):
-        byte_tokens = set(ByteLevel.alphabet())
-    elif not getattr(model, "byte_fallback", False):
-        return None
-    if type(model).__name__ != "BPE" or not byte_tokens <= vocabulary.keys():
-        return None
-    spellings = [*vocabulary]
-    if backend.normalizer is not None:  # an added token may be looked for in normalised text
-        spellings += [backend.normalizer.normalize_str(token.content) for token in added]
-    return max(map(len, spellings)) * math.prod(shrink for shrink in shrinks if shrink)
-
-
-def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer as tokenizer.json tells them, in one list."""
-    waiting = [] if part is None else [json.loads(part.__getstate__())]
-    while waiting:
-        step = waiting.pop()
-        waiting += step.get("normalizers", step.get("pretokenizers", ()))
-        if step["type"] != "Sequence":
-            yield step
-
-
-def _shrink(step: Mapping[str, Any]) -> int | None:
-    """How many characters the step may make one of; ``None``: any number."""
-    if step["type"] == "Replace":
-        found = step["pattern"].get("String", "")
-        return 1 if 0 < len(found) <= len(step["content"]) else None
-    if step["type"] == "Split":
-        return None if step["behavior"] == "Removed" else 1
-    return _SHRINK.get(step["type"])
+def _check_unicode(text: str, field: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"not valid Unicode at character {error.start} (a lone surrogate)"
+        raise InvalidRequest(field, problem) from None
 
 
 # --- loading --------------------------------------------------------------------------------

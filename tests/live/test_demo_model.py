@@ -204,6 +204,21 @@ def test_unsupported_options_are_refused_not_ignored(server: TritonServer) -> No
         ask(server.grpc_url, end_id=10**6, **body)
 
 
+def test_a_guide_is_enforced_and_a_prediction_is_used(server: TritonServer) -> None:
+    """Both reach the engine's process as inputs of `tensorrt_llm_bls`."""
+    schema = {"enum": ["Oslo", "Rome"]}
+    guide = {
+        "guided_decoding_guide_type": "json_schema",
+        "guided_decoding_guide": json.dumps(schema),
+    }
+    body = {"text_input": QUESTIONS[0], "max_tokens": 40}
+    assert json.loads(ask(server.grpc_url, **body, **guide).text) in schema["enum"]
+    plain = ask(server.grpc_url, **body)
+    predicted = ask(server.grpc_url, **body, prediction=plain.text)
+    assert predicted.text == plain.text
+    assert int(predicted.events[-1].outputs["total_accepted_draft_tokens"].item()) > 10
+
+
 def test_demo_prompts_are_answered(server: TritonServer) -> None:
     """The prompts that `make demo` shows end by themselves, with text in every one."""
     prompts = json.loads((DEMO / "prompts.json").read_text())["demo"]

@@ -33,7 +33,8 @@ def served() -> Iterator[Served]:
     """With two workers, which share the port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
+    services = ("http", "grpc", "metrics", "health")
+    ports = [word for name in services for word in (f"--{name}-port", "0")]
     api = ["--openai-port", str(port), "--openai-workers", "2"]
     process = subprocess.Popen(
         [sys.executable, "-m", "trtllm_bls.cli", "serve", *ports, *api],
@@ -45,7 +46,7 @@ def served() -> Iterator[Served]:
     assert process.stdout
     name, url = process.stdout.readline().split()
     assert name == "OpenAI"
-    *_, curl = (process.stdout.readline() for _ in range(5))
+    *_, curl = (process.stdout.readline() for _ in range(6))
     yield Served(process, url, curl)
     process.kill()
     process.communicate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -151,6 +152,9 @@ def test_the_slurm_script_starts_one_server_per_rank(
     assert f"--model-repository={demo.out}" in first
     assert "shm-region-prefix-name=prefix0_" in first
     assert "--load-model" not in first
+    closed = "shared-memory,model-repository,logging,trace:trtllm-bls-control="
+    for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
+        assert re.search(rf"{option}={closed}[0-9a-f-]{{36}} ", first), "control APIs are open"
     assert second.endswith(
         "shm-region-prefix-name=prefix1_ --model-control-mode=explicit --load-model=tensorrt_llm"
     )

@@ -140,7 +140,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=SCHEMAS, end_id=st.sampled_from([2, -1]))
 def test_every_answer_validates(
     engine: EmbeddedEngine,
@@ -182,7 +182,7 @@ def test_other_guides_are_kept(
 def test_json_is_an_object(engine: EmbeddedEngine, tokenizer: Tokenizer) -> None:
     """The type without a guide of its own."""
     sampling = Sampling(top_k=20, seed=5)
-    asked = guided("json", sampling=sampling, num_return_sequences=4, max_tokens=120)
+    asked = guided("json", sampling=sampling, num_return_sequences=2, max_tokens=80)
     for text, reason in answers(engine, tokenizer, asked):
         assert reason is FinishReason.LENGTH or isinstance(json.loads(text), dict)
 
@@ -286,7 +286,7 @@ def test_a_demanded_call_is_made(
     """The model has no choice: a tool that exists, with arguments that its schema allows."""
     guide = forced_calls(TOOLS, name, parallel=False)
     sampling = Sampling(top_k=30, seed=4)
-    asked = guided("json_schema", guide, sampling=sampling, num_return_sequences=4, max_tokens=120)
+    asked = guided("json_schema", guide, sampling=sampling, num_return_sequences=2, max_tokens=80)
     for text, reason in answers(engine, tokenizer, asked):
         parser = ChatParser(FORCED)
         events = [*parser.feed(text), *parser.flush()]

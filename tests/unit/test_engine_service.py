@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.services_on_fake_backend import END, SILENT, TRUE, engine_service, ids, serving
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.errors import EngineError
@@ -167,3 +168,22 @@ def test_two_hundred_token_requests_at_once_with_stops_and_leaving() -> None:
         for ask in asks + stops:
             assert ask.wait().error is None
         assert all(ask.gone or ids(ask) for ask in asks)
+
+
+def test_logits_of_all_rows_are_counted_before_any_is_computed() -> None:
+    """One row's would be allowed; both are too many."""
+    limits = RequestLimits(max_logits_bytes=15 * 50 * 4)
+    engine = ScriptedEngine(reciting((1, 2), 2, END), Script(vocab_size=50))
+    with serving(engine, EngineService(engine, True, limits).handle) as bench:
+        wanted = {"return_generation_logits": np.array([True])}
+        assert bench.accept(bench.tokens(**wanted)).wait().error is None
+        both = {
+            "input_ids": np.array([[7, 8]] * 2, np.int32),
+            "input_lengths": np.array([2, 2], np.int32),
+            "request_output_len": np.array([10, 10], np.int32),
+            "end_id": np.array([END, END], np.int32),
+            "return_generation_logits": np.array([True, True]),
+        }
+        error = bench.accept(bench.tokens(**both)).wait().error
+    assert error is not None
+    assert "4000 bytes of logits; at most 3000 are allowed" in error.message()

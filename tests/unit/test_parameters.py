@@ -210,6 +210,25 @@ def test_no_row_is_without_effect(model: str, reader: Any, tmp_path: Path) -> No
         assert reader.read(parameters(**given | {key: other})) != before, key
 
 
+@pytest.mark.parametrize(
+    ("instances", "values", "running", "queued"),
+    [
+        (1, {}, 16, 64),
+        (3, {}, 5, 20),
+        (32, {}, 1, 4),
+        (4, {"max_running_requests": "7", "max_queued_requests": "0"}, 7, 0),
+    ],
+)
+def test_processes_share_the_streams_of_a_server(
+    instances: int, values: dict[str, str], running: int, queued: int, tmp_path: Path
+) -> None:
+    """``--max-streams 16`` runs no more than 16, however many processes there are."""
+    given = parameters(tokenizer_dir=str(tmp_path), max_streams="16", **values)
+    given.instances = instances
+    read = BlsParameters.read(given)
+    assert (read.max_running, read.max_queued) == (running, queued)
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.models[0]}.{row.key}")
 def test_what_a_row_gives_is_what_it_allows(row: Parameter) -> None:
     """Its default and its shipped value are values of its kind."""

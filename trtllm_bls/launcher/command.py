@@ -17,7 +17,14 @@ from trtllm_bls.checkpoint_dir import check_checkpoint, check_tokenizer
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher.find import Installation
 from trtllm_bls.launcher.ports import Ports
-from trtllm_bls.parameters import DRAFT_MODEL_DIR, GRPC_URL, MAX_STREAMS, MODEL_DIR, THREADS
+from trtllm_bls.parameters import (
+    DRAFT_MODEL_DIR,
+    ENGINE_TLS_PIN,
+    GRPC_URL,
+    MAX_STREAMS,
+    MODEL_DIR,
+    THREADS,
+)
 from trtllm_bls.settings import ServeSettings
 
 # Each model instance has this pool inside the server, for engine calls and for sending. A stream
@@ -56,13 +63,14 @@ def server_command(
     options = {
         "model-repository": repository,
         "backend-directory": backends,
-        "http-address": ports.host,
+        "http-address": ports.plain_host or ports.host,
         "http-port": ports.http,
         "grpc-address": ports.host,
         "grpc-port": ports.grpc,
-        "metrics-address": ports.host,
+        "metrics-address": ports.plain_host or ports.host,
         "metrics-port": ports.metrics,
         "exit-timeout-secs": settings.exit_timeout,
+        **_tls_options(settings),
     }
     return [
         str(server.binary),
@@ -89,8 +97,14 @@ def server_environment(
     executables = os.path.dirname(sys.executable)
     environment["PATH"] = _prepend(executables, inherited.get("PATH"))
     environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
-    environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
+    if any(override.parameter == "engine_url" for override in settings.overrides):
+        environment.pop(GRPC_URL, None)  # it would win over the parameter
+    else:
+        environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
     environment[MAX_STREAMS] = str(settings.max_streams)
+    if settings.tls_cert is not None and not settings.engine_is_elsewhere:
+        # The models reach the server at an address, which its certificate need not name.
+        environment[ENGINE_TLS_PIN] = os.path.abspath(settings.tls_cert)
     if settings.threads is not None:
         environment[THREADS] = str(settings.threads)
     return environment
@@ -127,6 +141,16 @@ def model_directories(settings: ServeSettings) -> dict[str, str]:
 def model_repository(settings: ServeSettings) -> Path:
     """The model repository to serve, absolute: our own where none was named."""
     return (settings.model_repository or REPOSITORY).expanduser().resolve()
+
+
+def _tls_options(settings: ServeSettings) -> dict[str, object]:
+    """Triton's own, which are for gRPC alone."""
+    if settings.tls_cert is None:
+        return {}
+    files = {"grpc-server-cert": settings.tls_cert, "grpc-server-key": settings.tls_key}
+    if settings.tls_client_ca is None:
+        return {"grpc-use-ssl": "true", **files}
+    return {"grpc-use-ssl-mutual": "true", **files, "grpc-root-cert": settings.tls_client_ca}
 
 
 def _restrictions() -> list[str]:

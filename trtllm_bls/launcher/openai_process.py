@@ -29,13 +29,14 @@ def check(settings: ServeSettings) -> bool:
     """
     if not settings.openai_port or find_spec("uvicorn") is None:
         return False
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    host = settings.plain_host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((settings.host, settings.openai_port), family=family).close()
+        socket.create_server((host, settings.openai_port), family=family).close()
     except OSError as error:
         problem = os.strerror(error.errno).lower() if error.errno else str(error)
         raise SetupError(
-            f"port {settings.openai_port} on {settings.host}: {problem}; stop what uses it or "
+            f"port {settings.openai_port} on {host}: {problem}; stop what uses it or "
             "choose another with --openai-port (0 = no OpenAI API)"
         ) from error
     return True
@@ -63,10 +64,11 @@ class OpenAIProcess:
 
     def __init__(self, server: TritonServer) -> None:
         settings = server.settings
-        self.url = f"http://{server.host}:{settings.openai_port}"
+        host = server.host if settings.tls_cert is None else settings.plain_host
+        self.url = f"http://{host}:{settings.openai_port}"
         self.curl = chat_curl(self.url, settings)
         command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
-        command += ["--host", settings.host, "--port", str(settings.openai_port)]
+        command += ["--host", settings.plain_host, "--port", str(settings.openai_port)]
         command += ["--model-repository", str(server.repository)]
         command += ["--workers", str(settings.openai_workers)]
         command += ["--exit-timeout", str(settings.exit_timeout)]

@@ -24,6 +24,7 @@ class Readiness:
         self.complete = False
         self._ports = ports
         self._host = ports.reachable_host.strip("[]")
+        self._plain_host = ports.reachable_plain_host.strip("[]")
 
     def newly_loaded(self, log: set[str]) -> list[str]:
         """Models that the log reports loaded since the last call."""
@@ -33,10 +34,14 @@ class Readiness:
 
     def ask(self) -> None:
         """Ask about the models that were not ready at the last call."""
-        while self.missing and _model_ready(self._host, self._ports.http, self.missing[0]):
+        while self.missing and _model_ready(self._plain_host, self._ports.http, self.missing[0]):
             self.missing.pop(0)
         self.complete = not self.missing and all(
-            _accepts(self._host, port) for port in (self._ports.grpc, self._ports.metrics)
+            _accepts(host, port)
+            for host, port in (
+                (self._host, self._ports.grpc),
+                (self._plain_host, self._ports.metrics),
+            )
         )
 
 

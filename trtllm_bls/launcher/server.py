@@ -105,7 +105,7 @@ class TritonServer:
     @property
     def http_url(self) -> str:
         """``http://host:port``, reachable from this machine."""
-        return f"http://{self._running.ports.reachable_host}:{self._running.ports.http}"
+        return f"http://{self._running.ports.reachable_plain_host}:{self._running.ports.http}"
 
     @property
     def host(self) -> str:
@@ -130,7 +130,8 @@ class TritonServer:
     @property
     def metrics_url(self) -> str:
         """Where Prometheus metrics are."""
-        return f"http://{self._running.ports.reachable_host}:{self._running.ports.metrics}/metrics"
+        ports = self._running.ports
+        return f"http://{ports.reachable_plain_host}:{ports.metrics}/metrics"
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ class Answer(ABC):
     chunk_object: ClassVar[str]
     prompt_field: ClassVar[str]  # the caller's name of it
     id_prefix: ClassVar[str]
+    guide_field = "structured_outputs"  # by which the caller demanded a form
 
     def __init__(self, request: Common, head: Head, requests: list[TextRequest]) -> None:
         self.requests = requests
@@ -46,6 +47,7 @@ class Answer(ABC):
         )
         self._prompt_tokens = 0
         self._completion_tokens = 0
+        self._predicted = self._accepted = 0  # tokens drafted from a prediction
         self._choices: dict[int, dict[str, Any]] = {}
 
     def events(self, choice: int, chunk: TextChunk) -> bytes:
@@ -65,7 +67,7 @@ class Answer(ABC):
             self._choices[choice] = {
                 "index": choice,
                 **self._choice(choice, chunk),
-                **finish_fields(chunk.ending),
+                **self._finish(choice, chunk.ending),
             }
 
     def whole(self) -> bytes:
@@ -80,17 +82,29 @@ class Answer(ABC):
     @abstractmethod
     def _choice(self, choice: int, chunk: TextChunk) -> dict[str, Any]: ...
 
+    def _finish(self, choice: int, ending: Ending) -> dict[str, Any]:
+        return finish_fields(ending)
+
     def _count(self, choice: int, ending: Ending) -> None:
         if choice % self._per_prompt == 0:  # a prompt counts once, also with several choices
             self._prompt_tokens += ending.prompt_tokens
         self._completion_tokens += ending.completion_tokens
+        if ending.speculation is not None:
+            self._predicted += ending.speculation.predicted
+            self._accepted += ending.speculation.predicted_accepted
 
-    def _usage(self) -> dict[str, int]:
-        return {
+    def _usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
         }
+        if any(request.prediction for request in self.requests):
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self._accepted,
+                "rejected_prediction_tokens": self._predicted - self._accepted,
+            }
+        return usage
 
 
 def finish_fields(ending: Ending) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from trtllm_bls.messages import TextChunk
 from trtllm_bls.openai.answers import Answer
 from trtllm_bls.openai.chat import ChatAnswer
 from trtllm_bls.openai.completions import CompletionAnswer
+from trtllm_bls.openai.constraints import ChatFormats
 from trtllm_bls.openai.document import document
 from trtllm_bls.openai.errors import ApiError, api_error, is_too_long
 from trtllm_bls.openai.exposition import CONTENT_TYPE, SharedSamples, samples, written
@@ -75,7 +76,8 @@ class ApiSettings:
 
     ``keys``: digests of the API keys (``keys.read_keys``); none: everybody may ask.
     ``allowed_origins``: of web pages that may use the API from a browser. ``shared``: where workers
-    keep their samples for ``/metrics``; ``None``: there is one process.
+    keep their samples for ``/metrics``; ``None``: there is one process. ``tool_parser`` and
+    ``reasoning_parser``: auto, none, or a name in ``chat_parsing``.
     """
 
     model_names: tuple[str, ...]
@@ -83,12 +85,15 @@ class ApiSettings:
     max_body_bytes: int = 64 * 2**20
     allowed_origins: tuple[str, ...] = ()
     shared: Path | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
     """The application; it closes ``backend`` when it ends."""
     api = _Api(backend, settings)
-    chat = _Generate(api, ChatRequest, ChatAnswer)
+    formats = ChatFormats.of(backend.tokenizer, settings.tool_parser, settings.reasoning_parser)
+    chat = _Generate(api, ChatRequest, ChatAnswer, formats)
     completions = _Generate(api, CompletionRequest, CompletionAnswer)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -202,14 +207,20 @@ class _Generate(Generic[_Request]):
     """``POST`` of one kind of request, as an ASGI application."""
 
     def __init__(
-        self, api: _Api, kind: type[_Request], answers: type[ChatAnswer] | type[CompletionAnswer]
+        self,
+        api: _Api,
+        kind: type[_Request],
+        answers: type[ChatAnswer] | type[CompletionAnswer],
+        formats: ChatFormats | None = None,
     ) -> None:
+        self._formats = formats
         self._api = api
         self._kind = kind
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(scope, send)
+        guide = ""
         try:
             body = await read_body(scope, receive, self._api.settings.max_body_bytes)
             try:
@@ -218,6 +229,7 @@ class _Generate(Generic[_Request]):
                 refusal = InvalidRequest(error.param or "body", error.message)
                 self._api.backend.orchestrator.refused(reply.request_id.decode(), refusal)
                 raise
+            guide = answer.guide_field
             await (self._stream if stream else self._whole)(answer, receive, reply)
             self._api.health.proven()
         except ClientGone:
@@ -226,7 +238,7 @@ class _Generate(Generic[_Request]):
             await reply.error(ApiError(503, "the server shuts down", code="shutting_down"))
         except Exception as error:
             longest = await self._api.longest() if is_too_long(error) else None
-            await reply.error(api_error(error, self._answers.prompt_field, longest))
+            await reply.error(api_error(error, self._answers.prompt_field, longest, guide))
 
     def _asked(self, scope: Scope, body: bytes) -> tuple[Answer, bool]:
         """What is to be answered, and whether as a stream. Raises ``ApiError``."""
@@ -241,7 +253,8 @@ class _Generate(Generic[_Request]):
             model=request.model,
             fingerprint=self._api.fingerprint,
         )
-        answer = self._answers(request, head, self._api.backend.tokenizer)  # type: ignore[arg-type]
+        tokenizer = self._api.backend.tokenizer
+        answer = self._answers(request, head, tokenizer, self._formats)  # type: ignore[arg-type]
         if _TRACEPARENT.fullmatch(header(scope, b"traceparent")):
             trace = header(scope, b"traceparent").decode()
             answer.requests = [replace(each, traceparent=trace) for each in answer.requests]

@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
-from trtllm_bls.messages import ChatOptions, TextChunk, TextRequest
-from trtllm_bls.openai.answers import Answer, finish_fields
+from trtllm_bls.messages import ChatOptions, Ending, TextChunk, TextRequest
+from trtllm_bls.openai.answers import Answer
+from trtllm_bls.openai.constraints import AnswerForm, ChatFormats
+from trtllm_bls.openai.deltas import ChoiceDeltas
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
@@ -30,21 +32,38 @@ class ChatAnswer(Answer):
     prompt_field = "messages"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, request: ChatRequest, head: Head, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        request: ChatRequest,
+        head: Head,
+        tokenizer: Tokenizer,
+        formats: ChatFormats | None = None,
+    ) -> None:
         if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
-        _check_unconstrained(request)
+        form = AnswerForm(request, formats or ChatFormats(), tokenizer)
+        options = _options(request)
         limit = request.max_completion_tokens
+        shared = shared_fields(request, tokenizer.model_vocab_size)
+        if form.keeps_special and request.skip_special_tokens is None:
+            shared["skip_special_tokens"] = False
         text = TextRequest(
             request_id=uuid.uuid4().hex,
             messages=_text("messages", [_message(*each) for each in enumerate(request.messages)]),
-            chat=_options(request),
+            chat=options,
             max_tokens=request.max_tokens if limit is None else limit,
             wants=wants_of(bool(request.logprobs), request.top_logprobs or 0),
             return_tokens=bool(request.logprobs),
-            **shared_fields(request, tokenizer.model_vocab_size),
+            prediction=_prediction(request),
+            extras=form.guide.extras if form.guide else {},
+            **shared,
         )
         super().__init__(request, head, [text])
+        if form.guide is not None:
+            self.guide_field = form.guide.field
+        self._deltas = [
+            ChoiceDeltas(form.parser(options), form.most_calls) for _ in range(request.n or 1)
+        ]
         self._begun: set[int] = set()
         self._scores: TokenScores | None = None
         if request.logprobs:
@@ -57,29 +76,43 @@ class ChatAnswer(Answer):
             self._begun.add(choice)
             delta = {"role": "assistant", "content": ""}
             events = self._frames.choice(choice, delta=delta, logprobs=None, finish_reason=None)
+        logprobs = None
         if self._scores is not None and chunk.tokens:
             logprobs = chat_logprobs(self._scores.of(chunk))
-            events += self._frames.scored(choice, chunk.text, logprobs)
-        elif chunk.text:
-            events += self._frames.text(choice, chunk.text)
+        deltas = self._deltas[choice]
+        if deltas.plain:
+            if logprobs is not None:
+                events += self._frames.scored(choice, chunk.text, logprobs)
+            elif chunk.text:
+                events += self._frames.text(choice, chunk.text)
+        else:
+            found = deltas.of(chunk.text, end=is_end(chunk))
+            for delta in found or [{}] * (logprobs is not None):
+                fields = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+                events += self._frames.choice(choice, **fields)
+                logprobs = None
         if chunk.ending is not None and is_end(chunk):
-            fields = finish_fields(chunk.ending)
+            fields = self._finish(choice, chunk.ending)
             events += self._frames.choice(choice, delta={}, logprobs=None, **fields)
         return events
 
     def _choice(self, choice: int, chunk: TextChunk) -> dict[str, Any]:
         logprobs = None if self._scores is None else chat_logprobs(self._scores.of(chunk))
-        message = {"role": "assistant", "content": chunk.text, "refusal": None}
+        message = {"role": "assistant", "refusal": None, **self._deltas[choice].whole(chunk.text)}
         return {"message": message, "logprobs": logprobs}
 
+    def _finish(self, choice: int, ending: Ending) -> dict[str, Any]:
+        fields = super()._finish(choice, ending)
+        if fields["finish_reason"] == "stop" and self._deltas[choice].has_calls:
+            fields["finish_reason"] = "tool_calls"
+        return fields
 
-def _check_unconstrained(request: ChatRequest) -> None:
-    """What would constrain the answer is refused, never hoped for."""
-    kind = (request.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise invalid("response_format", f"type {kind!r} is not supported by this server")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise invalid("tool_choice", "only 'none' and 'auto' are supported by this server")
+
+def _prediction(request: ChatRequest) -> str | None:
+    if request.prediction is None:
+        return None
+    content = request.prediction.content
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _options(request: ChatRequest) -> ChatOptions:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from trtllm_bls.chat_parsing import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import BlsParameters, Parameters, rows_of
 from trtllm_bls.settings import is_loopback
@@ -68,6 +69,20 @@ def _parameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help="Seconds that running requests have to end when stopping.",
 )
+@click.option(
+    "--tool-parser",
+    type=click.Choice(["auto", "none", *TOOL_FORMATS]),
+    default="auto",
+    show_default=True,
+    help="How the model writes tool calls; auto: by its chat template.",
+)
+@click.option(
+    "--reasoning-parser",
+    type=click.Choice(["auto", "none", *REASONING_TAGS]),
+    default="auto",
+    show_default=True,
+    help="How the model marks reasoning; auto: by its chat template.",
+)
 @click.option("--expose", is_flag=True, help="Allow a --host that others reach, without keys.")
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
 @_parameter_options
@@ -107,6 +122,8 @@ def main(context: click.Context, /, **options: Any) -> None:
         keys=keys,
         max_body_bytes=parameters.limits.max_request_bytes,
         allowed_origins=options["origins"],
+        tool_parser=options["tool_parser"],
+        reasoning_parser=options["reasoning_parser"],
     )
     server = ServerSettings(
         host=options["host"],

@@ -7,6 +7,7 @@ from typing import Any
 
 from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.openai.answers import Answer, finish_fields
+from trtllm_bls.openai.constraints import ChatFormats, guide_of
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
@@ -26,10 +27,17 @@ class CompletionAnswer(Answer):
     prompt_field = "prompt"
     id_prefix = "cmpl-"
 
-    def __init__(self, request: CompletionRequest, head: Head, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        request: CompletionRequest,
+        head: Head,
+        tokenizer: Tokenizer,
+        formats: ChatFormats | None = None,
+    ) -> None:
         if request.best_of is not None and request.best_of > (request.n or 1):
             raise invalid("best_of", "above n is not supported; send n", "unsupported_parameter")
         scored = request.logprobs is not None
+        guide = guide_of(request)
         shared = {
             **shared_fields(request, tokenizer.model_vocab_size),
             "max_tokens": request.max_tokens or _DEFAULT_TOKENS,
@@ -37,6 +45,7 @@ class CompletionAnswer(Answer):
             "add_special_tokens": request.add_special_tokens,
             "wants": wants_of(scored, request.logprobs or 0, bool(request.echo)),
             "return_tokens": scored,
+            "extras": guide.extras if guide else {},
         }
         requests = [
             TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared)

@@ -45,6 +45,7 @@ _CALLERS_NAMES = {
     "return_context_logits": "echo",
     "end_id": "ignore_eos",
 }
+_OF_THE_GUIDE = ("guided_decoding_guide_type", "guided_decoding_guide")
 _OF_THE_PROMPT = ("text_input", "prompt_ids", "input_ids", "messages")
 # What our own engine says of a prompt, where it told no limit before.
 _AT_MOST = re.compile(r"\d+ tokens; at most (\d+) are allowed")
@@ -101,11 +102,14 @@ def invalid(param: str, problem: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {problem}", param=param, code=code)
 
 
-def api_error(error: Exception, prompt: str, longest: int | None) -> ApiError:
+def api_error(
+    error: Exception, prompt: str, longest: int | None, guide: str = "response_format"
+) -> ApiError:
     """What to answer to what the orchestrator raised.
 
     ``prompt`` is the caller's name of the prompt's field, ``longest`` the model's limit on prompt
-    and answer together, in tokens. What nobody expected is logged and named no further.
+    and answer together, in tokens, ``guide`` the field by which guided decoding was demanded. What
+    nobody expected is logged and named no further.
     """
     if isinstance(error, ApiError):
         return error
@@ -115,7 +119,8 @@ def api_error(error: Exception, prompt: str, longest: int | None) -> ApiError:
         return _too_long(problem, prompt, longest)
     if isinstance(error, InvalidRequest):
         name = prompt if error.field in _OF_THE_PROMPT else error.field
-        return invalid(_CALLERS_NAMES.get(name, name), error.problem)
+        name = guide if name in _OF_THE_GUIDE else _CALLERS_NAMES.get(name, name)
+        return invalid(name, error.problem)
     if isinstance(error, Overloaded):
         seconds = _AGAIN_IN.search(text)
         after = {"retry-after": seconds[1]} if seconds else _RETRY

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -63,6 +63,22 @@ class Common(msgspec.Struct, kw_only=True):
     # Speculative decoding, as ``tensorrt_llm_bls`` names it.
     draft_source: str | None = None
     num_draft_tokens: Natural | None = None
+    # One of json, regex, choice, grammar.
+    structured_outputs: dict[str, Any] | None = None
+
+
+class TextPart(msgspec.Struct, kw_only=True):
+    """Of a prediction."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    """What the answer is expected to resemble."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
 
 
 class ChatRequest(Common, kw_only=True):
@@ -74,7 +90,9 @@ class ChatRequest(Common, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -93,7 +111,7 @@ class CompletionRequest(Common, kw_only=True):
 # Fields of OpenAI's, of other servers' and of old clients' that have no effect here.
 _NO_EFFECT = {
     *("service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "parallel_tool_calls", "verbosity"),
+    *("prompt_cache_retention", "verbosity"),
     "spaces_between_special_tokens",
 }
 # Would change the answer. Each may have the value that asks for nothing.
@@ -107,7 +125,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "return_token_ids": (False,),
     "prompt_logprobs": (),
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), ()),
     **dict.fromkeys(("guided_grammar", "regex", "ebnf"), ()),
 }
 
@@ -149,9 +167,11 @@ _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 
 def _wrong_field(message: str) -> ApiError:
     """What msgspec says of a value, with the field in front."""
+    place = _PLACE.match(message)
     if missing := _MISSING.match(message):
-        return ApiError(400, f"{missing[1]}: is missing", param=missing[1])
-    if place := _PLACE.match(message):
+        name = f"{place[2]}.{missing[1]}" if place else missing[1]
+        return ApiError(400, f"{name}: is missing", param=name)
+    if place:
         problem = place[1][:1].lower() + place[1][1:]
         return ApiError(400, f"{place[2]}: {problem}", param=place[2])
     return ApiError(400, message)

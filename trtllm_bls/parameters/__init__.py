@@ -16,6 +16,7 @@ from trtllm_bls.parameters.reading import (
 from trtllm_bls.parameters.table import (
     DRAFT_MODEL_DIR,
     ENGINE_FACTS,
+    ENGINE_TLS_PIN,
     GRPC_URL,
     MAX_STREAMS,
     MODEL_DIR,
@@ -30,6 +31,7 @@ from trtllm_bls.parameters.table import (
 __all__ = [
     "DRAFT_MODEL_DIR",
     "ENGINE_FACTS",
+    "ENGINE_TLS_PIN",
     "GRPC_URL",
     "MAX_STREAMS",
     "MODEL_DIR",

@@ -101,6 +101,7 @@ class BlsParameters:
     tls_ca: Path | None = None  # None: no TLS
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    tls_pin: Path | None = None
     log_requests: bool = True
     log_format: str = "logfmt"
     log_prompts: bool = False
@@ -144,6 +145,7 @@ class BlsParameters:
             tls_ca=value["engine_tls_ca"],
             tls_cert=value["engine_tls_cert"],
             tls_key=value["engine_tls_key"],
+            tls_pin=value["engine_tls_pin"],
             log_requests=value["log_requests"],
             log_format=value["log_format"],
             log_prompts=value["log_prompts"],

@@ -26,6 +26,7 @@ GRPC_URL = "TRTLLM_BLS_GRPC_URL"
 MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
 THREADS = "TRTLLM_BLS_ENGINE_THREADS"
 STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
+ENGINE_TLS_PIN = "TRTLLM_BLS_ENGINE_TLS_PIN"
 
 _BLS, _ENGINE = ("tensorrt_llm_bls",), ("tensorrt_llm",)
 _PRE, _POST = ("preprocessing",), ("postprocessing",)
@@ -123,6 +124,16 @@ TABLE = (
         FILE,
         "",
         "Key of `engine_tls_cert`, in PEM.",
+        optional=True,
+    ),
+    Parameter(
+        "engine_tls_pin",
+        _BLS,
+        FILE,
+        "",
+        "The certificate that `engine_url` itself shows, first in a PEM file: trusted instead of "
+        "`engine_tls_ca`, whatever its names.",
+        env=ENGINE_TLS_PIN,
         optional=True,
     ),
     Parameter(

@@ -52,7 +52,8 @@ class EngineService:
         rows = engine_requests(call.arrays, call.id, limits.vocab_size, self._limits)
         for row in rows:
             self._limits.check_output_tokens("request_output_len", row.request.max_tokens)
-            self._limits.check_logits(row.request.logit_rows(limits), limits.vocab_size)
+        logit_rows = sum(row.request.logit_rows(limits) for row in rows)
+        self._limits.check_logits(logit_rows, limits.vocab_size)
         call.sequences = len(rows) * rows[0].request.num_return_sequences
         running = _RunningCall()
         for number, row in enumerate(rows):

@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
 _KINDS = ("json", "json_schema", "regex", "ebnf_grammar")
 _CACHED = 64  # compiled grammars
-# A small model may otherwise write white space for ever. A schema's own "x-guidance" could lift
-# what is enforced, so all of it is set.
+# JSON on one line: a model may otherwise write white space for ever. A schema's own "x-guidance"
+# could lift what is enforced, so all of it is set.
 _JSON_RULES = {
-    "whitespace_pattern": r"\n?[ ]{0,24}",
+    "whitespace_pattern": "[ ]?",
     "coerce_one_of": False,
     "lenient": False,
 }

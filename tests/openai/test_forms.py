@@ -1,0 +1,249 @@
+"""Tool calls, reasoning, structured output and predictions, as the ``openai`` package sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.helpers.openai_server import MODEL, ScriptedBackend, serving
+from tests.helpers.scripted_text import saying, tokenizer
+from tests.openai.conftest import Connect
+from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.engines.scripted import ScriptedEngine
+from trtllm_bls.tokenizer import load_tokenizer
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"
+HELLO: Any = [{"role": "user", "content": "Hi"}]
+ARGS = '{"city": "Oslo", "days": [1, 2]}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGS}}}\n</tool_call>'
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}, "warm": {"type": "boolean"}},
+            "required": ["city", "warm"],
+            "additionalProperties": False,
+        },
+    },
+}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Bob"]}, "old": {"type": "boolean"}},
+    "required": ["name", "old"],
+    "additionalProperties": False,
+}
+
+
+def chatting(text: str) -> ScriptedEngine:
+    """Says ``text`` to the conversation."""
+    ids = tokenizer().encode(tokenizer().render_chat(HELLO), add_special_tokens=False)
+    return saying(text, tokenizer().decode(ids[1:], skip_special_tokens=False))
+
+
+# --- what a model writes by itself ------------------------------------------------------------
+
+
+def test_a_tool_call_is_read(connect: Connect) -> None:
+    """Whole and streamed agree; arguments are a string, the name comes once and first."""
+    _, client = connect(chatting(f"I look.\n{CALL}"), tool_parser="hermes")
+    ask: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER]}
+    (choice,) = client.chat.completions.create(**ask).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function" and call.id.startswith("call_")
+    assert (call.function.name, call.function.arguments) == ("weather", ARGS)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**ask, stream=True)]
+    calls = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
+    assert [each.function.name for each in calls if each.function and each.function.name] == [
+        "weather"
+    ]
+    assert len([each for each in calls if each.id]) == 1 and calls[0].id
+    assert "".join(each.function.arguments or "" for each in calls if each.function) == ARGS
+    assert len(calls) > 2
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look."
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_a_call_is_text_where_no_tool_may_be_called(connect: Connect) -> None:
+    """Without tools, with tool_choice none, and where the server has no parser."""
+    _, client = connect(chatting(CALL), tool_parser="hermes")
+    _, bare = connect(chatting(CALL), tool_parser="none")
+    asked: list[tuple[Any, Any]] = [(client, {}), (client, {"tool_choice": "none"}), (bare, {})]
+    for place, (server, more) in enumerate(asked):
+        tools = {"tools": [WEATHER]} if place else {}
+        answer = server.chat.completions.create(model=MODEL, messages=HELLO, **tools, **more)
+        assert answer.choices[0].message.content == CALL
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_one_call_where_parallel_ones_are_not_wanted(connect: Connect) -> None:
+    """Further ones are left out."""
+    _, client = connect(chatting(CALL + CALL), tool_parser="hermes")
+    for parallel, count in ((True, 2), (False, 1)):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=HELLO, tools=[WEATHER], parallel_tool_calls=parallel
+        )
+        assert len(answer.choices[0].message.tool_calls or ()) == count
+
+
+def test_reasoning_is_a_field_of_its_own(connect: Connect) -> None:
+    """Whole and streamed, with the log-probs of all tokens."""
+    _, client = connect(chatting("<think>Two and two.</think>\n\nFour."), reasoning_parser="think")
+    ask: Any = {"model": MODEL, "messages": HELLO, "logprobs": True}
+    (choice,) = client.chat.completions.create(**ask).choices
+    message = choice.message.model_dump()
+    assert (message["reasoning_content"], message["content"]) == ("Two and two.", "Four.")
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**ask, stream=True)]
+    deltas = [chunk.delta.model_dump() for chunk in chunks]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Two and two."
+    assert "".join(delta["content"] or "" for delta in deltas) == "Four."
+    scored = [
+        token for chunk in chunks for token in (chunk.logprobs and chunk.logprobs.content) or ()
+    ]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert len(scored) == len(choice.logprobs.content)
+
+
+# --- what is enforced -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[openai.OpenAI]:
+    """The demo model, which knows nothing of tools."""
+    sizes = EmbeddedSettings(max_batch=4, max_sequence_tokens=512, threads=1)
+    engine = RoutingEngine(EmbeddedEngine(DEMO, sizes))
+    backend = ScriptedBackend(engine, tokenizer=load_tokenizer(DEMO))
+    with serving(engine, backend) as api:
+        client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0)
+        with client:
+            yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_a_demanded_call_is_made(real: openai.OpenAI, choice: Any, stream: bool) -> None:
+    """By a model that would not: its arguments are valid, and there is no other text."""
+    asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER], "tool_choice": choice}
+    asked |= {"parallel_tool_calls": False, "max_tokens": 100, "temperature": 0}
+    if stream:
+        chunks = [chunk.choices[0] for chunk in real.chat.completions.create(**asked, stream=True)]
+        calls = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
+        name = calls[0].function.name if calls[0].function else None
+        arguments = "".join(each.function.arguments or "" for each in calls if each.function)
+        content, reason = "".join(c.delta.content or "" for c in chunks), chunks[-1].finish_reason
+    else:
+        (answer,) = real.chat.completions.create(**asked).choices
+        (call,) = answer.message.tool_calls or ()
+        name, arguments = call.function.name, call.function.arguments
+        content, reason = answer.message.content or "", answer.finish_reason
+    assert (name, content, reason) == ("weather", "", "tool_calls")
+    jsonschema.validate(json.loads(arguments), WEATHER["function"]["parameters"])
+
+
+def test_a_schema_is_kept(real: openai.OpenAI) -> None:
+    """In every choice, sampled at any temperature, streamed or not."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    asked: Any = {"model": MODEL, "messages": HELLO, "response_format": form, "max_tokens": 100}
+    answer = real.chat.completions.create(**asked, n=3, temperature=1.8, seed=4)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), PERSON)
+    chunks = real.chat.completions.create(**asked, stream=True, temperature=0)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    jsonschema.validate(json.loads(text), PERSON)
+
+
+@pytest.mark.parametrize(
+    ("form", "allowed"),
+    [
+        ({"choice": ["yes", 'no "no"']}, ["yes", 'no "no"']),
+        ({"regex": "(left|right)!"}, ["left!", "right!"]),
+        ({"grammar": 'root ::= "a" | "b"'}, ["a", "b"]),
+        ({"json": {"enum": [1, 2]}}, ["1", "2"]),
+    ],
+)
+def test_other_forms_are_kept(real: openai.OpenAI, form: Any, allowed: list[str]) -> None:
+    """By the field that vLLM's clients send, in chats and completions."""
+    extra = {"structured_outputs": form}
+    chat = real.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra)
+    assert chat.choices[0].message.content in allowed
+    text = real.completions.create(model=MODEL, prompt="Well", extra_body=extra)
+    assert text.choices[0].text in allowed
+
+
+def test_json_is_an_object(real: openai.OpenAI) -> None:
+    """Unless it was cut, which is said."""
+    answer = real.chat.completions.create(
+        model=MODEL, messages=HELLO, response_format={"type": "json_object"}, max_tokens=60
+    )
+    (choice,) = answer.choices
+    if choice.finish_reason != "length":
+        assert isinstance(json.loads(choice.message.content or ""), dict)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format",
+        ),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "often"}, "tool_choice"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+        ),
+        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"xml": "a"}}}, "structured_outputs"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(
+    real: openai.OpenAI, asked: dict[str, Any], param: str
+) -> None:
+    """Before anything is generated, with the field that the caller sent."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        real.chat.completions.create(model=MODEL, messages=HELLO, **asked)
+    assert caught.value.param == param
+
+
+# --- predictions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prediction_is_drafted_from(connect: Connect, stream: bool) -> None:
+    """The text is the model's own; usage tells how much of the prediction was right."""
+    text = "one two three four five six seven eight nine ten eleven twelve"
+    _, client = connect(RoutingEngine(chatting(text)))  # type: ignore[arg-type]
+    asked: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 80, "temperature": 0}
+    asked["prediction"] = {"type": "content", "content": text.replace("six", "VI")}
+    if stream:
+        options = {"include_usage": True}
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
+        said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        usage = chunks[-1].usage
+    else:
+        answer = client.chat.completions.create(**asked)
+        said, usage = answer.choices[0].message.content or "", answer.usage
+    assert said == text
+    assert usage is not None and usage.completion_tokens_details is not None
+    details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens or 0) > 5
+    assert details.rejected_prediction_tokens is not None

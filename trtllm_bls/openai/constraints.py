@@ -1,0 +1,191 @@
+"""What a request demands of its answer's form: a guide for the engine, and how its text is parsed.
+
+A demand is enforced by the engine's guided decoding or refused, never hoped for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trtllm_bls.chat_parsing import (
+    FORCED,
+    REASONING_TAGS,
+    TOOL_FORMATS,
+    ChatParser,
+    ToolFormat,
+    forced_calls,
+    formats_of,
+)
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.messages import Array, ChatOptions
+from trtllm_bls.openai.errors import invalid
+from trtllm_bls.openai.schema import ChatRequest, Common
+from trtllm_bls.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Guide:
+    """``field``: what the caller asked for it by."""
+
+    field: str
+    kind: str
+    text: str = ""
+
+    @property
+    def extras(self) -> dict[str, Array]:
+        """The engine's inputs."""
+        values = {"guided_decoding_guide_type": self.kind, "guided_decoding_guide": self.text}
+        return {
+            name: np.array([value.encode()], dtype=np.object_)
+            for name, value in values.items()
+            if value
+        }
+
+
+@dataclass(frozen=True)
+class ChatFormats:
+    """How the served model writes tool calls and reasoning; ``None``: it does not."""
+
+    tools: ToolFormat | None = None
+    reasoning: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str) -> ChatFormats:
+        """By name, or for ``auto`` by what the chat template shows."""
+        tools, reasoning = formats_of(tokenizer.chat_template)
+        tools = tools if tool_parser == "auto" else tool_parser
+        reasoning = reasoning if reasoning_parser == "auto" else reasoning_parser
+        return cls(TOOL_FORMATS.get(tools or ""), REASONING_TAGS.get(reasoning or ""))
+
+
+class AnswerForm:
+    """Of one chat request. Raises ``ApiError`` for demands that contradict or make no sense."""
+
+    def __init__(self, request: ChatRequest, formats: ChatFormats, tokenizer: Tokenizer) -> None:
+        self.guide = guide_of(request, response_format(request))
+        self.most_calls = 1 if request.parallel_tool_calls is False else None
+        self._tools: ToolFormat | None = None
+        self._reasoning = formats.reasoning
+        self._tokenizer = tokenizer
+        choice, tools = request.tool_choice, request.tools or []
+        for place, tool in enumerate(tools):
+            _check_tool(f"tools[{place}]", tool)
+        forced = _forced_name(choice)
+        if choice not in (None, "none", "auto"):
+            self.guide = _forced_guide(request, forced, self.guide)
+            self._tools = FORCED
+        elif tools and choice != "none":
+            self._tools = formats.tools
+            if self.guide is not None:
+                problem = "cannot be combined with tools that may be called; send tool_choice none"
+                raise invalid(self.guide.field, f"{problem} or required")
+        if self.guide is not None:
+            self._reasoning = None  # the guide holds from the first token on
+
+    @property
+    def keeps_special(self) -> bool:
+        """Whether what is looked for in the text are special tokens."""
+        special = self._tools is not None and self._tools.special
+        return special or self._reasoning == REASONING_TAGS["mistral"]
+
+    def parser(self, options: ChatOptions) -> ChatParser | None:
+        """A new one for one choice; ``None`` where the text is content as it is."""
+        if self._tools is None and self._reasoning is None:
+            return None
+        return ChatParser(self._tools, self._reasoning, opened=self._opened(options))
+
+    def _opened(self, options: ChatOptions) -> bool:
+        """Whether the template ends the prompt with the beginning of reasoning."""
+        if self._reasoning is None or options.continue_final_message:
+            return False
+        try:
+            short = [{"role": "user", "content": "a"}]
+            prompt = self._tokenizer.render_chat(short, options)
+        except InvalidRequest:
+            return False  # it will be said of the whole conversation
+        return prompt.rstrip().endswith(self._reasoning[0])
+
+
+def response_format(request: ChatRequest) -> Guide | None:
+    """OpenAI's own way to ask for JSON."""
+    asked = request.response_format
+    if asked is None or asked.get("type") == "text":
+        return None
+    if asked.get("type") == "json_object":
+        return Guide("response_format", "json")
+    if asked.get("type") != "json_schema":
+        problem = "must be one of: text, json_object, json_schema"
+        raise invalid("response_format.type", problem)
+    named = asked.get("json_schema")
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, (dict, bool)):
+        raise invalid("response_format.json_schema.schema", "must be a JSON schema")
+    return Guide("response_format", "json_schema", _json("response_format", schema))
+
+
+def guide_of(request: Common, other: Guide | None = None) -> Guide | None:
+    """vLLM's ``structured_outputs``, or ``other``."""
+    asked = {key: value for key, value in (request.structured_outputs or {}).items() if value}
+    if not asked:
+        return other
+    field = "structured_outputs"
+    if other is not None or len(asked) > 1:
+        raise invalid(field, "send one demand on the form of the answer alone")
+    ((kind, value),) = asked.items()
+    if kind == "json":
+        return Guide(field, "json_schema", value if isinstance(value, str) else _json(field, value))
+    if kind == "json_object":
+        return Guide(field, "json")
+    if kind == "choice" and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return Guide(field, "ebnf_grammar", "root ::= " + " | ".join(map(json.dumps, value)))
+    if kind in ("regex", "grammar") and isinstance(value, str):
+        return Guide(field, {"regex": "regex", "grammar": "ebnf_grammar"}[kind], value)
+    raise invalid(field, "must be an object with json, regex, choice or grammar")
+
+
+def _forced_guide(request: ChatRequest, name: str | None, other: Guide | None) -> Guide:
+    if other is not None:
+        raise invalid("tool_choice", f"demands a call, and {other.field} another form; send one")
+    if not request.tools:
+        raise invalid("tool_choice", "is only allowed with tools")
+    try:
+        parallel = request.parallel_tool_calls is not False
+        schema = forced_calls(request.tools, name, parallel=parallel)
+    except InvalidRequest as error:
+        raise invalid(error.field, error.problem) from None
+    except RecursionError:
+        raise invalid("tools", "is nested too deeply") from None
+    return Guide("tool_choice", "json_schema", schema)
+
+
+def _forced_name(choice: object) -> str | None:
+    """The tool that has to be called; ``None``: any, or none has to. Raises ``ApiError``."""
+    if choice in (None, "none", "auto", "required"):
+        return None
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise invalid("tool_choice", "must be none, auto, required, or name a function")
+    return name
+
+
+def _check_tool(field: str, tool: Mapping[str, Any]) -> None:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
+        raise invalid(field, "must have type 'function', and a function")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise invalid(f"{field}.function.name", "must be a string")
+    if not isinstance(function.get("parameters"), (Mapping, type(None))):
+        raise invalid(f"{field}.function.parameters", "must be a JSON schema")
+
+
+def _json(field: str, value: object) -> str:
+    try:
+        return json.dumps(value)
+    except (RecursionError, ValueError):
+        raise invalid(field, "is nested too deeply") from None
