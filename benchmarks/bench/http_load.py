@@ -42,7 +42,7 @@ class HttpLoad:
         return self._run(_grpc_stream, ports, "", plan)
 
     def health(self, port: int, seconds: float) -> Any:
-        """Ask for ``/health`` over and over, a little later; ``get()`` gives (status, ms) of each."""
+        """Ask for ``/health`` again and again: (status, ms) of each by ``get()``."""
         return self._pool.apply_async(_health, (port, seconds))
 
     def close(self) -> None:
@@ -122,7 +122,9 @@ async def _http_stream(
     for request in requests:
         fields = {"model": model, "prompt": request.inputs["text_input"][0], "stream": True}
         fields |= {"max_tokens": request.inputs["max_tokens"][0], "temperature": 0}
-        body = json.dumps(fields | {"ignore_eos": True, "add_special_tokens": False}).encode()
+        if "add_special_tokens" in request.inputs:
+            fields["add_special_tokens"] = request.inputs["add_special_tokens"][0]
+        body = json.dumps(fields | {"ignore_eos": True}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
         answer = Answer(request, time.time_ns(), [], [])
         status = await client.ask(head + b"content-length: %d\r\n\r\n" % len(body) + body)
