@@ -53,6 +53,7 @@ UNNOTICED_S = 5.0  # a server that is ready for so long after the blow was not h
 FIRST_PORT = 20_000  # below those that systems hand out: nobody takes them during a restart
 STEP_MS, TOKENS = 50, 160
 PROMPT = {"text_input": "a b c d e", "end_id": -1}
+RIGHT: list[str] = []  # the whole answer, from this process's first server: all say the same
 
 
 @dataclass
@@ -172,7 +173,9 @@ async def outcome(
 async def trial(server: Server, victim: str, action: str, streams: int) -> Trial:
     """One blow, from the first tokens to a server that is ready again."""
     url, result = server.urls["gRPC"], Trial(victim, action)
-    expected = await answer(url)
+    if not RIGHT:
+        RIGHT.append(await answer(url))
+    expected = RIGHT[0]
     heard: list[list[str]] = [[] for _ in range(streams)]
     drafts = [{"num_draft_tokens": 4} if place % 2 else {} for place in range(streams)]
     clients = [
