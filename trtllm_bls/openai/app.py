@@ -37,6 +37,7 @@ from trtllm_bls.openai.exposition import CONTENT_TYPE, SharedSamples, samples, w
 from trtllm_bls.openai.frames import DONE, Head
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.keys import is_allowed
+from trtllm_bls.openai.page import page
 from trtllm_bls.openai.replies import ClientGone, Reply, header, read_body
 from trtllm_bls.openai.schema import ChatRequest, Common, CompletionRequest, decode
 from trtllm_bls.openai.streams import Outbox, run_all, while_connected
@@ -98,6 +99,7 @@ def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/", page),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/health", api.health_of_engine),
