@@ -61,7 +61,9 @@ _log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
-_TRIES = 3  # of a call that the server refuses unseen
+_TRIES = 3  # of a call that connections have refused unseen by their GOAWAY
+_REFUSED_SECONDS = 10.0  # for which a call is sent again whose stream the server refuses unseen
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.1  # before it is sent again; doubled
 _CALLS_AT_ONCE = 8  # are written together at most, where flow control admits them
 _TURN_BYTES = 1 << 18  # of one call's data, before the other calls and the event loop have a turn
 _MAX_FRAME_BYTES = 1 << 14  # HTTP/2's default, which we leave
@@ -117,6 +119,7 @@ class GrpcCall:
         self._outbox_taken = 0  # bytes of the first in the outbox that are sent
         self._sent: list[bytes] | None = []  # what to send again, until the server answers
         self._tries_left = _TRIES
+        self._give_up_at: float | None = None  # the loop's time, once its stream has been refused
         self._half_closed = self._end_sent = False
         self._splitter = _MessageSplitter()
 
@@ -160,9 +163,8 @@ class GrpcCall:
         return taken
 
     def _rewind(self) -> bool:
-        """Be as if never sent; False when it was answered or tried often enough."""
-        self._tries_left -= 1
-        if self._sent is None or not self._tries_left:
+        """Be as if never sent; False when it was answered."""
+        if self._sent is None:
             return False
         self._outbox.extendleft(reversed(self._sent))
         self._sent, self._outbox_taken, self._stream_id, self._end_sent = [], 0, 0, False
@@ -195,16 +197,25 @@ class Connection:
 
     Connects when a call needs it, on the event loop that runs then, and again after a loss; the
     calls of a lost connection end with UNAVAILABLE. With ``tls`` the context's ALPN is set to h2.
-    Raises ``ValueError`` for a target without host or port.
+    ``refused_seconds``: how long a call is sent again whose stream the server refuses before it
+    looks at it; a call that is cancelled meanwhile is not. Raises ``ValueError`` for a target
+    without host or port.
     """
 
-    def __init__(self, target: str, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: ssl.SSLContext | None = None,
+        refused_seconds: float = _REFUSED_SECONDS,
+    ) -> None:
         host, _, port = target.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"target: {target!r} is not host:port")
         if tls is not None:
             tls.set_alpn_protocols(["h2"])
         self.target = target
+        self.refused_seconds = refused_seconds
         self._address = (host.removeprefix("[").removesuffix("]"), int(port))
         self._tls = tls
         self._headers = [
@@ -339,6 +350,9 @@ class _Http2(asyncio.Protocol):
         self._frames: list[bytes] = []  # to be written
         self._ready = self._draining = self._ended = False
         self._waiting: deque[GrpcCall] = deque()  # for the connection, or for a free stream
+        self._refused: list[tuple[int, GrpcCall]] = []  # by the stream that each had; they go first
+        self._pause: asyncio.TimerHandle | None = None  # until which no stream is opened
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
         self._calls: dict[int, GrpcCall] = {}  # by stream
         self._unsent: dict[GrpcCall, None] = {}  # an ordered set: streams with data to send
         self._flush_scheduled = self._writing_paused = False
@@ -401,6 +415,7 @@ class _Http2(asyncio.Protocol):
         else:
             self._write()  # h2 says GOAWAY where the server broke the protocol
             self._transport.close()
+        self._take_back_refused()
         calls = [*self._calls.values(), *self._waiting]
         self._calls.clear()
         self._waiting.clear()
@@ -452,7 +467,7 @@ class _Http2(asyncio.Protocol):
         self._flush_scheduled = False
         if self._ended or not self._ready or self._transport is None:
             return
-        if not self._draining:
+        if not self._draining and self._pause is None:
             self._open_streams()
         more = False
         if not self._writing_paused:
@@ -482,6 +497,7 @@ class _Http2(asyncio.Protocol):
         """No more streams here; who waits for one gets it on another connection."""
         self._draining = True
         self._owner._retire(self)
+        self._take_back_refused()
         while self._waiting:
             self._owner._start(self._waiting.popleft())
 
@@ -636,19 +652,16 @@ class _Http2(asyncio.Protocol):
         self._owner._retire(self)
         for call in [call for call in self._calls.values() if call._stream_id > last]:
             self._forget(call, ErrorCodes.CANCEL)
-            self._try_again(call, error)
-        while self._waiting:
-            self._try_again(self._waiting.popleft(), error)
+            self._refused.append((call._stream_id, call))
+        self._take_back_refused()
+        for call in self._waiting:
+            call._tries_left -= 1
+            if call._tries_left and call._rewind():
+                self._owner._start(call)
+            else:
+                self._finished.append((call, error))
+        self._waiting.clear()
         self._schedule_flush()
-
-    def _try_again(self, call: GrpcCall, error: GrpcError) -> None:
-        """Of a call that the server has not begun; ``error`` ends it after its last try."""
-        if not call._rewind():
-            self._finished.append((call, error))
-        elif self._draining:
-            self._owner._start(call)
-        else:
-            self._waiting.appendleft(call)
 
     def _receive_reset(self, stream_id: int, code: int) -> None:
         call = self._calls.get(stream_id)
@@ -657,17 +670,48 @@ class _Http2(asyncio.Protocol):
         status = _STATUS_OF_RESET.get(code, "INTERNAL")
         error = GrpcError(status, f"the server reset the stream: HTTP/2 error {code}")
         self._forget(call, None)
-        if code == ErrorCodes.REFUSED_STREAM:
-            # Also grpcio's answer, at its limit of streams, while it has one to clear away.
-            self._try_again(call, error)
-        else:
+        if code != ErrorCodes.REFUSED_STREAM or not self._try_again(call, stream_id):
             self._finished.append((call, error))
+
+    def _try_again(self, call: GrpcCall, stream_id: int) -> bool:
+        """Send a call again that the server has refused without a look at it, after a pause.
+
+        False once that has been done for long. At its limit of streams grpcio refuses one as long
+        as it has not cleared away another whose end it has sent, which takes a busy host a while;
+        so no stream is opened in the pause, and those that were refused go first, in order.
+        """
+        if call._give_up_at is None:
+            call._give_up_at = self._loop.time() + self._owner.refused_seconds
+        if self._loop.time() >= call._give_up_at or not call._rewind():
+            return False
+        if self._draining:
+            self._owner._start(call)
+            return True
+        self._refused.append((stream_id, call))
+        if self._pause is None:
+            self._pause = self._loop.call_later(self._pause_seconds, self._end_pause)
+            self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+        return True
+
+    def _end_pause(self) -> None:
+        self._take_back_refused()
+        self._schedule_flush()
+
+    def _take_back_refused(self) -> None:
+        """Have the refused calls wait again, before the others and in the order of their streams."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        self._refused.sort(key=lambda refused: refused[0])
+        self._waiting.extendleft(call for _, call in reversed(self._refused))
+        self._refused.clear()
 
     def _receive_headers(self, stream_id: int, fields: dict[bytes, bytes], ended: bool) -> None:
         call = self._calls.get(stream_id)
         if call is None or fields.get(b":status", b"").startswith(b"1"):
             return
         call._sent = None
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
         if ended:
             outcome = _outcome(fields)
             if outcome is None and call._splitter:
