@@ -698,7 +698,7 @@ class _Http2(asyncio.Protocol):
         self._schedule_flush()
 
     def _take_back_refused(self) -> None:
-        """Have the refused calls wait again, before the others and in the order of their streams."""
+        """Have the refused calls wait again: before the others, in the order of their streams."""
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None
