@@ -215,7 +215,7 @@ class Orchestrator:
             stop_words=request.stop_words,
             stop_sequences=prompt.stop_sequences,
             include_stop=request.include_stop,
-            echo_ids=prompt.ids if request.echo or whole_with_prompt else (),
+            echo_ids=tuple(prompt.ids) if request.echo or whole_with_prompt else (),
             accumulate=self._defaults.accumulate,
             seed=request.sampling.seed,
             max_sequence_tokens=limits.max_sequence_tokens,
