@@ -189,7 +189,7 @@ class PromptMaker:
             text = request.text or ""
         if not text:
             raise InvalidRequest(field, "is empty; send at least one character")
-        if most is not None:
+        if most is not None and len(text) > most:  # the bound is at most a token a character
             _check_length(field, self._fewest_tokens(field, text), most, "at least ")
         if request.messages is not None:
             ids = self._tokenizer.encode_chat(text)

@@ -85,6 +85,10 @@ class Call:
         """End the call without another response if that is allowed; ignored once it has ended."""
         self._put(self._bare_end(), final=True)
 
+    def is_ready(self) -> bool:
+        """Whether ``ready`` would not suspend."""
+        return not self._sending and (not self._begun or self._senders.has_room())
+
     async def ready(self) -> None:
         """Return once everything has been sent and the next response would leave soon.
 
