@@ -17,6 +17,11 @@ LOWEST := .venv-lowest
 INSTALLED := $(VENV)/.installed
 SERVE_OPTIONS ?=
 BENCH_OPTIONS ?=
+CASES ?= 20000
+REQUESTS ?= 10000
+STREAMS ?= 50000
+MINUTES ?= 60
+SEED ?= 1
 
 # The last client wheel whose perf_analyzer needs no newer glibc than 2.34, a load generator in C++.
 PERF_ANALYZER := tritonclient==2.51.0
@@ -24,13 +29,17 @@ PERF_DIRECTORY := $(VENV)/perf_analyzer
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest conformance test-transformers serve bench static check format clean
+.PHONY: fuzz chaos soak slow-readers help demo test test-lowest conformance test-transformers serve bench static check format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
 	@echo 'make serve    keep a server up until Ctrl-C; options: make serve SERVE_OPTIONS="--http-port 9000"'
 	@echo 'make bench    what orchestration costs; options: make bench BENCH_OPTIONS="--quick"'
 	@echo 'make test     all tests: unit tests, then those against real servers'
+	@echo 'make fuzz     requests of every wrong form; options: make fuzz CASES=20000 SEED=1'
+	@echo 'make chaos    a faulty engine, resets, callers that leave: make chaos REQUESTS=10000'
+	@echo 'make soak     what stays behind after STREAMS=50000 or MINUTES=60'
+	@echo 'make slow-readers  clients that stop reading beside clients that read'
 	@echo 'make test-lowest  the tests that need no torch and no server, on the oldest packages allowed'
 	@echo 'make test-transformers  text and tokenizer tests on transformers 4.45 to 5, for docs/compatibility.md'
 	@echo 'make conformance  the conformance suite over every engine of this machine'
@@ -58,6 +67,19 @@ $(PERF_DIRECTORY): $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/pytest -q -m 'not live' --durations=5
 	$(BIN)/pytest -q -m live --durations=10
+
+# docs/reliability.md has what they found last.
+fuzz: $(INSTALLED)
+	@$(BIN)/python -m tests.reliability.fuzz --cases $(CASES) --seed $(SEED)
+
+chaos: $(INSTALLED)
+	@$(BIN)/python -m tests.reliability.chaos --requests $(REQUESTS) --seed $(SEED)
+
+soak: $(INSTALLED)
+	@$(BIN)/python -m tests.reliability.soak --streams $(STREAMS) --minutes $(MINUTES)
+
+slow-readers: $(INSTALLED)
+	@$(BIN)/python -m tests.reliability.slow_readers
 
 # As beside TensorRT-LLM 0.15: what setup.cfg allows at the least, in an environment of its own.
 test-lowest:

@@ -26,9 +26,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.stepping import SteppingEngine
+
 from trtllm_bls.bundled import DEMO
-from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, TextChunk, TextRequest
+from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
@@ -39,55 +40,11 @@ from trtllm_bls.tokenizer import load_tokenizer
 TICK = os.sysconf("SC_CLK_TCK")
 
 
-class SteppingEngine:
-    """One timer; at each step every stream gets its next token."""
-
-    name = "stepping"
-
-    def __init__(self, ids: tuple[int, ...], step_s: float) -> None:
-        self._chunks = [EngineChunk(token_ids=(token,)) for token in ids]
-        self._step_s = step_s
-        self._open: dict[QueuedChunks, int] = {}
-        self._due = 0.0
-        self._ticking = False
-
-    async def limits(self) -> EngineLimits:
-        return EngineLimits()
-
-    def generate(self, request: EngineRequest) -> QueuedChunks:
-        stream = QueuedChunks(lambda: self._open.pop(stream, None))
-        self._open[stream] = request.max_tokens
-        if not self._ticking:
-            self._ticking = True
-            self._due = asyncio.get_running_loop().time()
-            self._again()
-        return stream
-
-    def _again(self) -> None:
-        self._due += self._step_s
-        asyncio.get_running_loop().call_at(self._due, self._step)
-
-    def _step(self) -> None:
-        for stream, left in list(self._open.items()):
-            stream.put([self._chunks[left % len(self._chunks)]])
-            self._open[stream] = left - 1
-            if left == 1:
-                del self._open[stream]
-                stream.put([EngineChunk(token_ids=(), final=True)])
-                stream.end()
-        self._ticking = bool(self._open)
-        if self._ticking:
-            self._again()
-
-    async def close(self) -> None:
-        pass
-
-
 class Backend:
     def __init__(self, step_s: float) -> None:
         self.tokenizer = load_tokenizer(DEMO / "target")
         text = "Once upon a time there was a fox who liked the river and the hills. "
-        self.engine = SteppingEngine(self.tokenizer.encode_word(text), step_s)
+        self.engine = SteppingEngine(step_s, self.tokenizer.encode_word(text))
         self.reports = RequestReports(RequestMetrics())
         self.orchestrator = Orchestrator(
             self.tokenizer, self.engine, Defaults(), on_end=self.reports.add

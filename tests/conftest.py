@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer
 
-LIVE = frozenset(Path(__file__).parent / name for name in ("live", "conformance"))
+LIVE = frozenset(Path(__file__).parent / name for name in ("live", "conformance", "reliability"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

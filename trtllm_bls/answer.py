@@ -50,6 +50,7 @@ class TextRules:
     max_sequence_tokens: int | None = None
     expose_kv_cache_metrics: bool = False  # whether to tell how much of the prompt was cached
     return_tokens: bool = False
+    return_drafted: bool = False
 
 
 class Answer:
@@ -159,6 +160,9 @@ class SequenceText:
         # Not emitted yet: tokens, text, rows of logits, how many tokens came, and whether context
         # logits are among it.
         self._new: list[TokenText] = []
+        self._drafted: list[tuple[int, int]] = []  # where, in the completion
+        self._accepted_before = 0  # draft tokens, in all chunks so far
+        self._emitted = 0  # characters of the completion
         self._text = self._echo() if rules.echo_ids else []
         self._so_far = ""
         self._rows: list[Array] = []
@@ -166,7 +170,7 @@ class SequenceText:
         self._new_context = False
 
         # Whether each token's place in the text has to be known.
-        self._each = rules.return_tokens or self._matcher is not None
+        self._each = rules.return_tokens or rules.return_drafted or self._matcher is not None
 
     @property
     def completion_tokens(self) -> int:
@@ -226,6 +230,8 @@ class SequenceText:
             tokens = tuple(self._new)
             self._new.clear()
         self._new_tokens, self._new_context = 0, False
+        drafted = self._drafted_text() if self._drafted else ()
+        self._emitted = self._released
         scored = bool(self._log_probs)
         return TextChunk(
             text=text,
@@ -236,6 +242,7 @@ class SequenceText:
             generation_logits=rows or None,
             metrics=self._metrics,
             tokens=tokens,
+            drafted=drafted,
             ending=self.ending,
         )
 
@@ -253,6 +260,7 @@ class SequenceText:
 
     def _feed_each(self, ids: TokenIds, chunk: EngineChunk) -> str | None:
         """Token by token, to know which one completes a stop; that stop, if one does."""
+        accepted = self._accepted(chunk) if self._rules.return_drafted else 0
         for position, token in enumerate(ids):
             self._tokens += 1
             self._tail.append(token)
@@ -261,6 +269,8 @@ class SequenceText:
             else:
                 new, data = self._detokenizer.feed((token,)), b""
             stop = self._cut(new)
+            if position < accepted and new:
+                self._drafted.append((self._length - len(new), self._length))
             end = self._length if new else self._length + 1
             self._note_scores(chunk, position, end, token, data)
             if stop is not None:
@@ -287,6 +297,25 @@ class SequenceText:
         if text:
             self._released += len(text)
             self._text.append(text)
+
+    # --- drafts -------------------------------------------------------------------------------
+
+    def _accepted(self, chunk: EngineChunk) -> int:
+        """How many of the chunk's tokens, its first ones, are accepted draft tokens.
+
+        A round's chunk has them before the target's own token; its figures count all rounds so far.
+        """
+        if chunk.speculation is None:
+            return 0
+        before, self._accepted_before = self._accepted_before, chunk.speculation.accepted
+        return chunk.speculation.accepted - before
+
+    def _drafted_text(self) -> tuple[tuple[int, int], ...]:
+        """The parts of the text that leaves now; what a stop cuts off has none."""
+        begin, end = self._emitted, self._released
+        inside = [(max(a, begin) - begin, min(b, end) - begin) for a, b in self._drafted if a < end]
+        self._drafted = [part for part in self._drafted if part[1] > end]
+        return tuple(inside)
 
     # --- the end ------------------------------------------------------------------------------
 

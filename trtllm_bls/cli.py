@@ -19,6 +19,8 @@ from trtllm_bls.errors import SettingsError, TrtllmBlsError
 from trtllm_bls.settings import Override, ServeSettings
 
 _ELSEWHERE = {
+    "benchmark": "trtllm_bls.commands.benchmark:main",
+    "chat": "trtllm_bls.commands.chat:main",
     "configure": "trtllm_bls.configure:command",
     "doctor": "trtllm_bls.doctor:command",
     "drain": "trtllm_bls.commands.drain:command",
@@ -123,6 +125,8 @@ def main() -> None:
       trtllm-bls serve                  keep a server up on ports 8000 to 8002
       trtllm-bls serve --model ./llama  serve your own checkpoint
       trtllm-bls generate "Hello"       text from a server on port 8001
+      trtllm-bls chat                   a conversation with it
+      trtllm-bls benchmark              how many tokens a second, how soon
     """
 
 

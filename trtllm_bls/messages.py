@@ -256,8 +256,8 @@ class TextRequest:
     ``max_tokens``: ``None`` for as many as the model has room for.
     ``echo``: the prompt comes in front of the completion, also of a stream.
     ``stop_token_ids`` end a sequence as the model's own end ids do, beside them.
-    ``token_bias``: ``(token id, added logit)`` pairs. ``return_tokens`` asks for ``tokens`` of
-    each chunk.
+    ``token_bias``: ``(token id, added logit)`` pairs. ``return_tokens`` and ``return_drafted`` ask
+    for ``tokens`` and ``drafted`` of each chunk.
     ``prediction``: a text that the answer is expected to resemble, to draft from.
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
@@ -292,6 +292,7 @@ class TextRequest:
     stream_interval: int = 1
     wants: Wants = Wants()
     return_tokens: bool = False
+    return_drafted: bool = False
     prompt_table_extra_id: int | None = None
     traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
@@ -336,6 +337,8 @@ class TextChunk:
     ``metrics`` are on every chunk from the first that has them, as TensorRT-LLM sends them.
     ``tokens`` are those whose whole text has left with this chunk, the echoed prompt's first;
     ``None`` where they were not asked for.
+    ``drafted``: the parts of ``text`` that accepted draft tokens wrote, as ``(begin, end)`` in
+    characters, one for each such token. Not when accumulating or echoing.
     """
 
     text: str
@@ -345,5 +348,6 @@ class TextChunk:
     context_logits: Array | None = None
     generation_logits: Sequence[Array] | None = None  # one row [vocab] per token
     tokens: tuple[TokenText, ...] | None = None
+    drafted: tuple[tuple[int, int], ...] = ()
     metrics: EngineMetrics | None = None
     ending: Ending | None = None

@@ -232,6 +232,7 @@ class Orchestrator:
             max_sequence_tokens=limits.max_sequence_tokens,
             expose_kv_cache_metrics=self._defaults.expose_kv_cache_metrics,
             return_tokens=request.return_tokens,
+            return_drafted=request.return_drafted,
         )
         skip = self._defaults.skip_special_tokens
         if request.skip_special_tokens is not None:

@@ -39,6 +39,7 @@ class Answer:
     parts: list[str]
     problem: str | None = None
     counted: int | None = None  # tokens, as the model tells
+    raw: list[bytes] | None = None  # what came, where it is read later
 
     @property
     def ended(self) -> int:

@@ -40,6 +40,8 @@ class Row:
     cpu: dict[str, float] = field(default_factory=dict)  # server, model, engine
     rss_mb: float | None = None  # the model's largest process
     shm_mb: float | None = None  # /dev/shm, all models
+    health_p999: float | None = None  # of /health while the load ran
+    health: str = ""  # how many of them said 200
     problems: dict[str, int] = field(default_factory=dict)
 
 

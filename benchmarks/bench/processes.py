@@ -16,11 +16,12 @@ _SERVER = "tritonserver"
 
 
 class Processes:
-    """The server below this process and its stubs, by model, sampled until closed."""
+    """Processes by role, sampled until closed: the server below this process and its stubs by
+    model, and those of ``others``."""
 
-    def __init__(self, region_prefix: str) -> None:
+    def __init__(self, region_prefix: str, others: dict[str, list[int]] | None = None) -> None:
         self._prefix = region_prefix
-        self.ids: dict[str, list[int]] = {}
+        self.ids: dict[str, list[int]] = dict(others or {})
         for process in psutil.Process().children(recursive=True):
             role = _role(process)
             if role is not None:

@@ -175,6 +175,36 @@ async def test_a_server_that_never_answers_meets_the_deadline() -> None:
 
 
 @async_test
+async def test_a_deadline_that_passes_while_a_request_is_sent_is_a_deadline() -> None:
+    """gRPC itself calls some of them internal errors, the sooner the more."""
+    async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
+        asks = (client.generate(**ASK, deadline_s=n / 10_000) for n in range(300))
+        ends = await asyncio.gather(*asks, return_exceptions=True)
+    assert {type(end) for end in ends} == {DeadlineExceeded}
+
+
+@async_test
+async def test_a_call_that_grpc_cancels_by_itself_is_no_closed_client() -> None:
+    """It does so where a call is over before its request is written, for whatever reason."""
+
+    class Call:
+        def __aiter__(self) -> Call:
+            return self
+
+        async def __anext__(self) -> None:
+            raise asyncio.CancelledError
+
+        def cancel(self) -> bool:
+            return False
+
+    late = DeadlineExceeded("late")
+    unsent, left = (Reader(Call(), lambda error: late) for _ in range(2))
+    left.cancel()
+    assert await unsent.items.get() is late
+    assert str(await left.items.get()) == "the client was closed during the request"
+
+
+@async_test
 async def test_text_before_the_deadline_is_delivered() -> None:
     """A deadline in mid-stream costs only what had not come, whichever side notices it."""
     script = [text("Hi"), Abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")]

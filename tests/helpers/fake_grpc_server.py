@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -235,3 +237,23 @@ def async_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., 
         asyncio.run(test(*arguments, **fixtures))
 
     return run
+
+
+@contextmanager
+def in_a_thread(make: Callable[[], FakeGrpcServer]) -> Iterator[FakeGrpcServer]:
+    """The server that ``make`` makes, on a loop of its own, for callers that have none."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def started() -> FakeGrpcServer:
+        return await make().__aenter__()
+
+    server = asyncio.run_coroutine_threadsafe(started(), loop).result(60)
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

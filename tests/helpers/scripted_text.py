@@ -13,10 +13,12 @@ from typing import Any
 
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.scripted import Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.speculative import SpeculationOptions, SpeculationShared
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 PROMPT = "The quick"
@@ -75,6 +77,12 @@ def reciting_ids(ids: tuple[int, ...], prompt: str = PROMPT, **script: Any) -> S
     assert tokenizer().eos_id is not None
     rule = reciting(ids, len(prompt_ids(prompt)), then=tokenizer().eos_id)
     return ScriptedEngine(rule, Script(vocab_size=tokenizer().vocab_size, **script))
+
+
+def drafted(target: Engine, draft: Engine, num_draft_tokens: int = 3) -> RoutingEngine:
+    """An engine that speculates in every request, with drafts of so many tokens."""
+    options = SpeculationOptions(num_draft_tokens=num_draft_tokens)
+    return RoutingEngine(target, draft, options, by_default=True, shared=SpeculationShared())
 
 
 class Collected:

@@ -138,6 +138,7 @@ def test_what_is_not_for_users_does_not(proxy: Proxy) -> None:
     body = json.dumps(BODY).encode()
     json_type = "application/json"
     assert status(proxy, "/v2/models/tensorrt_llm/generate", body, Content_Type=json_type) == 404
+    assert status(proxy, f"{MODELS}/infer", body, Content_Type=json_type) == 404
     assert status(proxy, f"{MODELS}/generate") == 403
     assert status(proxy, "/v2/health/ready", b"{}", Content_Type=json_type) == 403
 

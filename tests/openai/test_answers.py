@@ -12,7 +12,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.helpers.openai_server import MODEL
-from tests.helpers.scripted_text import PROMPT, prompt_ids, saying, tokenizer
+from tests.helpers.scripted_text import PROMPT, drafted, prompt_ids, saying, tokenizer
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.scripted import Script, ScriptedEngine
 from trtllm_bls.engines.scripted_tokens import hashed
@@ -272,3 +272,30 @@ def test_models_are_listed_and_found(connect: Connect) -> None:
     assert [model.id for model in client.models.list()] == ["org/name", "alias"]
     card = client.models.retrieve("org/name")
     assert (card.object, card.to_dict()["max_model_len"]) == ("model", 99)
+
+
+def test_a_stream_tells_which_text_accepted_drafts_wrote(connect: Connect) -> None:
+    """Only to those who ask; the text is the same."""
+    _, client = connect(drafted(chatting(), chatting()))
+    both = [
+        list(
+            client.chat.completions.create(
+                model=MODEL,
+                messages=HELLO,
+                temperature=0,
+                stream=True,
+                extra_body={"return_drafted": wanted},
+            )
+        )
+        for wanted in (False, True)
+    ]
+    texts = ["".join(c.choices[0].delta.content or "" for c in chunks) for chunks in both]
+    assert texts == [SAYS, SAYS]
+    assert all("drafted" not in chunk.choices[0].model_dump() for chunk in both[0])
+    parts = [
+        ((chunk.choices[0].delta.content or "")[begin:end], begin, end)
+        for chunk in both[1]
+        for begin, end in chunk.choices[0].model_dump().get("drafted", [])
+    ]
+    assert parts and all(text and end > begin for text, begin, end in parts)
+    assert sum(len(text) for text, _, _ in parts) < len(SAYS)  # rounds end with the target's own

@@ -11,7 +11,14 @@ import pytest
 
 from tests.helpers.random_cases import cut_anywhere, run_cases
 from trtllm_bls.answer import SequenceText, TextRules
-from trtllm_bls.messages import EngineChunk, EngineMetrics, FinishReason, TextChunk, TokenIds
+from trtllm_bls.messages import (
+    EngineChunk,
+    EngineMetrics,
+    FinishReason,
+    SpeculationCounts,
+    TextChunk,
+    TokenIds,
+)
 
 END = 99
 STOP, LENGTH, END_ID = FinishReason.STOP, FinishReason.LENGTH, FinishReason.END_ID
@@ -301,3 +308,33 @@ def test_context_logits_pass_through() -> None:
     logits = np.ones((2, 3))
     first, _ = told(RULES, chunk(8, context_logits=logits), chunk(final=True))
     assert first.context_logits is logits
+
+
+def test_text_of_accepted_drafts_is_told_apart() -> None:
+    """A round's chunk begins with the draft's tokens; the target's own follows. A draft's token
+    keeps its mark when a stop that might complete holds its text back."""
+
+    def counts(accepted: int) -> SpeculationCounts:
+        return SpeculationCounts(rounds=1, drafted=9, accepted=accepted)
+
+    chunks = (
+        chunk(0),  # no round yet
+        chunk(2, 1, 0, speculation=counts(2)),
+        chunk(1, 4, speculation=counts(2)),  # plain tokens
+        chunk(8, 7, speculation=counts(3)),  # a draft's half character shows no text
+        chunk(0, final=True, speculation=counts(4)),
+    )
+    rules = replace(RULES, return_drafted=True)
+    found = [(piece.text, piece.drafted) for piece in told(rules, *chunks)]
+    expected = [
+        ("a", ()),
+        ("abba", ((0, 2), (2, 3))),
+        ("bc", ()),
+        ("\ufffd<", ()),
+        ("a", ((0, 1),)),
+    ]
+    assert found == expected
+    held = told(replace(rules, stop_words=("bx",)), *chunks)
+    shown = ["".join(p.text[a:b] for a, b in p.drafted) for p in held]
+    assert "".join(shown) == "".join(p[0][a:b] for p in expected for a, b in p[1])
+    assert all(not piece.drafted for piece in told(RULES, *chunks))

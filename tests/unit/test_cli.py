@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -46,15 +47,28 @@ def test_serve_offers_every_setting_with_its_default() -> None:
     assert ServeSettings(**parsed) == ServeSettings()
 
 
-COMMANDS = ["serve", "demo", "configure", "doctor", "recipe", "health", "drain"]
+COMMANDS = [
+    "benchmark",
+    "chat",
+    "serve",
+    "demo",
+    "configure",
+    "doctor",
+    "recipe",
+    "health",
+    "drain",
+]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_examples_that_parse(name: str) -> None:
     """An example in the help is a promise."""
-    shown = command(name).get_help(click.Context(main, info_name="trtllm-bls"))
+    parent = click.Context(main, info_name="trtllm-bls")
+    shown = command(name).get_help(click.Context(command(name), parent, info_name=name))
     examples = [
-        line.split()[2:] for line in shown.splitlines() if line.strip().startswith("trtllm-bls ")
+        shlex.split(line)[2:]
+        for line in shown.splitlines()
+        if line.strip().startswith("trtllm-bls ")
     ]
     assert examples
     for words in examples:
@@ -65,7 +79,8 @@ def test_help_lists_every_command() -> None:
     """Also those that live elsewhere."""
     code, output = run("--help")
     assert code == 0
-    for name in ("configure", "demo", "drain", "generate", "health", "openai", "serve"):
+    names = ("benchmark", "chat", "configure", "demo", "drain", "generate", "health")
+    for name in (*names, "openai", "serve"):
         assert f"\n  {name} " in output
 
 

@@ -75,6 +75,13 @@ def test_models_are_told_what_serve_was_told() -> None:
     assert "TRTLLM_BLS_ENGINE_THREADS" not in environment(ServeSettings())
 
 
+def test_an_engine_elsewhere_is_not_overruled_by_the_servers_own_address() -> None:
+    """``--set`` of ``engine_url`` holds, also where the shell names an address."""
+    elsewhere = Override("tensorrt_llm_bls", "engine_url", "gpu-7:8001")
+    made = environment(ServeSettings(overrides=(elsewhere,)), TRTLLM_BLS_GRPC_URL="other:1")
+    assert "TRTLLM_BLS_GRPC_URL" not in made
+
+
 def test_the_demo_is_the_default_only_where_nothing_was_named(tmp_path: Path) -> None:
     """A named model is never joined by the demo's draft, nor a named repository by its model."""
     assert command.model_directories(ServeSettings()) == {

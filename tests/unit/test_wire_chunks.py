@@ -206,6 +206,7 @@ def test_joined_chunks_are_the_whole_answer() -> None:
         ({"output_ids": np.zeros((1, 1, 2, 1), np.int32)}, "3 dimensions of integers"),
         ({"output_ids": np.zeros((1, 1, 2), np.float32)}, "3 dimensions of integers"),
         ({"output_ids": np.zeros((0, 1, 2), np.int32)}, "cannot be read"),
+        ({"output_ids": np.array([[[3, -7]]], np.int32)}, "output_ids hold -7"),
         ({"output_log_probs": np.zeros((1, 2), np.float32)}, "3 dimensions of floats"),
         ({"cum_log_probs": np.zeros(0, np.float32)}, "cannot be read"),
         ({"context_logits": np.zeros((4, 4), np.float32)}, "3 dimensions of floats"),

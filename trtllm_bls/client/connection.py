@@ -7,6 +7,7 @@ from ``requests``, what happens to one request is in ``stream``.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,10 @@ _CHANNEL_OPTIONS = (
 # Servers treat pings more often than every 300 s as abuse unless they are configured otherwise, and
 # then close the connection.
 KEEPALIVE_S = 310.0
+
+# What grpc.aio says, whatever the reason, where a call ends before its request is written.
+_UNSENT = "Internal error from Core"
+_CLOCKS_DIFFER_S = 0.05  # gRPC's deadline and our clock
 
 _COMPRESSION = {
     None: grpc.Compression.NoCompression,
@@ -189,7 +194,8 @@ class Client:
                 "with 'async with Client(...)'"
             )
         call = self._stub.ModelStreamInfer(iter([message]), timeout=left_s)
-        reader = Reader(call, partial(_translated, self.url, deadline_s))
+        over_at = None if left_s is None else time.monotonic() + left_s
+        reader = Reader(call, partial(_translated, self.url, deadline_s, over_at))
         self._readers.add(reader)
         reader.task.add_done_callback(lambda _: self._readers.discard(reader))
         return reader
@@ -216,10 +222,18 @@ def _contents(what: str, path: Path | None) -> bytes | None:
         raise SettingsError(f"{what}: cannot read {path}: {error.strerror}") from error
 
 
-def _translated(url: str, deadline_s: float | None, error: grpc.RpcError) -> TrtllmBlsError:
-    details = " ".join((error.details() or "").split())
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
+def _translated(
+    url: str, deadline_s: float | None, over_at: float | None, error: grpc.RpcError | None
+) -> TrtllmBlsError:
+    """``over_at``: the deadline on the monotonic clock. No error: the request was never sent."""
+    code = grpc.StatusCode.INTERNAL if error is None else error.code()
+    details = _UNSENT if error is None else " ".join((error.details() or "").split())
+    if code is grpc.StatusCode.INTERNAL and details == _UNSENT:
+        late = over_at is not None and time.monotonic() > over_at - _CLOCKS_DIFFER_S
+        code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
+        details = "the call ended before the request was sent"
+    if code is grpc.StatusCode.UNAVAILABLE:
         return ConnectionFailed(f"{url}: {details}")
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and deadline_s is not None:
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and deadline_s is not None:
         return DeadlineExceeded(f"no complete answer within {deadline_s:g} s")
-    return EngineError(f"{error.code().name}: {details}")
+    return EngineError(f"{code.name}: {details}")

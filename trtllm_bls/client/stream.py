@@ -41,15 +41,20 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.4, 5.0
 class Reader:
     """Takes everything off one call; ``items`` ends with ``None`` or with the error."""
 
-    def __init__(self, call: Any, translate: Callable[[grpc.RpcError], TrtllmBlsError]) -> None:
+    def __init__(
+        self, call: Any, translate: Callable[[grpc.RpcError | None], TrtllmBlsError]
+    ) -> None:
+        """``translate(None)`` tells of a call that ended before its request was sent."""
         self.items: asyncio.Queue[Event | TrtllmBlsError | None] = asyncio.Queue()
         self.task = asyncio.create_task(self._read())
         self._call = call
         self._translate = translate
         self._answered = False  # the final response, or the error in its place, has arrived
+        self._left = False
 
     def cancel(self) -> bool:
         """End the request on the server, unless it is answered; whether anything was ended."""
+        self._left = True
         return not self._answered and bool(self._call.cancel())
 
     @staticmethod
@@ -65,7 +70,9 @@ class Reader:
             await self._take_all()
             self.items.put_nowait(None)
         except asyncio.CancelledError:  # who cancelled knows; anyone else sees a closed client
-            self.items.put_nowait(ConnectionFailed("the client was closed during the request"))
+            closed = ConnectionFailed("the client was closed during the request")
+            # grpc.aio itself cancels a call that is over before its request is written.
+            self.items.put_nowait(closed if self._left else self._translate(None))
         except grpc.RpcError as error:
             self.items.put_nowait(self._translate(error))
         except TrtllmBlsError as error:

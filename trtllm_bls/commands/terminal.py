@@ -1,4 +1,4 @@
-"""What both command-line clients share: options, exit codes, Ctrl-C, and how errors are shown."""
+"""What the command-line clients share: options, exit codes, Ctrl-C, and how errors are shown."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Interruption:
         self.happened = False
 
     @contextlib.contextmanager
-    def cancels(self, stream: Stream) -> Iterator[None]:
+    def cancels(self, stream: Stream | asyncio.Task[Any]) -> Iterator[None]:
         """Ctrl-C and SIGTERM cancel the request on the server instead of raising here."""
         loop = asyncio.get_running_loop()
 

@@ -150,7 +150,7 @@ def _check(request: EngineRequest, limits: EngineLimits) -> None:
 
 async def _go_wrong(fault: Fault) -> None:
     if fault.error is not None:
-        raise fault.error
+        raise fault.error.with_traceback(None)  # else it keeps the frames of every raise
     await asyncio.get_running_loop().create_future()
 
 

@@ -97,7 +97,10 @@ def server_environment(
     executables = os.path.dirname(sys.executable)
     environment["PATH"] = _prepend(executables, inherited.get("PATH"))
     environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
-    environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
+    if any(override.parameter == "engine_url" for override in settings.overrides):
+        environment.pop(GRPC_URL, None)  # it would win over the parameter
+    else:
+        environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
     environment[MAX_STREAMS] = str(settings.max_streams)
     if settings.tls_cert is not None and not settings.engine_is_elsewhere:
         # The models reach the server at an address, which its certificate need not name.

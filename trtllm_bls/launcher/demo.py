@@ -46,7 +46,8 @@ def demo(settings: ServeSettings, *, max_tokens: int, verbose: bool = False) -> 
     finally:
         server.stop()
     url = f"http://{settings.host}:{ServeSettings.openai_port}"
-    says = f"OpenAI's API is at {url}/v1 while `make serve` or `trtllm-bls serve` runs:"
+    runs = "while `make serve` or `trtllm-bls serve` runs"
+    says = f"A page to chat is at {url}/ {runs}, OpenAI's API at {url}/v1:"
     Console().print(Text(f"\n{says}\n{chat_curl(url, settings)}"), soft_wrap=True)
     return 0 if all(answer.text.strip() for answer in answers) else 1
 

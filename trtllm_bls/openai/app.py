@@ -37,7 +37,8 @@ from trtllm_bls.openai.exposition import CONTENT_TYPE, SharedSamples, samples, w
 from trtllm_bls.openai.frames import DONE, Head
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.keys import is_allowed
-from trtllm_bls.openai.replies import ClientGone, Reply, header, read_body
+from trtllm_bls.openai.page import page
+from trtllm_bls.openai.replies import BODY_SEND, ClientGone, Reply, header, read_body
 from trtllm_bls.openai.schema import ChatRequest, Common, CompletionRequest, decode
 from trtllm_bls.openai.streams import Outbox, run_all, while_connected
 from trtllm_bls.openai.text_requests import check_stream_options
@@ -98,6 +99,7 @@ def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/", page),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/health", api.health_of_engine),
@@ -114,7 +116,7 @@ def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
             expose_headers=["x-request-id"],
         )
         middleware.insert(0, cors)
-    app = Starlette(
+    app = _App(
         routes=routes,
         middleware=middleware,
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
@@ -122,6 +124,12 @@ def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
     )
     app.router.redirect_slashes = False
     return app
+
+
+class _App(Starlette):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[BODY_SEND] = send
+        await super().__call__(scope, receive, send)
 
 
 class _Api:

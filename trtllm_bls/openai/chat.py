@@ -54,6 +54,7 @@ class ChatAnswer(Answer):
             max_tokens=request.max_tokens if limit is None else limit,
             wants=wants_of(bool(request.logprobs), request.top_logprobs or 0),
             return_tokens=bool(request.logprobs),
+            return_drafted=bool(request.return_drafted and request.stream),
             prediction=_prediction(request),
             extras=form.guide.extras if form.guide else {},
             **shared,
@@ -80,15 +81,20 @@ class ChatAnswer(Answer):
         if self._scores is not None and chunk.tokens:
             logprobs = chat_logprobs(self._scores.of(chunk))
         deltas = self._deltas[choice]
-        if deltas.plain:
+        if deltas.plain and not chunk.drafted:
             if logprobs is not None:
                 events += self._frames.scored(choice, chunk.text, logprobs)
             elif chunk.text:
                 events += self._frames.text(choice, chunk.text)
         else:
-            found = deltas.of(chunk.text, end=is_end(chunk))
+            found: list[dict[str, Any]] = [{"content": chunk.text}]
+            if not deltas.plain:
+                found = deltas.of(chunk.text, end=is_end(chunk))
             for delta in found or [{}] * (logprobs is not None):
-                fields = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+                fields: dict[str, Any] = {"delta": delta, "logprobs": logprobs}
+                fields["finish_reason"] = None
+                if chunk.drafted and chunk.text in delta.values():  # else the parser has moved it
+                    fields["drafted"] = chunk.drafted
                 events += self._frames.choice(choice, **fields)
                 logprobs = None
         if chunk.ending is not None and is_end(chunk):

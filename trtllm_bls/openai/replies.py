@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from trtllm_bls.openai.errors import ApiError
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+BODY_SEND = "trtllm_bls.send"  # of a scope: the server's own ``send``
 _STREAM = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -63,6 +64,8 @@ class Reply:
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         self.begun = False
         self._send = send
+        # Middleware looks at how a reply begins; for each event it would only cost time.
+        self._send_events: Send = scope.get(BODY_SEND, send)
         # HTTP/1.0 has no chunks, which uvicorn would write all the same: its events come together.
         self._collected: list[bytes] | None = [] if scope["http_version"] == "1.0" else None
 
@@ -97,7 +100,7 @@ class Reply:
             await self._start(200, [*_STREAM, (b"content-length", b"%d" % len(data))])
         elif not self.begun:
             await self._start(200, list(_STREAM))
-        await self._send({"type": "http.response.body", "body": data, "more_body": not end})
+        await self._send_events({"type": "http.response.body", "body": data, "more_body": not end})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.begun = True

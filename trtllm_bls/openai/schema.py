@@ -97,6 +97,7 @@ class ChatRequest(Common, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    return_drafted: bool | None = None
 
 
 class CompletionRequest(Common, kw_only=True):

@@ -299,7 +299,8 @@ class ResponseReader:
         count = int.from_bytes(length, "little", signed=True)
         if len(length) != 4 or not 0 <= 4 * count <= len(ids):
             return None
-        return struct.unpack_from(f"<{count}i", ids)
+        found = struct.unpack_from(f"<{count}i", ids)
+        return found if min(found, default=0) >= 0 else None
 
     def _chunk(self, arrays: Mapping[str, Array], final: bool) -> EngineChunk:
         length = _number(arrays, "sequence_length")
@@ -311,6 +312,8 @@ class ResponseReader:
                 f"the engine's sequence_length is {length}, its output_ids hold {ids.shape[2]}"
             )
         row = ids[0, 0, self._skip : length]
+        if (low := row.min(initial=0)) < 0:
+            raise EngineError(f"the engine's output_ids hold {low}, which is no token")
         index = _number(arrays, "sequence_index") or 0
         if not 0 <= index < self._request.num_return_sequences:
             raise EngineError(f"the engine's response is of sequence_index {index}: none such")

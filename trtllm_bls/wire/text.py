@@ -142,9 +142,11 @@ def sequence_ids(
 def _beams(row: Fields) -> Iterator[TokenIds]:
     batch, lengths = row["TOKENS_BATCH"], row["SEQUENCE_LENGTH"]
     if len(lengths) != len(batch) or not all(0 <= n <= batch.shape[1] for n in lengths):
+        first = ", ".join(map(str, lengths[:8].tolist()))
         raise InvalidRequest(
             "SEQUENCE_LENGTH",
-            f"{lengths.tolist()} does not fit TOKENS_BATCH of shape {list(batch.shape)}",
+            f"[{first}{', ...' if len(lengths) > 8 else ''}] does not fit TOKENS_BATCH "
+            f"of shape {list(batch.shape)}",
         )
     for beam, length in zip(batch, lengths, strict=True):
         ids = tuple(beam[:length].tolist())

@@ -32,6 +32,7 @@ FAULTS = {
 OURS = ("tensorrt_llm",)
 ROWS = (
     Parameter("step_ms", OURS, NUMBER, "0", "Time of one step."),
+    Parameter("max_sequence_tokens", OURS, count(0), "0", "Prompt and answer; 0 = any."),
     Parameter("vocab_size", OURS, count(1), "100000", "Tokens there are."),
     Parameter("exclude_input_in_output", OURS, FLAG, "false", "Leave the prompt out."),
 )
@@ -55,8 +56,8 @@ class EchoEngine:
 
     name = "echo"
 
-    def __init__(self, step_seconds: float, vocab_size: int) -> None:
-        self._script = Script(step_seconds=step_seconds, vocab_size=vocab_size)
+    def __init__(self, script: Script) -> None:
+        self._script = script
         self._live = Gauge("echo_live_requests")
         self._made = Gauge("echo_tokens")
 
@@ -90,7 +91,12 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
         value = Parameters(args).read(ROWS)
-        engine = EchoEngine(value["step_ms"] / 1000, value["vocab_size"])
+        script = Script(
+            step_seconds=value["step_ms"] / 1000,
+            vocab_size=value["vocab_size"],
+            max_sequence_tokens=value["max_sequence_tokens"] or None,
+        )
+        engine = EchoEngine(script)
         service = EngineService(engine, value["exclude_input_in_output"])
         self._engine = engine
         self._server = RequestServer(pb_utils, service.handle, senders=1)

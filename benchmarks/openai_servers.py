@@ -1,0 +1,320 @@
+"""What an OpenAI server costs: ours and others over the same scripted engine, side by side.
+
+Engines: processes of TrtllmService that cost little (grpcio in Python, as the real one) and a real
+tritonserver with a scripted model. Servers: ours with 1 and 4 workers over each, and `smg` over the
+TrtllmService. Same prompts, step, tokenizer and clients; the servers take turns under each load.
+Every answer is checked to the character. `direct` asks the engine's own gRPC. CPU is user and
+system time of all of a server's processes (/proc), per token.
+
+examples:
+  python benchmarks/openai_servers.py --targets direct,ours,smg --smg VENV/bin/smg --loads 32,128
+  python benchmarks/openai_servers.py --smg VENV/bin/smg --json run.json       every target and load
+
+smg: python -m venv VENV; VENV/bin/pip install smg==1.13.0 setproctitle pyyaml grpcio
+     grpcio-health-checking
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from bench import repository
+from bench.answers import Answer, Request, id_request, make_prompts, steady_window, text_request
+from bench.figures import Row, steady_row
+from bench.http_load import HttpLoad
+from bench.load import Load
+from bench.processes import Processes
+from bench.report import save
+from bench.stepping import Doubles
+from orchestration import MODEL, conditions
+from rich.console import Console
+from rich.table import Table
+
+from trtllm_bls.launcher import TritonServer
+from trtllm_bls.settings import Override, ServeSettings
+
+TARGETS = "direct,ours,ours_4,smg,triton_direct,triton_ours,triton_ours_4"
+LOADS = "1,32,128,256,1024@50,1024"
+START_S, PROMPTS, WARM_UP = 120, 64, 20
+console = Console(width=None if sys.stdout.isatty() else 160)
+
+
+@dataclass(frozen=True)
+class Work:
+    """So many streams, each with a token every ``step_ms``."""
+
+    streams: int
+    step_ms: float
+
+
+@dataclass
+class Server:
+    """A target that runs: its HTTP port, or where it has none the engine's gRPC."""
+
+    name: str
+    port: int = 0
+    model: str = MODEL.name
+    triton: str = ""
+
+
+class Bench:
+    """Asks one server after the other."""
+
+    def __init__(self, options: argparse.Namespace, http: HttpLoad, grpc: Load) -> None:
+        self._options, self._http, self._grpc = options, http, grpc
+        self._prompts = make_prompts(MODEL / "tokenizer.json", PROMPTS, 20)
+
+    def row(self, server: Server, work: Work, ports: list[int], processes: Processes) -> Row:
+        """All streams busy for about ``--seconds``, of which the first quarter does not count."""
+        length = self._options.tokens
+        rate = min(work.streams * 1000 / work.step_ms, self._options.most)
+        waves = max(1, round(self._options.seconds * rate / (work.streams * length)))
+        firsts = [-(-length * (stream + 1) // work.streams) for stream in range(work.streams)]
+        probe = server.port and work.streams >= self._options.health_at
+        health = self._http.health(server.port, self._options.seconds) if probe else None
+        answers = self.ask(server, [[first, *[length] * waves] for first in firsts], ports)
+        row = steady_row(server.name, work.streams, answers, None)
+        row.mode = f"{work.step_ms:g} ms"
+        begin, end = steady_window(answers, work.streams)
+        tokens = (row.tokens_per_s or 0) * (end - begin) / 1e9
+        for role in processes.ids:
+            row.cpu[role] = processes.cpu_seconds((role,), begin, end) / max(tokens, 1) * 1e6
+        if server.name in processes.ids:
+            row.rss_mb = processes.largest_mb((server.name,))
+        if health is not None:
+            found = health.get()
+            row.health_p999 = float(np.percentile([ms for _, ms in found], 99.9))
+            row.health = f"{sum(status == 200 for status, _ in found)}/{len(found)}"
+        return row
+
+    def ask(self, server: Server, lengths: list[list[int]], ports: list[int]) -> list[Answer]:
+        make = text_request if server.port else id_request
+        plan: list[list[Request]] = [
+            [make(self._prompts[(n + turn) % PROMPTS], each) for turn, each in enumerate(one)]
+            for n, one in enumerate(lengths)
+        ]
+        if server.port:
+            return self._http.ask(server.port, server.model, plan)
+        if server.triton:
+            return self._grpc.ask(server.triton, repository.ENGINE, "output_ids", plan)
+        return self._http.direct(ports, plan)
+
+    def warm_up(self, server: Server, ports: list[int]) -> None:
+        """Some answers to every worker, so that nothing is done for the first time."""
+        answers = self.ask(server, [[WARM_UP]] * 32, ports)
+        bad = next((answer.problem for answer in answers if answer.problem), None)
+        if bad is not None:
+            raise SystemExit(f"error: {server.name} does not answer rightly: {bad}")
+
+
+@contextmanager
+def running(command: list[str], port: int, log: Path) -> Iterator[int]:
+    """A server's process, once its /health says 200."""
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        end = time.monotonic() + START_S
+        while not _healthy(port):
+            if process.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"error: {command[0]} did not start:\n{log.read_text()[-2000:]}")
+            time.sleep(0.2)
+        yield process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def command_of(target: str, port: int, ports: list[int], triton: str, smg: str) -> list[str]:
+    """What starts ``target`` at ``port``."""
+    if target == "smg":
+        workers = [f"grpc://127.0.0.1:{each}" for each in ports]
+        where = ["--host", "127.0.0.1", "--port", str(port), "--model-path", str(MODEL)]
+        rest = ["--prometheus-port", str(free_port()), "--policy", "round_robin"]
+        return [smg, "launch", *where, *rest, "--disable-retries", "--worker-urls", *workers]
+    addresses = ",".join(f"127.0.0.1:{each}" for each in ports)
+    if target.startswith("triton"):
+        engine = ["--engine-url", triton]
+    else:
+        engine = ["--engine", f"trtllm://{addresses}"]
+    workers = [target.rpartition("_")[2]] if target[-1].isdigit() else ["1"]
+    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", str(port), "--workers"]
+    command += [*workers, "--tokenizer-dir", str(MODEL), "--max-running-requests", "8192"]
+    return [*command, "--max-queued-requests", "8192", *engine]
+
+
+@contextmanager
+def triton_server(options: argparse.Namespace, step_ms: float) -> Iterator[str]:
+    """A tritonserver with the scripted model: its gRPC address."""
+    with tempfile.TemporaryDirectory() as directory:
+        models = Path(directory) / "models"
+        repository.write(models, ["direct"], options.engines)
+        settings = ServeSettings(
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            openai_port=0,
+            model=MODEL,
+            model_repository=models,
+            max_streams=1100,
+            overrides=(Override(repository.ENGINE, "step_ms", str(step_ms)),),
+        )
+        with TritonServer(settings) as server:
+            yield server.grpc_url
+
+
+def measure(options: argparse.Namespace, bench: Bench) -> list[Row]:
+    rows: list[Row] = []
+    for step_ms in dict.fromkeys(work.step_ms for work in options.loads):
+        with ExitStack() as stack:
+            doubles = Doubles(options.engines, MODEL, step_ms / 1000)
+            stack.callback(doubles.close)
+            triton = ""
+            if any(target.startswith("triton") for target in options.targets):
+                triton = stack.enter_context(triton_server(options, step_ms))
+            servers, ids = [], {"double": doubles.ids}
+            for target in options.targets:
+                server = Server(target, triton=triton if target.startswith("triton") else "")
+                servers.append(server)
+                if not target.endswith("direct"):
+                    server.port = free_port()
+                    arguments = (server.port, doubles.ports, triton, options.smg)
+                    log = Path(options.logs) / f"{target}.log"
+                    command = command_of(target, *arguments)
+                    pid = stack.enter_context(running(command, server.port, log))
+                    tree = [pid, *(p.pid for p in psutil.Process(pid).children(recursive=True))]
+                    ids[target] = tree
+            processes = Processes("none", ids)
+            stack.callback(processes.close)
+            for server in servers:
+                bench.warm_up(server, doubles.ports)
+            for work in [each for each in options.loads if each.step_ms == step_ms]:
+                for server in servers:
+                    rows.append(bench.row(server, work, doubles.ports, processes))
+                    row = rows[-1]
+                    head = f"{work.streams} streams, {row.mode}, {server.name}"
+                    tail = f"{row.tokens_per_s:,.0f} tokens/s, TTFT p50 {row.ttft_p50:.1f} ms"
+                    tail += f", CPU {row.cpu.get(server.name, 0):.1f}, bad {row.bad}"
+                    console.print(f"{head}: {tail}", markup=False)
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    table = Table(title="ms; CPU: µs per token of the server's processes, and of the engine's")
+    names = ("streams", "step", "target", "tokens/s", "TTFT p50", "added", "p99", "added")
+    names += ("token p99", "ev/token", "CPU", "engine", "health p99.9", "RSS MB", "bad")
+    for name in names:
+        table.add_column(name, justify="left" if name == "target" else "right")
+    direct: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        kind = row.target.startswith("triton")
+        if row.target.endswith("direct"):
+            direct[row.mode, row.streams, kind] = row
+        base = direct.get((row.mode, row.streams, kind), row)
+        added = [f"{row.ttft_p50 - base.ttft_p50:+.1f}", f"{row.ttft_p99 - base.ttft_p99:+.1f}"]
+        cpu = row.cpu.get(row.target)
+        engine = ("tritonserver", repository.ENGINE) if kind else ("double",)
+        used = sum(row.cpu.get(role, 0) for role in engine)
+        table.add_row(
+            str(row.streams),
+            row.mode,
+            row.target,
+            f"{row.tokens_per_s or 0:,.0f}",
+            f"{row.ttft_p50:.1f}",
+            "" if base is row else added[0],
+            f"{row.ttft_p99:.1f}",
+            "" if base is row else added[1],
+            f"{row.token_p99 or 0:.1f}",
+            f"{row.responses_per_token or 0:.2f}",
+            "" if cpu is None else f"{cpu:.1f}",
+            f"{used:.0f}",
+            "" if row.health_p999 is None else f"{row.health_p999:.1f} ({row.health})",
+            "" if row.rss_mb is None else f"{row.rss_mb:.0f}",
+            f"{row.bad}/{row.answers}",
+        )
+    console.print(table)
+    for row in rows:
+        for problem, count in row.problems.items():
+            console.print(f"{row.target}, {row.streams}: {count} x {problem}", markup=False)
+
+
+def parse() -> argparse.Namespace:
+    cores = os.cpu_count() or 1
+    head, _, rest = (__doc__ or "").partition("\nexamples:")
+    parser = argparse.ArgumentParser(
+        description=head,
+        epilog="examples:" + rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--targets", default=TARGETS, help=f"default {TARGETS}")
+    add("--loads", default=LOADS, help=f"STREAMS[@STEP_MS], default {LOADS}")
+    add("--step-ms", type=float, default=10, help="where a load names none; default 10")
+    add("--seconds", type=float, default=4, help="of each load, at least; default 4")
+    add("--most", type=float, default=30_000, help="tokens/s to plan for; default 30000")
+    add("--tokens", type=int, default=100, help="of each answer; default 100")
+    add("--engines", type=int, default=max(1, min(6, cores // 2)), help="engine processes")
+    add("--client-processes", type=int, default=max(1, min(4, cores // 4)))
+    add("--health-at", type=int, default=1024, help="streams from which /health is asked too")
+    add("--smg", default="smg", help="the program")
+    add("--logs", default=tempfile.gettempdir(), help="a directory for the servers' logs")
+    add("--json", type=Path, help="a file for all figures")
+    options = parser.parse_args()
+    options.targets = options.targets.split(",")
+    options.loads = [
+        Work(int(streams), float(step or options.step_ms))
+        for streams, _, step in (each.partition("@") for each in options.loads.split(","))
+    ]
+    return options
+
+
+def main() -> int:
+    options = parse()
+    http, grpc = HttpLoad(options.client_processes), Load(options.client_processes)
+    setting = conditions(options, http.name)
+    setting["settings"]["loads"] = [f"{work.streams}@{work.step_ms:g}" for work in options.loads]
+    for name, value in setting.items():
+        console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+    try:
+        rows = measure(options, Bench(options, http, grpc))
+    finally:
+        http.close()
+        grpc.close()
+    show(rows)
+    if options.json:
+        save(options.json, setting, rows)
+    return 1 if any(row.bad for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""The load runs, as a process: what they ask, what they count, and what they write."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.helpers.fake_grpc_server import (
+    Fail,
+    FakeGrpcServer,
+    Say,
+    Step,
+    in_a_thread,
+    inputs_of,
+    text,
+)
+from tests.helpers.openai_server import MODEL, serving
+from tests.helpers.scripted_text import tokenizer
+from trtllm_bls.commands.benchmark import main, read_prompts
+from trtllm_bls.commands.benchmark_figures import (
+    Outcome,
+    compare,
+    figures,
+    histogram,
+    problem_of,
+)
+from trtllm_bls.commands.servers import Piece, Reply
+from trtllm_bls.engines.scripted import Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import hashed
+from trtllm_bls.errors import SettingsError
+
+BENCHMARK = Path(__file__).parents[2] / "client" / "benchmark.py"
+
+
+def answers(request: Any) -> list[Step]:
+    """Refuses every fourth prompt of eight."""
+    inputs = inputs_of(request)
+    if inputs["text_input"] == [["prompt 3"]]:
+        return [Fail("INVALID_ARG: text_input: is not liked")]
+    (tokens,) = inputs["max_tokens"][0]
+    counted = {"num_input_tokens": 2, "num_output_tokens": tokens}
+    return [text("one "), text("two", finish_reason="length", **counted), Say(final=True)]
+
+
+@pytest.fixture(scope="module")
+def triton() -> Iterator[FakeGrpcServer]:
+    with in_a_thread(lambda: FakeGrpcServer(answers)) as server:
+        yield server
+
+
+def benchmark(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARK), *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env={"COLUMNS": "200"}
+    )
+
+
+def test_two_servers_are_compared_in_one_interleaved_run(
+    triton: FakeGrpcServer, tmp_path: Path
+) -> None:
+    """Another API each; every request is counted, refused ones apart; they take turns."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"prompt {n}\n" for n in range(4)))
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html")}
+    engine = ScriptedEngine(hashed(600, first=10), Script(vocab_size=tokenizer().vocab_size))
+    before = len(triton.asked)
+    with serving(engine) as api:
+        ended = benchmark(
+            *("--url", triton.url, "--url", f"{api.url}/v1", "--prompts", str(prompts)),
+            *("--requests", "8", "--max-tokens", "6", "--ignore-eos", "--rounds", "2"),
+            *("--json", str(files["json"]), "--html", str(files["html"])),
+        )
+    assert ended.returncode == 1, ended.stderr  # requests failed
+    assert "2 x text_input: is not liked" in ended.stdout
+    assert "4 x text_input: is not liked" in ended.stdout
+    found = json.loads(files["json"].read_text())
+    batch, latency = found["runs"]
+    for run, requests in ((batch, 16), (latency, 8)):
+        ours, other = run["servers"]
+        assert (ours["requests"], ours["failed"]) == (requests, requests // 4)
+        assert ours["tokens"] == 6 * requests * 3 // 4
+        assert (other["requests"], other["failed"], other["tokens"]) == (requests, 0, 6 * requests)
+        assert run["compared_with_the_first"][0]["pairs"] == requests * 3 // 4
+        for server in run["servers"]:
+            assert server["ttft_ms"]["p50"] <= server["ttft_ms"]["p90"]
+            assert server["ttft_ms"]["p50"] <= server["whole_ms"]["p50"]
+    assert other["name"] == f"{MODEL} at {api.url}/v1"
+    sent = sorted((o["sent"], o["target"]) for s in latency["servers"] for o in s["outcomes"])
+    turns = [target for _, target in sent]
+    assert turns == [0, 1, 1, 0] * 4
+    assert len(triton.asked) - before == 16 + 8 + 2  # and two to warm up
+    assert inputs_of(triton.asked[-1])["end_id"] == [[-1]]
+    page = files["html"].read_text()
+    assert page.count("<svg") == 4 and not re.search(r"<script|(src|href)=", page)
+
+
+def test_a_quiet_server_shows_bars_and_ends_well(triton: FakeGrpcServer) -> None:
+    """One server, one mode; the exit code says that all went well."""
+    ended = benchmark("-u", triton.url, "--mode", "latency", "-n", "3", "-q", "--max-tokens", "2")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "latency; times in ms" in ended.stdout and "█" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--png", "x.png"), "error: --png: needs matplotlib"),
+        (("--json", "/nowhere/x.json"), "error: --json /nowhere/x.json: there is no such"),
+        (("--prompts", "/nowhere.txt"), "error: --prompts /nowhere.txt: cannot be read"),
+        (("--field", "x"), "error: --field x: write NAME=JSON"),
+        (("--url", "http://127.0.0.1:1/v1"), "error: http://127.0.0.1:1/v1: "),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_measured(
+    words: tuple[str, ...], told: str
+) -> None:
+    """In one line."""
+    if words[0] == "--png" and importlib.util.find_spec("matplotlib"):
+        pytest.skip("matplotlib is here")
+    ended = CliRunner().invoke(main, words)
+    assert ended.exit_code in (1, 2, 3)
+    assert told in ended.stderr and "Traceback" not in ended.stderr
+
+
+# --- files of prompts -------------------------------------------------------------------------
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "prompts"),
+    [
+        ("one\n\ntwo three\n", ["one", "two three"]),
+        ('["one", {"prompt": "two"}, {"text_input": "three"}]', ["one", "two", "three"]),
+        ('{"easy": ["one"], "hard": ["two"]}', ["one", "two"]),
+        ('{"prompt": "one"}\n{"text": "two"}\n', ["one", "two"]),
+        (json.dumps({"messages": MESSAGES}), [MESSAGES]),
+        (json.dumps([MESSAGES, "one"]), [MESSAGES, "one"]),
+        ('"quoted" text\nof two lines', ['"quoted" text', "of two lines"]),
+    ],
+)
+def test_prompts_are_read_from_lines_and_from_json(
+    tmp_path: Path, content: str, prompts: list[Any]
+) -> None:
+    """Whatever holds them."""
+    file = tmp_path / "prompts"
+    file.write_text(content)
+    assert read_prompts(file) == prompts
+
+
+@pytest.mark.parametrize("content", ["", "[]", '[{"other": 1}]', '["", "x"]', "{}"])
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str) -> None:
+    """By its name."""
+    file = tmp_path / "prompts"
+    file.write_text(content)
+    with pytest.raises(SettingsError, match=r"--prompts .*: .*prompt"):
+        read_prompts(file)
+
+
+# --- figures ----------------------------------------------------------------------------------
+
+
+def outcome(whole_s: float, problem: str | None = None, **more: Any) -> Outcome:
+    given = {"target": 0, "place": 0, "sent": 0.0, "ttft_s": whole_s / 2, "tokens": 10}
+    return Outcome(**{**given, "finish_reason": "stop", **more}, whole_s=whole_s, problem=problem)
+
+
+def test_figures_are_of_the_requests_that_succeeded() -> None:
+    """Failed ones are counted by what was wrong."""
+    found = figures([outcome(1.0), outcome(2.0), outcome(99.0, "broke")], seconds=4.0)
+    assert (found.requests, found.failed, found.problems) == (3, 1, {"broke": 1})
+    assert (found.tokens, found.tokens_per_s, found.requests_per_s) == (20, 5.0, 0.5)
+    assert found.whole_ms is not None and found.ttft_ms is not None
+    assert (found.whole_ms["p50"], found.ttft_ms["p50"]) == (1500.0, 750.0)
+    assert figures([outcome(1.0, tokens=None)], 1.0).tokens_per_s is None  # nobody counted
+    nothing = figures([outcome(1.0, "broke")], 1.0)
+    assert nothing.whole_ms is None and nothing.tokens_per_s is None
+
+
+def test_comparison_pairs_what_both_answered() -> None:
+    """A ratio of single requests, not of sums."""
+    found = compare([outcome(1.0), outcome(1.0, "x"), outcome(4.0)], [outcome(2.0)] * 3)
+    assert (found.pairs, found.whole_ratio, found.ttft_ratio) == (2, 1.25, 1.25)
+
+
+def test_bins_hold_every_value() -> None:
+    """Also one that is far away, and values that are all the same."""
+    found = histogram([[1.0] * 99 + [1000.0], [5.0]], bins=10)
+    assert found is not None and [sum(each) for each in found.counts] == [100, 1]
+    same = histogram([[3.0, 3.0]])
+    assert same is not None and sum(same.counts[0]) == 2
+    assert histogram([[]]) is None
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "text", "tokens", "ignore_eos", "problem"),
+    [
+        ("stop", "x", 3, False, None),
+        (None, "x", None, True, None),
+        ("length", "x", 9, False, "9 tokens, more than the 5 asked for"),
+        ("timeout", "x", 3, False, "ended by 'timeout'"),
+        ("stop", "", 0, False, "no text came"),
+        ("stop", "x", 3, True, "3 tokens where 5 were asked for with --ignore-eos"),
+    ],
+)
+def test_every_end_is_checked(
+    finish_reason: str | None, text: str, tokens: int | None, ignore_eos: bool, problem: str | None
+) -> None:
+    """An answer that came is not always the answer that was asked for."""
+    reply = Reply()
+    reply.add(Piece(text=text, at=0.0, finish_reason=finish_reason, completion_tokens=tokens))
+    assert problem_of(reply, 5, ignore_eos) == problem

@@ -1,0 +1,198 @@
+"""The terminal chat in a real terminal (a pty), against both kinds of servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+from click.testing import CliRunner
+
+from tests.helpers.fake_grpc_server import (
+    Fail,
+    FakeGrpcServer,
+    Hold,
+    Say,
+    Step,
+    in_a_thread,
+    inputs_of,
+    text,
+)
+from tests.helpers.openai_server import serving
+from tests.helpers.scripted_text import tokenizer
+from tests.openai.test_leaving import until
+from trtllm_bls.commands.chat import main
+from trtllm_bls.engines.scripted import Script, ScriptedEngine
+from trtllm_bls.engines.scripted_tokens import hashed
+
+CHAT = Path(__file__).parents[2] / "client" / "chat.py"
+PASTE_BEGINS, PASTE_ENDS = "\x1b[200~", "\x1b[201~"
+Start = Callable[..., pexpect.spawn]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty:DeprecationWarning")
+
+
+def answers(request: Any) -> list[Step]:
+    """What the server says to the last message."""
+    messages = json.loads(inputs_of(request)["messages"][0][0])
+    asked = messages[-1]["content"]
+    if asked == "wait":
+        return [text("Half of \x1b[2Jit"), Hold()]
+    if asked == "fail":
+        return [Fail("INVALID_ARG: prompt: is not liked")]
+    said = f"**{len(messages)}** messages, the last of {len(asked.splitlines())} lines"
+    counts = {"num_input_tokens": 3, "num_output_tokens": 7}
+    return [text(said, finish_reason="end_id", **counts), Say(final=True)]
+
+
+@pytest.fixture
+def triton() -> Iterator[FakeGrpcServer]:
+    with in_a_thread(lambda: FakeGrpcServer(answers)) as server:
+        yield server
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def spawn(*words: str) -> pexpect.spawn:
+            command = [str(CHAT), *words]
+            env = {**os.environ, "TERM": "xterm-256color"}
+            child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=60, env=env)
+            stack.callback(child.close, force=True)
+            child.expect("> ")
+            return child
+
+        yield spawn
+
+
+def said(server: FakeGrpcServer, place: int = -1) -> list[dict[str, str]]:
+    """The conversation of a request."""
+    messages: list[dict[str, str]] = json.loads(inputs_of(server.asked[place])["messages"][0][0])
+    return messages
+
+
+def test_a_conversation_goes_on_through_interruptions_and_errors(
+    triton: FakeGrpcServer, start: Start, tmp_path: Path
+) -> None:
+    """The text of an interrupted answer stays; a failed message does not."""
+    child = start("--url", triton.url, "--plain", "--system", "Be brief.")
+    child.sendline("Hi")
+    child.expect(r"\*\*2\*\* messages")
+    child.sendline("wait")
+    child.expect("Half of \\[2Jit")  # the escape character does not reach the terminal
+    child.send("\x03")
+    child.expect("interrupted")
+    child.sendline("fail")
+    child.expect("error: prompt: is not liked")
+    child.sendline("And now?")
+    child.expect(r"\*\*6\*\* messages")
+    assert [turn["content"] for turn in said(triton)[:1]] == ["Be brief."]
+    assert [turn["role"] for turn in said(triton)[-3:]] == ["user", "assistant", "user"]
+    assert said(triton)[-2]["content"] == "Half of \x1b[2Jit"
+    child.sendline("/stats")
+    child.expect("ended: end_id, 3 tokens in the prompt, 7 in the answer, first text after")
+    child.expect("3 answers, 14 tokens")
+    for name in ("talk.json", "talk.md"):
+        child.sendline(f"/save {tmp_path / name}")
+        child.expect("7 messages are in")
+    assert json.loads((tmp_path / "talk.json").read_text())[:-1] == said(triton)
+    assert "## user\n\nAnd now?" in (tmp_path / "talk.md").read_text()
+    child.sendline("/save /nowhere/at/all")
+    child.expect("cannot be written: No such file")
+    child.sendline("/system")
+    child.expect("there is no system prompt")
+    child.sendline("/clear")
+    child.expect("begins anew")
+    child.sendline("Again")
+    child.expect(r"\*\*1\*\* messages")
+    child.sendline("/nothing")
+    child.expect("/nothing is no command")
+    child.sendline("/help")
+    child.expect("interrupts an answer")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    assert triton.cancels == 1
+
+
+def test_a_pasted_text_is_one_message_and_markdown_is_rendered(
+    triton: FakeGrpcServer, start: Start
+) -> None:
+    """Line ends in it do not send it; asterisks become bold."""
+    child = start("--url", triton.url)
+    child.send(f"{PASTE_BEGINS}one\ntwo\nthree{PASTE_ENDS}\r")
+    child.expect_exact("\x1b[1m1\x1b[0m messages, the last of 3 lines")
+    child.sendline("/exit")
+    child.expect(pexpect.EOF)
+    assert said(triton)[-1]["content"] == "one\ntwo\nthree"
+    assert len(triton.asked) == 1
+
+
+def test_ctrl_c_with_an_openai_api(start: Start) -> None:
+    """Ctrl-C at the prompt drops the line; during an answer it frees the engine."""
+    script = Script(vocab_size=tokenizer().vocab_size, step_seconds=0.002)
+    engine = ScriptedEngine(hashed(600, first=10), script)
+    with serving(engine) as api:
+        child = start("--url", f"{api.url}/v1", "-o", "100000", "--plain")
+        child.send("unfinished\x03")
+        child.expect("Ctrl-D leaves")
+        child.sendline("Hi")
+        until(lambda: engine.live == 1)
+        child.send("\x03")
+        child.expect("interrupted")
+        until(lambda: engine.live == 0)
+        child.sendeof()
+        child.expect(pexpect.EOF)
+    (request,) = engine.requests
+    assert "unfinished" not in tokenizer().decode(request.input_ids)
+
+
+def test_stats_of_an_openai_api_come_from_its_usage(start: Start) -> None:
+    """Without a model named, its first is asked."""
+    engine = ScriptedEngine(hashed(600, first=10), Script(vocab_size=tokenizer().vocab_size))
+    with serving(engine) as api:
+        child = start("--url", f"{api.url}/v1", "-o", "5", "--plain")
+        child.sendline("Hi")
+        child.sendline("/stats")
+        child.expect("ended: length, [0-9]+ tokens in the prompt, 5 in the answer")
+        child.sendeof()
+        child.expect(pexpect.EOF)
+
+
+def piped(lines: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(CHAT), *words]
+    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
+
+
+def test_without_a_terminal_each_line_is_a_message(triton: FakeGrpcServer) -> None:
+    """Answers alone are printed; the first failure ends it, with its exit code."""
+    shown = piped("Hi\n/exit\n", "--url", triton.url)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout == "**1** messages, the last of 1 lines\n"
+    failed = piped("fail\nHi\n", "--url", triton.url)
+    assert failed.returncode == 1
+    assert failed.stderr == "error: prompt: is not liked\n"
+    assert len(triton.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "told"),
+    [
+        ("http://127.0.0.1:1/v1", 3, "error: http://127.0.0.1:1/v1: "),
+        ("ftp://127.0.0.1:1", 2, "error: --url ftp://127.0.0.1:1: write http://"),
+    ],
+)
+def test_a_server_that_is_not_there_is_named(url: str, code: int, told: str) -> None:
+    """In one line."""
+    shown = CliRunner().invoke(main, ["--url", url], input="Hi\n")
+    assert shown.exit_code == code
+    assert shown.stderr.startswith(told) and shown.stderr.count("\n") == 1

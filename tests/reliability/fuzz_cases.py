@@ -1,0 +1,315 @@
+"""What the fuzzer sends: requests to the five models, made from the contract and then spoiled.
+
+A case is a finished message; nothing here talks to a server. Left out, because no model sees them
+and no model can mend them (docs/reliability.md): the metadata ``triton_grpc_error``, the parameter
+``classification`` of an output, a batch of no rows, form bodies of megabytes, JSON objects of more
+than some hundred unknown keys.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import assume
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+
+from trtllm_bls.contract import (
+    BLS,
+    ENGINE,
+    ENSEMBLE,
+    MODELS,
+    POSTPROCESSING,
+    PREPROCESSING,
+    Model,
+    Tensor,
+)
+from trtllm_bls.contract.tensors import NUMPY_TYPES
+
+TEXT = "one two three four"
+BASES: dict[str, dict[str, Any]] = {
+    BLS.name: {"text_input": [[TEXT]], "max_tokens": [[8]]},
+    ENSEMBLE.name: {"text_input": [[TEXT]], "max_tokens": [[8]]},
+    ENGINE.name: {"input_ids": [[5, 6, 7]], "input_lengths": [[3]], "request_output_len": [[8]]},
+    PREPROCESSING.name: {"QUERY": [[TEXT]], "REQUEST_OUTPUT_LEN": [[8]]},
+    POSTPROCESSING.name: {"TOKENS_BATCH": [[[5, 6, 7]]], "SEQUENCE_LENGTH": [[3]]},
+}
+SCALES = (1, 1, 1, 1, 10, 10, 100)
+MAX_BYTES = 3_000_000  # of one input
+STRINGS = (
+    *(
+        "",
+        " ",
+        "\0",
+        "\n\r\n",
+        "a\u0301",
+        "👩‍👩‍👧",
+        "\ufffd",
+        "\u202e",
+        "<|endoftext|>",
+        "<s>",
+        "</s>",
+    ),
+    *("{{7*7}}", "%s%n%x", "../../etc/passwd", "\x1b[2J\x1b]0;x\x07", "null", "NaN", "true"),
+    '[{"role": "user", "content": "hi"}]',
+    '[{"role": "system"}, {"role": 1, "content": []}]',
+    *('{"type": "object"}', "(a+)+$", "json_schema", "regex", "ngram", "prediction", "\ud7ff"),
+)
+IDS = ("", "x", "../x", "a b", "x\n[error] forged", "\x1b[31m", "1/2", "0", "é" * 40, "i" * 5000)
+_TYPES = {"STRING": "BYTES"}
+_DATATYPES = (*NUMPY_TYPES, "BF16", "FP64", "INT8", "", "int32", "x" * 99)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request: a gRPC message, or the body of a POST to ``endpoint``."""
+
+    model: str
+    endpoint: str  # stream, unary; generate, generate_stream, infer
+    body: bytes
+    content_type: str = "application/json"
+    header_length: str | None = None
+
+    def __repr__(self) -> str:
+        shown = str(self.message)[:600] if self.over_grpc else repr(self.body[:600])
+        return f"{self.model} {self.endpoint} {len(self.body)} bytes: {shown}"
+
+    @property
+    def over_grpc(self) -> bool:
+        return self.endpoint in ("stream", "unary")
+
+    @property
+    def message(self) -> Any:
+        return service_pb2.ModelInferRequest.FromString(self.body)
+
+
+def _limits(kind: Any) -> st.SearchStrategy[int]:
+    low, high = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
+    edges = {0, 1, -1, 2, 3, 255, 256, 257, 32767, 65536, low, low + 1, high - 1, high}
+    return st.sampled_from(sorted(edge for edge in edges if low <= edge <= high))
+
+
+def element(dtype: str) -> st.SearchStrategy[Any]:
+    """One value of a type, preferably one at an edge."""
+    if dtype == "STRING":
+        return st.sampled_from(STRINGS) | st.text(max_size=30) | st.binary(max_size=30)
+    if dtype == "BOOL":
+        return st.booleans()
+    if dtype in ("FP16", "FP32"):
+        odd = (0.0, -0.0, 1.0, -1.0, 1e-45, 1e38, 6e4, float("nan"), float("inf"), -float("inf"))
+        return st.sampled_from(odd) | st.floats(0, 2, width=16)
+    return _limits(NUMPY_TYPES[dtype]) | st.integers(0, 20)
+
+
+@st.composite
+def values(draw: st.DrawFn, tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A value of the right type, mostly of the right rank, with a batch dimension."""
+    rows = draw(st.sampled_from((0, 2, 3, 9))) if draw(st.integers(0, 19)) == 0 else 1
+    scale = draw(st.sampled_from(SCALES))
+    size = draw(st.sampled_from((0, 1, 2, 7))) * scale
+    dims = [each if each != -1 else size for each in tensor.dims]
+    if draw(st.integers(0, 29)) == 0:
+        dims = draw(st.sampled_from(([], [*dims, 1], [1, *dims], [0], [2, 3, 1])))
+    count = int(np.prod([rows, *dims]))
+    some = draw(st.lists(element(tensor.dtype), min_size=1, max_size=5))
+    if tensor.dtype == "STRING" and count * scale < 5000:
+        some = [each * scale * scale if len(each) < 40 else each for each in some]
+    array = np.empty(len(some), NUMPY_TYPES[tensor.dtype])
+    with np.errstate(over="ignore"):  # 1e38 is infinite as FP16
+        array[:] = some
+    return np.resize(array, (rows, *dims)) if count else np.empty((rows, *dims), array.dtype)
+
+
+def packed(array: np.ndarray[Any, Any]) -> bytes:
+    """As gRPC carries it."""
+    if array.dtype != object:
+        return array.tobytes()
+    texts = [each if isinstance(each, bytes) else str(each).encode() for each in array.flat]
+    return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+
+
+def base_fields(model: Model) -> dict[str, np.ndarray[Any, Any]]:
+    """A request that the model answers."""
+    named = model.input_named
+    return {
+        name: np.array(value, NUMPY_TYPES[named[name].dtype])
+        for name, value in BASES[model.name].items()
+    }
+
+
+@st.composite
+def _fields(draw: st.DrawFn, model: Model) -> dict[str, np.ndarray[Any, Any]]:
+    fields = base_fields(model)
+    for tensor in draw(st.lists(st.sampled_from(model.inputs), min_size=1, max_size=4)):
+        fields[tensor.name] = draw(values(tensor))
+    if (rows := draw(st.sampled_from((1,) * 9 + (2, 3, 8)))) > 1:
+        fields = {name: np.concatenate([array] * rows) for name, array in fields.items()}
+    if draw(st.integers(0, 9)) == 0:
+        fields.pop(draw(st.sampled_from(sorted(fields))))
+    return fields
+
+
+@st.composite
+def grpc_cases(draw: st.DrawFn, model: Model) -> Case:
+    """A message whose fields may be odd, and whose form may be wrong as well."""
+    fields = draw(_fields(model))
+    message = service_pb2.ModelInferRequest(model_name=model.name)
+    message.id = draw(st.sampled_from(IDS))
+    parameters = message.parameters
+    parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, array in fields.items():
+        dtype = model.input_named[name].dtype
+        message.inputs.add(name=name, datatype=_TYPES.get(dtype, dtype), shape=array.shape)
+        message.raw_input_contents.append(packed(array)[:MAX_BYTES])
+    if draw(st.booleans()):
+        draw(st.sampled_from(_SPOILS))(draw, message, model)
+    # Triton's Python backend drops a batch of no rows without a word, and its caller waits.
+    assume(not message.inputs or any(tensor.shape[:1] != [0] for tensor in message.inputs))
+    endpoint = "unary" if draw(st.integers(0, 19)) == 0 else "stream"
+    return Case(model.name, endpoint, message.SerializeToString())
+
+
+def _pick(draw: st.DrawFn, message: Any) -> int | None:
+    return draw(st.integers(0, len(message.inputs) - 1)) if message.inputs else None
+
+
+def _wrong_shape(draw: st.DrawFn, message: Any, model: Model) -> None:
+    if (place := _pick(draw, message)) is not None:
+        odd = st.sampled_from((-1, 0, 1, 2, 8, 9, 2**31, 2**40, 2**62))
+        del message.inputs[place].shape[:]
+        message.inputs[place].shape.extend(draw(st.lists(odd, max_size=5)))
+
+
+def _wrong_type(draw: st.DrawFn, message: Any, model: Model) -> None:
+    if (place := _pick(draw, message)) is not None:
+        datatype = draw(st.sampled_from(_DATATYPES))
+        message.inputs[place].datatype = _TYPES.get(datatype, datatype)
+
+
+def _wrong_bytes(draw: st.DrawFn, message: Any, model: Model) -> None:
+    if (place := _pick(draw, message)) is not None and message.raw_input_contents:
+        raw = message.raw_input_contents[place % len(message.raw_input_contents)]
+        edits = (raw[:-1], raw + b"\0", b"", b"\xff\xff\xff\xff" + raw[4:], raw * 2, b"\xff" * 8)
+        message.raw_input_contents[place % len(message.raw_input_contents)] = draw(
+            st.sampled_from(edits)
+        )
+
+
+def _twice(draw: st.DrawFn, message: Any, model: Model) -> None:
+    if (place := _pick(draw, message)) is not None:
+        message.inputs.add().CopyFrom(message.inputs[place])
+        message.raw_input_contents.append(b"\0\0\0\0")
+
+
+def _unknown(draw: st.DrawFn, message: Any, model: Model) -> None:
+    for number in range(draw(st.sampled_from((1, 3, 30)))):
+        message.inputs.add(name=draw(st.text(max_size=9)) + f"{number}", datatype="INT32")
+        message.inputs[-1].shape.extend((1, 1))
+        message.raw_input_contents.append(b"\1\0\0\0")
+
+
+def _region(draw: st.DrawFn, message: Any, model: Model) -> None:
+    if (place := _pick(draw, message)) is not None:
+        given_in = message.inputs[place].parameters
+        given_in["shared_memory_region"].string_param = draw(st.sampled_from(("x", "", "/dev/shm")))
+        given_in["shared_memory_byte_size"].int64_param = draw(st.sampled_from((0, 4, -1, 2**62)))
+
+
+def _outputs(draw: st.DrawFn, message: Any, model: Model) -> None:
+    names = [tensor.name for tensor in model.outputs]
+    for name in draw(st.lists(st.sampled_from([*names, "none such", ""]), max_size=6)):
+        message.outputs.add(name=name)
+
+
+def _parameter(draw: st.DrawFn, message: Any, model: Model) -> None:
+    odd = ("sequence_id", "priority", "timeout", "sequence_start", "traceparent", "x" * 300)
+    name = draw(st.sampled_from(odd))
+    kind = draw(st.sampled_from(("int64_param", "string_param", "bool_param")))
+    value = {"int64_param": -1, "string_param": "\n\x1b[31m", "bool_param": True}[kind]
+    setattr(message.parameters[name], kind, value)
+
+
+def _version(draw: st.DrawFn, message: Any, model: Model) -> None:
+    message.model_version = draw(st.sampled_from(("2", "-1", "x", "9" * 400)))
+
+
+_SPOILS = (
+    *(_wrong_shape, _wrong_type, _wrong_bytes, _twice, _unknown, _region, _outputs, _parameter),
+    _version,
+)
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.sampled_from((0, 1, -1, 2**31, 2**32 + 5, 2**63, 2**64, 10**30, 1e400, 1.5, -0.0))
+    | st.sampled_from(STRINGS),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@st.composite
+def http_cases(draw: st.DrawFn, model: Model) -> Case:
+    """A POST to ``generate``, ``generate_stream`` or ``infer``, whose JSON may be broken."""
+    endpoint = draw(st.sampled_from(("generate", "generate_stream", "generate_stream", "infer")))
+    header = None
+    if endpoint == "infer":
+        document: dict[str, Any] = {"id": draw(st.sampled_from(IDS)), "inputs": []}
+        for name, array in draw(_fields(model)).items():
+            dtype = model.input_named[name].dtype
+            row = {"name": name, "datatype": _TYPES.get(dtype, dtype), "shape": array.shape}
+            if draw(st.integers(0, 29)) == 0:
+                row[draw(st.sampled_from(sorted(row)))] = draw(_JSON)
+            document["inputs"].append(row | {"data": _plain(array)})
+        header = draw(st.sampled_from((None,) * 20 + ("0", "10", "-1", "x", "99999999999")))
+    else:
+        named = model.input_named
+        document = {name: draw(_json(named.get(name))) for name in draw(_names(model))}
+        for name, value in BASES[model.name].items():
+            document.setdefault(name, value[0][0] if draw(st.booleans()) else value)
+        scale = draw(st.sampled_from(SCALES))
+        document |= {f"unknown{number}": "x" * scale for number in range(scale * 3)}
+    return Case(model.name, endpoint, draw(_spelled(document)), header_length=header)
+
+
+def _names(model: Model) -> st.SearchStrategy[list[str]]:
+    names = [tensor.name for tensor in model.inputs] + ["id", "parameters"]
+    return st.lists(st.sampled_from(names), max_size=4)
+
+
+def _json(tensor: Tensor | None) -> st.SearchStrategy[Any]:
+    if tensor is None:
+        return _JSON
+    typed = values(tensor).map(lambda array: _plain(array))
+    return typed | typed.map(lambda row: row[0] if row else row) | _JSON
+
+
+def _plain(array: np.ndarray[Any, Any]) -> Any:
+    if array.dtype == object:
+        return [e.decode("latin-1") if isinstance(e, bytes) else e for e in array.flat]
+    return array.ravel().tolist()
+
+
+@st.composite
+def _spelled(draw: st.DrawFn, document: dict[str, Any]) -> bytes:
+    text = json.dumps(document)[:MAX_BYTES].encode()
+    how = draw(st.integers(0, 39))
+    if how == 0:
+        return text[: draw(st.integers(0, len(text)))]
+    if how == 1:
+        return text[:-1] + b", " + text[1:]  # every key twice
+    if how == 2:
+        place = draw(st.integers(0, len(text)))
+        return text[:place] + draw(st.binary(min_size=1, max_size=9)) + text[place:]
+    if how == 3:
+        depth = draw(st.sampled_from((10, 100, 1000)))
+        return b'{"text_input": ' + b"[" * depth + b"]" * depth + b"}"
+    return text
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """Of all five models, over both protocols."""
+    return st.sampled_from(MODELS).flatmap(lambda m: grpc_cases(m) | grpc_cases(m) | http_cases(m))

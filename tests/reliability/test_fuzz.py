@@ -1,0 +1,16 @@
+"""A short run of the fuzzer; ``make fuzz`` is the long one."""
+
+from __future__ import annotations
+
+from tests.reliability.fuzz import Fuzzer, serving
+
+LONGEST_WAIT_S = 10.0  # of the steady user, on a machine where tests run beside each other
+
+
+def test_no_request_harms_the_server_or_its_other_users() -> None:
+    """Each case has a clear end, the next request works, no process changes."""
+    with serving() as server:
+        fuzzer = Fuzzer(server)
+        fuzzer.run(300, first_seed=5)
+    assert fuzzer.findings == []
+    assert fuzzer.steady.longest < LONGEST_WAIT_S

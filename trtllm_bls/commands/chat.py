@@ -1,0 +1,273 @@
+"""A conversation in the terminal: what the user types, and how answers are shown.
+
+What is sent is ``servers``' business. The event loop runs only while an answer comes, so that
+reading a line is plain ``input`` with readline: history, editing, and pasted text of several lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.text import Text
+
+from trtllm_bls.commands.openai_stream import OpenAIClient
+from trtllm_bls.commands.servers import (
+    OpenAIModel,
+    Question,
+    Reply,
+    Server,
+    TritonTextModel,
+    is_openai,
+)
+from trtllm_bls.commands.terminal import (
+    EXIT_CODES,
+    Exit,
+    Interruption,
+    Program,
+    complain,
+    connection_options,
+    open_client,
+)
+from trtllm_bls.errors import TrtllmBlsError
+
+# A model's text may not move the cursor, clear the screen or set the title.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_COMMANDS = """/help           this list
+/system [TEXT]  set the system prompt; without a text, take it away
+/stats          figures of the last answer and of the conversation
+/save FILE      write the conversation: as JSON if FILE ends in .json, else as Markdown
+/clear          forget the conversation; the system prompt stays
+/exit           leave, as Ctrl-D does
+Ctrl-C interrupts an answer and keeps its text. A pasted text may have several lines."""
+
+_HELP = f"""Chat with a model in the terminal.
+
+--url is HOST:PORT of Triton's gRPC port, or http://HOST:PORT/v1 of an OpenAI API. Without a
+terminal, each line of standard input is a message. /help lists the commands.
+
+\b
+Examples:
+  PROGRAM
+  PROGRAM --url http://127.0.0.1:9000/v1 --system "Answer briefly."
+  PROGRAM --temperature 0 --draft-source model --plain
+
+{EXIT_CODES}
+"""
+
+
+@click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", help="The model to ask (tensorrt_llm_bls, or the API's first).")
+@click.option("--system", help="The system prompt.")
+@click.option("-o", "--max-tokens", type=click.IntRange(1), default=512, show_default=True)
+@click.option("--temperature", type=float, default=0.7, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, help="Choose among the likeliest tokens of this probability.")
+@click.option("--top-k", type=int, help="Choose among so many tokens.")
+@click.option("--seed", type=int, help="Same seed, same text.")
+@click.option("--draft-source", help="Speculation: where drafts come from (off, model, ngram, …).")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Of the OpenAI API.", show_envvar=True)
+@click.option("--plain", is_flag=True, help="Show answers as they come, without Markdown.")
+@connection_options()
+def main(**given: Any) -> None:
+    """Open the server, talk, close it."""
+    try:
+        server = _server(given)
+    except TrtllmBlsError as error:
+        sys.exit(complain(error))
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(server.open())
+        code = Conversation(server, given, loop).talk()
+    except TrtllmBlsError as error:
+        code = complain(error)
+    except KeyboardInterrupt:
+        code = Exit.INTERRUPTED
+    finally:
+        loop.run_until_complete(server.close())
+        loop.close()
+    sys.exit(code)
+
+
+def _server(given: dict[str, Any]) -> Server:
+    if is_openai(given["url"]):
+        return OpenAIModel(OpenAIClient(given["url"], given["api_key"]), given["model"])
+    return TritonTextModel(open_client(given), given["model"])
+
+
+class Conversation:
+    """What was said so far, and the loop that asks for more."""
+
+    def __init__(
+        self, server: Server, given: dict[str, Any], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._server = server
+        self._loop = loop
+        self._max_tokens = given["max_tokens"]
+        names = ("temperature", "top_p", "top_k", "seed", "draft_source")
+        self._fields = {name: given[name] for name in names}
+        self._system: str | None = given["system"]
+        self._turns: list[dict[str, str]] = []
+        self._replies: list[Reply] = []
+        self._console = Console(highlight=False)
+        self._rich = self._console.is_terminal and not given["plain"]
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: self._say(_COMMANDS),
+            "/system": self._set_system,
+            "/stats": lambda _: self._say(_stats(self._replies)),
+            "/save": self._save,
+            "/clear": lambda _: self._clear(),
+        }
+
+    def talk(self) -> Exit:
+        """Until the user leaves. Without a terminal, the first failure ends it."""
+        tty = sys.stdin.isatty()
+        if tty:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (input() edits lines with it from then on)
+            self._say(f"{self._server.model}; /help lists the commands, Ctrl-D leaves")
+        for line in _lines(tty):
+            text = line.strip()
+            if text in ("/exit", "/quit"):
+                break
+            command, _, argument = text.partition(" ")
+            if command in self._commands:
+                self._commands[command](argument.strip())
+            elif re.fullmatch(r"/\w+", command):
+                self._say(f"{command} is no command; /help lists them")
+            elif text:
+                failed = self._exchange(line)
+                if failed is not None and not tty:
+                    return failed
+        return Exit.FINISHED
+
+    # --- one answer ---------------------------------------------------------------------------
+
+    def _exchange(self, text: str) -> Exit | None:
+        """Ask, and keep what came; the exit code of a failure."""
+        self._turns.append({"role": "user", "content": text})
+        reply, failure = Reply(), None
+        try:
+            interrupted = self._loop.run_until_complete(self._answer(reply))
+            self._replies.append(reply)
+            if interrupted:
+                self._say("interrupted; the text stays in the conversation")
+        except TrtllmBlsError as error:
+            failure = complain(error)
+        if reply.text:
+            self._turns.append({"role": "assistant", "content": reply.text})
+        else:
+            self._turns.pop()
+        return failure
+
+    async def _answer(self, reply: Reply) -> bool:
+        """Fill ``reply`` and show it; whether the user interrupted it."""
+        work = asyncio.create_task(self._read(reply))
+        interruption = Interruption()
+        with interruption.cancels(work):
+            await asyncio.wait({work})
+        if not work.cancelled():
+            work.result()
+        return interruption.happened
+
+    async def _read(self, reply: Reply) -> None:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        question = Question(
+            messages=(*system, *self._turns), max_tokens=self._max_tokens, fields=self._fields
+        )
+        with self._shown(reply) as show, contextlib.suppress(asyncio.CancelledError):
+            async with aclosing(self._server.ask(question)) as pieces:
+                async for piece in pieces:
+                    reply.add(piece)
+                    show(piece.text)
+
+    @contextlib.contextmanager
+    def _shown(self, reply: Reply) -> Iterator[Callable[[str], None]]:
+        """Shows the answer as it grows: as Markdown in a terminal, else text as it comes."""
+        if not self._rich:
+            yield lambda text: click.echo(_CONTROLS.sub("", text), nl=False)
+            click.echo()
+            return
+        with Live(console=self._console, transient=True, auto_refresh=False) as live:
+            yield lambda _: live.update(_tail(reply.text, self._console), refresh=True)
+        self._console.print(Markdown(_CONTROLS.sub("", reply.text)))
+
+    # --- commands -----------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        self._console.print(Text(text, style="dim"), soft_wrap=True)
+
+    def _set_system(self, text: str) -> None:
+        self._system = text or None
+        self._say("the system prompt is set" if text else "there is no system prompt")
+
+    def _clear(self) -> None:
+        self._turns.clear()
+        self._replies.clear()
+        self._say("the conversation begins anew")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._say("/save needs a file name")
+            return
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        messages = [*system, *self._turns]
+        if name.endswith(".json"):
+            text = json.dumps(messages, indent=1, ensure_ascii=False) + "\n"
+        else:
+            text = "\n".join(f"## {turn['role']}\n\n{turn['content']}\n" for turn in messages)
+        try:
+            Path(name).expanduser().write_text(text, encoding="utf-8")
+        except OSError as error:
+            self._say(f"{name}: cannot be written: {error.strerror}")
+        else:
+            self._say(f"{len(messages)} messages are in {name}")
+
+
+def _lines(tty: bool) -> Iterator[str]:
+    """What the user types, message by message; Ctrl-C at the prompt drops the line."""
+    if not tty:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            click.echo()
+            return
+        except KeyboardInterrupt:
+            click.echo("\n(Ctrl-D leaves)")
+
+
+def _tail(text: str, console: Console) -> Text:
+    """As much of the end as fits the screen: what has scrolled off cannot be drawn again."""
+    height = max(1, console.height - 2)
+    shown = Text(_CONTROLS.sub("", text[-console.width * height :]))
+    return Text("\n").join(shown.wrap(console, console.width)[-height:])
+
+
+def _stats(replies: list[Reply]) -> str:
+    if not replies:
+        return "no answer yet"
+    last = replies[-1]
+    parts = [f"ended: {last.finish_reason or 'interrupted'}"]
+    if last.prompt_tokens is not None:
+        parts.append(f"{last.prompt_tokens} tokens in the prompt")
+    if last.completion_tokens is not None:
+        parts.append(f"{last.completion_tokens} in the answer")
+    if last.ttft_s is not None:
+        parts.append(f"first text after {last.ttft_s * 1000:.0f} ms")
+    if last.tokens_per_s is not None:
+        parts.append(f"{last.tokens_per_s:.1f} tokens/s")
+    total = sum(reply.completion_tokens or 0 for reply in replies)
+    return f"last answer: {', '.join(parts)}\nconversation: {len(replies)} answers, {total} tokens"
