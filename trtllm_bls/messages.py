@@ -22,6 +22,9 @@ else:
     Array = Any
 
 TokenIds: TypeAlias = tuple[int, ...]
+# A prompt may be so long that each pass over a tuple of its ids would hold up every other stream:
+# such a prompt is an ``array`` of int32, never changed.
+PromptIds: TypeAlias = Sequence[int]
 NOTHING: Mapping[str, Array] = MappingProxyType({})
 
 
@@ -124,7 +127,7 @@ class EngineRequest:
     """
 
     request_id: str
-    input_ids: TokenIds
+    input_ids: PromptIds
     max_tokens: int
     streaming: bool = True
     sampling: Sampling = Sampling()

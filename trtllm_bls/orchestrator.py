@@ -21,6 +21,7 @@ from trtllm_bls.answer import Answer, TextRules, too_late
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import EngineError, Unsupported
 from trtllm_bls.messages import (
+    EngineChunk,
     EngineLimits,
     EngineRequest,
     FinishReason,
@@ -73,6 +74,10 @@ def _ignore(stats: RequestStats) -> None:
     pass
 
 
+def _never() -> bool:
+    return False
+
+
 class Orchestrator:
     """Serves any number of requests at once on one event loop; usable in any process.
 
@@ -107,19 +112,23 @@ class Orchestrator:
         """A request was refused before it could be run: it counts as one that was."""
         self._on_end(RequestStats.of_refusal(request_id, error))
 
-    async def run(self, request: TextRequest, sink: TextSink) -> None:
+    async def run(
+        self, request: TextRequest, sink: TextSink, is_ready: Callable[[], bool] = _never
+    ) -> None:
         """Send the chunks of every sequence; each sequence's last one has its ``ending``.
 
         A streaming request gets text as soon as it is certain, any other one chunk per sequence.
         Where a stream that has begun fails or is cancelled, its last chunks say so and the error
-        follows. Raises ``InvalidRequest``, ``Overloaded`` and what the engine raises. By the time
-        that ``run`` has ended, however it ends, the engine's work has ended. Whoever cancels it
-        says why, by a ``CancelCause`` as the message of ``Task.cancel``.
+        follows. ``is_ready``: whether ``sink.ready`` would return at once; if so, chunks are sent
+        where the engine's arrive, without a turn of the event loop. Raises ``InvalidRequest``,
+        ``Overloaded`` and what the engine raises. By the time that ``run`` has ended, however it
+        ends, the engine's work has ended. Whoever cancels it says why, by a ``CancelCause`` as the
+        message of ``Task.cancel``.
         """
         record = RequestRecord(request, sink, asyncio.get_running_loop().time)
         self._open.add(record)
         try:
-            await self._run(request, record)
+            await self._run(request, record, is_ready)
         except BaseException as error:
             self._over(record, error)
             raise
@@ -129,7 +138,9 @@ class Orchestrator:
         self._open.discard(record)
         self._on_end(record.stats(error))
 
-    async def _run(self, request: TextRequest, sink: RequestRecord) -> None:
+    async def _run(
+        self, request: TextRequest, sink: RequestRecord, is_ready: Callable[[], bool]
+    ) -> None:
         self._refuse(request)
         request = _with_seed(request)
         deadline = self._deadline(request)
@@ -147,7 +158,7 @@ class Orchestrator:
                 answer = self._answer(request, prompt, limits, max_tokens)
                 sink.begin(len(prompt.ids), answer)
                 stream = self._engine.generate(asked)
-                await _drive(stream, answer, sink)
+                await _drive(stream, answer, sink, is_ready)
                 if not answer.done:
                     raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
         except (asyncio.CancelledError, Exception) as error:
@@ -215,7 +226,7 @@ class Orchestrator:
             stop_words=request.stop_words,
             stop_sequences=prompt.stop_sequences,
             include_stop=request.include_stop,
-            echo_ids=prompt.ids if request.echo or whole_with_prompt else (),
+            echo_ids=tuple(prompt.ids) if request.echo or whole_with_prompt else (),
             accumulate=self._defaults.accumulate,
             seed=request.sampling.seed,
             max_sequence_tokens=limits.max_sequence_tokens,
@@ -257,17 +268,39 @@ class Orchestrator:
         )
 
 
-async def _drive(stream: ChunkStream, answer: Answer, sink: TextSink) -> None:
+async def _drive(
+    stream: ChunkStream, answer: Answer, sink: TextSink, is_ready: Callable[[], bool]
+) -> None:
     """Send what the engine's chunks become, until both the answer and the engine have ended."""
+    failure: Exception | None = None
+
+    def send(chunks: list[EngineChunk]) -> None:
+        for piece in answer.take(chunks):
+            sink.send(piece)
+
+    def send_now() -> bool:
+        nonlocal failure
+        if not is_ready():
+            return False
+        try:
+            send(stream.take())
+        except Exception as error:  # it is this request's, not that of whoever brought the chunks
+            failure = error
+        return failure is None and not answer.must_cancel
+
+    stream.on_arrival(send_now)
     try:
         while not answer.must_cancel:
             await stream.wait()
+            if failure is not None:
+                raise failure
+            if answer.must_cancel:
+                break
             await sink.ready()
             chunks = stream.take()
             if not chunks:
                 break
-            for piece in answer.take(chunks):
-                sink.send(piece)
+            send(chunks)
     finally:
         await stream.aclose()
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from trtllm_bls.chat import GUARD
 from trtllm_bls.errors import InvalidRequest, PromptTooLong
-from trtllm_bls.messages import Array, TextRequest, TokenIds
+from trtllm_bls.messages import Array, PromptIds, TextRequest, TokenIds
 from trtllm_bls.stopping import check_words, checked_stops
 from trtllm_bls.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ class Prompt:
     of each token. ``prediction`` are the ids of the text that the answer may resemble.
     """
 
-    ids: TokenIds
+    ids: PromptIds
     end_ids: TokenIds
     pad_id: int | None
     stop_sequences: tuple[TokenIds, ...]
@@ -155,9 +155,9 @@ class PromptMaker:
         if len(text) > MAX_PREDICTION_CHARS:
             problem = f"{len(text)} characters; at most {MAX_PREDICTION_CHARS} are allowed"
             raise InvalidRequest("prediction", problem)
-        return self._tokenizer.encode(text, add_special_tokens=False, field="prediction")
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False, field="prediction"))
 
-    def _extras(self, request: TextRequest, ids: TokenIds) -> Mapping[str, Array]:
+    def _extras(self, request: TextRequest, ids: PromptIds) -> Mapping[str, Array]:
         """With the prompt table's id at each token that stands for one of its rows.
 
         TensorRT-LLM asks for it where KV blocks are reused, since such a token alone does not say
@@ -170,7 +170,7 @@ class PromptMaker:
         rows = np.array([table if token >= first else 0 for token in ids], dtype=np.uint64)
         return {**request.extras, "prompt_table_extra_ids": rows}
 
-    def _ids(self, request: TextRequest, most: int | None) -> TokenIds:
+    def _ids(self, request: TextRequest, most: int | None) -> PromptIds:
         if request.prompt_ids is not None:
             return self._given_ids(request.prompt_ids, most)
         if (request.text is None) == (request.messages is None):
@@ -189,7 +189,7 @@ class PromptMaker:
             text = request.text or ""
         if not text:
             raise InvalidRequest(field, "is empty; send at least one character")
-        if most is not None:
+        if most is not None and len(text) > most:  # the bound is at most a token a character
             _check_length(field, self._fewest_tokens(field, text), most, "at least ")
         if request.messages is not None:
             ids = self._tokenizer.encode_chat(text)

@@ -22,7 +22,11 @@ from h2.events import DataReceived, RequestReceived, StreamReset
 from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
 
 MEGABYTE = 1 << 20
-UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),  # with it, a free port may be one that another grpcio server has
+)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -87,7 +91,7 @@ async def grpcio(
     options: tuple[tuple[str, Any], ...] = (),
     credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[tuple[grpc.aio.Server, str]]:
-    server = grpc.aio.server(options=UNLIMITED + options)
+    server = grpc.aio.server(options=OPTIONS + options)
     server.add_generic_rpc_handlers((service,))
     address = f"localhost:{port}"
     if credentials is None:
@@ -117,6 +121,7 @@ class Caller:
         self.batches: list[list[bytes]] = []
         self._ended: asyncio.Future[GrpcError | None] = asyncio.get_running_loop().create_future()
         self._changed = asyncio.Event()
+        self._tell: Callable[[Caller], object] = lambda _: None
         self.call: GrpcCall = connection.open(f"/test.Service/{name}", self._add, self._end)
         for message in messages:
             self.call.send(message)
@@ -128,9 +133,10 @@ class Caller:
     def _end(self, error: GrpcError | None) -> None:
         self._ended.set_result(error)
         self._changed.set()
+        self._tell(self)
 
     def when_over(self, tell: Callable[[Caller], object]) -> None:
-        self._ended.add_done_callback(lambda _: tell(self))
+        self._tell = tell
 
     @property
     def messages(self) -> list[bytes]:
@@ -639,7 +645,6 @@ def test_messages_that_arrive_together_are_given_together() -> None:
 @pytest.mark.parametrize(
     ("code", "status"),
     [
-        (ErrorCodes.REFUSED_STREAM, "UNAVAILABLE"),
         (ErrorCodes.CANCEL, "CANCELLED"),
         (ErrorCodes.ENHANCE_YOUR_CALM, "RESOURCE_EXHAUSTED"),
         (ErrorCodes.INADEQUATE_SECURITY, "PERMISSION_DENIED"),
@@ -651,14 +656,57 @@ def test_a_reset_stream_has_the_status_of_its_code(code: int, status: str) -> No
     """gRPC's table."""
 
     async def script(peer: Peer) -> None:
-        for _ in range(3 if code == ErrorCodes.REFUSED_STREAM else 1):
-            peer.h2.reset_stream((await peer.until(RequestReceived)).stream_id, code)
-            peer.write()
+        peer.h2.reset_stream((await peer.until(RequestReceived)).stream_id, code)
+        peer.write()
 
     async def scenario(connection: Connection) -> None:
         assert await Caller(connection, "echo", b"a").status() == status
 
     against(script)(scenario)
+
+
+def test_refused_calls_are_sent_again_in_order_until_the_server_takes_them() -> None:
+    """A refused stream was never looked at; in which order streams are refused plays no part."""
+    messages = [b"first", b"second", b"third"]
+
+    async def script(peer: Peer) -> None:
+        for _ in range(6):
+            streams = [(await peer.until(RequestReceived)).stream_id for _ in messages]
+            for stream_id in reversed(streams):
+                peer.h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+            peer.write()
+        taken = [await peer.request() for _ in messages]
+        for stream_id, message in zip(taken, messages, strict=True):
+            received = await peer.until(DataReceived)
+            assert (received.stream_id, received.data) == (stream_id, prefixed(message))
+            peer.h2.send_data(stream_id, received.data)
+            peer.end(stream_id)
+
+    async def scenario(connection: Connection) -> None:
+        callers = [Caller(connection, "echo", message) for message in messages]
+        assert [await caller.status() for caller in callers] == ["OK"] * 3
+        assert [caller.messages for caller in callers] == [[message] for message in messages]
+
+    against(script)(scenario)
+
+
+def test_a_call_that_is_refused_for_long_is_unavailable() -> None:
+    """The others go on."""
+
+    async def script(peer: Peer) -> None:
+        stream_id = (await peer.until(RequestReceived)).stream_id
+        peer.h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+        peer.write()
+        peer.end(await peer.request())
+
+    async def scenario() -> None:
+        async with peers(script) as target:
+            connection = Connection(target, refused_seconds=0)
+            assert await Caller(connection, "echo", b"a").status() == "UNAVAILABLE"
+            assert await Caller(connection, "echo", b"b").status() == "OK"
+            await connection.close()
+
+    run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.text_service import TextService
 
-MOST = 18
+MOST = 21
 PACKAGE = Path(trtllm_bls.__file__).parent
 
 

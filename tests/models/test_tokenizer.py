@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.helpers.small_tokenizers import MAKERS, directory
 from trtllm_bls.errors import InvalidRequest, TokenizerError
@@ -292,6 +293,18 @@ def test_many_begin_tokens_in_a_text_are_one(bytes_made: Tokenizer) -> None:
     """At a cost in proportion to their number, also where the text holds nothing else."""
     assert len(bytes_made.encode("<s>" * 50_000, add_special_tokens=True)) == 1
     assert bytes_made.fewest_tokens("<s>" * 50_000) == 0
+
+
+@pytest.mark.parametrize("words", [16_383, 16_384, 16_385, 70_000])
+def test_very_many_ids_are_those_of_the_tokenizer_itself(bytes_made: Tokenizer, words: int) -> None:
+    """They are packed in pieces on the way, also after begin tokens that are one too many."""
+    text = "".join(" fox" if k % 3 else " dog" for k in range(words - 1))
+    own = tokenizers.Tokenizer.from_file(str(directory("byte-level") / "tokenizer.json"))
+    wanted = own.encode(text, add_special_tokens=True).ids
+    assert len(wanted) >= words
+    assert list(bytes_made.encode(text, add_special_tokens=True)) == wanted
+    assert list(bytes_made.encode("<s>" + text, add_special_tokens=True)) == wanted
+    assert list(bytes_made.encode_chat("<s>" + text)) == wanted
 
 
 # --- chat -----------------------------------------------------------------------------------

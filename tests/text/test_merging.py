@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.helpers.random_cases import cut_anywhere, run_cases
 from tests.helpers.scripted_text import Collected, asking, orchestrator, tokenizer
@@ -83,6 +84,9 @@ class Slow(Collected):
     async def ready(self) -> None:
         for _ in range(self._chance.choice([0, 1, 5, 40])):
             await asyncio.sleep(0)
+
+    def is_ready(self) -> bool:
+        return self._chance.random() < 0.5
 
 
 # --- random answers -------------------------------------------------------------------------------
@@ -165,7 +169,11 @@ def outcome(chunks: list[TextChunk], accumulate: bool, index: int) -> dict[str, 
 async def answer(
     engine: Delivers, request: TextRequest, accumulate: bool, sink: Collected
 ) -> list[dict[str, Any]]:
-    await orchestrator(engine, Defaults(accumulate=accumulate)).run(request, sink)
+    made = orchestrator(engine, Defaults(accumulate=accumulate))
+    if isinstance(sink, Slow):
+        await made.run(request, sink, sink.is_ready)
+    else:
+        await made.run(request, sink)
     sequences = range(request.num_return_sequences)
     if not request.stream:
         assert len(sink.chunks) == len(sequences)
@@ -212,6 +220,11 @@ def test_a_slow_sink_has_no_more_chunks_than_turns() -> None:
             await super().ready()
             self.turns += 1
 
+        def is_ready(self) -> bool:
+            ready = super().is_ready()
+            self.turns += ready
+            return ready
+
     async def compare(chance: random.Random) -> None:
         request = replace(random_request(chance), stream=True)
         count = request.num_return_sequences
@@ -222,3 +235,18 @@ def test_a_slow_sink_has_no_more_chunks_than_turns() -> None:
         assert len(sink.chunks) <= sink.turns * count
 
     run_cases(lambda chance: asyncio.run(compare(chance)), 100)
+
+
+def test_a_sink_that_fails_where_chunks_arrive_fails_its_request() -> None:
+    """Not whoever brought the chunks."""
+
+    def fail(chunk: TextChunk) -> None:
+        raise ZeroDivisionError
+
+    async def scenario() -> None:
+        engine = Delivers([[EngineChunk(token_ids=(5,))], [EngineChunk(token_ids=(), final=True)]])
+        engine.ahead = True
+        with pytest.raises(ZeroDivisionError):
+            await orchestrator(engine).run(asking(stream=True), Collected(fail), lambda: True)
+
+    asyncio.run(scenario())

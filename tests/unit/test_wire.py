@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array as packed_array
 from dataclasses import fields, replace
 from typing import Any
 
@@ -44,6 +45,17 @@ def sent(request: EngineRequest, model: DeployedModel = LAST_FORM) -> dict[str, 
     inputs = request_inputs(request, model, VOCAB)
     assert all(model.inputs[name] == datatype for name, datatype, _ in inputs)
     return {name: array for name, _, array in inputs}
+
+
+def test_a_packed_prompt_is_sent_as_it_is() -> None:
+    """Its bytes are those of the same ids in a tuple, and they are not copied."""
+    ids = packed_array("i", range(1000))
+    packed = sent(EngineRequest(request_id="r", input_ids=ids, max_tokens=1))
+    plain = sent(EngineRequest(request_id="r", input_ids=tuple(ids), max_tokens=1))
+    assert packed.keys() == plain.keys()
+    assert all(np.array_equal(packed[name], plain[name]) for name in plain)
+    assert packed["input_ids"].dtype == np.int32
+    assert np.shares_memory(packed["input_ids"], np.frombuffer(ids, dtype=np.int32))
 
 
 def column(*values: Any, dtype: Any = np.int32) -> Any:

@@ -62,6 +62,13 @@ class ChunkStream(ABC):
     def take(self) -> list[EngineChunk]:
         """All chunks that have arrived since the last call; after ``wait``, none means the end."""
 
+    def on_arrival(self, take_now: Callable[[], bool]) -> None:  # noqa: B027
+        """Have ``take_now`` called where chunks arrive while the reader is in ``wait``.
+
+        It may ``take`` them; if it returns true the reader is not woken. It raises nothing. Streams
+        whose chunks come only as they are waited for never call it.
+        """
+
     @abstractmethod
     async def aclose(self) -> None:
         """End the engine's work at once, unless it has ended. May be called twice."""
@@ -105,6 +112,7 @@ class QueuedChunks(ChunkStream):
         self._cancel = cancel
         self._arrived: list[EngineChunk] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._take_now: Callable[[], bool] = bool  # which is false
         self._ended = False
         self._error: Exception | None = None
 
@@ -131,6 +139,9 @@ class QueuedChunks(ChunkStream):
             self._error = error
             self.end()
 
+    def on_arrival(self, take_now: Callable[[], bool]) -> None:
+        self._take_now = take_now
+
     async def wait(self) -> None:
         if not self._arrived and not self._ended:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -156,8 +167,9 @@ class QueuedChunks(ChunkStream):
             self._cancel()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done() and (self._ended or not self._take_now()):
+            waiter.set_result(None)
 
 
 class TaskChunks(QueuedChunks):

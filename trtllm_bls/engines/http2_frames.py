@@ -1,4 +1,4 @@
-"""HTTP/2 frames as bytes: what ``grpc_transport`` reads and writes of streams itself."""
+"""HTTP/2 frames as bytes: what ``http2_connection`` reads and writes of streams itself."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ def _check_bounds(values: Mapping[str, Any]) -> None:
             tensor.check(values[tensor.key])
 
 
-def _check_length(name: str, ids: tuple[int, ...], most: int) -> None:
+def _check_length(name: str, ids: Sequence[int], most: int) -> None:
     if len(ids) > most:
         raise InvalidRequest(name, f"{len(ids)} tokens; at most {most} are allowed")
 

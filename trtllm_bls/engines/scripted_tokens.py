@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 
 from trtllm_bls.engines import sampling
-from trtllm_bls.messages import Array, EngineRequest, TokenIds
+from trtllm_bls.messages import Array, EngineRequest, PromptIds
 
 Rule: TypeAlias = Callable[[Sequence[int]], "int | Sequence[float]"]
 
@@ -115,10 +115,11 @@ class RuleSampler:
         """The token now belongs to the text."""
         self._sampler.push(token)
 
-    def context_logits(self, prompt: TokenIds) -> Array:
+    def context_logits(self, prompt: PromptIds) -> Array:
         """The raw logits after each prompt token: [prompt tokens, vocab]."""
-        places = range(1, len(prompt) + 1)
-        return np.stack([self._logits(self._rule(prompt[:place])) for place in places])
+        ids = tuple(prompt)
+        places = range(1, len(ids) + 1)
+        return np.stack([self._logits(self._rule(ids[:place])) for place in places])
 
     def _logits(self, value: int | Sequence[float]) -> Array:
         if not isinstance(value, int):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trtllm_bls.admission import RequestLimits
-from trtllm_bls.messages import Array, TokenIds
+from trtllm_bls.messages import Array, PromptIds, TokenIds
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.wire.text import prompt_requests, sequence_ids
@@ -44,7 +44,7 @@ class Preprocessor:
             "OUT_PAD_ID": _column([prompt.pad_id or 0 for prompt in prompts]),
         }
 
-    def _padded(self, rows: Sequence[TokenIds]) -> Array:
+    def _padded(self, rows: Sequence[PromptIds]) -> Array:
         ids = np.full((len(rows), max(map(len, rows))), self._pad_id, dtype=np.int32)
         for row, tokens in enumerate(rows):
             ids[row, : len(tokens)] = tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import struct
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -24,6 +25,7 @@ from trtllm_bls.messages import (
     EngineLimits,
     EngineMetrics,
     EngineRequest,
+    PromptIds,
     Sampling,
     TokenIds,
     Wants,
@@ -199,8 +201,10 @@ def _one_of(name: str, value: Any) -> Array:
     return array
 
 
-def _ids_row(ids: TokenIds) -> Array:
-    """``[1, N]`` int32; three times as fast as numpy's own reading of a tuple."""
+def _ids_row(ids: PromptIds) -> Array:
+    """``[1, N]`` int32; of a tuple three times as fast as numpy's own reading, of an array free."""
+    if isinstance(ids, array):
+        return np.frombuffer(ids, dtype=np.int32)[None]
     return np.frombuffer(struct.pack(f"={len(ids)}i", *ids), dtype=np.int32)[None]
 
 

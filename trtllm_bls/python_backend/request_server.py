@@ -1,0 +1,178 @@
+"""The event loop that runs Triton's requests, and the thread that watches for their callers."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import gc
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, printable, to_wire
+from trtllm_bls.python_backend.call import MAX_ID, Arrays, Call, as_triton_error
+from trtllm_bls.python_backend.sender_threads import SENDERS, SenderThreads
+from trtllm_bls.request_stats import CancelCause
+
+# Asking for a caller costs a round trip, so all calls share so many questions: each is asked every
+# 50 ms while there are at most 60 calls, and every 250 ms while there are 300.
+WATCH_SECONDS, WATCHED_AT_ONCE = 0.05, 60
+
+log = logging.getLogger(__name__)
+
+
+class RequestServer:
+    """Runs ``handle(call)`` for every request, all at once, until closed.
+
+    ``decoupled``: the model may send any number of responses to one request; otherwise exactly one.
+    ``senders``: the threads that send. ``log_ends``: log each request that ends without an answer.
+    """
+
+    def __init__(
+        self,
+        pb_utils: Any,
+        handle: Callable[[Call], Awaitable[None]],
+        *,
+        decoupled: bool = True,
+        senders: int = SENDERS,
+        log_ends: bool = True,
+    ) -> None:
+        self._pb = pb_utils
+        self._handle = handle
+        self._decoupled = decoupled
+        self._end_level = logging.INFO if log_ends else logging.DEBUG
+        self._open: dict[asyncio.Task[None], Call] = {}
+        self._arrived: collections.deque[Call] = collections.deque()
+        self._waking = False
+        self._loop = asyncio.new_event_loop()
+        self._senders = SenderThreads(self._loop, senders)
+        self._closing = threading.Event()
+        self.refusal: TrtllmBlsError | None = None  # the answer to every new request
+        self._threads = [
+            threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True),
+            threading.Thread(target=self._watch, name="watcher", daemon=True),
+        ]
+        # What loading made stays for good: a full collection would look through all of it and hold
+        # every stream for tens of milliseconds.
+        gc.collect()
+        gc.freeze()
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that all requests run on."""
+        return self._loop
+
+    def accept(self, requests: Iterable[Any]) -> None:
+        """Take requests from Triton's ``execute``; returns at once."""
+        for request in requests:
+            call = Call(self._pb, request, self._senders, self._decoupled)
+            try:
+                call.read(request)
+                if self.refusal is not None:
+                    raise self.refusal
+            except Exception as error:  # raised to Triton, it would answer the whole batch twice
+                call.fail(error)
+            else:
+                self._arrived.append(call)
+        if self._arrived and not self._waking:  # one wake-up serves all that have come by then
+            self._waking = True
+            self._loop.call_soon_threadsafe(self._start_arrived)
+
+    def close(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """End every call still open with an error, run ``finish``, then end the threads."""
+        self._closing.set()
+        self._run(self.end_all())
+        self._run(finish())
+        self._senders.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        for thread in self._threads:
+            thread.join()
+        self._loop.close()
+
+    @property
+    def running(self) -> list[str]:
+        """The ids of the calls that have not ended; any thread may ask."""
+        return [call.id for call in self._open.copy().values()]  # atomic under the GIL
+
+    @property
+    def responses(self) -> int:
+        """How many responses have been made so far, errors left out; any thread may ask."""
+        return self._senders.responses
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _start_arrived(self) -> None:
+        self._waking = False
+        while self._arrived:
+            self._start(self._arrived.popleft())
+
+    def _start(self, call: Call) -> None:
+        task = self._loop.create_task(self._answer(call))
+        self._open[task] = call
+        call.on_broken = lambda: self._loop.call_soon_threadsafe(_abandon, task, call)
+        task.add_done_callback(self._open.pop)
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            await self._handle(call)
+        except asyncio.CancelledError:
+            if call.abandoned:
+                log.log(self._end_level, "%s: cancelled: nobody takes its answer any more", call.id)
+            else:  # a silent end would look like a whole answer
+                call.fail(EngineUnavailable("the server is shutting down"))
+        except Exception as error:
+            if isinstance(error, TrtllmBlsError):
+                log.log(self._end_level, "%s: refused or failed: %s", call.id, to_wire(error))
+            call.fail(error)
+        finally:
+            call.finish()
+
+    async def end_all(self) -> None:
+        """End every open call with an error."""
+        tasks = list(self._open)
+        for task, call in self._open.items():
+            if not call.abandoned:
+                task.cancel(CancelCause.SHUTDOWN.value)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _watch(self) -> None:
+        waiting: list[tuple[asyncio.Task[None], Call]] = []
+        while not self._closing.wait(WATCH_SECONDS):
+            if not waiting:
+                # copy() is atomic under the GIL; a call that ends meanwhile is not gone.
+                waiting = list(self._open.copy().items())
+            asked, waiting = waiting[:WATCHED_AT_ONCE], waiting[WATCHED_AT_ONCE:]
+            for task, call in asked:
+                if call.gone():
+                    self._loop.call_soon_threadsafe(_abandon, task, call)
+
+
+def _abandon(task: asyncio.Task[None], call: Call) -> None:
+    """Cancel the task of a call, once: a second cancellation would hit its clean-up."""
+    if not call.abandoned:
+        call.abandoned = True
+        task.cancel(CancelCause.CALLER_LEFT.value)
+
+
+def answer_each(
+    pb_utils: Any,
+    requests: Iterable[Any],
+    answer: Callable[[Arrays], Arrays],
+) -> list[Any]:
+    """One response per request of a model that is not decoupled; a failure is its own answer."""
+    return [_answered(pb_utils, request, answer) for request in requests]
+
+
+def _answered(pb_utils: Any, request: Any, answer: Callable[[Arrays], Arrays]) -> Any:
+    try:
+        arrays = answer({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
+    except Exception as error:
+        failure = as_triton_error(pb_utils, error, printable(request.request_id(), MAX_ID))
+        return pb_utils.InferenceResponse([], error=failure)
+    wanted = request.requested_output_names()
+    tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in wanted]
+    return pb_utils.InferenceResponse(tensors)
