@@ -30,8 +30,12 @@ def server() -> Iterator[TritonServer]:
     """What a user gets: the demo model and its draft model on the embedded engine."""
     from tests.helpers.server_settings import DEMO, free_ports
     from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.settings import Override
 
+    told = Override("tensorrt_llm", "expose_kv_cache_metrics", "true")  # for the conformance suite
     # One thread: several that wait for each other are ten times slower where cores are contended.
-    settings = free_ports(model=DEMO / "target", draft_model=DEMO / "draft", threads=1)
+    settings = free_ports(
+        model=DEMO / "target", draft_model=DEMO / "draft", threads=1, overrides=(told,)
+    )
     with TritonServer(settings) as running:
         yield running

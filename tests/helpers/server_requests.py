@@ -90,3 +90,13 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> bool:
             return False
         time.sleep(0.02)  # between looks; the condition decides, not the time
     return True
+
+
+def settled(value: Callable[[], float], seconds: float = 1.0) -> float:
+    """A number of the server's, once it has not changed for so many seconds."""
+    last, since = value(), time.monotonic()
+    while time.monotonic() - since < seconds:
+        time.sleep(0.05)
+        if (now := value()) != last:
+            last, since = now, time.monotonic()
+    return last
