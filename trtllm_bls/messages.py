@@ -219,7 +219,8 @@ class EngineLimits:
 
     ``max_sequence_tokens`` counts prompt and completion together. ``one_step``: the engine ends
     every request after one step, as older engines built for external drafts do;
-    ``may_be_one_step``: it is of a kind that may do so, without saying.
+    ``may_be_one_step``: it is of a kind that may do so, without saying. ``speculates``: how it does
+    so itself, where it takes no drafts for that.
     """
 
     vocab_size: int | None = None
@@ -228,6 +229,7 @@ class EngineLimits:
     max_draft_tokens: int | None = None
     one_step: bool | None = None
     may_be_one_step: bool = False
+    speculates: str = ""
 
 
 # --- to the orchestrator --------------------------------------------------------------------
