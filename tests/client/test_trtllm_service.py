@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.fake_engine_server import Triton, run
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.scripted_services import EOS, playing, reaching
+from tests.helpers.waiting import eventually
 from trtllm_bls.engines.grpc_transport import Connection
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.scripted import Fault, Script
@@ -60,11 +61,6 @@ def answered(
             return await read(engine, request), service
 
     return run(scenario())  # type: ignore[no-any-return]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 # --- what is sent ---------------------------------------------------------------------------
@@ -252,7 +248,7 @@ def test_leaving_aborts_first_and_does_not_wait(silent: bool) -> None:
                 await stream.wait()
             for stream in streams:
                 await stream.aclose()
-            await until(lambda: service.live == 0)
+            await eventually(lambda: service.live == 0)
             assert len(service.aborted) == 6
 
     run(scenario())
@@ -266,7 +262,7 @@ def test_an_end_that_the_server_does_not_know_ends_its_work(more: dict[str, Any]
         async with reaching(LONG, Script(step_seconds=0.002)) as (engine, service):
             chunks = await read(engine, replace(ASK, max_tokens=800, **more))
             assert chunks[-1].final
-            await until(lambda: service.live == 0)
+            await eventually(lambda: service.live == 0)
             assert len(service.aborted) == 1
 
     run(scenario())
@@ -285,7 +281,7 @@ def test_closing_aborts_what_runs() -> None:
             stream = engine.generate(replace(ASK, max_tokens=800))
             await stream.wait()
             await engine.close()
-            await until(lambda: service.live == 0)
+            await eventually(lambda: service.live == 0)
             assert len(service.aborted) == 1
 
     run(scenario())
@@ -308,7 +304,7 @@ def test_a_call_that_is_cancelled_alone_leaks_half_of_the_time() -> None:
                 call.half_close()
                 await arrived.wait()
                 call.cancel()
-            await until(lambda: service.live == 2)
+            await eventually(lambda: service.live == 2)
             assert service.aborted == []
             await connection.close()
 
@@ -431,17 +427,17 @@ def test_silence_is_asked_about(health: str) -> None:
             service.engine.fault = Fault(error=None, after_tokens=2)
             stream: Awaitable[Any] = read(engine, ASK)
             task = asyncio.ensure_future(stream)
-            await until(lambda: service.live == 1)
+            await eventually(lambda: service.live == 1)
             service.behaviour = Behaviour(eos_id=EOS, health=health)
             if health == "OK":
-                await until(lambda: service.health_checks > 3)
+                await eventually(lambda: service.health_checks > 3)
                 assert not task.done()
                 task.cancel()
                 await asyncio.wait({task})
             else:
                 with pytest.raises(EngineStalled, match="dead"):
                     await task
-            await until(lambda: service.live == 0)
+            await eventually(lambda: service.live == 0)
 
     run(scenario())
 

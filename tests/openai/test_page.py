@@ -19,8 +19,9 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.helpers.openai_server import MODEL
 from tests.helpers.scripted_text import drafted, saying, tokenizer
+from tests.helpers.waiting import until
 from tests.openai.conftest import Connect
-from tests.openai.test_leaving import endless, until
+from tests.openai.test_leaving import endless
 from trtllm_bls.engines.scripted import ScriptedEngine
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton
 from tests.helpers.request_servers import ONE, number, opened
 from tests.helpers.scripted_pairs import engine_request, hashed_pair, ids, read
+from tests.helpers.waiting import until
 from trtllm_bls.admission import Admission
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineUnavailable, Overloaded, SettingsError
@@ -120,15 +121,11 @@ class StubbornEngine:
         self.drained.set()
 
 
-def status_when(files: StatusDirectory, condition: str) -> ProcessStatus:
-    """The process's status once it is so; fails if that never comes."""
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        for status in files.read():
-            if eval(condition, {"status": status}):
-                return status
-        time.sleep(0.01)
-    raise AssertionError(f"never {condition}: {files.read()}")
+def status_when(
+    files: StatusDirectory, condition: Callable[[ProcessStatus], bool]
+) -> ProcessStatus:
+    """The process's status once it is so."""
+    return until(lambda: list(filter(condition, files.read())))[0]
 
 
 async def never_ends(call: Call) -> None:
@@ -143,14 +140,15 @@ def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
     with opened(triton, never_ends) as server:
         lifecycle = Lifecycle(server, engine, str(tmp_path / "status"))
         files = StatusDirectory(tmp_path / "status")
-        assert status_when(files, "status.running == 0").pid == os.getpid()
+        assert status_when(files, lambda now: now.running == 0).pid == os.getpid()
         server.accept([ask])
-        told = status_when(files, "status.running == 1 and status.responses == 1")
+        told = status_when(files, lambda now: now.running == now.responses == 1)
         assert told.requests[0].startswith("mine-") and not told.handed_over
         assert told.engine_problem is None
         engine.problem = "it is not healthy"
-        status_when(files, "status.engine_problem == 'it is not healthy'")
-        assert status_when(files, f"status.loop_at > {told.loop_at}").written_at > told.written_at
+        status_when(files, lambda now: now.engine_problem == "it is not healthy")
+        later = status_when(files, lambda now: now.loop_at > told.loop_at)
+        assert later.written_at > told.written_at
         lifecycle.close()
     assert ask.error is not None  # the server was closed
 
@@ -172,9 +170,9 @@ def test_a_draining_process_refuses_what_is_new_and_ends_what_lasts_too_long(
         server.accept([late])
         assert (refusal := late.wait().error) is not None
         assert (refusal.code(), "shutting down" in refusal.message()) == ("UNAVAILABLE", True)
-        assert not status_when(files, "status.running == 1").handed_over
+        assert not status_when(files, lambda now: now.running == 1).handed_over
         engine.settled = True
-        assert status_when(files, "status.handed_over").running == 1
+        assert status_when(files, lambda now: now.handed_over).running == 1
         files.ask_to_drain(0.0)
         ended = running.wait().error
         assert ended is not None and ended.code() == EngineUnavailable.status
