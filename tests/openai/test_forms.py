@@ -100,6 +100,27 @@ def test_one_call_where_parallel_ones_are_not_wanted(connect: Connect) -> None:
         assert len(answer.choices[0].message.tool_calls or ()) == count
 
 
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=weather>\n<parameter=warm>\ntrue\n</parameter>\n</function>",
+        ),
+        ("pythonic", "[weather(warm=True)]"),
+    ],
+)
+def test_a_call_that_is_not_json_becomes_json(connect: Connect, parser: str, text: str) -> None:
+    """With values of the types that the tool's schema has, and only of tools that there are."""
+    _, client = connect(chatting(text), tool_parser=parser)
+    (choice,) = client.chat.completions.create(model=MODEL, messages=HELLO, tools=[WEATHER]).choices
+    (call,) = choice.message.tool_calls or ()
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"warm": True})
+    if parser == "pythonic":
+        other = client.chat.completions.create(model=MODEL, messages=HELLO, tools=[PING])
+        assert other.choices[0].message.content == text
+
+
 def allowing(mode: str, *names: str) -> Any:
     """A ``tool_choice`` of some of the tools."""
     tools = [{"type": "function", "function": {"name": name}} for name in names]

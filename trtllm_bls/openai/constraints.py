@@ -74,6 +74,8 @@ class AnswerForm:
         self._tools: ToolFormat | None = None
         self._reasoning = formats.reasoning
         self._tokenizer = tokenizer
+        functions = [tool["function"] for tool in request.tools or []]
+        self._schemas = {each["name"]: each.get("parameters") for each in functions}
         choice, tools = request.tool_choice, request.tools
         forced = _forced_name(choice)
         if choice not in (None, "none", "auto"):
@@ -97,7 +99,8 @@ class AnswerForm:
         """A new one for one choice; ``None`` where the text is content as it is."""
         if self._tools is None and self._reasoning is None:
             return None
-        return ChatParser(self._tools, self._reasoning, opened=self._opened(options))
+        opened = self._opened(options)
+        return ChatParser(self._tools, self._reasoning, opened=opened, schemas=self._schemas)
 
     def _opened(self, options: ChatOptions) -> bool:
         """Whether the template ends the prompt with the beginning of reasoning."""
