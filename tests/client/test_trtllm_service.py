@@ -203,6 +203,21 @@ def test_log_probs_belong_to_their_tokens(variant: dict[str, Any], streaming: bo
 
 
 @pytest.mark.parametrize("streaming", [True, False])
+def test_the_likeliest_ids_come_with_each_token(streaming: bool) -> None:
+    """As many as asked for, also where the chosen one, which the service adds, is none of them."""
+    rows = [[0.1, 0.2, 0.3, 0.4] for _ in range(4)]
+    wants = Wants(log_probs=True, top_log_probs=2)
+    draw = Sampling(top_p=1.0, seed=5)
+    request = replace(ASK, max_tokens=8, end_id=-1, input_ids=(0, 1), wants=wants, sampling=draw)
+    chunks, service = answered(replace(request, streaming=streaming), table(rows))
+    best = [each for chunk in chunks for each in chunk.top_log_probs or ()]
+    assert [[token for token, _ in each] for each in best] == [[3, 2]] * len(ids(chunks))
+    assert [value for _, value in best[0]] == pytest.approx([np.log(0.4), np.log(0.3)])
+    assert not set(ids(chunks)) <= {2, 3}
+    assert service.requests[0].output_config.logprobs == 2
+
+
+@pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.5, seed=1)])
 @pytest.mark.parametrize("num_reasons", [None, 1])
 def test_several_sequences_end_each(

@@ -220,6 +220,7 @@ class TrtllmServiceEngine:
             max_sequence_tokens=settings.max_sequence_tokens or told or None,
             max_prompt_tokens=settings.max_prompt_tokens,
             max_draft_tokens=0,
+            tells_top_log_probs=True,
         )
 
     def _stall(self, problem: str) -> None:
