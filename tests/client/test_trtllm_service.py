@@ -126,6 +126,15 @@ def test_guides_and_adapters_are_sent() -> None:
         guided(guided_decoding_guide_type=b"regex")
 
 
+def test_the_callers_trace_goes_along() -> None:
+    """As metadata of the call, where tracers of gRPC look: the messages have no field for it."""
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    _, service = answered(replace(ASK, traceparent=trace))
+    assert service.traces == [trace]
+    _, service = answered()
+    assert service.traces == [None]
+
+
 @pytest.mark.parametrize(
     ("field", "more"),
     [

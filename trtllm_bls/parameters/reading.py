@@ -97,6 +97,7 @@ class BlsParameters:
     engine: EngineChoice | None = None  # None: the model ``target`` of this server
     engine_max_sequence_tokens: int | None = None
     engine_resume: bool = False
+    ignore_unverifiable_drafts: bool = False
     decoupled: bool = True
     tls_ca: Path | None = None  # None: no TLS
     tls_cert: Path | None = None
@@ -141,6 +142,7 @@ class BlsParameters:
             engine=value["engine"] or None,
             engine_max_sequence_tokens=value["engine_max_sequence_tokens"] or None,
             engine_resume=value["engine_resume"],
+            ignore_unverifiable_drafts=value["unverifiable_drafts"] == "ignore",
             decoupled=value["decoupled"],
             tls_ca=value["engine_tls_ca"],
             tls_cert=value["engine_tls_cert"],

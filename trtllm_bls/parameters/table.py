@@ -12,6 +12,7 @@ from trtllm_bls.parameters.kinds import (
     DIRECTORY,
     FILE,
     FLAG,
+    MODEL,
     NUMBER,
     TEXT,
     Parameter,
@@ -153,14 +154,14 @@ TABLE = (
     Parameter(
         "tensorrt_llm_model_name",
         _BLS,
-        TEXT,
+        MODEL,
         "tensorrt_llm",
         "Name of the target model.",
     ),
     Parameter(
         "tensorrt_llm_draft_model_name",
         _BLS,
-        TEXT,
+        MODEL,
         "",
         "Name of the draft model; empty = none.",
     ),
@@ -207,6 +208,14 @@ TABLE = (
         choice("auto", "on", "off"),
         "auto",
         "Draft while the target verifies; auto = where that measures faster.",
+    ),
+    Parameter(
+        "unverifiable_drafts",
+        _BLS,
+        choice("refuse", "ignore"),
+        "refuse",
+        "What a request for drafts meets where the engine verifies none, as a `trtllm://` one: a "
+        "refusal, or plain decoding.",
     ),
     Parameter(
         "max_streams",

@@ -19,6 +19,7 @@ from typing import Any
 
 from trtllm_bls.engines.grpc_transport import Connection, GrpcError
 from trtllm_bls.engines.stall_watch import StallWatch
+from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.chunks import ServiceChunks
 from trtllm_bls.engines.trtllm_service.requests import service_request
@@ -123,11 +124,10 @@ class TrtllmServiceEngine:
 
     # --- used by the running requests ---------------------------------------------------------
 
-    def open_call(self, chunks: ServiceChunks) -> Any:
+    def open_call(self, chunks: ServiceChunks, traceparent: str | None) -> Any:
         """The ``Generate`` call of a request, begun."""
-        return self._connection.open(
-            messages.SERVICE + "Generate", chunks.on_messages, chunks.on_end
-        )
+        method = messages.SERVICE + "Generate"
+        return self._connection.open(method, chunks.on_messages, chunks.on_end, traceparent)
 
     def ended(self, chunks: ServiceChunks) -> None:
         """A request is over."""
@@ -221,6 +221,7 @@ class TrtllmServiceEngine:
             max_prompt_tokens=settings.max_prompt_tokens,
             max_draft_tokens=0,
             tells_top_log_probs=True,
+            speculates=SPECULATES,
         )
 
     def _stall(self, problem: str) -> None:
