@@ -193,6 +193,15 @@ def test_nothing_is_told_twice_and_nothing_is_lost(
         assert len(chunks) == 1
 
 
+def test_the_trace_of_a_caller_goes_along_as_metadata() -> None:
+    """The service's messages have no field for it; nothing goes along where there is none."""
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    _, service = answered(replace(ASK, traceparent=trace))
+    assert service.metadata[0]["traceparent"] == trace
+    _, service = answered()
+    assert "traceparent" not in service.metadata[0]
+
+
 @pytest.mark.parametrize("variant", [{}, {"extra_log_prob": True}])
 @pytest.mark.parametrize("streaming", [True, False])
 def test_log_probs_belong_to_their_tokens(variant: dict[str, Any], streaming: bool) -> None:

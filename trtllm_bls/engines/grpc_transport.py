@@ -6,14 +6,16 @@ one streamed token on one host, parsing included: grpc.aio 40 to 56 microseconds
 and 25 to 35 with 128, this module 18 to 23 and 10 to 13.
 
 Of gRPC there are unary and streaming calls, statuses with details, cancellation, flow control, the
-server's limit on concurrent streams, GOAWAY, TLS, and further tries of calls that the server says
-it has not begun. There is no load balancing, proxy, compression, metadata or keepalive.
+server's limit on concurrent streams, GOAWAY, TLS, metadata to the server, and further tries of
+calls that the server says it has not begun. There is no load balancing, proxy, compression or
+keepalive.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Sequence
 
 from trtllm_bls.engines.grpc_call import GrpcCall, GrpcError, OnEnd, OnMessages
 from trtllm_bls.engines.http2_connection import Http2Connection
@@ -64,7 +66,13 @@ class Connection:
         self._connections: set[Http2Connection] = set()  # the current one, and those being drained
         self._closed = False
 
-    def open(self, method: str, on_messages: OnMessages, on_end: OnEnd) -> GrpcCall:
+    def open(
+        self,
+        method: str,
+        on_messages: OnMessages,
+        on_end: OnEnd,
+        metadata: Sequence[tuple[bytes, bytes]] = (),
+    ) -> GrpcCall:
         """Start a call of ``method`` (``/package.Service/Method``); callbacks come later.
 
         Raises ``GrpcError`` once the connection is closed.
@@ -74,7 +82,10 @@ class Connection:
         if method not in self._packed_headers:
             fields = [(b":path", method.encode()), *self._headers]
             self._packed_headers[method] = packed_headers(fields)
-        call = GrpcCall(self._packed_headers[method], on_messages, on_end)
+        headers = self._packed_headers[method]
+        if metadata:
+            headers += packed_headers(metadata)
+        call = GrpcCall(headers, on_messages, on_end)
         self.start(call)
         return call
 

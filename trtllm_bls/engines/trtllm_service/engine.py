@@ -119,10 +119,11 @@ class TrtllmServiceEngine:
 
     # --- used by the running requests ---------------------------------------------------------
 
-    def open_call(self, chunks: ServiceChunks) -> Any:
-        """The ``Generate`` call of a request, begun."""
+    def open_call(self, chunks: ServiceChunks, traceparent: str | None) -> Any:
+        """The ``Generate`` call of a request, begun. Its messages have no field for a trace."""
+        metadata = () if traceparent is None else ((b"traceparent", traceparent.encode()),)
         return self._connection.open(
-            messages.SERVICE + "Generate", chunks.on_messages, chunks.on_end
+            messages.SERVICE + "Generate", chunks.on_messages, chunks.on_end, metadata
         )
 
     def ended(self, chunks: ServiceChunks) -> None:

@@ -73,15 +73,16 @@ class Refused(Exception):
 class ScriptedService:
     """The service over ``engine``; ``behaviour`` may be changed while it runs.
 
-    For tests: ``requests`` are the ``GenerateRequest`` messages, ``aborted`` the ids that were
-    aborted while they ran, ``live`` how many run now, ``tokens`` how many ids were made,
-    ``health_checks`` how often it was asked for its health.
+    For tests: ``requests`` are the ``GenerateRequest`` messages, ``metadata`` what came beside
+    each, ``aborted`` the ids that were aborted while they ran, ``live`` how many run now,
+    ``tokens`` how many ids were made, ``health_checks`` how often it was asked for its health.
     """
 
     def __init__(self, engine: Engine, behaviour: Behaviour | None = None) -> None:
         self.engine = engine
         self.behaviour = behaviour or Behaviour()
         self.requests: list[Any] = []
+        self.metadata: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.live = 0
         self.tokens = 0
@@ -125,6 +126,7 @@ class ScriptedService:
 
     async def _generate(self, message: Any, context: Any) -> AsyncGenerator[Any, None]:
         self.requests.append(message)
+        self.metadata.append(dict(context.invocation_metadata()))
         try:
             request = engine_request(message, self.behaviour)
         except Refused as error:
