@@ -17,13 +17,14 @@ from typing import Any
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.parameters.engine_choice import EngineChoice
 from trtllm_bls.parameters.kinds import DIRECTORY, FILE, Parameter
-from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, error, parsed, rows_of
+from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, GIVEN, error, parsed, rows_of
 
 
 class Parameters:
     """One model's parameters as Triton hands them over; every error names the model and the key.
 
-    ``environment`` overrides them, by the variables that the table names.
+    ``environment`` overrides them, by the variables that the table names, but for those that
+    ``GIVEN`` lists.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Parameters:
         decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._values["decoupled"] = str(decoupled)
         self._environment = environment
+        self._given = environment.get(GIVEN, "").split(",")
         groups = config.get("instance_group", [])
         self.instances = max(1, sum(int(group.get("count", 1)) for group in groups))
 
@@ -49,9 +51,8 @@ class Parameters:
         return {row.key: self._value(row) for row in rows}
 
     def _value(self, row: Parameter) -> Any:
-        text = (self._environment.get(row.env) if row.env else None) or self._values.get(
-            row.key, ""
-        )
+        followed = row.env if f"{self._model}.{row.key}" not in self._given else None
+        text = self._environment.get(followed or "") or self._values.get(row.key, "")
         value = parsed(self._model, row, text)
         return self._path(row, value) if row.kind in (DIRECTORY, FILE) else value
 

@@ -28,6 +28,7 @@ MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
 THREADS = "TRTLLM_BLS_ENGINE_THREADS"
 STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
 ENGINE_TLS_PIN = "TRTLLM_BLS_ENGINE_TLS_PIN"
+GIVEN = "TRTLLM_BLS_GIVEN"  # MODEL.PARAMETER, ...: what no variable overrides
 
 _BLS, _ENGINE = ("tensorrt_llm_bls",), ("tensorrt_llm",)
 _PRE, _POST = ("preprocessing",), ("postprocessing",)
