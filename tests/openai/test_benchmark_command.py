@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.fake_grpc_server import (
     Fail,
     FakeGrpcServer,
@@ -34,8 +36,6 @@ from trtllm_bls.commands.benchmark_figures import (
     problem_of,
 )
 from trtllm_bls.commands.servers import Piece, Reply
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import SettingsError
 
 BENCHMARK = Path(__file__).parents[2] / "client" / "benchmark.py"
