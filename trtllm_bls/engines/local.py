@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.llm_api import open_llm
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
-from trtllm_bls.tokenizer import Tokenizer
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer."""
+
+    eos_id: int | None
+    model_vocab_size: int
 
 
 def local_engine(
