@@ -17,8 +17,8 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
+from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import Connection, GrpcError
-from trtllm_bls.engines.stall_watch import StallWatch
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.chunks import ServiceChunks
 from trtllm_bls.engines.trtllm_service.requests import service_request
