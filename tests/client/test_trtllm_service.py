@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doubles.scripted import Fault, Script
+from doubles.scripted_tokens import reciting, table
+from doubles.trtllm_service import Behaviour
 from tests.helpers.fake_engine_server import Triton, run
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.scripted_services import EOS, playing, reaching
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.grpc_transport import Connection
 from trtllm_bls.engines.replicas import ReplicatedEngine
-from trtllm_bls.engines.scripted import Fault, Script
-from trtllm_bls.engines.scripted_tokens import reciting, table
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
 from trtllm_bls.engines.trtllm_service.requests import service_request
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,

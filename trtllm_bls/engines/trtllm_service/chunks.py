@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from trtllm_bls.engines.base import QueuedChunks, join_chunks
 from trtllm_bls.engines.ends import SequenceEnds
+from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import GrpcError
-from trtllm_bls.engines.stall_watch import StallWatch
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
 from trtllm_bls.errors import EngineError, TrtllmBlsError

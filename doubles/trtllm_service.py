@@ -19,9 +19,9 @@ from typing import Any
 import grpc
 import numpy as np
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import reciting
 from trtllm_bls.engines.base import ChunkStream, Engine, GeneratedChunks
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError
 from trtllm_bls.messages import (
