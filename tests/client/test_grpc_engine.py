@@ -22,6 +22,7 @@ from tests.helpers.fake_engine_server import (
     read,
     run,
 )
+from tests.helpers.waiting import eventually
 from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines.triton_grpc import GrpcEngine
@@ -360,8 +361,7 @@ def test_silence_is_no_stall_while_the_server_answers() -> None:
             triton,
         ):
             reading = asyncio.create_task(read(engine))
-            while triton.live_asked < 3:
-                await asyncio.sleep(0.001)
+            await eventually(lambda: triton.live_asked >= 3)
             go_on.set()
             assert [chunk.token_ids for chunk in await reading] == [(3,), (4,)]
 
@@ -415,8 +415,7 @@ def test_leaving_early_is_seen_by_the_engine() -> None:
             await triton.cancelled.wait()
             triton.cancelled.clear()
             reader = asyncio.create_task(read(engine))
-            while len(triton.asked) < 2:
-                await asyncio.sleep(0)
+            await eventually(lambda: len(triton.asked) == 2)
             reader.cancel()
             await triton.cancelled.wait()
             await asyncio.wait({reader})

@@ -67,7 +67,7 @@ def service_request(
     )
     message.tokenized.input_token_ids.extend(request.input_ids)
     if request.wants.log_probs:
-        message.output_config.logprobs = 1  # 0 gives none at all
+        message.output_config.logprobs = max(1, request.wants.top_log_probs)  # 0 gives none at all
     known = _add_ends(message, request, eos_id)
     # An answer that is ended from here is read while it grows.
     message.streaming = request.streaming or not known
