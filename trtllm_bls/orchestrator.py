@@ -136,6 +136,7 @@ class Orchestrator:
                 limits = await self._engine.limits()
                 prompt = await self._prompt(request, limits)
                 max_tokens = self._max_tokens(request, prompt, limits)
+                request = _with_logits(request, limits)
                 asked = self._engine_request(request, prompt, max_tokens)
                 if request.wants.context_logits or request.wants.generation_logits:
                     self._defaults.limits.check_logits(asked.logit_rows(limits), limits.vocab_size)
@@ -292,6 +293,14 @@ async def _drive(
 def _give_way() -> None:
     """Let the event loop have the interpreter's lock, which without a sleep it seldom gets."""
     time.sleep(0.0001)
+
+
+def _with_logits(request: TextRequest, limits: EngineLimits) -> TextRequest:
+    """Where the engine does not tell the likeliest ids of a place, its logits do."""
+    if not request.wants.top_log_probs or limits.tells_top_log_probs:
+        return request
+    wants = replace(request.wants, top_log_probs=0, generation_logits=True)
+    return replace(request, wants=wants)
 
 
 def _with_seed(request: TextRequest) -> TextRequest:

@@ -29,7 +29,7 @@ from tests.helpers.fake_grpc_server import (
 )
 from tests.helpers.openai_server import serving
 from tests.helpers.scripted_text import tokenizer
-from tests.openai.test_leaving import until
+from tests.helpers.waiting import until
 from trtllm_bls.commands.chat import main
 
 CHAT = Path(__file__).parents[2] / "client" / "chat.py"

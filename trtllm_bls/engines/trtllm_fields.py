@@ -17,6 +17,8 @@ from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import Array, EngineLimits, EngineRequest, Sampling
 
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
+# What an engine of this kind takes in place of drafts.
+SPECULATES = "it speculates by speculative_config in its own --extra_llm_api_options"
 _NAMES = {field.name: field.name for field in fields(Sampling)} | {
     "top_p_reset_id": "top_p_reset_ids"
 }

@@ -19,7 +19,7 @@ import psutil
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.ports import listen
-from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit
+from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit, relay_lines
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.settings import ServeSettings
 
@@ -61,10 +61,16 @@ class OpenAIProcess:
     """``trtllm-bls openai`` for a running server; ``kill`` only asks.
 
     It drains when the server is asked to stop, as the server's models do. ``on_problem`` is told,
-    on a thread, why it does not answer, and then ``None`` once it does again.
+    on a thread, why it does not answer, and then ``None`` once it does again; ``on_line``, on
+    others, every line of its log.
     """
 
-    def __init__(self, server: TritonServer, on_problem: Callable[[str | None], object]) -> None:
+    def __init__(
+        self,
+        server: TritonServer,
+        on_problem: Callable[[str | None], object],
+        on_line: Callable[[str], object],
+    ) -> None:
         settings = server.settings
         host = server.host if settings.tls_cert is None else settings.plain_host
         self.url = f"http://{host}:{settings.openai_port}"
@@ -81,7 +87,7 @@ class OpenAIProcess:
             command += ["--api-keys-file", str(settings.api_keys_file)]
         command += ["--tool-parser", settings.tool_parser]
         command += ["--reasoning-parser", settings.reasoning_parser]
-        self._server, self._on_problem = server, on_problem
+        self._server, self._on_problem, self._on_line = server, on_problem, on_line
         self._command, self._environment = command, server.environment
         self._limit = settings.exit_timeout + GRACE_MARGIN
         self._closing = threading.Event()
@@ -93,13 +99,17 @@ class OpenAIProcess:
         return self._process.pid
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self._command,
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the launcher's to pass on
         )
+        assert process.stderr
+        relay_lines(process.stderr, self._on_line, "openai-log")
+        return process
 
     def keep(self) -> None:
         """From here on start it again when it ends, or is stopped."""
@@ -173,5 +183,7 @@ class OpenAIProcess:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=15):
                 return True
-        except (OSError, urllib.error.URLError):
+        except urllib.error.HTTPError:
+            return self._server.settings.engine_is_elsewhere  # which may be lost for a while
+        except OSError:
             return False

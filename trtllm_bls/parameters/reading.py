@@ -17,13 +17,14 @@ from typing import Any
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.parameters.engine_choice import EngineChoice
 from trtllm_bls.parameters.kinds import DIRECTORY, FILE, Parameter
-from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, error, parsed, rows_of
+from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, GIVEN, error, parsed, rows_of
 
 
 class Parameters:
     """One model's parameters as Triton hands them over; every error names the model and the key.
 
-    ``environment`` overrides them, by the variables that the table names.
+    ``environment`` overrides them, by the variables that the table names, but for those that
+    ``GIVEN`` lists.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Parameters:
         decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._values["decoupled"] = str(decoupled)
         self._environment = environment
+        self._given = environment.get(GIVEN, "").split(",")
         groups = config.get("instance_group", [])
         self.instances = max(1, sum(int(group.get("count", 1)) for group in groups))
 
@@ -49,9 +51,8 @@ class Parameters:
         return {row.key: self._value(row) for row in rows}
 
     def _value(self, row: Parameter) -> Any:
-        text = (self._environment.get(row.env) if row.env else None) or self._values.get(
-            row.key, ""
-        )
+        followed = row.env if f"{self._model}.{row.key}" not in self._given else None
+        text = self._environment.get(followed or "") or self._values.get(row.key, "")
         value = parsed(self._model, row, text)
         return self._path(row, value) if row.kind in (DIRECTORY, FILE) else value
 
@@ -81,7 +82,7 @@ _KEYS = {
     **{name: f"engine_{name}" for name in ("tls_ca", "tls_cert", "tls_key", "tls_pin")},
 }
 _MADE = {"num_draft_tokens", "overlap_drafts", "engine", "engine_max_sequence_tokens"}
-_MADE |= {"repository", "max_running", "max_queued", "limits"}
+_MADE |= {"ignore_unverifiable_drafts", "repository", "max_running", "max_queued", "limits"}
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class BlsParameters:
     engine: EngineChoice | None = None  # None: the model ``target`` of this server
     engine_max_sequence_tokens: int | None = None
     engine_resume: bool = False
+    ignore_unverifiable_drafts: bool = False
     decoupled: bool = True
     tls_ca: Path | None = None  # None: no TLS
     tls_cert: Path | None = None
@@ -138,6 +140,7 @@ class BlsParameters:
             overlap_drafts=_OVERLAP[value["overlap_drafts"]],
             engine=value["engine"] or None,
             engine_max_sequence_tokens=value["engine_max_sequence_tokens"] or None,
+            ignore_unverifiable_drafts=value["unverifiable_drafts"] == "ignore",
             repository=parameters.repository,
             max_running=running,
             max_queued=4 * running if queued is None else queued,

@@ -13,6 +13,7 @@ from trtllm_bls.parameters.kinds import (
     DIRECTORY,
     FILE,
     FLAG,
+    MODEL,
     NUMBER,
     TEXT,
     Kind,
@@ -29,6 +30,7 @@ MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
 THREADS = "TRTLLM_BLS_ENGINE_THREADS"
 STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
 ENGINE_TLS_PIN = "TRTLLM_BLS_ENGINE_TLS_PIN"
+GIVEN = "TRTLLM_BLS_GIVEN"  # MODEL.PARAMETER, ...: what no variable overrides
 
 _MODELS = {
     "bls": "tensorrt_llm_bls",
@@ -40,6 +42,7 @@ _KINDS = {
     "flag": FLAG,
     "number": NUMBER,
     "text": TEXT,
+    "model": MODEL,
     "directory": DIRECTORY,
     "file": FILE,
     "engine": ENGINE,
@@ -87,9 +90,9 @@ engine_stall_seconds  bls  number  default=120
     Give an engine up that sends nothing for so long; 0 = never.
 request_timeout_seconds  bls  number  default=600
     Time limit of a request that names none; 0 = `max_timeout_seconds`.
-tensorrt_llm_model_name  bls  text  default=tensorrt_llm
+tensorrt_llm_model_name  bls  model  default=tensorrt_llm
     Name of the target model.
-tensorrt_llm_draft_model_name  bls  text
+tensorrt_llm_draft_model_name  bls  model
     Name of the draft model; empty = none.
 draft_tokenizer_dir  bls  directory  env=TRTLLM_BLS_DRAFT_MODEL_DIR  optional
     Directory of the draft model's tokenizer, to compare with the target's; empty: not done.
@@ -103,6 +106,9 @@ draft_deadline_seconds  bls  number  default=0.5
     A round goes on without a draft that takes longer.
 overlap_drafts  bls  auto|on|off  default=auto
     Draft while the target verifies; auto = where that measures faster.
+unverifiable_drafts  bls  refuse|ignore  default=refuse
+    What a request for drafts meets where the engine verifies none, as a `trtllm://` one: a
+    refusal, or plain decoding.
 max_streams  bls  count>=1  default=256  env=TRTLLM_BLS_MAX_STREAMS
     Requests that the connection to the engine and the server's threads are made for.
 status_dir  bls  text  env=TRTLLM_BLS_STATUS_DIR
