@@ -152,9 +152,8 @@ def get(url: str) -> tuple[int, dict[str, Any]]:
 
 
 def looking(verdict: Verdict, looked_at: float = float("inf")) -> Watch:
-    watch = SimpleNamespace(
-        verdict=verdict, looked_at=looked_at, draining=False, processes={"tritonserver": 1}
-    )
+    running = {"tritonserver": 1, "tensorrt_llm": 2}
+    watch = SimpleNamespace(verdict=verdict, looked_at=looked_at, draining=False, processes=running)
     return cast(Watch, watch)
 
 
@@ -246,6 +245,7 @@ def test_prometheus_reads_what_readiness_means(endpoint: tuple[HealthState, str]
         expected = {
             "trtllm_bls_server_ready": 1.0,
             "trtllm_bls_server_processestritonserver": 1.0,
+            "trtllm_bls_server_processestensorrt_llm": 2.0,
             "trtllm_bls_server_restarts_total": 0.0,
             "trtllm_bls_openai_restarts_total": 2.0,
         }
@@ -255,6 +255,7 @@ def test_prometheus_reads_what_readiness_means(endpoint: tuple[HealthState, str]
     state.restarting("a stub is dead")
     while found()["trtllm_bls_server_ready"] or not found()["trtllm_bls_server_restarts_total"]:
         assert time.monotonic() < until, found()
+    assert found()["trtllm_bls_server_processestensorrt_llm"] == 0.0
 
 
 def test_a_watch_that_is_stuck_is_not_live() -> None:
