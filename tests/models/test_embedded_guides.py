@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.helpers.embedded_steps import checkpoint
+from tests.helpers.tools import ping_and_set_tree
 from trtllm_bls.chat_parsing import FORCED, Arguments, ChatParser, ToolCall, forced_calls
 from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
@@ -254,29 +255,7 @@ def test_speculation_steps_aside_unless_it_was_asked_for(engine: EmbeddedEngine)
         routing.generate(guided("json", speculation=SpeculationRequest(num_draft_tokens=3)))
 
 
-TOOLS = [
-    {"type": "function", "function": {"name": "ping"}},
-    {
-        "type": "function",
-        "function": {
-            "name": "set_tree",
-            "parameters": {
-                "type": "object",
-                "properties": {"tree": {"$ref": "#/$defs/node"}},
-                "required": ["tree"],
-                "additionalProperties": False,
-                "$defs": {
-                    "node": {
-                        "type": "object",
-                        "properties": {"on": {"type": "boolean"}, "sub": {"$ref": "#/$defs/node"}},
-                        "required": ["on"],
-                        "additionalProperties": False,
-                    }
-                },
-            },
-        },
-    },
-]
+TOOLS = ping_and_set_tree()
 
 
 @pytest.mark.parametrize("name", [None, "set_tree"])

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from hypothesis import example, given, settings
 
+from tests.helpers.tools import ping_and_set_tree
 from trtllm_bls.chat_parsing import (
     FORCED,
     REASONING_TAGS,
@@ -187,29 +188,7 @@ def test_a_call_without_arguments_has_none() -> None:
         assert joined(events) == [ToolCall(0, "id0", "f"), Arguments(0, "{}")]
 
 
-TOOLS = [
-    {"type": "function", "function": {"name": "ping"}},
-    {
-        "type": "function",
-        "function": {
-            "name": "set_tree",
-            "parameters": {
-                "type": "object",
-                "properties": {"tree": {"$ref": "#/$defs/node"}, "again": {"$ref": "#"}},
-                "required": ["tree"],
-                "additionalProperties": False,
-                "$defs": {
-                    "node": {
-                        "type": "object",
-                        "properties": {"on": {"type": "boolean"}, "sub": {"$ref": "#/$defs/node"}},
-                        "required": ["on"],
-                        "additionalProperties": False,
-                    }
-                },
-            },
-        },
-    },
-]
+TOOLS = ping_and_set_tree(again={"$ref": "#"})
 
 
 @pytest.mark.parametrize("name", [None, "set_tree", "ping"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal
 
 from trtllm_bls.client import Client, Tls
@@ -49,12 +48,7 @@ class Probe:
         await self._client.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self._client.close()
 
     async def models_not_ready(self, models: Iterable[str], timeout: float) -> tuple[str, ...]:
