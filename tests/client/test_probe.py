@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -141,6 +142,26 @@ def test_an_engine_elsewhere_that_is_lost_ends_readiness_alone(tmp_path: Path) -
             steps[:] = [TOKEN]
             await eventually(lambda: watching.verdict.ready)
             await asyncio.to_thread(watching.close)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_says_it_is_not_well_ends_readiness(tmp_path: Path) -> None:
+    """As soon as one process has heard so, before any request fails; and only as long."""
+
+    async def run() -> None:
+        files, failed = StatusDirectory(tmp_path), list[str]()
+        ill = "trtllm://gpu:50051: it is not healthy: NOT_OK"
+        now = time.monotonic()
+        well = ProcessStatus(os.getpid(), now, now, 0, 0)
+        async with FakeGrpcServer([TOKEN]) as server:
+            watching = watch(server.url, tmp_path, SECONDS, failed, engine_here=False)
+            files.write(replace(well, engine_problem=ill))
+            await eventually(lambda: watching.verdict.reasons == (ill,))
+            files.write(well)
+            await eventually(lambda: watching.verdict.ready)
+            await asyncio.to_thread(watching.close)
+            assert failed == []
 
     asyncio.run(run())
 

@@ -442,6 +442,32 @@ def test_silence_is_asked_about(health: str) -> None:
     run(scenario())
 
 
+def test_a_service_that_falls_ill_is_refused_without_a_request_to_it() -> None:
+    """It is asked for its health all the time; what runs there goes on."""
+
+    async def refused(engine: Any) -> bool:
+        try:
+            await engine.limits()
+        except EngineUnavailable as error:
+            return "it is not healthy: NOT_OK" in str(error)
+        return False
+
+    async def scenario() -> None:
+        async with reaching(RULE) as (engine, service):
+            service.engine.fault = Fault(error=None, after_tokens=2)
+            running = engine.generate(ASK)
+            await running.wait()
+            service.behaviour = replace(service.behaviour, health="NOT_OK")
+            while not await refused(engine):
+                await asyncio.sleep(0.01)
+            assert service.live == 1
+            service.behaviour = replace(service.behaviour, health="OK")
+            assert not await refused(engine)
+            await running.aclose()
+
+    run(scenario())
+
+
 # --- what the server tells of itself ----------------------------------------------------------
 
 

@@ -112,6 +112,10 @@ class StubbornEngine:
     def __init__(self) -> None:
         self.settled = False
         self.drained = threading.Event()
+        self.problem: str | None = None
+
+    async def engine_problem(self) -> str | None:
+        return self.problem
 
     def drain(self) -> None:
         self.drained.set()
@@ -130,16 +134,19 @@ async def never_ends(call: Call) -> None:
 
 
 def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
-    """Its requests by id, responses counted, the loop's last turn."""
-    triton = FakeTriton()
+    """Its requests by id, responses counted, the loop's last turn, what an engine says it has."""
+    triton, engine = FakeTriton(), StubbornEngine()
     ask = triton.ask(ONE, "number", id="mine")
     with opened(triton, never_ends) as server:
-        lifecycle = Lifecycle(server, StubbornEngine(), str(tmp_path / "status"))
+        lifecycle = Lifecycle(server, engine, str(tmp_path / "status"))
         files = StatusDirectory(tmp_path / "status")
         assert status_when(files, lambda now: now.running == 0).pid == os.getpid()
         server.accept([ask])
         told = status_when(files, lambda now: now.running == now.responses == 1)
         assert told.requests[0].startswith("mine-") and not told.handed_over
+        assert told.engine_problem is None
+        engine.problem = "it is not healthy"
+        status_when(files, lambda now: now.engine_problem == "it is not healthy")
         later = status_when(files, lambda now: now.loop_at > told.loop_at)
         assert later.written_at > told.written_at
         lifecycle.close()

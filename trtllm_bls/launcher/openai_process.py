@@ -183,5 +183,7 @@ class OpenAIProcess:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=15):
                 return True
-        except (OSError, urllib.error.URLError):
+        except urllib.error.HTTPError:
+            return self._server.settings.engine_is_elsewhere  # which may be lost for a while
+        except OSError:
             return False

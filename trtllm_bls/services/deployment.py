@@ -12,7 +12,7 @@ from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import Route, TritonEngine
-from trtllm_bls.errors import SettingsError
+from trtllm_bls.errors import EngineError, SettingsError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.metrics import TritonMetrics
@@ -42,6 +42,7 @@ class Deployment:
         self.tokenizer = load_tokenizer(parameters.tokenizer_dir)
         self.reports = _reports(parameters, pb_utils, model_name)
         self.engine = _engine(parameters, pb_utils, self.tokenizer, self.reports)
+        self._is_service = is_service(parameters)
         defaults = Defaults(
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
@@ -64,6 +65,15 @@ class Deployment:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to report requests; they run on ``loop``."""
         self.reports.start(loop, self.orchestrator.load)
+
+    async def engine_problem(self) -> str | None:
+        """What is wrong with an engine that tells of its health; one to two seconds old at most."""
+        if self._is_service:
+            try:
+                await self.engine.limits()
+            except EngineError as error:
+                return str(error)
+        return None
 
     def drain(self) -> None:
         """Refuse what waits; what is speculated goes on as one plain request each."""

@@ -37,6 +37,7 @@ _ASK_SECONDS = 10.0  # for information about the model
 _PROBE_SECONDS = 5.0  # for a silent server to say how it is
 _ABORT_SECONDS = 2.0  # for an Abort to be answered, before its call is cancelled all the same
 _CLOSE_SECONDS = 1.0  # for aborts under way
+_HEALTH_SECONDS = 1.0  # so old an answer to a question for its health is believed
 _READ = (1, 3, 0, 29)  # 1.3.0rc29, whose source was read; earlier ones ignore some fields
 
 _TOO_LONG = re.compile(
@@ -81,6 +82,7 @@ class TrtllmServiceEngine:
         self._known: EngineLimits | None = None
         self._healthy = False
         self._asking = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
         self._running: set[ServiceChunks] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self.watch = StallWatch(
@@ -88,8 +90,8 @@ class TrtllmServiceEngine:
         )
 
     async def limits(self) -> EngineLimits:
-        """What the service and its settings tell. Asks for its health at first, and again after
-        a failure. Raises ``EngineUnavailable``."""
+        """What the service and its settings tell. Raises ``EngineUnavailable``, also for a service
+        that is not well by its own account: it is asked every second, so that no request waits."""
         if self._known is None or not self._healthy:
             async with self._asking:
                 if self._known is None or not self._healthy:
@@ -111,6 +113,8 @@ class TrtllmServiceEngine:
     async def close(self) -> None:
         """Abort what runs and close the connection."""
         self.watch.close()
+        if self._looking is not None:
+            self._looking.cancel()
         for chunks in list(self._running):
             await chunks.aclose()
         if self._leaving:
@@ -195,6 +199,17 @@ class TrtllmServiceEngine:
                     server.version or "of an unknown version",
                 )
         self._healthy = True
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        """Ask for its health over and over; an answer that is late says nothing."""
+        while True:
+            await asyncio.sleep(_HEALTH_SECONDS)
+            try:
+                self._healthy = (await self._ask("HealthCheck", _ASK_SECONDS)).status == "OK"
+            except GrpcError as error:
+                self._healthy = self._healthy and error.status == "DEADLINE_EXCEEDED"
 
     def _limits(self, model: Any) -> EngineLimits:
         settings = self.settings
