@@ -13,13 +13,12 @@ import asyncio
 import json
 import os
 import platform
-import tempfile
 import time
 from contextlib import aclosing
 from pathlib import Path
 
 import torch
-from padded import pad
+from padded import demo_and_padded
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
@@ -98,11 +97,8 @@ def main() -> None:
         f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.0f}; {given.tokens} tokens, {given.prompts} prompts a kind"
     )
-    run("demo", DEMO / "target", given)
-    with tempfile.TemporaryDirectory() as scratch:
-        padded = Path(scratch) / "padded"
-        pad(DEMO / "target", padded, given.pad_layers)
-        run("padded", padded, given)
+    for name, model in demo_and_padded(given.pad_layers):
+        run(name, model, given)
 
 
 if __name__ == "__main__":

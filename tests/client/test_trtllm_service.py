@@ -482,8 +482,7 @@ def test_a_service_that_falls_ill_is_refused_without_a_request_to_it() -> None:
             running = engine.generate(ASK)
             await running.wait()
             service.behaviour = replace(service.behaviour, health="NOT_OK")
-            while not await refused(engine):
-                await asyncio.sleep(0.01)
+            await eventually(lambda: refused(engine))
             assert service.live == 1
             service.behaviour = replace(service.behaviour, health="OK")
             assert not await refused(engine)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import select
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import psutil
@@ -24,13 +24,17 @@ def until(condition: Callable[[], T], seconds: float = 60) -> T:
     return found
 
 
-async def eventually(condition: Callable[[], T], seconds: float = 60) -> T:
-    """``until`` for an event loop, which runs meanwhile."""
+async def eventually(condition: Callable[[], T | Awaitable[T]], seconds: float = 60) -> T:
+    """``until`` for an event loop, which runs meanwhile; the condition may be a coroutine's."""
     end = time.monotonic() + seconds
-    while not (found := condition()):
+    while True:
+        found = condition()
+        if isinstance(found, Awaitable):
+            found = await found
+        if found:
+            return found
         assert time.monotonic() < end, f"waited {seconds} s in vain; last seen: {found!r}"
         await asyncio.sleep(_BETWEEN_LOOKS_S)
-    return found
 
 
 def until_ended(processes: Iterable[psutil.Process], seconds: float = 60) -> None:

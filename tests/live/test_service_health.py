@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from doubles.scripted import Script
+from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
-from tests.helpers.server_requests import generate, post, until
+from tests.helpers.server_requests import generate, post
 from tests.helpers.server_settings import DEMO, ROOT
-from trtllm_bls.engines.scripted import Script
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour, EchoEngine
+from tests.helpers.waiting import until
 from trtllm_bls.tokenizer import load_tokenizer
 
 WORDS = "one two three"
@@ -81,8 +82,8 @@ def test_readiness_and_refusals_of_a_server_before_a_service() -> None:
             for behaviour in (ill, well, ill, well):
                 service.behaviour = behaviour
                 status = 200 if behaviour is well else 503
-                assert until(lambda status=status: told(ready)[0] == status), told(ready)
-                assert until(lambda status=status: told(api)[0] == status), told(api)
+                until(lambda status=status: told(ready)[0] == status)
+                until(lambda status=status: told(api)[0] == status)
                 code, output = looked(urls["gRPC"])
                 assert (code, json.loads(output)["ready"]) == (status != 200, status == 200)
                 if behaviour is ill:

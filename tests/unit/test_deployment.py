@@ -11,12 +11,13 @@ import grpc
 import pytest
 import trustme
 
+from doubles.scripted_tokens import hashed
 from tests.helpers.fake_engine_server import Triton, run
 from tests.helpers.fake_metrics import Registry
 from tests.helpers.scripted_services import playing
 from tests.helpers.scripted_text import padded_model, tokenizer
 from tests.helpers.small_tokenizers import directory
-from trtllm_bls.engines.scripted_tokens import hashed
+from tests.helpers.waiting import eventually
 from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
 from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.parameters import BlsParameters, parse_engine, rows_of
@@ -68,8 +69,10 @@ def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not() -> None:
     """By whoever tells of readiness; both addresses must be ill, where there are two."""
 
     async def problem_of(deployment: Deployment, ill: bool) -> str | None:
-        while (await deployment.engine_problem() is not None) is not ill:
-            await asyncio.sleep(0.01)
+        async def known() -> bool:
+            return (await deployment.engine_problem() is not None) is ill
+
+        await eventually(known)
         return await deployment.engine_problem()
 
     async def scenario() -> None:

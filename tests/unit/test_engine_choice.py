@@ -11,13 +11,13 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from doubles.scripted_tokens import reciting
 from tests.helpers.fake_engine_server import ASK, Say, Triton, run
 from tests.helpers.scripted_services import playing
 from tests.unit.test_deployment import deployed, parameters
 from trtllm_bls.bundled import DEMO, REPOSITORY
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.engines.triton import TritonEngine
 from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
 from trtllm_bls.errors import SettingsError, SetupError, Unsupported
