@@ -66,8 +66,10 @@ class BlsEngine:
         outputs, request_id = self._model.outputs_for(request), wire_id(request)
         responses = ResponseReader(request, self._model)
         items = _ThreadQueue()
+        trace = request.traceparent
+        more: dict[str, Any] = {"parameters": {"traceparent": trace}} if trace else {}
         reading = self._readers.submit(
-            self._read, request_id, inputs, outputs, items.put_from_thread
+            self._read, request_id, inputs, outputs, items.put_from_thread, more
         )
         over = begun = False
         try:
@@ -108,10 +110,11 @@ class BlsEngine:
         inputs: Mapping[str, Array],
         outputs: list[str],
         put: Callable[[Any], None],
+        more: Mapping[str, Any],
     ) -> None:
         count = 0
         try:
-            for response in self._responses(request_id, inputs, outputs):
+            for response in self._responses(request_id, inputs, outputs, **more):
                 count += 1
                 put(response)
             put(_END if count else EngineError(f"{self.name} ended without any response"))
@@ -136,7 +139,7 @@ class BlsEngine:
         log.warning("%s: %s did not end after %d stops", request_id, self.name, _STOP_TRIES)
 
     def _responses(
-        self, request_id: str, inputs: Mapping[str, Array], outputs: list[str]
+        self, request_id: str, inputs: Mapping[str, Array], outputs: list[str], **more: Any
     ) -> Iterator[Mapping[str, Array] | Exception]:
         """Every response of one request as arrays, or as the error it is."""
         tensors = [self._pb.Tensor(name, array) for name, array in inputs.items()]
@@ -145,6 +148,7 @@ class BlsEngine:
             request_id=request_id,
             requested_output_names=outputs,
             inputs=tensors,
+            **more,
         ).exec(decoupled=True)
         try:
             for response in iterator:
