@@ -245,6 +245,10 @@ def test_limits_are_the_models_parameters() -> None:
             assert (limits.max_sequence_tokens, limits.max_draft_tokens) == (64, None)
             await engine.limits()
             assert triton.config_asked == 1
+        for own, drafts in (("embedded", 4), ("llm_api", 0), ("trtllm://gpu:1", 0)):
+            config = model_config(ENGINE, {"engine": own, "max_draft_len": "4"})
+            async with reaching(config=config) as (engine, _):
+                assert (await engine.limits()).max_draft_tokens == drafts
 
     run(scenario())
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import reciting, table
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.llm_api import LlmApiEngine, open_llm
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import reciting, table
 from trtllm_bls.errors import EngineError, EngineUnavailable, SetupError, Unsupported
 from trtllm_bls.messages import EngineRequest, FinishReason, Sampling, Wants
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import ids, read
 from trtllm_bls.engines.replicas import ReplicatedEngine
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
 from trtllm_bls.messages import EngineRequest, Sampling
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from doubles.scripted import Script
+from doubles.scripted_tokens import reciting
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_services import EOS, playing
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.grpc_transport import Connection, GrpcError
-from trtllm_bls.engines.scripted import Script
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.engines.trtllm_service import messages
 
 A, B, C = 11, 12, 13

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doubles.scripted import Fault, Script
+from doubles.scripted_tokens import reciting, table
+from doubles.trtllm_service import Behaviour
 from tests.helpers.fake_engine_server import Triton, run
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.scripted_services import EOS, playing, reaching
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.grpc_transport import Connection
 from trtllm_bls.engines.replicas import ReplicatedEngine
-from trtllm_bls.engines.scripted import Fault, Script
-from trtllm_bls.engines.scripted_tokens import reciting, table
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
 from trtllm_bls.engines.trtllm_service.requests import service_request
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -126,6 +126,15 @@ def test_guides_and_adapters_are_sent() -> None:
         guided(guided_decoding_guide_type=b"regex")
 
 
+def test_the_callers_trace_goes_along() -> None:
+    """As metadata of the call, where tracers of gRPC look: the messages have no field for it."""
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    _, service = answered(replace(ASK, traceparent=trace))
+    assert service.traces == [trace]
+    _, service = answered()
+    assert service.traces == [None]
+
+
 @pytest.mark.parametrize(
     ("field", "more"),
     [
@@ -200,6 +209,21 @@ def test_log_probs_belong_to_their_tokens(variant: dict[str, Any], streaming: bo
     values = [value for chunk in chunks for value in chunk.log_probs or ()]
     assert values == pytest.approx([np.log(0.4)] * 3)
     assert chunks[-1].cum_log_prob == pytest.approx(3 * np.log(0.4))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_the_likeliest_ids_come_with_each_token(streaming: bool) -> None:
+    """As many as asked for, also where the chosen one, which the service adds, is none of them."""
+    rows = [[0.1, 0.2, 0.3, 0.4] for _ in range(4)]
+    wants = Wants(log_probs=True, top_log_probs=2)
+    draw = Sampling(top_p=1.0, seed=5)
+    request = replace(ASK, max_tokens=8, end_id=-1, input_ids=(0, 1), wants=wants, sampling=draw)
+    chunks, service = answered(replace(request, streaming=streaming), table(rows))
+    best = [each for chunk in chunks for each in chunk.top_log_probs or ()]
+    assert [[token for token, _ in each] for each in best] == [[3, 2]] * len(ids(chunks))
+    assert [value for _, value in best[0]] == pytest.approx([np.log(0.4), np.log(0.3)])
+    assert not set(ids(chunks)) <= {2, 3}
+    assert service.requests[0].output_config.logprobs == 2
 
 
 @pytest.mark.parametrize("streaming", [True, False])

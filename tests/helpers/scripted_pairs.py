@@ -7,10 +7,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, FinishReason, Sampling
 from trtllm_bls.speculative import SpeculationOptions, SpeculationShared, SpeculationStats
 

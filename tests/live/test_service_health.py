@@ -8,23 +8,35 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from typing import Any
 
 import pytest
 
+from doubles.scripted import Script
+from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
+<<<<<<< HEAD
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import until
 from trtllm_bls.engines.scripted import Script
 from trtllm_bls.engines.trtllm_service.scripted import Behaviour, EchoEngine
+=======
+from tests.helpers.server_requests import generate, post, until
+from tests.helpers.server_settings import DEMO, ROOT
+>>>>>>> main
 from trtllm_bls.tokenizer import load_tokenizer
 
+WORDS = "one two three"
+ASKED: dict[str, Any] = {"text_input": WORDS, "max_tokens": 40}
 pytestmark = pytest.mark.live
 
 
-def told(url: str) -> tuple[int, str]:
-    """Status and body of one GET."""
+def told(url: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+    """Status and body of one GET, or of the POST of ``body``."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -37,7 +49,18 @@ def looked(address: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_readiness_follows_the_service() -> None:
+def refused(http: str, api: str) -> None:
+    """Drafts, which the service cannot verify: its own settings are named, wherever one asks."""
+    _, text = post(http, "tensorrt_llm_bls", "generate", **ASKED, num_draft_tokens=3)
+    assert "num_draft_tokens: cannot be honoured" in text and "speculative_config" in text
+    assert generate(http, **ASKED)["text_output"] == WORDS
+    body = {"model": "target", "prompt": WORDS, "num_draft_tokens": 3, "max_tokens": 40}
+    status, text = told(f"{api}/completions", body)
+    assert status == 400 and "speculative_config" in text
+    assert told(f"{api}/completions", body | {"num_draft_tokens": 0})[0] == 200
+
+
+def test_readiness_and_refusals_of_a_server_before_a_service() -> None:
     """Of ``serve``, of the OpenAI API and of the command; a service that is ill at first, too."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -72,6 +95,7 @@ def test_readiness_follows_the_service() -> None:
                 if behaviour is ill:
                     for text in (told(ready)[1], told(api)[1], output):
                         assert f"trtllm://{url}: it is not healthy: RuntimeError: dead" in text
+            refused(urls["HTTP"], urls["OpenAI"])
         finally:
             process.terminate()
             process.communicate(timeout=60)

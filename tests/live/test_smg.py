@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 
+from doubles.scripted import Script
+from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
-from trtllm_bls.engines.scripted import Script
 from trtllm_bls.engines.trtllm_service import messages
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour, EchoEngine
 from trtllm_bls.tokenizer import load_tokenizer
 
 MODEL = DEMO / "target"

@@ -18,14 +18,14 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend, serving
 from tests.helpers.scripted_pairs import hashed_pair
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
 from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.openai.app import ApiSettings, create_app

@@ -11,6 +11,8 @@ from itertools import product
 
 import pytest
 
+from doubles.scripted import Fault, Script
+from doubles.scripted_tokens import hashed
 from tests.helpers.scripted_pairs import (
     GREEDY,
     VOCAB,
@@ -24,8 +26,6 @@ from tests.helpers.scripted_pairs import (
 )
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
-from trtllm_bls.engines.scripted import Fault, Script
-from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,

@@ -8,12 +8,12 @@ from contextlib import aclosing
 
 import pytest
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import Rule, agreeing, hashed
 from tests.helpers.scripted_pairs import VOCAB, Pair, ids, pair, read
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest
 from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationShared

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from trtllm_bls.admission import Admission
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineUnavailable, Overloaded, SettingsError
 from trtllm_bls.launcher.process import Scratch
+from trtllm_bls.openai.running import RunningRequests
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.status import ProcessStatus, StatusDirectory
@@ -228,6 +230,49 @@ def test_a_full_disk_does_not_make_a_process_look_stuck(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         files.write(replace(first, written_at=60, loop_at=61.5, responses=9))
     assert files.read() == [replace(first, loop_at=61.5)]
+
+
+class Looked(RunningRequests):
+    """Nothing runs; each look, of which every status has one, is counted."""
+
+    looks = 0
+
+    @property
+    def running(self) -> list[str]:
+        self.looks += 1
+        return []
+
+    def look_again(self) -> None:
+        """Return when two more statuses have been tried."""
+        wanted = self.looks + 3
+        until(lambda: self.looks >= wanted)
+
+
+def test_a_process_that_outlives_its_server_says_nothing_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory goes with the server; while nobody drains, that is a warning by name."""
+    server, files = Looked(), tmp_path / "status"
+
+    def live_on() -> None:
+        with closing(Lifecycle(server, StubbornEngine(), str(files))):
+            shutil.rmtree(files)
+            server.look_again()
+            assert f"status_dir {files}: No such file or directory" in caplog.text
+            files.mkdir()
+            StatusDirectory(files).ask_to_drain(float("inf"))
+            status_when(StatusDirectory(files), lambda now: True)
+            server.look_again()
+            caplog.clear()
+            shutil.rmtree(files)
+            server.look_again()
+            assert "No such file" not in caplog.text
+
+    async def run() -> None:
+        server.loop = asyncio.get_running_loop()
+        await asyncio.to_thread(live_on)
+
+    asyncio.run(run())
 
 
 def test_a_shell_can_ask_too(tmp_path: Path) -> None:

@@ -13,7 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+<<<<<<< HEAD
 from typing import Any
+=======
+from typing import Any, TypeVar
+>>>>>>> main
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -67,6 +71,9 @@ class Tls:
     server_name: str | None = None
 
 
+_C = TypeVar("_C", bound="Client")
+
+
 class Client:
     """A client of one Triton server over gRPC: ``async with Client("127.0.0.1:8001") as client:``.
 
@@ -107,7 +114,7 @@ class Client:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers: set[Reader] = set()
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self: _C) -> _C:
         if self._stub is not None:
             raise RuntimeError("the client is open already")
         self._loop = asyncio.get_running_loop()

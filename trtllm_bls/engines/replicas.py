@@ -239,4 +239,6 @@ def _least(limits: Sequence[EngineLimits]) -> EngineLimits:
         max_draft_tokens=smallest("max_draft_tokens"),
         one_step=next((each.one_step for each in limits if each.one_step is not None), None),
         may_be_one_step=any(each.may_be_one_step for each in limits),
+        tells_top_log_probs=all(each.tells_top_log_probs for each in limits),
+        speculates=limits[0].speculates,
     )

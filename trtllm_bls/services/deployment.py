@@ -12,6 +12,7 @@ from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import Route, TritonEngine
+from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.errors import EngineError, SettingsError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters
@@ -114,7 +115,10 @@ def _engine(
     )
     draft: Engine | None = None
     target = target_engine(parameters, route, tokenizer)
-    if parameters.draft and not is_service(parameters) and _same_vocabulary(parameters, tokenizer):
+    if is_service(parameters):
+        if parameters.draft or parameters.draft_source != "off":
+            log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
+    elif parameters.draft and _same_vocabulary(parameters, tokenizer):
         draft = TritonEngine(parameters.draft, route)
     source = parameters.draft_source
     options = SpeculationOptions(
@@ -123,6 +127,7 @@ def _engine(
         max_draft_tokens=parameters.max_draft_tokens,
         draft_deadline_s=parameters.draft_deadline_seconds,
         overlap=parameters.overlap_drafts,
+        ignore_unverifiable=parameters.ignore_unverifiable_drafts,
     )
     return RoutingEngine(
         target,

@@ -112,7 +112,9 @@ class Lifecycle:
                 try:
                     self._write()
                 except OSError as error:
-                    log.warning("%s: %s", self._files.path, error.strerror)
+                    # The server took its directory along; this process only outlives it.
+                    if not (self._draining and isinstance(error, FileNotFoundError)):
+                        log.warning("status_dir %s: %s", self._files.path, error.strerror)
 
     def _drain(self, deadline: float, now: float) -> None:
         if not self._draining:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from trtllm_bls.errors import EngineError, Overloaded
 from trtllm_bls.messages import FinishReason
 from trtllm_bls.request_stats import CancelCause, Outcome, RequestStats
 from trtllm_bls.speculative import SpeculationStats
@@ -41,9 +42,15 @@ _FIRST_TOKENS = (
     *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
 )
 _TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_ENGINE_ERRORS: tuple[type, ...] = (EngineError, *EngineError.__subclasses__())
 _OUTCOMES = (
     *((Outcome.SUCCESS.value, reason.value) for reason in list(FinishReason)[:3]),
     *((Outcome.CANCELLED.value, cause.value) for cause in CancelCause),
+    *(
+        (Outcome.OVERLOADED.value, reason)
+        for reason in ("max_queued_requests", "max_queue_seconds", Overloaded.__name__)
+    ),
+    *((Outcome.FAILED.value, kind.__name__) for kind in _ENGINE_ERRORS),
 )
 
 

@@ -5,7 +5,7 @@ and only then is its call cancelled: a cancelled call alone can leave the server
 end. The end of an aborted stream is never waited for, since a queued request may have none.
 
 Written from the service's protocol and source and tested against a server that plays it
-(``scripted``); not run on a TensorRT-LLM so far.
+(``doubles.trtllm_service``); not run on a TensorRT-LLM so far.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
+from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import Connection, GrpcError
-from trtllm_bls.engines.stall_watch import StallWatch
+from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.chunks import ServiceChunks
 from trtllm_bls.engines.trtllm_service.requests import service_request
@@ -123,11 +124,10 @@ class TrtllmServiceEngine:
 
     # --- used by the running requests ---------------------------------------------------------
 
-    def open_call(self, chunks: ServiceChunks) -> Any:
+    def open_call(self, chunks: ServiceChunks, traceparent: str | None) -> Any:
         """The ``Generate`` call of a request, begun."""
-        return self._connection.open(
-            messages.SERVICE + "Generate", chunks.on_messages, chunks.on_end
-        )
+        method = messages.SERVICE + "Generate"
+        return self._connection.open(method, chunks.on_messages, chunks.on_end, traceparent)
 
     def ended(self, chunks: ServiceChunks) -> None:
         """A request is over."""
@@ -220,6 +220,8 @@ class TrtllmServiceEngine:
             max_sequence_tokens=settings.max_sequence_tokens or told or None,
             max_prompt_tokens=settings.max_prompt_tokens,
             max_draft_tokens=0,
+            tells_top_log_probs=True,
+            speculates=SPECULATES,
         )
 
     def _stall(self, problem: str) -> None:
