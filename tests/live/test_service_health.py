@@ -15,15 +15,9 @@ import pytest
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
-<<<<<<< HEAD
+from tests.helpers.server_requests import generate, post
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import until
-from trtllm_bls.engines.scripted import Script
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour, EchoEngine
-=======
-from tests.helpers.server_requests import generate, post, until
-from tests.helpers.server_settings import DEMO, ROOT
->>>>>>> main
 from trtllm_bls.tokenizer import load_tokenizer
 
 WORDS = "one two three"

@@ -203,9 +203,6 @@ def test_a_call_without_arguments_has_none() -> None:
         assert joined(events) == [ToolCall(0, "id0", "f"), Arguments(0, "{}")]
 
 
-<<<<<<< HEAD
-TOOLS = ping_and_set_tree(again={"$ref": "#"})
-=======
 SCHEMA = {
     "properties": {
         "path": {"type": "string"},
@@ -286,30 +283,7 @@ def test_python_that_calls_no_tool_is_content(text: str) -> None:
     assert joined(events) == [Content(text)]
 
 
-TOOLS = [
-    {"type": "function", "function": {"name": "ping"}},
-    {
-        "type": "function",
-        "function": {
-            "name": "set_tree",
-            "parameters": {
-                "type": "object",
-                "properties": {"tree": {"$ref": "#/$defs/node"}, "again": {"$ref": "#"}},
-                "required": ["tree"],
-                "additionalProperties": False,
-                "$defs": {
-                    "node": {
-                        "type": "object",
-                        "properties": {"on": {"type": "boolean"}, "sub": {"$ref": "#/$defs/node"}},
-                        "required": ["on"],
-                        "additionalProperties": False,
-                    }
-                },
-            },
-        },
-    },
-]
->>>>>>> main
+TOOLS = ping_and_set_tree(again={"$ref": "#"})
 
 
 @pytest.mark.parametrize("name", [None, "set_tree", "ping"])

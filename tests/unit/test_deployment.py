@@ -17,11 +17,7 @@ from tests.helpers.fake_metrics import Registry
 from tests.helpers.scripted_services import playing
 from tests.helpers.scripted_text import padded_model, tokenizer
 from tests.helpers.small_tokenizers import directory
-<<<<<<< HEAD
 from tests.helpers.waiting import eventually
-from trtllm_bls.engines.scripted_tokens import hashed
-=======
->>>>>>> main
 from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
 from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.parameters import BlsParameters, parse_engine, rows_of

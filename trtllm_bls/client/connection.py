@@ -13,11 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-<<<<<<< HEAD
-from typing import Any
-=======
 from typing import Any, TypeVar
->>>>>>> main
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
