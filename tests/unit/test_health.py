@@ -153,9 +153,8 @@ def get(url: str) -> tuple[int, dict[str, Any]]:
 
 
 def looking(verdict: Verdict, looked_at: float = float("inf")) -> Watch:
-    watch = SimpleNamespace(
-        verdict=verdict, looked_at=looked_at, draining=False, processes={"tritonserver": 1}
-    )
+    running = {"tritonserver": 1, "tensorrt_llm": 2}
+    watch = SimpleNamespace(verdict=verdict, looked_at=looked_at, draining=False, processes=running)
     return cast(Watch, watch)
 
 
@@ -243,6 +242,7 @@ def test_prometheus_reads_what_readiness_means(endpoint: tuple[HealthState, str]
         expected = {
             "trtllm_bls_server_ready": 1.0,
             "trtllm_bls_server_processestritonserver": 1.0,
+            "trtllm_bls_server_processestensorrt_llm": 2.0,
             "trtllm_bls_server_restarts_total": 0.0,
             "trtllm_bls_openai_restarts_total": 2.0,
         }
@@ -250,6 +250,7 @@ def test_prometheus_reads_what_readiness_means(endpoint: tuple[HealthState, str]
     state.restarting("a stub is dead")
     restarting = {"trtllm_bls_server_ready": 0.0, "trtllm_bls_server_restarts_total": 1.0}
     until(lambda: restarting.items() <= found().items())
+    assert found()["trtllm_bls_server_processestensorrt_llm"] == 0.0
 
 
 def test_a_watch_that_is_stuck_is_not_live() -> None:

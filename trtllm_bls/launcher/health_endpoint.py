@@ -39,6 +39,7 @@ class HealthState:
         self.api_problem: str | None = None  # why the OpenAI API does not answer
         self.api_restarts = 0
         self._watch: Watch | None = None
+        self._processes = {"tritonserver": 0}  # while there is no watch; by name
         self._reason = "the server is starting"
 
     @contextmanager
@@ -49,6 +50,7 @@ class HealthState:
         try:
             yield
         finally:
+            self._processes = dict.fromkeys(watch.processes, 0)
             self._watch, self._reason = None, "the server has ended"
 
     def restarting(self, reason: str) -> None:
@@ -72,7 +74,7 @@ class HealthState:
             "restarts": self.restarts,
             "metrics": written(
                 not not_ready,
-                watch.processes if watch is not None else {"tritonserver": 0},
+                watch.processes if watch is not None else self._processes,
                 self.restarts,
                 self.api_restarts,
             ),

@@ -182,7 +182,8 @@ def relay_lines(output: IO[bytes], on_line: Callable[[str], object], name: str) 
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words, with the usual cause of a kill."""
+    """An exit code, 128 + n or -n for signal n, in words, with the usual cause of a kill."""
+    code = 128 - code if code < 0 else code
     names = {128 + number: number.name for number in signal.Signals}
     if code not in names:
         return f"exit code {code}"

@@ -255,7 +255,8 @@ class _Generate(Generic[_Request]):
             try:
                 answer, stream = self._asked(scope, body)
             except ApiError as error:
-                refusal = InvalidRequest(error.param or "body", error.message)
+                field = error.param or "body"
+                refusal = InvalidRequest(field, error.message.removeprefix(f"{field}: "))
                 self._api.backend.orchestrator.refused(reply.request_id.decode(), refusal)
                 raise
             guide = answer.guide_field
