@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import uuid
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.triton_log import log_to_stderr
-from trtllm_bls.status import CANARY_ID
 
 MAX_HEADER_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, which then close first
@@ -134,7 +132,6 @@ def _run(config: uvicorn.Config, listening: socket.socket) -> None:
 def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> Starlette:
     """The application of one process. Raises ``SetupError``."""
     log_to_stderr("openai")
-    os.environ.setdefault(CANARY_ID, uuid.uuid4().hex)  # `serve` has set it
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if os.getpid() != started_by:  # a worker
         end_with_parent()
