@@ -370,7 +370,8 @@ class SequenceText:
         logits = chunk.generation_logits[position] if chunk.generation_logits is not None else None
         token = None
         if self._rules.return_tokens:
-            token = TokenText(token_id, data, log_prob)
+            best = chunk.top_log_probs[position] if chunk.top_log_probs else ()
+            token = TokenText(token_id, data, log_prob, best)
         if log_prob is not None or logits is not None or token is not None:
             self._scored.append(_Scored(end, log_prob, logits, token))
 

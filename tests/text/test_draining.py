@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import threading
-import time
+from collections.abc import Callable
 from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton
 from tests.helpers.request_servers import ONE, number, opened
 from tests.helpers.scripted_pairs import engine_request, hashed_pair, ids, read
+from tests.helpers.waiting import until
 from trtllm_bls.admission import Admission
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineUnavailable, Overloaded, SettingsError
@@ -113,20 +114,20 @@ class StubbornEngine:
     def __init__(self) -> None:
         self.settled = False
         self.drained = threading.Event()
+        self.problem: str | None = None
+
+    async def engine_problem(self) -> str | None:
+        return self.problem
 
     def drain(self) -> None:
         self.drained.set()
 
 
-def status_when(files: StatusDirectory, condition: str) -> ProcessStatus:
-    """The process's status once it is so; fails if that never comes."""
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        for status in files.read():
-            if eval(condition, {"status": status}):
-                return status
-        time.sleep(0.01)
-    raise AssertionError(f"never {condition}: {files.read()}")
+def status_when(
+    files: StatusDirectory, condition: Callable[[ProcessStatus], bool]
+) -> ProcessStatus:
+    """The process's status once it is so."""
+    return until(lambda: list(filter(condition, files.read())))[0]
 
 
 async def never_ends(call: Call) -> None:
@@ -135,17 +136,21 @@ async def never_ends(call: Call) -> None:
 
 
 def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
-    """Its requests by id, responses counted, the loop's last turn."""
-    triton = FakeTriton()
+    """Its requests by id, responses counted, the loop's last turn, what an engine says it has."""
+    triton, engine = FakeTriton(), StubbornEngine()
     ask = triton.ask(ONE, "number", id="mine")
     with opened(triton, never_ends) as server:
-        lifecycle = Lifecycle(server, StubbornEngine(), str(tmp_path / "status"))
+        lifecycle = Lifecycle(server, engine, str(tmp_path / "status"))
         files = StatusDirectory(tmp_path / "status")
-        assert status_when(files, "status.running == 0").pid == os.getpid()
+        assert status_when(files, lambda now: now.running == 0).pid == os.getpid()
         server.accept([ask])
-        told = status_when(files, "status.running == 1 and status.responses == 1")
+        told = status_when(files, lambda now: now.running == now.responses == 1)
         assert told.requests[0].startswith("mine-") and not told.handed_over
-        assert status_when(files, f"status.loop_at > {told.loop_at}").written_at > told.written_at
+        assert told.engine_problem is None
+        engine.problem = "it is not healthy"
+        status_when(files, lambda now: now.engine_problem == "it is not healthy")
+        later = status_when(files, lambda now: now.loop_at > told.loop_at)
+        assert later.written_at > told.written_at
         lifecycle.close()
     assert ask.error is not None  # the server was closed
 
@@ -167,9 +172,9 @@ def test_a_draining_process_refuses_what_is_new_and_ends_what_lasts_too_long(
         server.accept([late])
         assert (refusal := late.wait().error) is not None
         assert (refusal.code(), "shutting down" in refusal.message()) == ("UNAVAILABLE", True)
-        assert not status_when(files, "status.running == 1").handed_over
+        assert not status_when(files, lambda now: now.running == 1).handed_over
         engine.settled = True
-        assert status_when(files, "status.handed_over").running == 1
+        assert status_when(files, lambda now: now.handed_over).running == 1
         files.ask_to_drain(0.0)
         ended = running.wait().error
         assert ended is not None and ended.code() == EngineUnavailable.status
@@ -239,10 +244,8 @@ class Looked(RunningRequests):
 
     def look_again(self) -> None:
         """Return when two more statuses have been tried."""
-        until, wanted = time.monotonic() + SECONDS, self.looks + 3
-        while self.looks < wanted:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wanted = self.looks + 3
+        until(lambda: self.looks >= wanted)
 
 
 def test_a_process_that_outlives_its_server_says_nothing_of_it(
@@ -258,7 +261,7 @@ def test_a_process_that_outlives_its_server_says_nothing_of_it(
             assert f"status_dir {files}: No such file or directory" in caplog.text
             files.mkdir()
             StatusDirectory(files).ask_to_drain(float("inf"))
-            status_when(StatusDirectory(files), "True")
+            status_when(StatusDirectory(files), lambda now: True)
             server.look_again()
             caplog.clear()
             shutil.rmtree(files)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 
 from h2.exceptions import ProtocolError
 from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
@@ -48,7 +47,7 @@ def unpadded(payload: bytes, flags: int) -> bytes:
     return payload[begin:end]
 
 
-def packed_headers(fields: Sequence[tuple[bytes, bytes]]) -> bytes:
+def packed_headers(fields: list[tuple[bytes, bytes]]) -> bytes:
     """A header block that is right at any time: its fields are never put in the peer's table."""
     block: bytes = Encoder().encode([NeverIndexedHeaderTuple(*field) for field in fields])
     return block

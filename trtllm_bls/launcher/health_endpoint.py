@@ -12,7 +12,6 @@ costs nothing and is quick under any load.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +19,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import health_server
+from trtllm_bls.launcher.ports import listen
 from trtllm_bls.launcher.server_metrics import written
 from trtllm_bls.launcher.watch import Watch
 
@@ -87,15 +86,7 @@ class HealthEndpoint:
 
     def __init__(self, host: str, port: int, state: HealthState) -> None:
         self._state = state
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listening = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
-            problem = (error.strerror or str(error)).lower()
-            raise SetupError(
-                f"port {port} on {host}: {problem}; "
-                "stop what uses it or choose another with --health-port (0 = any free port)"
-            ) from error
+        self._listening = listen(host, port, "--health-port")
         self.port: int = self._listening.getsockname()[1]
         self._server = self._start()
         self._closing = threading.Event()

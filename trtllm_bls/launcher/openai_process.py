@@ -4,8 +4,6 @@ again when it dies or is stopped.
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +18,7 @@ import psutil
 
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher.back_off import BackOff
+from trtllm_bls.launcher.ports import listen
 from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit, relay_lines
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.settings import ServeSettings
@@ -37,16 +36,7 @@ def check(settings: ServeSettings) -> bool:
     """
     if not settings.openai_port or find_spec("uvicorn") is None:
         return False
-    host = settings.plain_host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, settings.openai_port), family=family).close()
-    except OSError as error:
-        problem = os.strerror(error.errno).lower() if error.errno else str(error)
-        raise SetupError(
-            f"port {settings.openai_port} on {host}: {problem}; stop what uses it or "
-            "choose another with --openai-port (0 = no OpenAI API)"
-        ) from error
+    listen(settings.plain_host, settings.openai_port, "--openai-port", "no OpenAI API").close()
     return True
 
 
@@ -193,5 +183,7 @@ class OpenAIProcess:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=15):
                 return True
-        except (OSError, urllib.error.URLError):
+        except urllib.error.HTTPError:
+            return self._server.settings.engine_is_elsewhere  # which may be lost for a while
+        except OSError:
             return False

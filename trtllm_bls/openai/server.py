@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import os
 import signal
@@ -112,7 +113,10 @@ def _serve(
     if server.workers == 1:
         _run(config, listening)
     else:
-        Multiprocess(config, sockets=[listening]).run()
+        # Older releases of uvicorn want to be told what a worker runs.
+        told = "target" in inspect.signature(Multiprocess).parameters
+        target: dict[str, Any] = {"target": uvicorn.Server(config).run} if told else {}
+        Multiprocess(config, sockets=[listening], **target).run()
 
 
 def _run(config: uvicorn.Config, listening: socket.socket) -> None:

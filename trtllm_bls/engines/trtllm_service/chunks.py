@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from trtllm_bls.engines.base import QueuedChunks, join_chunks
 from trtllm_bls.engines.ends import SequenceEnds
+from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import GrpcError
-from trtllm_bls.engines.stall_watch import StallWatch
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
 from trtllm_bls.errors import EngineError, TrtllmBlsError
-from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, TokenIds
+from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, TokenIds, TopLogProbs
 
 _LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
 _REASONS = {
@@ -160,7 +160,7 @@ class _Sequence:
 
     def __init__(self, request: EngineRequest, index: int) -> None:
         self.ends = SequenceEnds(request, index)
-        self._scored = request.wants.log_probs
+        self._scored, self._top = request.wants.log_probs, request.wants.top_log_probs
         self._received = 0
         self._collected: list[EngineChunk] = []
 
@@ -168,7 +168,7 @@ class _Sequence:
         """Of a ``GenerateStreamChunk``, whose ids are new."""
         ids = tuple(part.token_ids)
         self._received += len(ids)
-        return self.ends.feed(ids, _paired(ids, part.logprobs) if self._scored else None)
+        return self._chunk(ids, _paired(ids, part.logprobs) if self._scored else None)
 
     def rest(self, part: Any) -> EngineChunk:
         """Of a ``GenerateComplete``, which repeats all ids, or all but those of a stop."""
@@ -184,7 +184,26 @@ class _Sequence:
                 reason = FinishReason.STOP
             elif ids and matched in (None, ids[-1]):
                 ids = ids[:-1]  # an end id of the server's own
-        return self.ends.feed(ids, scores, ended=True, reason=reason)
+        return self._chunk(ids, scores, ended=True, reason=reason)
+
+    def _chunk(
+        self,
+        ids: TokenIds,
+        scores: Sequence[Any] | None,
+        ended: bool = False,
+        reason: FinishReason | None = None,
+    ) -> EngineChunk:
+        values = None if scores is None else [entry.logprob for entry in scores]
+        chunk = self.ends.feed(ids, values, ended, reason)
+        if scores is None or not self._top:
+            return chunk
+        entries = scores[: len(chunk.token_ids)]
+        return replace(chunk, top_log_probs=tuple(self._best(entry) for entry in entries))
+
+    def _best(self, entry: Any) -> TopLogProbs:
+        """The likeliest ids of one place; the chosen one is listed whatever its place."""
+        listed = [(top.token_id, top.logprob) for top in entry.top_logprobs]
+        return tuple(sorted(listed, key=lambda pair: -pair[1])[: self._top])
 
     def collected(self, chunk: EngineChunk) -> EngineChunk | None:
         """All chunks as one, once there is the last."""
@@ -192,16 +211,13 @@ class _Sequence:
         return join_chunks(self._collected) if chunk.final else None
 
 
-def _paired(ids: Sequence[int], entries: Iterable[Any]) -> tuple[float, ...]:
-    """The log-probability of each id; there may be entries for ids that were cut off."""
-    values = []
+def _paired(ids: Sequence[int], entries: Iterable[Any]) -> list[Any]:
+    """The entry of each id; there may be others, for ids that were cut off."""
     left = iter(entries)
-    for token in ids:
-        value = next((entry.logprob for entry in left if entry.token_id == token), None)
-        if value is None:
-            raise EngineError("the engine's log-probabilities are not those of its tokens")
-        values.append(value)
-    return tuple(values)
+    found = [next((entry for entry in left if entry.token_id == token), None) for token in ids]
+    if None in found:
+        raise EngineError("the engine's log-probabilities are not those of its tokens")
+    return found
 
 
 def _ignore(event: object) -> None:
