@@ -34,8 +34,8 @@ class SpeculatingEngine(RoutingEngine):
 
     @property
     def stats(self) -> SpeculationStats:
-        """Of the latest request that has ended; of all so far, before one has."""
-        return self.ended[-1] if self.ended else self.shared.totals
+        """Of the latest request that has ended."""
+        return self.ended[-1]
 
 
 class TellsLess(ScriptedEngine):

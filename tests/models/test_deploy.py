@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import urllib.error
 import urllib.request
@@ -127,6 +128,13 @@ def installs() -> list[list[str]]:
     ]
 
 
+def copied() -> list[tuple[str, str]]:
+    """What the Containerfile copies, and where to."""
+    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
+    lines = [line.split()[1:] for line in text.splitlines() if line.startswith("COPY ")]
+    return [(source, target) for *sources, target in lines for source in sources]
+
+
 def pinned(words: list[str]) -> dict[str, str]:
     """``name==version`` words as a mapping; every one must be of that form."""
     pairs = [word.split("==") for word in words if word and not word.startswith(("#", "--"))]
@@ -176,9 +184,14 @@ def test_the_containers_own_lines_install_it(image: Path, tmp_path: Path) -> Non
     venv.create(tmp_path / "venv", with_pip=True)
     bin_ = tmp_path / "venv" / "bin"
     pip = [bin_ / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    root = DEPLOY.parent
+    root, context = DEPLOY.parent, tmp_path / "context"
+    for source, target in copied():
+        there = context / target / (source if target == "./" else "")
+        there.parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (root / source).is_dir() else shutil.copyfile
+        copy(root / source, there)
     for words in (["--no-deps", "-r", str(image)], *installs()):
-        subprocess.run([*pip, "install", *words], check=True, cwd=root, timeout=600)
+        subprocess.run([*pip, "install", *words], check=True, cwd=context, timeout=600)
     told = subprocess.run([*pip, "check"], capture_output=True, text=True)
     assert told.returncode == 0, told.stdout
     doctor = [bin_ / "trtllm-bls", "doctor", "--json"]

@@ -27,6 +27,7 @@ from tests.helpers.fake_grpc_server import (
 )
 from tests.helpers.openai_server import MODEL, serving
 from tests.helpers.scripted_text import tokenizer
+from trtllm_bls.client import Event
 from trtllm_bls.commands.benchmark import main, read_prompts
 from trtllm_bls.commands.benchmark_figures import (
     Outcome,
@@ -35,7 +36,7 @@ from trtllm_bls.commands.benchmark_figures import (
     histogram,
     problem_of,
 )
-from trtllm_bls.commands.servers import Piece, Reply
+from trtllm_bls.commands.servers import Reply
 from trtllm_bls.errors import SettingsError
 
 BENCHMARK = Path(__file__).parents[2] / "client" / "benchmark.py"
@@ -218,5 +219,7 @@ def test_every_end_is_checked(
 ) -> None:
     """An answer that came is not always the answer that was asked for."""
     reply = Reply()
-    reply.add(Piece(text=text, at=0.0, finish_reason=finish_reason, completion_tokens=tokens))
+    reply.add(
+        Event(texts=(text,), received_at=0.0, finish_reason=finish_reason, num_output_tokens=tokens)
+    )
     assert problem_of(reply, 5, ignore_eos) == problem

@@ -213,6 +213,16 @@ def test_a_flood_of_lines_is_not_shown_whole() -> None:
     assert [pace.take(100.15), pace.take(100.16), pace.take(100.3)] == [3, None, 1]
 
 
+def test_no_request_goes_without_its_line() -> None:
+    """However many there are; only Triton's own warnings are thinned."""
+    speaks, shown, _ = terminal()
+    for number in range(1000):
+        speaks.log(parse(f'I1121 01:56:47.1 61 triton_log.py:26] "request id={number}"'))
+        speaks.log(parse('W1121 01:56:47.1 61 chttp2_server.cc:6] "no descriptors"'))
+    assert shown.getvalue().count("request id=") == 1000
+    assert shown.getvalue().count("no descriptors") < 1000
+
+
 def test_verbose_relays_everything() -> None:
     """As the server wrote it."""
     speaks, shown, _ = terminal(verbose=True)

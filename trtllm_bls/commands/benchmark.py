@@ -309,9 +309,9 @@ async def _ask(
     target, place = numbers
     question, reply, problem = plan.questions[place], Reply(), None
     try:
-        async with timeout(plan.timeout_s), aclosing(server.ask(question)) as pieces:
-            async for piece in pieces:
-                reply.add(piece)
+        async with timeout(plan.timeout_s), aclosing(server.ask(question)) as events:
+            async for event in events:
+                reply.add(event)
         problem = problem_of(reply, question.max_tokens, plan.ignore_eos)
     except TrtllmBlsError as error:
         problem = str(error)

@@ -50,11 +50,11 @@ class Probe(Client):
             raise ConnectionFailed(f"{self.url}: {error}") from error
         return tuple(model for model, ready in zip(asked, answers, strict=True) if not ready)
 
-    async def canary(self, timeout: float, model: str = TEXT_MODEL) -> Canary:
-        """Ask ``model`` for one token; raises nothing."""
+    async def canary(self, timeout: float) -> Canary:
+        """Ask for one token; raises nothing."""
         try:
             await self.generate(
-                model,
+                TEXT_MODEL,
                 text_input="Hello",
                 max_tokens=1,
                 stream=False,
