@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import DataReceived, RequestReceived, StreamReset
+from h2.settings import SettingCodes
 
 from tests.helpers.grpc_calls import Caller, connected, run
 from trtllm_bls.engines.grpc_transport import Connection
@@ -239,6 +240,28 @@ def test_what_is_no_grpc_response_is_a_clear_error(
     async def scenario(connection: Connection) -> None:
         assert str(await Caller(connection, "echo", b"a").end()).startswith(error)
         assert await connection.unary("/test.Service/echo", b"") == b"next"
+
+    against(script)(scenario)
+
+
+@pytest.mark.parametrize(("size", "error"), [(30_000, None), (70_000, "UNAVAILABLE")])
+def test_headers_may_come_in_several_frames_up_to_a_limit(size: int, error: str | None) -> None:
+    """Of 64 KB, which a server is told; one that sends more loses its calls."""
+
+    async def script(peer: Peer) -> None:
+        stream_id = await peer.request()
+        assert peer.h2.remote_settings[SettingCodes.MAX_HEADER_LIST_SIZE] == 1 << 16
+        peer.h2.send_data(stream_id, prefixed(b"said"))
+        trailers = [("grpc-status", "0"), ("padding", "x~" * (size // 2))]
+        peer.h2.send_headers(stream_id, trailers, end_stream=True)
+        peer.write()
+        with suppress(ConnectionError):
+            await peer.until(RequestReceived)
+
+    async def scenario(connection: Connection) -> None:
+        caller = Caller(connection, "echo", b"a")
+        assert await caller.status() == (error or "OK")
+        assert caller.messages == [b"said"]
 
     against(script)(scenario)
 

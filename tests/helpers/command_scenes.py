@@ -86,6 +86,7 @@ def stopped_by_request() -> Script:
 
 
 def scenes(files: Path) -> dict[str, Scene]:
+    """By name; longer than others: it is one table, whose files it writes to a directory."""
     prompt = files / "prompt.csv"
     prompt.write_text("1,2,3\n")
     expected = files / "expected.csv"
