@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from tests.helpers.small_tokenizers import directory
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, demo, make_engine
 from tests.models.doctored import change, findings, only, rewrite
 from trtllm_bls.cli import main
@@ -220,6 +222,14 @@ def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
     assert "50257" in only(found).what
 
 
+def test_a_draft_with_another_token_table(demo: Demo, tmp_path: Path) -> None:
+    """Of the same size, perhaps; its ids mean other texts."""
+    with_draft(demo, tmp_path)
+    change(demo, "tensorrt_llm_bls", draft_tokenizer_dir=str(directory("unigram")))
+    found = only(findings("draft_vocabulary", repository=demo.out))
+    assert found.level == "error" and "another token table" in found.what
+
+
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
     """Named before the server is started."""
     found = only(findings("tokenizer", tokenizer_dir=tmp_path))
@@ -271,6 +281,21 @@ def test_transformers_beside_tensorrt_llms_own_package(
     installed = {"tensorrt-llm": release, "transformers": transformers}
     assert (findings("pins", packages=installed.get) == []) is sound
     assert tuple(sorted(machine.PINS)) == machine.PINS
+
+
+def test_a_server_without_a_backend_for_this_python(tmp_path: Path) -> None:
+    """Its stub would not start; named before the models do not load."""
+    for name in ("bin", "backends", "python_backend_stubs/3.1"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "bin" / "tritonserver").touch()
+    found = only(findings("server_python", server=tmp_path))
+    assert "no Python backend for Python" in found.what and "container" in found.mend
+
+
+def test_an_environment_that_the_server_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its embedded Python knows ASCII paths alone."""
+    monkeypatch.setattr(sys, "prefix", "/home/jürgen/venv")
+    assert "plain ASCII" in only(findings("platform_and_place")).mend
 
 
 def test_little_shared_memory(tmp_path: Path) -> None:

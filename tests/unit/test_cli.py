@@ -113,7 +113,8 @@ def test_instances_are_read() -> None:
 
 def test_our_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
     """What to do, on standard error, with exit code 1."""
-    result = CliRunner().invoke(main, ["serve", "--server", str(tmp_path)])
+    words = ["serve", "--server", str(tmp_path), "--openai-port", "0"]
+    result = CliRunner().invoke(main, words)
     assert result.exit_code == 1
     assert result.stdout == ""
     assert result.stderr.startswith(f"error: --server {tmp_path}: no tritonserver there")
