@@ -229,7 +229,8 @@ class EngineLimits:
     ``max_sequence_tokens`` counts prompt and completion together. ``one_step``: the engine ends
     every request after one step, as older engines built for external drafts do;
     ``may_be_one_step``: it is of a kind that may do so, without saying. ``tells_top_log_probs``:
-    beside each token, without logits.
+    beside each token, without logits. ``speculates``: how it does so itself, where it takes no
+    drafts for that.
     """
 
     vocab_size: int | None = None
@@ -239,6 +240,7 @@ class EngineLimits:
     one_step: bool | None = None
     may_be_one_step: bool = False
     tells_top_log_probs: bool = False
+    speculates: str = ""
 
 
 # --- to the orchestrator --------------------------------------------------------------------

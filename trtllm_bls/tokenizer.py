@@ -20,7 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,33 +99,34 @@ class Tokenizer:
         """The ids of ``text`` alone, without special tokens; none for an empty word."""
         return tuple(self._encode(text, False, field))
 
-    def stop_ids(self, word: str, field: str = "stop_words") -> tuple[int, ...]:
+    def stop_ids(self, word: str) -> tuple[int, ...]:
         """The ids of ``word`` if a text that ends with them ends with the word, else none.
 
         A tokenizer may read another text than was written: composed accents, small letters, the
         unknown token. At the beginning of a text, where some tokens lose their space, the ids must
         spell the word too: an engine that ends at them ends nowhere else than the word does.
         """
-        token_ids = self.encode_word(word, field)
+        token_ids = self.encode_word(word)
         spelled = self._ends_with(word, token_ids) and self._text(token_ids).endswith(word)
         return token_ids if spelled else ()
 
-    def word_ids(self, word: str, field: str = "embedding_bias_words") -> tuple[int, ...]:
+    def word_ids(self, word: str) -> tuple[int, ...]:
         """The ids of ``word`` if they are its text in the middle of a text, else none."""
-        token_ids = self.encode_word(word, field)
+        token_ids = self.encode_word(word, "embedding_bias_words")
         return token_ids if self._ends_with(word, token_ids) else ()
 
-    def word_variants(self, word: str, field: str = "bad_words") -> tuple[tuple[int, ...], ...]:
+    def word_variants(self, word: str) -> tuple[tuple[int, ...], ...]:
         """Every way a word can begin: the text, after a space, and in the middle of a line.
 
         Variants that are not the word's text are left out, as they would forbid something else;
         so are those that end with another variant, as the shorter one covers them.
         """
-        anchor = self.encode_word("\n", field)
+        encode = partial(self.encode_word, field="bad_words")
+        anchor = encode("\n")
         found = []
         for text in (word, " " + word) if word else ():
-            found.append(self.encode_word(text, field))
-            anchored = self.encode_word("\n" + text, field)
+            found.append(encode(text))
+            anchored = encode("\n" + text)
             if anchored[: len(anchor)] == anchor:  # else the border fell inside a token
                 found.append(anchored[len(anchor) :])
         variants = [ids for ids in dict.fromkeys(found) if ids and self._ends_with(word, ids)]
@@ -350,24 +351,22 @@ def _check_unicode(text: str, field: str) -> None:
 # --- loading --------------------------------------------------------------------------------
 
 
-def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> Tokenizer:
-    """Load a Hugging Face tokenizer directory, from this disk alone.
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """Load a Hugging Face tokenizer directory, from this disk alone; it is read, never run.
 
-    ``trust_remote_code`` allows the directory to bring Python code of its own, which is run.
     Raises ``TokenizerError``. Not to be called while another thread imports torch.
     """
     path = Path(directory)
     if not path.is_dir():
         raise TokenizerError(f"{path}: no such directory; give the model's tokenizer directory")
-    if not trust_remote_code:  # whose code may read files of any name
-        check_tokenizer(path)
+    check_tokenizer(path)
     generation_eos, config_vocab_size = _generation_eos(path), _config_vocab_size(path)
     try:
         with _torch_unseen():
             from transformers import AutoTokenizer
 
             hf = AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=trust_remote_code
+                str(path), local_files_only=True, trust_remote_code=False
             )
         return Tokenizer(hf, generation_eos, config_vocab_size)
     except Exception as error:  # the libraries raise anything, also for a missing file

@@ -22,6 +22,7 @@ from tests.helpers.fake_engine_server import (
     read,
     run,
 )
+from tests.helpers.waiting import eventually
 from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines.triton_grpc import GrpcEngine
@@ -244,6 +245,10 @@ def test_limits_are_the_models_parameters() -> None:
             assert (limits.max_sequence_tokens, limits.max_draft_tokens) == (64, None)
             await engine.limits()
             assert triton.config_asked == 1
+        for own, drafts in (("embedded", 4), ("llm_api", 0), ("trtllm://gpu:1", 0)):
+            config = model_config(ENGINE, {"engine": own, "max_draft_len": "4"})
+            async with reaching(config=config) as (engine, _):
+                assert (await engine.limits()).max_draft_tokens == drafts
 
     run(scenario())
 
@@ -356,8 +361,7 @@ def test_silence_is_no_stall_while_the_server_answers() -> None:
             triton,
         ):
             reading = asyncio.create_task(read(engine))
-            while triton.live_asked < 3:
-                await asyncio.sleep(0.001)
+            await eventually(lambda: triton.live_asked >= 3)
             go_on.set()
             assert [chunk.token_ids for chunk in await reading] == [(3,), (4,)]
 
@@ -411,8 +415,7 @@ def test_leaving_early_is_seen_by_the_engine() -> None:
             await triton.cancelled.wait()
             triton.cancelled.clear()
             reader = asyncio.create_task(read(engine))
-            while len(triton.asked) < 2:
-                await asyncio.sleep(0)
+            await eventually(lambda: len(triton.asked) == 2)
             reader.cancel()
             await triton.cancelled.wait()
             await asyncio.wait({reader})

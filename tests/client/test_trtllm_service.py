@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from doubles.scripted import Fault, Script
+from doubles.scripted_tokens import reciting, table
+from doubles.trtllm_service import Behaviour
 from tests.helpers.fake_engine_server import Triton, run
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.scripted_services import EOS, playing, reaching
+from tests.helpers.waiting import eventually
 from trtllm_bls.engines.grpc_transport import Connection
 from trtllm_bls.engines.replicas import ReplicatedEngine
-from trtllm_bls.engines.scripted import Fault, Script
-from trtllm_bls.engines.scripted_tokens import reciting, table
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
 from trtllm_bls.engines.trtllm_service.requests import service_request
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -60,11 +61,6 @@ def answered(
             return await read(engine, request), service
 
     return run(scenario())  # type: ignore[no-any-return]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 # --- what is sent ---------------------------------------------------------------------------
@@ -128,6 +124,15 @@ def test_guides_and_adapters_are_sent() -> None:
         guided(guided_decoding_guide_type=b"xml", guided_decoding_guide=b"<a>")
     with pytest.raises(InvalidRequest, match="guided_decoding_guide: is missing"):
         guided(guided_decoding_guide_type=b"regex")
+
+
+def test_the_callers_trace_goes_along() -> None:
+    """As metadata of the call, where tracers of gRPC look: the messages have no field for it."""
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    _, service = answered(replace(ASK, traceparent=trace))
+    assert service.traces == [trace]
+    _, service = answered()
+    assert service.traces == [None]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +272,7 @@ def test_leaving_aborts_first_and_does_not_wait(silent: bool) -> None:
                 await stream.wait()
             for stream in streams:
                 await stream.aclose()
-            await until(lambda: service.live == 0)
+            await eventually(lambda: service.live == 0)
             assert len(service.aborted) == 6
 
     run(scenario())
@@ -281,7 +286,7 @@ def test_an_end_that_the_server_does_not_know_ends_its_work(more: dict[str, Any]
         async with reaching(LONG, Script(step_seconds=0.002)) as (engine, service):
             chunks = await read(engine, replace(ASK, max_tokens=800, **more))
             assert chunks[-1].final
-            await until(lambda: service.live == 0)
+            await eventually(lambda: service.live == 0)
             assert len(service.aborted) == 1
 
     run(scenario())
@@ -300,7 +305,7 @@ def test_closing_aborts_what_runs() -> None:
             stream = engine.generate(replace(ASK, max_tokens=800))
             await stream.wait()
             await engine.close()
-            await until(lambda: service.live == 0)
+            await eventually(lambda: service.live == 0)
             assert len(service.aborted) == 1
 
     run(scenario())
@@ -323,7 +328,7 @@ def test_a_call_that_is_cancelled_alone_leaks_half_of_the_time() -> None:
                 call.half_close()
                 await arrived.wait()
                 call.cancel()
-            await until(lambda: service.live == 2)
+            await eventually(lambda: service.live == 2)
             assert service.aborted == []
             await connection.close()
 
@@ -446,17 +451,42 @@ def test_silence_is_asked_about(health: str) -> None:
             service.engine.fault = Fault(error=None, after_tokens=2)
             stream: Awaitable[Any] = read(engine, ASK)
             task = asyncio.ensure_future(stream)
-            await until(lambda: service.live == 1)
+            await eventually(lambda: service.live == 1)
             service.behaviour = Behaviour(eos_id=EOS, health=health)
             if health == "OK":
-                await until(lambda: service.health_checks > 3)
+                await eventually(lambda: service.health_checks > 3)
                 assert not task.done()
                 task.cancel()
                 await asyncio.wait({task})
             else:
                 with pytest.raises(EngineStalled, match="dead"):
                     await task
-            await until(lambda: service.live == 0)
+            await eventually(lambda: service.live == 0)
+
+    run(scenario())
+
+
+def test_a_service_that_falls_ill_is_refused_without_a_request_to_it() -> None:
+    """It is asked for its health all the time; what runs there goes on."""
+
+    async def refused(engine: Any) -> bool:
+        try:
+            await engine.limits()
+        except EngineUnavailable as error:
+            return "it is not healthy: NOT_OK" in str(error)
+        return False
+
+    async def scenario() -> None:
+        async with reaching(RULE) as (engine, service):
+            service.engine.fault = Fault(error=None, after_tokens=2)
+            running = engine.generate(ASK)
+            await running.wait()
+            service.behaviour = replace(service.behaviour, health="NOT_OK")
+            await eventually(lambda: refused(engine))
+            assert service.live == 1
+            service.behaviour = replace(service.behaviour, health="OK")
+            assert not await refused(engine)
+            await running.aclose()
 
     run(scenario())
 

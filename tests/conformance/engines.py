@@ -22,10 +22,10 @@ LLM_API = Path(__file__).parents[1] / "helpers" / "llm_api"
 @contextmanager
 def before_a_service() -> Iterator[TritonServer]:
     """A ``tensorrt_llm`` whose engine is a service."""
+    from doubles.trtllm_service import Behaviour
     from tests.helpers.scripted_services import service_in_a_thread
     from tests.helpers.server_settings import DEMO, free_ports
     from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
-    from trtllm_bls.engines.trtllm_service.scripted import Behaviour
     from trtllm_bls.launcher import TritonServer
     from trtllm_bls.settings import Override
     from trtllm_bls.tokenizer import load_tokenizer

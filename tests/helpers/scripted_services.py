@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import Rule
+from doubles.trtllm_service import Behaviour, ScriptedService
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import Rule
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour, ScriptedService
 
 EOS = 2
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from doubles.scripted import Fault, Script
+from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
-from trtllm_bls.engines.scripted import Fault, Script
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour, EchoEngine
 from trtllm_bls.errors import EngineError
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.settings import Override, ServeSettings

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from rich.console import Console
 from tritonclient.utils import InferenceServerException
 
 from tests.helpers.server_settings import ROOT, free_ports
+from tests.helpers.waiting import until
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import Listener, ServerFailed, TritonServer
 from trtllm_bls.launcher.demo import ask
@@ -214,14 +214,18 @@ def test_a_server_can_be_started_again(repository: Path) -> None:
 
 def good(url: str) -> dict[str, Any]:
     """A health endpoint's answer, once it is a good one: changes are told within moments."""
-    until = time.monotonic() + 30
-    while True:
+
+    def answer_when_good() -> dict[str, Any] | None:
         try:
             with urllib.request.urlopen(url, timeout=20) as answer:
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
             error.close()
-            assert time.monotonic() < until
+            return None
+
+    found = until(answer_when_good)
+    assert found is not None
+    return found
 
 
 class Snatcher(Listener):

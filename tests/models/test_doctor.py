@@ -15,15 +15,15 @@ from click.testing import CliRunner
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
+from doubles.trtllm_service import Behaviour
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, demo, make_engine
 from trtllm_bls.cli import main
 from trtllm_bls.doctor import machine
 from trtllm_bls.doctor.findings import CHECKS, Finding, examine
 from trtllm_bls.doctor.subject import Subject
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour
 
 __all__ = ["demo"]  # the fixture
 
@@ -210,6 +210,9 @@ def test_limits_that_would_end_a_long_request(demo: Demo, tmp_path: Path) -> Non
     assert "would be cut" in only(findings("time_limits", repository=demo.out)).what
     change(demo, "tensorrt_llm_bls", request_timeout_seconds="9000")
     assert findings("time_limits", repository=demo.out) == []
+    _, output = run("--model-repository", demo.out)  # what a server says nothing for so long
+    assert "100000 tokens in one piece take 5000 s, and serve's limit is 60 s" in output
+    assert "serve with --stall-timeout 2500" in output
 
 
 def test_a_model_that_does_not_stream(demo: Demo) -> None:

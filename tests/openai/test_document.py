@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.openai_server import serving
 from tests.helpers.scripted_text import tokenizer
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
 
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),

@@ -11,12 +11,12 @@ import jsonschema
 import openai
 import pytest
 
+from doubles.scripted import ScriptedEngine
 from tests.helpers.openai_server import MODEL, ScriptedBackend, serving
 from tests.helpers.scripted_text import saying, tokenizer
 from tests.openai.conftest import Connect
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.scripted import ScriptedEngine
 from trtllm_bls.openai.chat import ChatAnswer
 from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.schema import ChatRequest, decode

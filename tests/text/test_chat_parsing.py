@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from hypothesis import example, given, settings
 
+from tests.helpers.tools import ping_and_set_tree
 from trtllm_bls.chat_parsing import (
     FORCED,
     REASONING_TAGS,
@@ -282,29 +283,7 @@ def test_python_that_calls_no_tool_is_content(text: str) -> None:
     assert joined(events) == [Content(text)]
 
 
-TOOLS = [
-    {"type": "function", "function": {"name": "ping"}},
-    {
-        "type": "function",
-        "function": {
-            "name": "set_tree",
-            "parameters": {
-                "type": "object",
-                "properties": {"tree": {"$ref": "#/$defs/node"}, "again": {"$ref": "#"}},
-                "required": ["tree"],
-                "additionalProperties": False,
-                "$defs": {
-                    "node": {
-                        "type": "object",
-                        "properties": {"on": {"type": "boolean"}, "sub": {"$ref": "#/$defs/node"}},
-                        "required": ["on"],
-                        "additionalProperties": False,
-                    }
-                },
-            },
-        },
-    },
-]
+TOOLS = ping_and_set_tree(again={"$ref": "#"})
 
 
 @pytest.mark.parametrize("name", [None, "set_tree", "ping"])

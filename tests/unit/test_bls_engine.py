@@ -21,6 +21,7 @@ from tests.helpers.fake_python_backend import (
     TritonError,
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
+from tests.helpers.waiting import eventually
 from trtllm_bls.engines.triton_bls import BlsEngine
 from trtllm_bls.errors import EngineError, EngineStalled, InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest, Wants
@@ -181,8 +182,7 @@ def test_streams_do_not_wait_for_each_other() -> None:
     async def scenario() -> None:
         made = engine(child)
         waiting = asyncio.create_task(read(made, replace(ASK, request_id="silent")))
-        while not child.asked:
-            await asyncio.sleep(0)
+        await eventually(lambda: child.asked)
         assert [c.token_ids for c in await read(made)] == [(3,), ()]
         assert not waiting.done()
         waiting.cancel()
@@ -306,8 +306,7 @@ def test_a_reader_cancelled_while_waiting_stops_the_child() -> None:
 
     async def scenario() -> None:
         reader = asyncio.create_task(read(engine(child)))
-        while not child.asked:
-            await asyncio.sleep(0)
+        await eventually(lambda: child.asked)
         reader.cancel()
         await asyncio.wait({reader})
         assert reader.cancelled()

@@ -195,8 +195,10 @@ def test_a_full_disk_does_not_stop_the_terminals_log() -> None:
         speaks.log(parse(line))
     file.room = True
     speaks.log(parse("three"))
-    assert shown.getvalue().splitlines() == [
-        "warning: the log file misses lines: No space left on device",
+    assert shown.getvalue().splitlines()[0][8:] == (
+        " warning: the log file misses lines: No space left on device"
+    )
+    assert shown.getvalue().splitlines()[1:] == [
         "one",
         "two",
         "three",
@@ -241,11 +243,20 @@ def test_a_line_of_the_log_does_not_interrupt_answers() -> None:
     assert file.getvalue().count(b"\n") == 2
 
 
-def test_a_warning_about_the_machine_is_shown() -> None:
-    """Before anything is loaded."""
-    speaks, shown, _ = terminal()
+def test_lines_of_our_own_have_a_time_and_are_in_the_log_file() -> None:
+    """Beside those of the server, in their form."""
+    speaks, shown, file = terminal()
     speaks.warning("/dev/shm has 64 MiB free")
-    assert shown.getvalue() == "warning: /dev/shm has 64 MiB free\n"
+    speaks.problem("the server is dead; starting again in 1 s")
+    assert [line[8:] for line in shown.getvalue().splitlines()] == [
+        " warning: /dev/shm has 64 MiB free",
+        " the server is dead; starting again in 1 s",
+    ]
+    kept = [parse(line) for line in file.getvalue().decode().splitlines()]
+    assert [line.severity for line in kept] == ["warning", "error"]
+    assert [line.readable[:8] for line in kept] == [
+        line[:8] for line in shown.getvalue().splitlines()
+    ]
 
 
 # --- the demo's prompts ---------------------------------------------------------------------

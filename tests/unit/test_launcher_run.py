@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from trtllm_bls.launcher import command, workdir
 from trtllm_bls.launcher.find import Installation
 from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.launcher.ports import Ports
+from trtllm_bls.parameters import Parameters, rows_of
+from trtllm_bls.parameters.kinds import TEXT
 from trtllm_bls.settings import Override, ServeSettings
 
 PORTS = Ports("127.0.0.1", 8000, 8001, 8002)
@@ -75,11 +79,40 @@ def test_models_are_told_what_serve_was_told() -> None:
     assert "TRTLLM_BLS_ENGINE_THREADS" not in environment(ServeSettings())
 
 
-def test_an_engine_elsewhere_is_not_overruled_by_the_servers_own_address() -> None:
-    """``--set`` of ``engine_url`` holds, also where the shell names an address."""
+@pytest.mark.parametrize(
+    "key", ["engine_url", "tokenizer_dir", "draft_tokenizer_dir", "max_streams", "engine_tls_pin"]
+)
+def test_no_variable_overrules_what_was_set(key: str, tmp_path: Path) -> None:
+    """Neither one of ``serve``'s own nor one of the shell, and for that model alone."""
+    row = replace(rows_of("tensorrt_llm_bls")[key], kind=TEXT)
+    ours = Override("tensorrt_llm_bls", key, "set")
+    made = environment(ServeSettings(overrides=(ours,)), **{str(row.env): "from the shell"})
+
+    def read(model: str) -> Any:
+        config = {"name": model, "parameters": {key: {"string_value": "set"}}}
+        arguments = {"model_config": json.dumps(config), "model_repository": "/models/m"}
+        return Parameters(arguments, made).read([row])[key]
+
+    assert read("tensorrt_llm_bls") == "set"
+    assert read("preprocessing") != "set"
+
+
+def test_a_status_directory_that_was_set_is_the_servers_too() -> None:
+    """The launcher reads it as well, and makes it."""
+    there = Override("tensorrt_llm_bls", "status_dir", "/run/one")
+    made = environment(ServeSettings(overrides=(there,)), TRTLLM_BLS_STATUS_DIR="/run/other")
+    assert made["TRTLLM_BLS_STATUS_DIR"] == "/run/one"
+
+
+def test_an_engine_elsewhere_does_not_show_the_servers_own_certificate(tmp_path: Path) -> None:
+    """It has one of its own."""
+    for name in ("cert", "key"):
+        (tmp_path / name).touch()
+    files = {f"tls_{name}": tmp_path / name for name in ("cert", "key")}
+    assert "TRTLLM_BLS_ENGINE_TLS_PIN" in environment(ServeSettings(**files))
     elsewhere = Override("tensorrt_llm_bls", "engine_url", "gpu-7:8001")
-    made = environment(ServeSettings(overrides=(elsewhere,)), TRTLLM_BLS_GRPC_URL="other:1")
-    assert "TRTLLM_BLS_GRPC_URL" not in made
+    made = environment(ServeSettings(**files, overrides=(elsewhere,)))
+    assert "TRTLLM_BLS_ENGINE_TLS_PIN" not in made
 
 
 def test_the_demo_is_the_default_only_where_nothing_was_named(tmp_path: Path) -> None:
@@ -378,7 +411,7 @@ def test_a_checkpoint_beyond_ascii_is_linked(tmp_path: Path) -> None:
 def test_an_unreadable_configuration_is_named(repository: Path, tmp_path: Path) -> None:
     """An override needs the whole configuration; the line says which one cannot be read."""
     (repository / "bls" / "config.pbtxt").write_text("nonsense {")
-    with pytest.raises(SettingsError, match=r"--set bls\.a: its config\.pbtxt cannot be read"):
+    with pytest.raises(SettingsError, match=r"--set bls\.a: .*config\.pbtxt: cannot be read"):
         override(tmp_path, repository, Override("bls", "a", "b"))
 
 

@@ -115,13 +115,11 @@ def test_a_longer_time_than_the_operator_allows_is_refused() -> None:
 
 
 def test_logits_are_counted_before_they_are_computed() -> None:
-    """Those of the prompt and of every new token, for every sequence."""
-    wants = Wants(context_logits=True, generation_logits=True)
-    limits = RequestLimits(max_logits_bytes=1000)
-    with pytest.raises(
-        InvalidRequest, match=r"return_context_logits.*bytes of logits; at most 1000"
-    ):
-        run(asking(wants=wants, max_tokens=5), limits=limits)
+    """Those of every new token, four bytes each."""
+    size = 5 * tokenizer().vocab_size * 4
+    ask = asking(wants=Wants(generation_logits=True), max_tokens=5)
+    with pytest.raises(InvalidRequest, match=rf"return_.*: {size} bytes of logits; at most 1000"):
+        run(ask, limits=RequestLimits(max_logits_bytes=1000))
 
 
 @pytest.mark.parametrize(

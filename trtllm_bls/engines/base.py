@@ -2,8 +2,8 @@
 
 Engines: ``triton_grpc`` and ``triton_bls`` (a Triton model), ``embedded`` (this process, torch),
 ``trtllm_service`` (TensorRT-LLM's gRPC service), ``llm_api`` (TensorRT-LLM in this process),
-``scripted`` (tests and benchmarks), ``routing`` (a target, alone or with a draft model),
-``replicas`` (several as one).
+``routing`` (a target, alone or with a draft model), ``replicas`` (several as one). Beside the
+package, ``doubles`` has scripted ones for tests and benchmarks.
 
 An engine produces chunks at its own pace; a reader takes all that have arrived at once. So a reader
 that is held up, by a send that takes long, say, catches up in one turn.

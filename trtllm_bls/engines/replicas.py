@@ -17,7 +17,7 @@ from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Overloaded
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, Wants
 
-_ASK_AGAIN_S = 10.0
+_ASK_AGAIN_S = 1.0
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 30.0  # doubled each time
 _LOST = (EngineUnavailable, EngineStalled)
 
@@ -240,4 +240,5 @@ def _least(limits: Sequence[EngineLimits]) -> EngineLimits:
         one_step=next((each.one_step for each in limits if each.one_step is not None), None),
         may_be_one_step=any(each.may_be_one_step for each in limits),
         tells_top_log_probs=all(each.tells_top_log_probs for each in limits),
+        speculates=limits[0].speculates,
     )

@@ -12,7 +12,6 @@ costs nothing and is quick under any load.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +19,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import health_server
+from trtllm_bls.launcher.ports import listen
 from trtllm_bls.launcher.server_metrics import written
 from trtllm_bls.launcher.watch import Watch
 
@@ -40,6 +39,7 @@ class HealthState:
         self.api_problem: str | None = None  # why the OpenAI API does not answer
         self.api_restarts = 0
         self._watch: Watch | None = None
+        self._processes = {"tritonserver": 0}  # while there is no watch; by name
         self._reason = "the server is starting"
 
     @contextmanager
@@ -50,6 +50,7 @@ class HealthState:
         try:
             yield
         finally:
+            self._processes = dict.fromkeys(watch.processes, 0)
             self._watch, self._reason = None, "the server has ended"
 
     def restarting(self, reason: str) -> None:
@@ -73,7 +74,7 @@ class HealthState:
             "restarts": self.restarts,
             "metrics": written(
                 not not_ready,
-                watch.processes if watch is not None else {"tritonserver": 0},
+                watch.processes if watch is not None else self._processes,
                 self.restarts,
                 self.api_restarts,
             ),
@@ -85,15 +86,7 @@ class HealthEndpoint:
 
     def __init__(self, host: str, port: int, state: HealthState) -> None:
         self._state = state
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listening = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
-            problem = (error.strerror or str(error)).lower()
-            raise SetupError(
-                f"port {port} on {host}: {problem}; "
-                "stop what uses it or choose another with --health-port (0 = any free port)"
-            ) from error
+        self._listening = listen(host, port, "--health-port")
         self.port: int = self._listening.getsockname()[1]
         self._server = self._start()
         self._closing = threading.Event()

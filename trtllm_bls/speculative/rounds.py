@@ -257,7 +257,6 @@ class SpeculativeRounds:
         """Draft no more in this request; drafting only ever saves time, so nothing else fails."""
         self._model_given_up = True
         self.stats.add_failure(failure.why)
-        self._shared.add_failure(failure.why)
         if failure.pause:
             self._shared.pause_draft(now, for_ever=failure.why == "vocabulary")
 
@@ -359,7 +358,6 @@ class SpeculativeRounds:
         drafted, generated = len(guess.draft.token_ids), self._progress.generated
         if drafted:
             self.stats.add_round(guess.source, drafted, accepted)
-            self._shared.totals.add_round(guess.source, drafted, accepted)
             self._figures.counts = self.stats.counts
             self._lengths.add_round(guess.source, drafted, accepted, generated)
         else:  # the end itself was the guess

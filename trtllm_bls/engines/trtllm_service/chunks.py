@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from trtllm_bls.engines.base import QueuedChunks, join_chunks
 from trtllm_bls.engines.ends import SequenceEnds
+from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import GrpcError
-from trtllm_bls.engines.stall_watch import StallWatch
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
 from trtllm_bls.errors import EngineError, TrtllmBlsError
@@ -31,7 +31,7 @@ class _Engine(Protocol):
     name: str
     watch: StallWatch
 
-    def open_call(self, chunks: ServiceChunks) -> Any: ...
+    def open_call(self, chunks: ServiceChunks, traceparent: str | None) -> Any: ...
     def ended(self, chunks: ServiceChunks) -> None: ...
     def abort(self, request_id: str, call: Any) -> None: ...
     def failure(self, error: GrpcError) -> TrtllmBlsError: ...
@@ -56,7 +56,7 @@ class ServiceChunks(QueuedChunks):
         self._sequences = [_Sequence(request, index) for index in range(count)]
         self._unfinished = count
         self._running = True
-        self._call = engine.open_call(self)
+        self._call = engine.open_call(self, request.traceparent)
         self._call.send(asked.message.SerializeToString())
         self._call.half_close()
 

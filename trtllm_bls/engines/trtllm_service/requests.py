@@ -19,7 +19,7 @@ _NOWHERE = "TrtllmService has no field for it"
 _DROPPED = "TrtllmService drops what it computes of them"
 _TAKEN = {"guided_decoding_guide_type", "guided_decoding_guide", "lora_task_id"}
 _REFUSED = {tensor.name: _NOWHERE for tensor in ENGINE.inputs if tensor.name not in _TAKEN} | {
-    "draft_input_ids": f"{_NOWHERE}; it speculates as its server is set up",
+    "draft_input_ids": f"{_NOWHERE}; {trtllm.SPECULATES}",
     "embedding_bias": "TrtllmService wants another length than that of the logits",
     "return_context_logits": _DROPPED,
     "return_generation_logits": _DROPPED,

@@ -19,9 +19,9 @@ from typing import Any
 import grpc
 import numpy as np
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import reciting
 from trtllm_bls.engines.base import ChunkStream, Engine, GeneratedChunks
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError
 from trtllm_bls.messages import (
@@ -75,15 +75,16 @@ class Refused(Exception):
 class ScriptedService:
     """The service over ``engine``; ``behaviour`` may be changed while it runs.
 
-    For tests: ``requests`` are the ``GenerateRequest`` messages, ``aborted`` the ids that were
-    aborted while they ran, ``live`` how many run now, ``tokens`` how many ids were made,
-    ``health_checks`` how often it was asked for its health.
+    For tests: ``requests`` are the ``GenerateRequest`` messages, ``traces`` the trace contexts that
+    came with them, ``aborted`` the ids that were aborted while they ran, ``live`` how many run now,
+    ``tokens`` how many ids were made, ``health_checks`` how often it was asked for its health.
     """
 
     def __init__(self, engine: Engine, behaviour: Behaviour | None = None) -> None:
         self.engine = engine
         self.behaviour = behaviour or Behaviour()
         self.requests: list[Any] = []
+        self.traces: list[str | None] = []
         self.aborted: list[str] = []
         self.live = 0
         self.tokens = 0
@@ -127,6 +128,7 @@ class ScriptedService:
 
     async def _generate(self, message: Any, context: Any) -> AsyncGenerator[Any, None]:
         self.requests.append(message)
+        self.traces.append(dict(context.invocation_metadata()).get("traceparent"))
         try:
             request = engine_request(message, self.behaviour)
         except Refused as error:
