@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trtllm_bls.chat import GUARD, ChatGuard
-from trtllm_bls.checkpoint_dir import check_tokenizer
+from trtllm_bls.checkpoint_dir import check_tokenizer, config_vocab_size, generation_eos, one_line
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
 from trtllm_bls.detokenizer.token_length import most_characters
 from trtllm_bls.errors import InvalidRequest, TokenizerError
@@ -225,7 +225,7 @@ class Tokenizer:
                 **further,
             )
         except Exception as error:  # a template is a program: it may raise anything
-            problem = f"the chat template refuses them: {_one_line(error)}"
+            problem = f"the chat template refuses them: {one_line(error)}"
             raise InvalidRequest("messages", problem) from error
         return str(prompt)
 
@@ -360,7 +360,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     if not path.is_dir():
         raise TokenizerError(f"{path}: no such directory; give the model's tokenizer directory")
     check_tokenizer(path)
-    generation_eos, config_vocab_size = _generation_eos(path), _config_vocab_size(path)
+    eos, logits = generation_eos(path), config_vocab_size(path)
     try:
         with _torch_unseen():
             from transformers import AutoTokenizer
@@ -368,9 +368,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             hf = AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
-        return Tokenizer(hf, generation_eos, config_vocab_size)
+        return Tokenizer(hf, eos, logits)
     except Exception as error:  # the libraries raise anything, also for a missing file
-        problem = f"cannot be loaded as a tokenizer ({_one_line(error)})"
+        problem = f"cannot be loaded as a tokenizer ({one_line(error)})"
         mend = "copy tokenizer.json and tokenizer_config.json of the model into it"
         raise TokenizerError(f"{path}: {problem}; {mend}") from error
 
@@ -393,39 +393,3 @@ def _torch_unseen() -> Iterator[None]:
         yield
     finally:
         del sys.modules["torch"]
-
-
-def _generation_eos(path: Path) -> tuple[int, ...]:
-    """The end ids that generation_config.json names: none, one or several."""
-
-    def ids(config: dict[str, Any]) -> tuple[int, ...]:
-        named = config.get("eos_token_id")
-        listed = [] if named is None else named if isinstance(named, list) else [named]
-        return tuple(int(token_id) for token_id in listed)
-
-    return _from_json(path, "generation_config.json", ids, ())
-
-
-def _config_vocab_size(path: Path) -> int:
-    """The model's own count of logits, where its configuration lies here too; else 0."""
-
-    def size(config: dict[str, Any]) -> int:
-        return int((config.get("text_config") or config).get("vocab_size") or 0)
-
-    return _from_json(path, "config.json", size, 0)
-
-
-def _from_json(path: Path, name: str, read: Callable[[dict[str, Any]], _T], absent: _T) -> _T:
-    source = path / name
-    if not source.is_file():
-        return absent
-    try:
-        return read(json.loads(source.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        problem = f"{name} cannot be read ({_one_line(error)})"
-        raise TokenizerError(f"{path}: {problem}; mend or remove it") from error
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

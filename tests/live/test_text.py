@@ -120,6 +120,15 @@ def test_a_caller_that_leaves_ends_the_engines_work(echo: TritonServer) -> None:
         assert metric(echo.metrics_url, "echo_tokens") - before < 40_000
 
 
+def test_the_trace_of_a_caller_reaches_the_engine(echo: TritonServer) -> None:
+    """As a parameter of the engine's request, or as metadata; a request without one has none."""
+    traced = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    before = metric(echo.metrics_url, "echo_traced_requests")
+    for more in ({}, traced, {}):
+        generate(echo.http_url, text_input=WORLD, max_tokens=9, **more)
+    assert metric(echo.metrics_url, "echo_traced_requests") - before == 1
+
+
 def test_a_stop_string_ends_text_and_work(echo: TritonServer) -> None:
     """Nothing of the stop leaves, though it lies across token borders; the engine is cancelled."""
     before = metric(echo.metrics_url, "echo_tokens")

@@ -205,7 +205,7 @@ def test_the_containers_own_lines_install_it(image: Path, tmp_path: Path) -> Non
         try:
             assert running.stdout
             url = running.stdout.readline().split()[-1].removesuffix("/v1")
-            until(lambda: b"trtllm_bls" in got(f"{url}/metrics"))
+            until(lambda: b"trtllm_bls" in got(f"{url}/metrics"), seconds=120)
             assert b"trtllm://localhost:1" in got(f"{url}/health")
         finally:
             running.terminate()

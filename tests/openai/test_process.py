@@ -45,7 +45,8 @@ def process(
     command += ["--served-model-name", MODEL, "--api-keys-file", str(scratch / "keys")]
     command += ["--ssl-certfile", str(scratch / "cert.pem")]
     command += ["--ssl-keyfile", str(scratch / "key.pem")]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    running = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
     assert running.stdout
     url = running.stdout.readline().split()[-1].removesuffix("/v1")
     yield running, url
@@ -80,12 +81,17 @@ def test_workers_answer_over_https_to_who_has_a_key(
 
 
 def test_sigterm_ends_all_workers(process: tuple[subprocess.Popen[str], str]) -> None:
-    """With exit code 0. Last: the process is gone then."""
+    """With exit code 0; nobody's requests but the probes' were there, which are not reported.
+
+    Last: the process is gone then.
+    """
     running, _ = process
     children = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(signal.SIGTERM)
     assert running.wait(60) == 0
     until_ended(children)  # a helper of multiprocessing ends after its workers
+    assert running.stderr
+    assert "request id=" not in running.stderr.read()
 
 
 def test_a_taken_port_is_one_line(tmp_path: Path) -> None:

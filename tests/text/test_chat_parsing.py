@@ -160,6 +160,8 @@ def test_where_the_text_is_cut_makes_no_difference(
         "[TOOL_CALLS] is a marker",
         "<tool_call>nothing</tool_call>",
         '<tool_call>{"nam',
+        "x <tool_call>\n",
+        '{"nam',
         "<|python_tag|>print(1)",
         f"{BEGIN}what is this",
         "[1, 2]",

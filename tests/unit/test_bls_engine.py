@@ -86,6 +86,14 @@ def told(*steps: Any, request: EngineRequest = ASK, **more: Any) -> tuple[list[E
     return run(scenario()), child
 
 
+def test_the_trace_of_a_caller_goes_along() -> None:
+    """As a request parameter; else there are no parameters, which old releases do not know."""
+    _, child = told(say(1), EMPTY, request=replace(ASK, traceparent="00-4bf9-00f0-01"))
+    assert child.asked[0].parameters == {"traceparent": "00-4bf9-00f0-01"}
+    _, child = told(say(1), EMPTY)
+    assert child.asked[0].parameters == {}
+
+
 # --- chunks ---------------------------------------------------------------------------------
 
 

@@ -113,7 +113,8 @@ def test_instances_are_read() -> None:
 
 def test_our_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
     """What to do, on standard error, with exit code 1."""
-    result = CliRunner().invoke(main, ["serve", "--server", str(tmp_path)])
+    words = ["serve", "--server", str(tmp_path), "--openai-port", "0"]
+    result = CliRunner().invoke(main, words)
     assert result.exit_code == 1
     assert result.stdout == ""
     assert result.stderr.startswith(f"error: --server {tmp_path}: no tritonserver there")
@@ -211,6 +212,16 @@ def test_a_flood_of_lines_is_not_shown_whole() -> None:
     pace = LinePace(burst=3, per_second=10)
     assert [pace.take(100.0) for _ in range(6)] == [0, 0, 0, None, None, None]
     assert [pace.take(100.15), pace.take(100.16), pace.take(100.3)] == [3, None, 1]
+
+
+def test_no_request_goes_without_its_line() -> None:
+    """However many there are; only Triton's own warnings are thinned."""
+    speaks, shown, _ = terminal()
+    for number in range(1000):
+        speaks.log(parse(f'I1121 01:56:47.1 61 triton_log.py:26] "request id={number}"'))
+        speaks.log(parse('W1121 01:56:47.1 61 chttp2_server.cc:6] "no descriptors"'))
+    assert shown.getvalue().count("request id=") == 1000
+    assert shown.getvalue().count("no descriptors") < 1000
 
 
 def test_verbose_relays_everything() -> None:

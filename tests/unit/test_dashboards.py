@@ -14,7 +14,7 @@ import promql_parser
 import pytest
 import yaml
 
-from trtllm_bls.launcher.server_metrics import SERVER_METRICS
+from trtllm_bls.launcher.health_endpoint import SERVER_METRICS
 from trtllm_bls.request_stats import CancelCause, Outcome
 from trtllm_bls.services.request_metrics import METRICS
 

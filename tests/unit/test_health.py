@@ -25,7 +25,7 @@ from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Bounds, Observed, ServerProcesses, Verdict, evaluate, find_server
 from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
-from trtllm_bls.launcher.start_progress import StartProgress
+from trtllm_bls.launcher.readiness import StartProgress
 from trtllm_bls.launcher.watch import Watch
 
 SECONDS = 20

@@ -113,12 +113,13 @@ class ChatParser:
         begun = self._call is not None and self._call.begun
         if self._state is _State.REASONING:
             self._say(Reasoning, self._buffer)
-        elif self._state in (_State.START, _State.CONTENT):
-            self._say(Content, self._buffer)
+        else:
+            if self._state in (_State.START, _State.CONTENT):
+                self._say(Content, self._buffer)
+            elif not begun and (self._held or self._state is not _State.BETWEEN):
+                self._say(Content, self._held + self._buffer)
             if self._blank and not self.has_calls:
                 self._events.append(Content(self._blank))
-        elif not begun and (self._held or self._state is not _State.BETWEEN):
-            self._say(Content, self._held + self._buffer)
         self._buffer = self._blank = self._held = ""
         return self._take_events()
 

@@ -84,10 +84,10 @@ def packages(subject: Subject) -> Findings:
             yield Finding("error", what, mend)
 
 
-@check("the server here runs models on this Python and its numpy", lambda s: _server())
+@check("the server here runs models on this Python and its numpy", lambda s: _server(s))
 def server_python(subject: Subject) -> Findings:
     """A stub for this version of Python, which can read the numpy that it will import."""
-    installation = _server()
+    installation = _server(subject)
     if installation is None:
         return
     if not installation.stub(PYTHON).is_file():
@@ -99,9 +99,9 @@ def server_python(subject: Subject) -> Findings:
         yield Finding.of(error)
 
 
-def _server() -> Installation | None:
+def _server(subject: Subject) -> Installation | None:
     try:
-        return find_server(None)
+        return find_server(subject.server)
     except SetupError:
         return None
 

@@ -48,6 +48,7 @@ class Subject:
     engine_dir: Path | None = None
     draft_engine_dir: Path | None = None
     tokenizer_dir: Path | None = None
+    server: Path | None = None
     version: str = ""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     packages: Callable[[str], str | None] = installed

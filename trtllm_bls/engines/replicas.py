@@ -54,7 +54,7 @@ class _Replica:
         """Take no more requests until it answers again."""
         self.limits, self.error = None, error
         if self._return is None:
-            log.warning("%s rests: %s", self.engine.name, error)
+            log.warning("%s; no request goes there until it answers again", error)
             self._return = asyncio.create_task(self._come_back())
 
     async def _come_back(self) -> None:
@@ -67,7 +67,7 @@ class _Replica:
             except EngineError as error:
                 self.error = error
         self._return = None
-        log.info("%s is back", self.engine.name)
+        log.info("%s answers again", self.engine.name)
 
     async def close(self) -> None:
         for pending in (self._asking, self._return):

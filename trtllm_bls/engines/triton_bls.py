@@ -77,7 +77,9 @@ class BlsEngine:
         def put(item: Any) -> None:
             loop.call_soon_threadsafe(items.put_nowait, item)
 
-        reading = self._readers.submit(self._read, request_id, inputs, outputs, put)
+        trace = request.traceparent
+        more: dict[str, Any] = {"parameters": {"traceparent": trace}} if trace else {}
+        reading = self._readers.submit(self._read, request_id, inputs, outputs, put, more)
         over = begun = False
         try:
             # The API loses errors in the middle of a stream, so there silence must be taken for
@@ -117,10 +119,11 @@ class BlsEngine:
         inputs: Mapping[str, Array],
         outputs: list[str],
         put: Callable[[Any], None],
+        more: Mapping[str, Any],
     ) -> None:
         count = 0
         try:
-            for response in self._responses(request_id, inputs, outputs):
+            for response in self._responses(request_id, inputs, outputs, **more):
                 count += 1
                 put(response)
             put(_END if count else EngineError(f"{self.name} ended without any response"))
@@ -145,7 +148,7 @@ class BlsEngine:
         log.warning("%s: %s did not end after %d stops", request_id, self.name, _STOP_TRIES)
 
     def _responses(
-        self, request_id: str, inputs: Mapping[str, Array], outputs: list[str]
+        self, request_id: str, inputs: Mapping[str, Array], outputs: list[str], **more: Any
     ) -> Iterator[Mapping[str, Array] | Exception]:
         """Every response of one request as arrays, or as the error it is."""
         tensors = [self._pb.Tensor(name, array) for name, array in inputs.items()]
@@ -154,6 +157,7 @@ class BlsEngine:
             request_id=request_id,
             requested_output_names=outputs,
             inputs=tensors,
+            **more,
         ).exec(decoupled=True)
         try:
             for response in iterator:

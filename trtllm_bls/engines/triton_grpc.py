@@ -135,7 +135,8 @@ class GrpcEngine:
         """A transport's error as an engine's."""
         unreachable = error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
         kind = EngineUnavailable if unreachable else EngineError
-        return kind(f"{self.name} at {self.url}: {error.details}")
+        details = error.details.removeprefix(f"{self.url}: ")
+        return kind(f"{self.name} at {self.url}: {details}")
 
     # --- the model and the server -------------------------------------------------------------
 

@@ -14,8 +14,15 @@ import numpy as np
 
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.messages import Array, EngineLimits, EngineRequest, Sampling
+from trtllm_bls.messages import Array, EngineLimits, EngineRequest, FinishReason, Sampling
 
+# Why a sequence ended; a stop of the request's own is seen in the ids.
+REASONS = {
+    "length": FinishReason.LENGTH,
+    "stop": FinishReason.END_ID,
+    "timeout": FinishReason.TIMEOUT,
+    "cancelled": FinishReason.CANCELLED,
+}
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
 # What an engine of this kind takes in place of drafts.
 SPECULATES = "it speculates by speculative_config in its own --extra_llm_api_options"

@@ -16,17 +16,59 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from trtllm_bls.launcher import health_server
 from trtllm_bls.launcher.ports import listen
-from trtllm_bls.launcher.server_metrics import written
 from trtllm_bls.launcher.watch import Watch
 
 TELL_S = 0.2
 REPEAT_S = 5.0  # also where nothing has changed, as a sign of life
 _STUCK_S = 60.0  # the watch looks twice a second
+
+
+@dataclass(frozen=True)
+class ServerMetric:
+    """How ``serve`` finds its server, for Prometheus, whose type ``kind`` is; docs/metrics.md has
+    the names. ``labels`` are the names of its labels."""
+
+    name: str
+    kind: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+READY = ServerMetric("trtllm_bls_server_ready", "gauge", "1 while /health/ready says so, else 0")
+PROCESSES = ServerMetric(
+    "trtllm_bls_server_processes",
+    "gauge",
+    "Processes of the server and its models that run, by name; the server's own is tritonserver",
+    ("process",),
+)
+RESTARTS = ServerMetric(
+    "trtllm_bls_server_restarts_total", "counter", "Times that the server was started again"
+)
+API_RESTARTS = ServerMetric(
+    "trtllm_bls_openai_restarts_total", "counter", "Times that the OpenAI API was started again"
+)
+SERVER_METRICS = (READY, PROCESSES, RESTARTS, API_RESTARTS)
+
+
+def _written(ready: bool, processes: Mapping[str, int], restarts: int, api_restarts: int) -> str:
+    """The text of ``/metrics``; ``processes``: how many run, by name."""
+    samples = {
+        READY: {"": int(ready)},
+        PROCESSES: {f'{{process="{name}"}}': count for name, count in processes.items()},
+        RESTARTS: {"": restarts},
+        API_RESTARTS: {"": api_restarts},
+    }
+    lines = []
+    for metric, values in samples.items():
+        lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.kind}"]
+        lines += [f"{metric.name}{labels} {value}" for labels, value in values.items()]
+    return "\n".join([*lines, ""])
 
 
 class HealthState:
@@ -72,7 +114,7 @@ class HealthState:
             "live": not_live,
             "ready": not_ready,
             "restarts": self.restarts,
-            "metrics": written(
+            "metrics": _written(
                 not not_ready,
                 watch.processes if watch is not None else self._processes,
                 self.restarts,

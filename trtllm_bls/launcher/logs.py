@@ -70,7 +70,12 @@ class LogLine:
             return False
         if _FAILED_INSTANCE.match(self.text) or any(p.match(self.text) for p in _FAILED):
             return False  # shown once, in the end, by ``LogBook.failure_summary``
-        return self.severity != "info" or self.source.endswith(".py")
+        return self.severity != "info" or self.from_python
+
+    @property
+    def from_python(self) -> bool:
+        """Is it a model's or the OpenAI API's, such as the line of a request?"""
+        return self.source.endswith(".py")
 
     @property
     def problem(self) -> bool:

@@ -26,7 +26,7 @@ _TEXT_MODEL = "tensorrt_llm_bls"
 
 
 class LinePace:
-    """Which lines of a log are shown: a burst, then so many a second.
+    """Which of Triton's own lines are shown: a burst, then so many a second.
 
     A server without file descriptors warns thousands of times a second.
     """
@@ -108,7 +108,8 @@ class Terminal(Listener):
         if self._verbose:
             self._print(Text(line.raw))
         elif line.noteworthy and (line.problem or not self.problems_only):
-            if (left_out := self._pace.take(time.monotonic())) is None:
+            left_out = 0 if line.from_python else self._pace.take(time.monotonic())
+            if left_out is None:
                 return
             if left_out:
                 self._print(Text(f"({left_out} lines came too fast to be shown)"))

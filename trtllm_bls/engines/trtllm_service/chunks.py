@@ -11,18 +11,13 @@ from trtllm_bls.engines.base import QueuedChunks, join_chunks
 from trtllm_bls.engines.ends import SequenceEnds
 from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import GrpcError
+from trtllm_bls.engines.trtllm_fields import REASONS
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
 from trtllm_bls.errors import EngineError, TrtllmBlsError
 from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, TokenIds, TopLogProbs
 
 _LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
-_REASONS = {
-    "length": FinishReason.LENGTH,
-    "stop": FinishReason.END_ID,  # a stop of the request's own is seen in the ids
-    "timeout": FinishReason.TIMEOUT,
-    "cancelled": FinishReason.CANCELLED,
-}
 
 
 class _Engine(Protocol):
@@ -176,7 +171,7 @@ class _Sequence:
             raise EngineError("the engine failed while it answered")
         every: TokenIds = tuple(part.output_token_ids)
         scores = _paired(every, part.logprobs)[self._received :] if self._scored else None
-        ids, reason = every[self._received :], _REASONS.get(part.finish_reason)
+        ids, reason = every[self._received :], REASONS.get(part.finish_reason)
         if part.finish_reason == "stop":
             kind = part.WhichOneof("matched_stop")
             matched = part.matched_token_id if kind == "matched_token_id" else None

@@ -142,6 +142,7 @@ class TrtllmServiceEngine:
     def failure(self, error: GrpcError) -> TrtllmBlsError:
         """A call's status as an error of ours."""
         details = error.details.strip().partition("\n")[0] or error.status
+        details = details.removeprefix(f"{self._connection.target}: ")  # which is in our name
         if error.status == "UNIMPLEMENTED":
             return EngineError(f"{self.name}: {_OTHER}")
         if _TOO_LONG.search(error.details):

@@ -99,9 +99,11 @@ class TritonPythonModel:
         engine = EchoEngine(script)
         service = EngineService(engine, value["exclude_input_in_output"])
         self._engine = engine
+        self._traced = Gauge("echo_traced_requests")
         self._server = RequestServer(pb_utils, service.handle, senders=1)
 
     def execute(self, requests: list[Any]) -> None:
+        self._traced.add(sum('"traceparent"' in (each.parameters() or "") for each in requests))
         self._server.accept(requests)
 
     def finalize(self) -> None:
