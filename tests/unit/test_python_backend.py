@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.fake_python_backend import SECONDS, Ask, FakeTriton, TritonModelError
 from tests.helpers.request_servers import ONE, answered, call_of, number, opened
 from trtllm_bls.errors import EngineError, InvalidRequest, Overloaded, Unsupported
-from trtllm_bls.python_backend import Call, answer_each
+from trtllm_bls.python_backend import Call, answering
 from trtllm_bls.services.triton_log import TritonLogHandler, log_to_triton
 
 
@@ -249,10 +249,12 @@ def test_each_request_of_a_batch_has_its_own_answer() -> None:
 
     triton = FakeTriton()
     asks = [triton.ask(number(value), "number") for value in (1, 2, 3)]
-    first, second, third = answer_each(triton, asks, answer)
-    assert [t.name() for t in first.output_tensors()] == ["number"]
-    assert third.output_tensors()[0].as_numpy().tolist() == [[4]]
-    assert second.error().message() == "INVALID_ARG: number: 2 is odd enough"
+    with opened(triton, answering(answer), decoupled=False) as server:
+        server.accept(asks)
+        first, second, third = (ask.wait() for ask in asks)
+    assert first.said("number") == [[2]] and third.said("number") == [[4]]
+    assert second.error is not None
+    assert second.error.message() == "INVALID_ARG: number: 2 is odd enough"
 
 
 # --- the log --------------------------------------------------------------------------------
