@@ -119,6 +119,7 @@ class Watch:
             models=self._not_ready,
             progress_at=self._progress_at if self._has_canary else None,
             loop_at=min((status.loop_at for status in statuses), default=None),
+            missed_turns=max((status.missed_turns for status in statuses), default=0),
             canary_failures=self._failures,
             canary_error=self._error,
             shared_memory=free_shared_memory(),

@@ -77,6 +77,7 @@ class Lifecycle:
         self._files = StatusDirectory(Path(directory))
         self._loop_at = time.monotonic()
         self._unsettled_at = 0.0
+        self._missed_turns = 0
         self._draining = self._cut = False
         self._told: Future[None] | None = None  # whether the sender has been told to drain
         self._closing = threading.Event()
@@ -100,7 +101,9 @@ class Lifecycle:
             if deadline is not None:
                 self._drain(deadline, now)
             if turn is None or turn.done():
-                turn = self._begin(self._turn())
+                turn, self._missed_turns = self._begin(self._turn()), 0
+            else:
+                self._missed_turns += 1
             if now - written >= WRITE_SECONDS or self._draining:
                 written = now
                 try:
@@ -143,6 +146,7 @@ class Lifecycle:
                 running=len(running),
                 requests=tuple(running[:NAMED]),
                 handed_over=self._draining and now - self._unsettled_at > SETTLE_SECONDS,
+                missed_turns=self._missed_turns,
             )
         )
 
