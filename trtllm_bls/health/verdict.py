@@ -5,8 +5,8 @@ as anything at all moves. A response to any request, or the answer to a canary (
 token that the probe sends itself), is progress; so is a refusal for want of room, while others are
 served. Only when nothing has moved for the stall limit is the server taken for stuck. What a
 machine under load does not do by itself counts at once: a process that is dead or stopped, a model
-that is not loaded, a canary that fails twice, no shared memory left, and an event loop that has no
-turn while another thread of its process has 60: both wait for a core alike.
+that is not loaded, a canary that fails twice, no shared memory or file descriptors left, and an
+event loop that has no turn while another thread of its process has 60: both wait for a core alike.
 
 Pure: times are seconds of one clock, handed in.
 """
@@ -34,12 +34,14 @@ class Bounds:
 class Observed:
     """What is known of a server. ``None`` means that it is not looked at.
 
+    ``processes``: what is wrong with them; ``descriptors``: which of them have none left.
     ``progress_at``: when a response last left or a canary was last answered. ``loop_at``: when the
     event loop turned last, of the process where that is longest ago. ``missed_turns``: of the event
     loop that missed most (``status``). ``canary_failures``: in a row.
     """
 
     processes: tuple[str, ...] = ()
+    descriptors: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     progress_at: float | None = None
     loop_at: float | None = None
@@ -63,7 +65,7 @@ class Verdict:
 
 def evaluate(observed: Observed, bounds: Bounds, now: float) -> Verdict:
     """What the observations mean."""
-    reasons = [*observed.processes]
+    reasons = [*observed.processes, *observed.descriptors]
     reasons += [f"model {model} is not ready" for model in observed.models]
     if observed.canary_failures >= CANARY_FAILURES:
         reasons.append(f"a request for one token fails: {observed.canary_error}")

@@ -116,6 +116,7 @@ class Watch:
         self._note_progress(statuses, now)
         return Observed(
             processes=self._processes.problems(),
+            descriptors=self._processes.without_descriptors(),
             models=self._not_ready,
             progress_at=self._progress_at if self._has_canary else None,
             loop_at=min((status.loop_at for status in statuses), default=None),
