@@ -14,12 +14,11 @@ import asyncio
 import os
 import platform
 import statistics
-import tempfile
 import time
 from contextlib import aclosing
 from pathlib import Path
 
-from padded import pad
+from padded import demo_and_padded
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
@@ -123,11 +122,8 @@ def main() -> None:
         f"Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.0f}; at most {given.tokens} tokens, {given.prompts} prompts"
     )
-    run("demo", DEMO / "target", given)
-    with tempfile.TemporaryDirectory() as scratch:
-        padded = Path(scratch) / "padded"
-        pad(DEMO / "target", padded, given.pad_layers)
-        run("padded", padded, given)
+    for name, model in demo_and_padded(given.pad_layers):
+        run(name, model, given)
 
 
 if __name__ == "__main__":

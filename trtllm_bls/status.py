@@ -39,7 +39,7 @@ class ProcessStatus:
     ``requests``: the ids of some that run, of ``running``. ``handed_over``: it takes no new
     requests, and needs no further request to the engine for those that run. ``missed_turns``: how
     often another thread of the process has had its turn, 20 times a second at most, since its
-    event loop has.
+    event loop has. ``engine_problem``: what an engine in another process says is wrong with it.
     """
 
     pid: int
@@ -50,6 +50,7 @@ class ProcessStatus:
     requests: tuple[str, ...] = ()
     handed_over: bool = False
     missed_turns: int = 0
+    engine_problem: str | None = None
 
 
 class StatusDirectory:

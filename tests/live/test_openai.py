@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from tests.helpers.server_settings import ROOT
+from tests.helpers.waiting import until, until_ended
 
 pytestmark = pytest.mark.live
 QUESTION = [{"role": "user", "content": "What is 12 * 9?"}]
@@ -116,14 +116,6 @@ def test_a_prompt_that_is_too_long_is_refused_as_clients_expect(api: openai.Open
     assert "maximum context length is" in str(caught.value)
 
 
-def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended; an orphan may stay a zombie where nobody reaps it."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def api_process(served: Served) -> psutil.Process | None:
     """The one that ``serve`` has started."""
     for child in psutil.Process(served.process.pid).children():
@@ -141,14 +133,14 @@ def test_an_api_that_dies_or_stops_is_started_again(
     before = api_process(served)
     assert before is not None
     before.send_signal(number)
-    deadline = time.monotonic() + 120
-    while True:
+
+    def answers_again() -> bool:
         after = api_process(served)
         with suppress(openai.APIConnectionError):
-            if after is not None and after.pid != before.pid and api.models.list().data:
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+            return after not in (None, before) and bool(api.models.list().data)
+        return False
+
+    until(answers_again, seconds=120)
     assert api.completions.create(model="demo", prompt="Once", max_tokens=4).choices
 
 
@@ -169,7 +161,4 @@ def test_sigterm_ends_the_api_with_the_server(served: Served, api: openai.OpenAI
     served.process.send_signal(signal.SIGTERM)
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
     assert served.process.wait(60) == 0
-    deadline = time.monotonic() + 30
-    while any(map(runs, processes)):  # a helper of multiprocessing ends after its workers
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until_ended(processes)  # a helper of multiprocessing ends after its workers

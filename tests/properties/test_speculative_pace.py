@@ -8,12 +8,12 @@ from contextlib import aclosing
 
 import pytest
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import Rule, agreeing, hashed
 from tests.helpers.scripted_pairs import VOCAB, Pair, ids, pair, read
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest
 from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationShared
@@ -297,7 +297,7 @@ def test_drafting_begins_within_a_stream_when_the_crowd_has_gone() -> None:
             async for chunk in stream:
                 said += chunk.token_ids
                 if len(said) == 10:
-                    assert engine.stats.rounds == 0
+                    assert chunk.speculation is not None and chunk.speculation.rounds == 0
                     engines.shared.in_flight = 1
         assert engine.stats.rounds > 0
         assert said == ids(await read(engines.target, ask(max_tokens=40)))

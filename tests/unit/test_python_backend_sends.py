@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton, TritonModelError
-from tests.helpers.request_servers import ONE, Gate, call_of, failing, number, opened
+from tests.helpers.request_servers import ONE, Gate, Later, call_of, failing, number, opened
 from trtllm_bls.errors import EngineError, Overloaded
 from trtllm_bls.python_backend import WATCHED_AT_ONCE, Call
 
@@ -176,21 +176,6 @@ def test_a_model_that_is_not_decoupled_never_ends_without_a_response() -> None:
     assert len(sends) == 3 and None not in sends
 
 
-class Later:
-    """In place of the sending threads: remembers how long they should wait."""
-
-    responses = 0
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def work_on(self, call: Call) -> None:
-        pass
-
-    def later(self, seconds: float, call: Call) -> None:
-        self.seconds.append(seconds)
-
-
 def test_a_call_that_cannot_be_ended_is_tried_less_and_less_often(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -209,27 +194,6 @@ def test_a_call_that_cannot_be_ended_is_tried_less_and_less_often(
     assert [record.getMessage() for record in caplog.records] == [
         f"{call.id}: a response could not be sent: no space left in shared memory"
     ]
-
-
-def test_an_error_that_is_to_be_a_status_waits() -> None:
-    """Triton 24.10 could not take it sooner; other answers and other requests wait for nothing."""
-    for parameters, error, waits in (
-        ({"triton_grpc_error": "true"}, EngineError("broken"), 1),
-        ({"triton_grpc_error": "true"}, None, 0),
-        ({"other": "true"}, EngineError("broken"), 0),
-    ):
-        triton, threads = FakeTriton(), Later()
-        ask = triton.ask(ONE, "number")
-        ask.sent_parameters = parameters
-        call = Call(triton, ask, cast(Any, threads), decoupled=True)
-        call.read(ask)
-        call.fail(error) if error else call.send(number(1), final=True)
-        for _ in range(waits):
-            assert call.send_queued() == [] and not ask.responses and ask.error is None
-            assert not call.arrays, "what it holds meanwhile"
-        call.send_queued()
-        assert len(threads.seconds) == waits and all(0 < wait <= 1 for wait in threads.seconds)
-        assert (ask.wait().error is None) == (error is None)
 
 
 # --- watching callers ---------------------------------------------------------------------------

@@ -6,9 +6,13 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 
+import pytest
+
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton
 from tests.helpers.request_servers import ONE, Gate, number, opened
 from tests.helpers.scripted_text import asking
+from tests.helpers.virtual_time import settle
+from tests.helpers.waiting import eventually
 from trtllm_bls.answer import Answer, TextRules
 from trtllm_bls.messages import EngineChunk, TokenIds
 from trtllm_bls.python_backend import MAX_QUEUED, Call, SenderThreads
@@ -70,6 +74,40 @@ def test_turns_come_in_the_order_of_asking_and_none_is_lost() -> None:
         return order
 
     assert asyncio.run(wait_and_leave()) == [number for number in range(MANY) if number % 3]
+
+
+def test_a_call_is_ready_for_what_would_leave_soon() -> None:
+    """Nothing of its own is under way and there is room, which a first response does not need."""
+
+    async def scenario() -> None:
+        gate, triton = Gate(), FakeTriton()
+        senders = SenderThreads(asyncio.get_running_loop(), 1)
+
+        def made(count: int) -> list[Call]:
+            asks = [triton.ask(ONE, "number") for _ in range(count)]
+            asks[0].on_send = gate
+            return [Call(triton, ask, senders, decoupled=True) for ask in asks]
+
+        sending, begun, fresh, *others = made(MAX_QUEUED + 3)
+        begun.send(number(0))
+        await eventually(begun.is_ready)
+        sending.send(number(0))
+        await asyncio.to_thread(gate.begun.wait, SECONDS)
+        assert begun.is_ready() and not sending.is_ready()
+        with pytest.raises(StopIteration):  # it does not suspend
+            begun.ready().send(None)
+        for each in others:
+            each.send(number(0), final=True)
+        assert [each.is_ready() for each in (sending, begun, fresh)] == [False, False, True]
+        waiting = asyncio.create_task(begun.ready())
+        await settle()
+        assert not waiting.done()
+        gate.open.set()
+        await asyncio.gather(waiting, sending.ready())
+        assert sending.is_ready() and begun.is_ready()
+        await asyncio.to_thread(senders.close)
+
+    asyncio.run(scenario())
 
 
 def test_requests_that_arrive_while_the_loop_is_busy_wake_it_once() -> None:

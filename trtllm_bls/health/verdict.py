@@ -37,12 +37,14 @@ class Observed:
     ``processes``: what is wrong with them; ``descriptors``: which of them have none left.
     ``progress_at``: when a response last left or a canary was last answered. ``loop_at``: when the
     event loop turned last, of the process where that is longest ago. ``missed_turns``: of the event
-    loop that missed most (``status``). ``canary_failures``: in a row.
+    loop that missed most (``status``). ``engine``: what is wrong with an engine that was asked for
+    its health. ``canary_failures``: in a row.
     """
 
     processes: tuple[str, ...] = ()
     descriptors: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
+    engine: str | None = None
     progress_at: float | None = None
     loop_at: float | None = None
     missed_turns: int = 0
@@ -67,6 +69,7 @@ def evaluate(observed: Observed, bounds: Bounds, now: float) -> Verdict:
     """What the observations mean."""
     reasons = [*observed.processes, *observed.descriptors]
     reasons += [f"model {model} is not ready" for model in observed.models]
+    reasons += [observed.engine] if observed.engine else []
     if observed.canary_failures >= CANARY_FAILURES:
         reasons.append(f"a request for one token fails: {observed.canary_error}")
     silent = _age(observed.progress_at, now)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import os
 import signal
 import socket
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.deployment import Deployment
+from trtllm_bls.services.triton_log import log_to_stderr
 
 MAX_HEADER_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, which then close first
@@ -112,7 +113,10 @@ def _serve(
     if server.workers == 1:
         _run(config, listening)
     else:
-        Multiprocess(config, sockets=[listening]).run()
+        # Older releases of uvicorn want to be told what a worker runs.
+        told = "target" in inspect.signature(Multiprocess).parameters
+        target: dict[str, Any] = {"target": uvicorn.Server(config).run} if told else {}
+        Multiprocess(config, sockets=[listening], **target).run()
 
 
 def _run(config: uvicorn.Config, listening: socket.socket) -> None:
@@ -131,8 +135,7 @@ def _run(config: uvicorn.Config, listening: socket.socket) -> None:
 
 def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> Starlette:
     """The application of one process. Raises ``SetupError``."""
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("trtllm_bls").setLevel(logging.INFO)
+    log_to_stderr("openai")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if os.getpid() != started_by:  # a worker
         end_with_parent()

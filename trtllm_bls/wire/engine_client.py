@@ -85,6 +85,8 @@ class DeployedModel:
         one_step = self.parameters.get("one_step_requests")
         mode = self.parameters.get("speculative_decoding_mode")
         takes_none = mode not in (None, "", "draft_tokens_external")
+        # Of a Python model: TensorRT-LLM itself makes the tokens, and takes no drafts for it.
+        takes_none |= self.parameters.get("engine", "").startswith(("llm_api", "trtllm://"))
         is_cpp_backend = "gpt_model_type" in self.parameters  # it does not load without
         return EngineLimits(
             max_sequence_tokens=self._number("max_sequence_tokens") or None,
