@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton, TritonModelError
-from tests.helpers.request_servers import ONE, Gate, call_of, failing, number, opened
+from tests.helpers.request_servers import ONE, Gate, Later, call_of, failing, number, opened
 from trtllm_bls.errors import EngineError, Overloaded
 from trtllm_bls.python_backend import WATCHED_AT_ONCE, Call
 from trtllm_bls.python_backend.request_server import STARTED_AT_ONCE
@@ -190,21 +190,6 @@ def test_a_model_that_is_not_decoupled_never_ends_without_a_response() -> None:
         server.accept([ask])
         assert ask.wait().responses == [{}] and ask.error is None
     assert len(sends) == 3 and None not in sends
-
-
-class Later:
-    """In place of the sending threads: remembers how long they should wait."""
-
-    responses = 0
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def work_on(self, call: Call, urgent: bool = False) -> None:
-        pass
-
-    def later(self, seconds: float, call: Call) -> None:
-        self.seconds.append(seconds)
 
 
 def test_a_call_that_cannot_be_ended_is_tried_less_and_less_often(
