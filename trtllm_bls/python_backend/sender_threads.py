@@ -15,7 +15,7 @@ MAX_QUEUED = 4 * SENDERS  # responses made ahead of the threads; the others are 
 # their responses come first, and others are made one at a time, where there is nothing else to
 # send. Threads then wait less long for the interpreter's lock, since each request that Triton hands
 # over needs it twice; at other times that would only cost more switches.
-MANY_NEW, NEW_SECONDS = 16, 0.05
+MANY_NEW, NEW_SECONDS = 32, 0.05
 RUSH_SWITCH_SECONDS = 0.0005
 
 
