@@ -30,6 +30,10 @@ _CANNOT_BE_WRITTEN, _WRITABLE = 0o400, 0o200
 # Nobody else can guess it, so that no caller hides.
 CANARY_ID = "TRTLLM_BLS_CANARY_ID"
 
+# The gauge, on Triton's ``/metrics``, of how many steps an engine has made, with its label. The C++
+# backend has it in every release.
+ENGINE_STEPS, STEPS_LABEL = "nv_trt_llm_general_metrics", ("general_type", "iteration_counter")
+
 
 @dataclass(frozen=True)
 class ProcessStatus:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -88,7 +91,12 @@ QUICK = Pace(look_s=0.01, canary_s=0.02, answer_s=0.1)
 
 
 def watch(
-    url: str, status: Path, stall_s: float, failed: list[str], engine_here: bool = True
+    url: str,
+    status: Path,
+    stall_s: float,
+    failed: list[str],
+    engine_here: bool = True,
+    metrics_url: str = "http://127.0.0.1:1/metrics",
 ) -> Watch:
     """Over a server whose processes are this one."""
     me = psutil.Process()
@@ -98,6 +106,7 @@ def watch(
         guard=me,
         process=me,
         status_dir=status,
+        metrics_url=metrics_url,
         stop_requested=False,
     )
     bounds = Bounds(stall_s=stall_s)
@@ -122,6 +131,52 @@ def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> N
             await eventually(lambda: watching.verdict.ready)
             await asyncio.to_thread(watching.close)
             assert failed == []
+
+    asyncio.run(run())
+
+
+class Metrics(BaseHTTPRequestHandler):
+    """What Triton tells of an engine's steps: as many as it was asked, at most ``most``."""
+
+    asked, most = 0, math.inf
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        Metrics.asked += 1
+        counter = 'nv_trt_llm_general_metrics{general_type="iteration_counter",model="m"}'
+        body = f"# TYPE a gauge\na 1\n{counter} {min(Metrics.asked, Metrics.most)}\n".encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_engine_that_makes_steps_is_not_stuck(tmp_path: Path) -> None:
+    """Nothing leaves while every place has an answer in one piece; a standstill is still seen."""
+
+    async def run() -> None:
+        with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics:
+            threading.Thread(target=metrics.serve_forever, daemon=True).start()
+            async with FakeGrpcServer([Hold()]) as server:
+                url = f"http://127.0.0.1:{metrics.server_port}/metrics"
+                watching = watch(server.url, tmp_path, 1.5, failed := [], metrics_url=url)
+                begun = time.monotonic()
+                seen: set[bool] = set()
+
+                def later() -> bool:
+                    seen.add(watching.verdict.ready)
+                    return time.monotonic() > begun + 4.5  # a server without steps has failed
+
+                await eventually(later)
+                assert (seen, failed) == ({True}, [])
+                Metrics.most = Metrics.asked
+                await eventually(lambda: failed)
+                assert "no response has left for" in failed[0]
+                await asyncio.to_thread(watching.close)
+            metrics.shutdown()
 
     asyncio.run(run())
 

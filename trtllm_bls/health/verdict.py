@@ -2,11 +2,12 @@
 
 The rule that load alone never makes a server unready: nothing that is merely late counts, as long
 as anything at all moves. A response to any request, or the answer to a canary (a request for one
-token that the probe sends itself), is progress; so is a refusal for want of room, while others are
-served. Only when nothing has moved for the stall limit is the server taken for stuck. What a
-machine under load does not do by itself counts at once: a process that is dead or stopped, a model
-that is not loaded, a canary that fails twice, no shared memory or file descriptors left, and an
-event loop that has no turn while another thread of its process has 60: both wait for a core alike.
+token that the probe sends itself), is progress; so is a step of the engine, since requests that do
+not stream are silent until they end; and so is a refusal for want of room, while others are served.
+Only when nothing has moved for the stall limit is the server taken for stuck. What a machine under
+load does not do by itself counts at once: a process that is dead or stopped, a model that is not
+loaded, a canary that fails twice, no shared memory or file descriptors left, and an event loop that
+has no turn while another thread of its process has 60: both wait for a core alike.
 
 Pure: times are seconds of one clock, handed in.
 """
@@ -35,10 +36,10 @@ class Observed:
     """What is known of a server. ``None`` means that it is not looked at.
 
     ``processes``: what is wrong with them; ``descriptors``: which of them have none left.
-    ``progress_at``: when a response last left or a canary was last answered. ``loop_at``: when the
-    event loop turned last, of the process where that is longest ago. ``missed_turns``: of the event
-    loop that missed most (``status``). ``engine``: what is wrong with an engine that was asked for
-    its health. ``canary_failures``: in a row.
+    ``progress_at``: when a response last left, an engine made a step or a canary was answered.
+    ``loop_at``: when the event loop turned last, of the process where that is longest ago.
+    ``missed_turns``: of the event loop that missed most (``status``). ``engine``: what is wrong
+    with an engine that was asked for its health. ``canary_failures``: in a row.
     """
 
     processes: tuple[str, ...] = ()

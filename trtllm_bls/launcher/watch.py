@@ -24,6 +24,7 @@ from trtllm_bls.health import (
     free_shared_memory,
 )
 from trtllm_bls.health.probe import TEXT_MODEL
+from trtllm_bls.launcher.engine_steps import engine_steps
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.status import ProcessStatus, StatusDirectory
 
@@ -39,8 +40,10 @@ class Pace:
     canary_s: float = 5.0
     answer_s: float = 10.0
 
-
-_PACE = Pace()
+    @classmethod
+    def within(cls, stall_s: float) -> Pace:
+        """Usually, and faster where there is less time to see an engine make two steps."""
+        return cls(canary_s=min(cls.canary_s, stall_s / 6), answer_s=min(cls.answer_s, stall_s / 3))
 
 
 class Watch:
@@ -56,14 +59,14 @@ class Watch:
         bounds: Bounds,
         on_failed: Callable[[str], object],
         warn: Callable[[str], object],
-        pace: Pace = _PACE,
+        pace: Pace | None = None,
     ) -> None:
         self.verdict = Verdict()  # it has just said that it is ready
         self.looked_at = time.monotonic()
         self.draining = False  # somebody has asked for it through the status directory
         self._server = server
         self._bounds = replace(bounds, engine_elsewhere=_ENGINE not in server.models)
-        self._pace = pace
+        self._pace = pace or Pace.within(bounds.stall_s)
         self._on_failed, self._warn = on_failed, warn
         self._guard, process = server.guard, server.process
         self._processes = ServerProcesses(process) if process and self._guard else None
@@ -72,6 +75,7 @@ class Watch:
         self._has_canary = self._probe is not None and TEXT_MODEL in server.models
         self._progress_at = time.monotonic()
         self._responses = 0
+        self._steps: float | None = None  # of the engines, as last told
         self._failures, self._error = 0, ""
         self._not_ready: tuple[str, ...] = ()
         self._closing = threading.Event()
@@ -144,8 +148,16 @@ class Watch:
                 self._not_ready = missing
             quiet = time.monotonic() - self._progress_at >= self._pace.canary_s - self._pace.look_s
             if self._has_canary and (quiet or self._failures):
+                await self._look_at_steps()
                 await self._send_canary(probe)
             await asyncio.sleep(self._pace.canary_s / (5 if self._failures else 1))
+
+    async def _look_at_steps(self) -> None:
+        """An engine at work is progress, also where nothing leaves and a canary has to wait."""
+        url, before = self._server.metrics_url, self._steps
+        self._steps = await asyncio.to_thread(engine_steps, url, self._pace.answer_s)
+        if before is not None and self._steps is not None and self._steps > before:
+            self._progress_at = time.monotonic()
 
     async def _send_canary(self, probe: Probe) -> None:
         canary = await probe.canary(self._pace.answer_s)

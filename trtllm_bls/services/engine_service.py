@@ -33,6 +33,7 @@ class EngineService:
         limits: RequestLimits | None = None,
         expose_kv_cache_metrics: bool = False,
     ) -> None:
+        self.chunks = 0  # that the engine has made so far
         self._engine = engine
         self._exclude_input = exclude_input
         self._limits = limits or RequestLimits()
@@ -99,6 +100,7 @@ class EngineService:
     ) -> None:
         async with aclosing(self._engine.generate(request)) as stream:
             async for chunk in stream:
+                self.chunks += 1
                 # One response after the other has been taken: in Triton 24.10 two of one stream
                 # that arrive together can stop a caller that uses the BLS API.
                 await call.ready()

@@ -11,6 +11,7 @@ from trtllm_bls.engines.local import local_engine
 from trtllm_bls.parameters import EngineParameters, Parameters
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
+from trtllm_bls.services.engine_steps import EngineSteps
 from trtllm_bls.services.triton_log import log_to_triton
 from trtllm_bls.tokenizer import load_tokenizer
 
@@ -34,8 +35,10 @@ class TritonPythonModel:
             parameters.limits,
             parameters.expose_kv_cache_metrics,
         )
+        self._steps = EngineSteps(pb_utils, args, lambda: service.chunks)
         self._server = RequestServer(pb_utils, service.handle, senders=1)
         self.execute = self._server.accept  # Triton calls it with its requests
 
     def finalize(self) -> None:
         self._server.close(self._engine.close)
+        self._steps.close()

@@ -1,0 +1,53 @@
+"""How far an engine in Python has come, on Triton's ``/metrics`` as the C++ backend shows it.
+
+``serve`` reads it to tell an engine at work from one that stands still: requests that do not stream
+leave no other trace until they end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL
+
+EVERY_SECONDS = 1.0  # telling is a round trip to the server
+
+log = logging.getLogger(__name__)
+
+
+class EngineSteps:
+    """Tells ``count()`` until closed, by a thread. ``args``: of the model's ``initialize``."""
+
+    def __init__(self, pb_utils: Any, args: Mapping[str, str], count: Callable[[], int]) -> None:
+        # Triton drops a family or a series that is not referenced.
+        self._family = pb_utils.MetricFamily(
+            name=ENGINE_STEPS,
+            description="Steps of the engine, as TensorRT-LLM names and labels them",
+            kind=pb_utils.MetricFamily.GAUGE,
+        )
+        labels = {"model": args["model_name"], "version": args["model_version"]}
+        self._metric = self._family.Metric(labels=labels | dict([STEPS_LABEL]))
+        self._count, self._told = count, 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(EVERY_SECONDS):
+            count = self._count()
+            if count == self._told:
+                continue
+            try:
+                # Triton adds up the series of several processes: each adds its own difference.
+                self._metric.increment(count - self._told)
+                self._told = count
+            except Exception:  # whatever Triton raises, requests go on
+                log.exception("the engine's steps could not be told")
