@@ -66,7 +66,7 @@ async def measure(
 ) -> None:
     engine = RoutingEngine(target)
     took: dict[str, list[float]] = {"plain": [], "text": [], "useless": []}
-    drafted = accepted = tokens = 0
+    drafted = accepted = tokens = counted = 0
     for number, (prompt, text) in enumerate(edits(given.prompts)):
         ids = tokenizer.encode(prompt, add_special_tokens=True)
         predictions = {"plain": "", "text": text, "useless": UNRELATED}
@@ -92,6 +92,7 @@ async def measure(
                     seconds[way].append(spent)
                 if repeat and way == "text":
                     drafted, accepted = drafted + given_away, accepted + right
+                    counted += len(got)
         tokens += len(next(iter(answers)))
         assert len(answers) == 1, "speculation has changed the answer"
         for way, spent_all in seconds.items():
@@ -99,7 +100,8 @@ async def measure(
     plain = sum(took["plain"])
     print(
         f"{name:>8}: plain {tokens / plain:6.1f} tokens/s | the text as prediction "
-        f"{plain / sum(took['text']):.2f}x (accepted {accepted / max(1, drafted):.0%}) | "
+        f"{plain / sum(took['text']):.2f}x (accepted {accepted / max(1, drafted):.0%}, "
+        f"{counted / (counted - accepted):.1f} tokens a pass of the target) | "
         f"useless prediction {plain / sum(took['useless']):.3f}x; {tokens} tokens, texts equal",
         flush=True,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,63 @@ def test_what_the_service_cannot_honour_is_refused_by_name(
 ) -> None:
     with pytest.raises(Unsupported, match=f"^{field}: "):
         sent(replace(ASK, **more))
+
+
+# One value of each field that is not what an absent one means.
+SAMPLING: dict[str, Any] = {
+    "top_k": 5,
+    "top_p": 0.5,
+    "top_p_min": 0.1,
+    "top_p_reset_id": 7,
+    "top_p_decay": 0.9,
+    "temperature": 0.5,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "min_tokens": 3,
+    "seed": 9,
+    "beam_width": 2,
+    "length_penalty": 0.5,
+    "early_stopping": True,
+    "beam_search_diversity_rate": 0.5,
+}
+REQUEST: dict[str, Any] = {
+    "input_ids": (1,),
+    "max_tokens": 3,
+    "streaming": False,
+    "num_return_sequences": 2,
+    "end_id": 13,
+    "stop_sequences": ((7,),),
+    "bad_sequences": ((7,),),
+    "embedding_bias": ((1, 1.0),),
+    "draft": Draft(token_ids=(1,)),
+    "wants": Wants(log_probs=True),
+    "extras": {"lora_task_id": np.array([7])},
+}
+NOT_SENT = {
+    "request_id",  # made unique
+    "pad_id",  # answers are not padded
+    "speculation",  # for engines that verify drafts
+    "traceparent",  # in the call's metadata
+    "sampling",  # field by field
+}
+
+
+def test_no_field_of_a_request_is_dropped_in_silence() -> None:
+    """Each changes what is sent, or how the answer is read, or is refused by its name."""
+    assert SAMPLING.keys() == {field.name for field in fields(Sampling)}
+    assert REQUEST.keys() | NOT_SENT == {field.name for field in fields(EngineRequest)}
+    drawn = replace(ASK, sampling=Sampling(top_p=0.9))
+    changed = {name: replace(drawn, **{name: value}) for name, value in REQUEST.items()} | {
+        name: replace(drawn, sampling=replace(drawn.sampling, **{name: value}))
+        for name, value in SAMPLING.items()
+    }
+    asked = service_request(drawn, "id", EOS, NO_LIMITS)
+    for name, request in changed.items():
+        try:
+            assert service_request(request, "id", EOS, NO_LIMITS) != asked, name
+        except Unsupported as error:
+            assert error.field in (name, {"draft": "draft_input_ids"}.get(name))
 
 
 def test_the_proto_has_the_fields_that_are_used() -> None:

@@ -51,7 +51,7 @@ class Later:
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def work_on(self, call: Call) -> None:
+    def work_on(self, call: Call, urgent: bool = False) -> None:
         pass
 
     def later(self, seconds: float, call: Call) -> None:

@@ -110,7 +110,7 @@ def metrics_of(service: Any) -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            traced = sum("traceparent" in metadata for metadata in service.metadata)
+            traced = sum(trace is not None for trace in service.traces)
             text = f"echo_live_requests {service.live}\necho_tokens {service.tokens}\n"
             self.wfile.write(f"{text}echo_traced_requests {traced}\n".encode())
 

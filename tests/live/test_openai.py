@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+import jsonschema
 import openai
 import psutil
 import pytest
@@ -106,6 +108,52 @@ def test_log_probs_choices_and_drafts_come_from_the_engine(api: openai.OpenAI) -
         for drafts in (0, 4)
     }
     assert len(texts) == 1
+
+
+COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "dark": {"type": "boolean"}},
+    "required": ["colour", "dark"],
+    "additionalProperties": False,
+}
+
+
+def test_calls_and_schemas_are_enforced_by_the_engine(api: openai.OpenAI) -> None:
+    """Streamed and whole, of a model that knows nothing of tools."""
+    paint = {"type": "function", "function": {"name": "paint", "parameters": COLOUR}}
+    chunks = api.chat.completions.create(
+        model="demo",
+        messages=QUESTION,
+        tools=[paint],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        stream=True,
+    )
+    *_, last = choices = [chunk.choices[0] for chunk in chunks]
+    calls = [call.function for each in choices for call in each.delta.tool_calls or ()]
+    assert (calls[0].name, last.finish_reason) == ("paint", "tool_calls")
+    jsonschema.validate(json.loads("".join(call.arguments or "" for call in calls)), COLOUR)
+    form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR}}
+    answer = api.chat.completions.create(model="demo", messages=QUESTION, response_format=form)
+    jsonschema.validate(json.loads(answer.choices[0].message.content or ""), COLOUR)
+
+
+def cancelled(url: str) -> float:
+    """Requests that ended because their client left, of all workers."""
+    with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line for line in lines if 'outcome="cancelled"' in line and "requests_total" in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def test_a_client_that_leaves_ends_its_request(served: Served, api: openai.OpenAI) -> None:
+    """In the middle of a stream; the next request is answered."""
+    before = cancelled(served.url)
+    asked = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 400}
+    with api.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+    until(lambda: cancelled(served.url) > before, seconds=60)
+    assert api.completions.create(model="demo", prompt="Once", max_tokens=4).choices
 
 
 def test_a_prompt_that_is_too_long_is_refused_as_clients_expect(api: openai.OpenAI) -> None:

@@ -16,12 +16,14 @@ import jsonschema
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from openai.types import Batch, Completion, FileObject, Image, Model, Moderation, VectorStore
 
 from tests.helpers.embedded_steps import checkpoint
 from tests.helpers.tools import ping_and_set_tree
 from trtllm_bls.chat_parsing import FORCED, Arguments, ChatParser, ToolCall, forced_calls
 from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.embedded.guides import Guides
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import (
@@ -166,6 +168,43 @@ def test_every_answer_validates(
         if reason is not FinishReason.LENGTH:
             assert reason is FinishReason.END_ID
             jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+
+
+def written(guides: Guides, tokenizer: Tokenizer, schema: str, seed: int) -> str | None:
+    """A text of random tokens that the guide allows, up to where it may end; or what never ends."""
+    guide = guides.of(guided("json_schema", schema))
+    assert guide is not None
+    draws, ids = np.random.default_rng(seed), list[int]()
+    closing = [tokenizer.encode_word(mark)[-1] for mark in ('"', "}", "]")]
+    while not guide.ended:
+        row = draws.gumbel(size=tokenizer.model_vocab_size)
+        row[closing] += 8  # else few texts end
+        guide.mask(row)
+        if row[2] > -np.inf:
+            break
+        if len(ids) == 400:
+            return None
+        ids.append(int(row.argmax()))
+        guide.push(ids[-1])
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+    return detokenizer.feed(tuple(ids)) + detokenizer.flush()
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_published_schemas_are_kept(tokenizer: Tokenizer, forced: bool) -> None:
+    """Somebody else's types: as the form of an answer, and as the parameters of a tool."""
+    guides, ended = Guides(DEMO, tokenizer.model_vocab_size), 0
+    for kind in (Batch, Completion, FileObject, Image, Model, Moderation, VectorStore):
+        schema = kind.model_json_schema()
+        if forced:
+            tool = {"type": "function", "function": {"name": "save", "parameters": schema}}
+            schema = json.loads(forced_calls([tool], "save"))
+        for seed in range(2):
+            text = written(guides, tokenizer, json.dumps(schema), seed)
+            if text is not None:
+                jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+                ended += 1
+    assert ended >= 10
 
 
 @pytest.mark.parametrize(

@@ -339,6 +339,8 @@ def test_text_of_accepted_drafts_is_told_apart() -> None:
     shown = ["".join(p.text[a:b] for a, b in p.drafted) for p in held]
     assert "".join(shown) == "".join(p[0][a:b] for p in expected for a, b in p[1])
     assert all(not piece.drafted for piece in told(RULES, *chunks))
+    (at_once,) = told(rules, chunk(2, 1, 0, final=True, speculation=counts(2)))
+    assert at_once.drafted == ((0, 2), (2, 3))
 
 
 # --- whether the engine has to be told ------------------------------------------------------

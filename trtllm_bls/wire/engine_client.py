@@ -11,7 +11,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ class DeployedModel:
             inputs.pop("exclude_input_in_output", None)  # nothing to ask for: it is so by default
         return cls(inputs, frozenset(tensor.name for tensor in config.output), parameters)
 
-    @property
+    @cached_property
     def limits(self) -> EngineLimits:
         """What the parameters tell of the engine's limits."""
         one_step = self.parameters.get("one_step_requests")
