@@ -16,11 +16,13 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.supervisors import Multiprocess
 
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.front import Front, SharedProofs, WorkerLoop
+from trtllm_bls.openai.replies import BODY_WRITE
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.deployment import Deployment
 
@@ -61,6 +63,14 @@ class LimitedHeaders(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         super().on_headers_complete()
+        self.scope[BODY_WRITE] = partial(self._write_body, self.cycle)  # type: ignore[typeddict-unknown-key]
+
+    def _write_body(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """What ``cycle.send`` does with a part of a chunked body, in a third of its time."""
+        if self.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def on_message_complete(self) -> None:
         self._in_headers, self._header_bytes = True, 0
@@ -111,8 +121,15 @@ def _serve(
     print(f"OpenAI API: {scheme}://{shown}:{port}/v1", flush=True)
     if server.workers == 1:
         _run(config, listening)
-    else:
+    elif server.certificate is not None:  # nobody but a worker can read what is asked
         Multiprocess(config, sockets=[listening]).run()
+    else:
+        assert api.shared is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        config.loop = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
+        workers = Multiprocess(config, sockets=[theirs])
+        Front(listening, ours, SharedProofs(api.shared).hold, workers.should_exit.is_set).start()
+        workers.run()
 
 
 def _run(config: uvicorn.Config, listening: socket.socket) -> None:
