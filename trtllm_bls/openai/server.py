@@ -28,6 +28,7 @@ from trtllm_bls.services.deployment import Deployment
 
 MAX_HEADER_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, which then close first
+_SILENT_WORKER_S = 30  # after which a worker is killed; on a busy host it takes long to start
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ def uvicorn_options(exit_timeout: int) -> dict[str, Any]:
         "server_header": False,
         "timeout_keep_alive": _KEEP_ALIVE_S,
         "timeout_graceful_shutdown": exit_timeout,
+        "timeout_worker_healthcheck": _SILENT_WORKER_S,
     }
 
 
