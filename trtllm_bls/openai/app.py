@@ -173,7 +173,10 @@ class _Api:
         lifecycle: Lifecycle | None = None
         if directory := self.settings.status_dir:
             lifecycle = Lifecycle(self.requests, self.backend, directory, first=False)
-        keeping = [asyncio.create_task(self._keep_samples()), asyncio.create_task(self._keep_proof())]
+        keeping = [
+            asyncio.create_task(self._keep_samples()),
+            asyncio.create_task(self._keep_proof()),
+        ]
         try:
             yield
         finally:

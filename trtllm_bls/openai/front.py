@@ -2,8 +2,8 @@
 
 A worker's event loop may have the tokens of a thousand streams to write before it comes to a probe.
 So a thread of the process that supervises the workers, which has nothing else to do, accepts each
-connection and looks at what it asks first. It gives it to a worker with nothing read from it, unless
-it asks for ``/health`` in the plainest way and a worker has proven lately that it can answer.
+connection and looks at what it asks first. It gives it to a worker with nothing read from it,
+unless it asks for ``/health`` in the plainest way and a worker has proven lately that it answers.
 
 A connection goes as a message over a socket that all workers read: whichever is free takes it.
 """
@@ -32,7 +32,8 @@ _PROVEN_S = 2.5  # so long a proof holds; a loop with more to do than it can is 
 _HEAD_BYTES = 2048
 _HARMLESS = rb"(?:host|user-agent|accept[a-z-]*|cache-control):[^\r\n]*\r\n"
 _PROBE = re.compile(
-    rb"GET /health HTTP/1\.1\r\n(?:%b|connection: *(?:(close)|keep-alive)\r\n)*\r\n" % _HARMLESS, re.I
+    rb"GET /health HTTP/1\.1\r\n(?:%b|connection: *(?:(close)|keep-alive)\r\n)*\r\n" % _HARMLESS,
+    re.I,
 )
 _BODY = b'{"status":"ok"}'
 
@@ -152,12 +153,12 @@ def _answer(closes: bool) -> bytes:
 class WorkerLoop(uvloop.Loop):
     """uvloop's, which serves what a ``Front`` gives where it is told to listen at its socket."""
 
-    async def create_server(self, factory: Any, *args: Any, **options: Any) -> Any:
+    async def create_server(self, protocol_factory: Any, *args: Any, **options: Any) -> Any:
         """See ``asyncio``."""
         sock = options.get("sock")
         if sock is None or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
-            return await super().create_server(factory, *args, **options)
-        return _Given(self, factory, sock)
+            return await super().create_server(protocol_factory, *args, **options)
+        return _Given(self, protocol_factory, sock)
 
 
 class _Given:

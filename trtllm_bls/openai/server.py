@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -64,7 +64,8 @@ class LimitedHeaders(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         super().on_headers_complete()
-        self.scope[BODY_WRITE] = partial(self._write_body, self.cycle)  # type: ignore[typeddict-unknown-key]
+        scope = cast("dict[str, Any]", self.scope)
+        scope[BODY_WRITE] = partial(self._write_body, self.cycle)
 
     def _write_body(self, cycle: RequestResponseCycle, data: bytes) -> bool:
         """What ``cycle.send`` does with a part of a chunked body, in a third of its time."""
