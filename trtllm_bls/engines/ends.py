@@ -48,10 +48,10 @@ class SequenceEnds:
         ``ended``: nothing follows, for ``reason`` where no end of the request's own is in ``ids``.
         """
         kept = len(ids)
-        if kept == 1 and self._plain and not ended and log_probs is None:  # nearly always
-            if ids[0] != self._end_id and self._count + 1 < self._most:
-                self._count += 1
-                return EngineChunk(token_ids=tuple(ids), sequence_index=self._index)
+        usual = kept == 1 and self._plain and not ended and log_probs is None
+        if usual and ids[0] != self._end_id and self._count + 1 < self._most:
+            self._count += 1
+            return EngineChunk(token_ids=tuple(ids), sequence_index=self._index)
         for place, token in enumerate(ids):
             found = self._end_at(token)
             if found is not None:
