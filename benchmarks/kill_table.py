@@ -111,7 +111,8 @@ def serving(step_ms: int = STEP_MS, place: int = 0) -> Iterator[Server]:
         for model in ("tensorrt_llm", "tensorrt_llm_draft"):
             shutil.rmtree(repository / model, ignore_errors=True)
             shutil.copytree(ROOT / "models" / "tensorrt_llm", repository / model)
-            shutil.copy(ROOT / "benchmarks/scripted/1/model.py", repository / model / "1/model.py")
+            scripted = ROOT / "benchmarks/scripted/1"
+            shutil.copytree(scripted, repository / model / "1", dirs_exist_ok=True)
         words = [sys.executable, "-m", "trtllm_bls.cli", "serve", "--exit-timeout", "5"]
         for number, port in enumerate(("http", "grpc", "metrics", "health")):
             words += [f"--{port}-port", str(FIRST_PORT + 10 * place + number)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -25,3 +27,13 @@ def pad(source: Path, target: Path, layers: int) -> None:
     config["num_hidden_layers"] = own + layers
     config.pop("layer_types", None)
     (target / "config.json").write_text(json.dumps(config))
+
+
+def demo_and_padded(layers: int) -> Iterator[tuple[str, Path]]:
+    """Name and directory of the demo's target, and of its padded copy while that is used."""
+    demo = Path(__file__).parents[1] / "assets" / "demo" / "target"
+    yield "demo", demo
+    with tempfile.TemporaryDirectory() as scratch:
+        padded = Path(scratch) / "padded"
+        pad(demo, padded, layers)
+        yield "padded", padded

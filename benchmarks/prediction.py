@@ -14,12 +14,11 @@ import asyncio
 import os
 import platform
 import statistics
-import tempfile
 import time
 from contextlib import aclosing
 from pathlib import Path
 
-from padded import pad
+from padded import demo_and_padded
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
@@ -67,7 +66,7 @@ async def measure(
 ) -> None:
     engine = RoutingEngine(target)
     took: dict[str, list[float]] = {"plain": [], "text": [], "useless": []}
-    drafted = accepted = tokens = 0
+    drafted = accepted = tokens = counted = 0
     for number, (prompt, text) in enumerate(edits(given.prompts)):
         ids = tokenizer.encode(prompt, add_special_tokens=True)
         predictions = {"plain": "", "text": text, "useless": UNRELATED}
@@ -93,6 +92,7 @@ async def measure(
                     seconds[way].append(spent)
                 if repeat and way == "text":
                     drafted, accepted = drafted + given_away, accepted + right
+                    counted += len(got)
         tokens += len(next(iter(answers)))
         assert len(answers) == 1, "speculation has changed the answer"
         for way, spent_all in seconds.items():
@@ -100,7 +100,8 @@ async def measure(
     plain = sum(took["plain"])
     print(
         f"{name:>8}: plain {tokens / plain:6.1f} tokens/s | the text as prediction "
-        f"{plain / sum(took['text']):.2f}x (accepted {accepted / max(1, drafted):.0%}) | "
+        f"{plain / sum(took['text']):.2f}x (accepted {accepted / max(1, drafted):.0%}, "
+        f"{counted / (counted - accepted):.1f} tokens a pass of the target) | "
         f"useless prediction {plain / sum(took['useless']):.3f}x; {tokens} tokens, texts equal",
         flush=True,
     )
@@ -123,11 +124,8 @@ def main() -> None:
         f"Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.0f}; at most {given.tokens} tokens, {given.prompts} prompts"
     )
-    run("demo", DEMO / "target", given)
-    with tempfile.TemporaryDirectory() as scratch:
-        padded = Path(scratch) / "padded"
-        pad(DEMO / "target", padded, given.pad_layers)
-        run("padded", padded, given)
+    for name, model in demo_and_padded(given.pad_layers):
+        run(name, model, given)
 
 
 if __name__ == "__main__":

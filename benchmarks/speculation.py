@@ -14,16 +14,20 @@ import asyncio
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import agreeing, hashed
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import agreeing, hashed
 from trtllm_bls.messages import EngineChunk, EngineRequest, Sampling, SpeculationRequest
 from trtllm_bls.speculative import (
     DraftSource,

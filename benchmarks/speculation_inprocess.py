@@ -13,19 +13,18 @@ import asyncio
 import json
 import os
 import platform
-import tempfile
 import time
 from contextlib import aclosing
 from pathlib import Path
 
 import torch
-from padded import pad
+from padded import demo_and_padded
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.messages import EngineRequest, Sampling
-from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationShared
+from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationStats
 from trtllm_bls.tokenizer import load_tokenizer
 
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
@@ -68,14 +67,14 @@ async def measure(
         base = time.perf_counter() - begun
         line = f"{name:>8} {kind:>5}: plain {sum(map(len, plain)) / base:6.1f} tokens/s"
         for way, options in WAYS.items():
-            shared = SpeculationShared()
-            engine = RoutingEngine(target, draft, options, by_default=True, shared=shared)
+            ended: list[SpeculationStats] = []
+            engine = RoutingEngine(target, draft, options, by_default=True, on_end=ended.append)
             await tokens_of(engine, asked[0])
             begun = time.perf_counter()
             drafted = [await tokens_of(engine, one) for one in asked]
             took = time.perf_counter() - begun
             differs = "" if drafted == plain else ", TOKENS DIFFER"
-            rate = shared.totals.acceptance_rate or 0.0
+            rate = sum(one.accepted for one in ended) / max(1, sum(one.drafted for one in ended))
             line += f" | {way} {base / took:.2f}x (accepted {rate:.0%}{differs})"
         print(line, flush=True)
 
@@ -98,11 +97,8 @@ def main() -> None:
         f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.0f}; {given.tokens} tokens, {given.prompts} prompts a kind"
     )
-    run("demo", DEMO / "target", given)
-    with tempfile.TemporaryDirectory() as scratch:
-        padded = Path(scratch) / "padded"
-        pad(DEMO / "target", padded, given.pad_layers)
-        run("padded", padded, given)
+    for name, model in demo_and_padded(given.pad_layers):
+        run(name, model, given)
 
 
 if __name__ == "__main__":

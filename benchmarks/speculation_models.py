@@ -14,11 +14,10 @@ import asyncio
 import json
 import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from padded import pad
+from padded import demo_and_padded
 
 from trtllm_bls.client import Client, Result
 from trtllm_bls.launcher import TritonServer
@@ -90,11 +89,8 @@ def main() -> None:
         f"load {os.getloadavg()[0]:.0f}; "
         f"{given.tokens} tokens, {given.prompts} prompts a kind, greedy, one request at a time"
     )
-    measure("demo", DEMO / "target", given)
-    with tempfile.TemporaryDirectory() as scratch:
-        padded = Path(scratch) / "padded"
-        pad(DEMO / "target", padded, given.pad_layers)
-        measure("padded", padded, given)
+    for name, model in demo_and_padded(given.pad_layers):
+        measure(name, model, given)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ def settings(
     for model in ("tensorrt_llm", "tensorrt_llm_draft"):
         shutil.rmtree(repository / model, ignore_errors=True)
         shutil.copytree(ROOT / "models" / "tensorrt_llm", repository / model)
-        shutil.copy(ROOT / "benchmarks/scripted/1/model.py", repository / model / "1/model.py")
+        scripted = ROOT / "benchmarks/scripted/1"
+        shutil.copytree(scripted, repository / model / "1", dirs_exist_ok=True)
     return ServeSettings(
         http_port=0,
         grpc_port=0,

@@ -4,6 +4,8 @@
 matcher, decide why and where a sequence ends, and keep scores aligned with the text that has left.
 What is fed and what is emitted are two steps: any number of engine chunks becomes one text chunk.
 Nothing here knows engines, Triton, clocks or arrays (logits are passed on row by row).
+
+This file is longer than others: the text, the end and the scores of a sequence advance together.
 """
 
 from __future__ import annotations
@@ -375,7 +377,8 @@ class SequenceText:
         logits = chunk.generation_logits[position] if chunk.generation_logits is not None else None
         token = None
         if self._rules.return_tokens:
-            token = TokenText(token_id, data, log_prob)
+            best = chunk.top_log_probs[position] if chunk.top_log_probs else ()
+            token = TokenText(token_id, data, log_prob, best)
         if log_prob is not None or logits is not None or token is not None:
             self._scored.append(_Scored(end, log_prob, logits, token))
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trtllm_bls.errors import CheckpointError, TokenizerError
 
+_T = TypeVar("_T")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt")  # any of them is enough
@@ -106,3 +108,43 @@ def _json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file.parent}: {file.name} is not a JSON object")
     return content
+
+
+def generation_eos(path: Path) -> tuple[int, ...]:
+    """The end ids that generation_config.json names: none, one or several.
+
+    Raises ``TokenizerError``, as the next one does, for a file that cannot be read.
+    """
+
+    def ids(config: dict[str, Any]) -> tuple[int, ...]:
+        named = config.get("eos_token_id")
+        listed = [] if named is None else named if isinstance(named, list) else [named]
+        return tuple(int(token_id) for token_id in listed)
+
+    return _from_json(path, "generation_config.json", ids, ())
+
+
+def config_vocab_size(path: Path) -> int:
+    """The model's own count of logits, where its configuration lies here too; else 0."""
+
+    def size(config: dict[str, Any]) -> int:
+        return int((config.get("text_config") or config).get("vocab_size") or 0)
+
+    return _from_json(path, "config.json", size, 0)
+
+
+def _from_json(path: Path, name: str, read: Callable[[dict[str, Any]], _T], absent: _T) -> _T:
+    source = path / name
+    if not source.is_file():
+        return absent
+    try:
+        return read(json.loads(source.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        problem = f"{name} cannot be read ({one_line(error)})"
+        raise TokenizerError(f"{path}: {problem}; mend or remove it") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of what a library says, or the kind of error where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

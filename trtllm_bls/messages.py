@@ -25,6 +25,8 @@ TokenIds: TypeAlias = tuple[int, ...]
 # A prompt may be so long that each pass over a tuple of its ids would hold up every other stream:
 # such a prompt is an ``array`` of int32, never changed.
 PromptIds: TypeAlias = Sequence[int]
+# Of one token's place: the likeliest ids with their log-probabilities.
+TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 NOTHING: Mapping[str, Array] = MappingProxyType({})
 
 
@@ -78,9 +80,14 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Wants:
-    """What the caller asked to get back beside the tokens."""
+    """What the caller asked to get back beside the tokens.
+
+    ``top_log_probs``: how many of the likeliest ids of each token's place; of an engine that does
+    not tell them (``EngineLimits``), the logits are asked for instead.
+    """
 
     log_probs: bool = False
+    top_log_probs: int = 0
     context_logits: bool = False
     generation_logits: bool = False
     perf_metrics: bool = False
@@ -196,9 +203,10 @@ class SpeculationCounts:
 class EngineChunk:
     """Tokens new since the last chunk of the same sequence; may be none.
 
-    ``log_probs`` and ``generation_logits`` belong to exactly these ``token_ids``. ``final`` marks
-    the last chunk of a sequence; ``finish_reason`` is ``None`` even there when the engine's wire
-    does not say. ``speculation`` counts all rounds so far; ``None`` where there are none.
+    ``log_probs``, ``top_log_probs`` and ``generation_logits`` belong to exactly these
+    ``token_ids``. ``final`` marks the last chunk of a sequence; ``finish_reason`` is ``None`` even
+    there when the engine's wire does not say. ``speculation`` counts all rounds so far; ``None``
+    where there are none.
     """
 
     token_ids: TokenIds
@@ -206,6 +214,7 @@ class EngineChunk:
     final: bool = False
     finish_reason: FinishReason | None = None
     log_probs: tuple[float, ...] | None = None
+    top_log_probs: tuple[TopLogProbs, ...] | None = None
     cum_log_prob: float | None = None
     context_logits: Array | None = None  # [prompt tokens, vocab]
     generation_logits: Array | None = None  # [len(token_ids), vocab]
@@ -219,7 +228,9 @@ class EngineLimits:
 
     ``max_sequence_tokens`` counts prompt and completion together. ``one_step``: the engine ends
     every request after one step, as older engines built for external drafts do;
-    ``may_be_one_step``: it is of a kind that may do so, without saying.
+    ``may_be_one_step``: it is of a kind that may do so, without saying. ``tells_top_log_probs``:
+    beside each token, without logits. ``speculates``: how it does so itself, where it takes no
+    drafts for that.
     """
 
     vocab_size: int | None = None
@@ -228,6 +239,8 @@ class EngineLimits:
     max_draft_tokens: int | None = None
     one_step: bool | None = None
     may_be_one_step: bool = False
+    tells_top_log_probs: bool = False
+    speculates: str = ""
 
 
 # --- to the orchestrator --------------------------------------------------------------------
@@ -320,12 +333,14 @@ class Ending:
 class TokenText(NamedTuple):
     """One token with the bytes that it adds to the text; a character may be spread over several.
 
-    ``log_prob`` is ``None`` where it was not asked for, and of a prompt's tokens.
+    ``log_prob`` is ``None`` where it was not asked for, and of a prompt's tokens; ``top_log_probs``
+    are there where the engine tells them.
     """
 
     token_id: int
     data: bytes
     log_prob: float | None
+    top_log_probs: TopLogProbs = ()
 
 
 @dataclass(kw_only=True)  # see EngineChunk

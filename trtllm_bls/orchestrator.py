@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.answer import Answer, TextRules, too_late
@@ -27,11 +26,10 @@ from trtllm_bls.messages import (
     FinishReason,
     Sampling,
     SpeculationRequest,
-    TextChunk,
     TextRequest,
 )
 from trtllm_bls.prompts import Prompt, PromptMaker
-from trtllm_bls.request_stats import RequestRecord, RequestStats
+from trtllm_bls.request_stats import RequestRecord, RequestStats, TextSink
 from trtllm_bls.tokenizer import Tokenizer
 
 if sys.version_info >= (3, 11):
@@ -54,20 +52,6 @@ class Defaults:
     timeout_s: float | None = None  # None: as long as it takes
     limits: RequestLimits = field(default_factory=RequestLimits)
     expose_kv_cache_metrics: bool = False
-
-
-class TextSink(Protocol):
-    """Where the chunks of one request go.
-
-    Chunks that arrive while the sink is not ready are answered together, so a slow reader's
-    responses grow larger instead of more.
-    """
-
-    async def ready(self) -> None:
-        """Return once a chunk would leave at once; without suspending if it would now."""
-
-    def send(self, chunk: TextChunk) -> None:
-        """Take a chunk; never waits. Several may come in a row, one per sequence."""
 
 
 def _ignore(stats: RequestStats) -> None:
@@ -152,6 +136,7 @@ class Orchestrator:
                 limits = await self._engine.limits()
                 prompt = await self._prompt(request, limits)
                 max_tokens = self._max_tokens(request, prompt, limits)
+                request = _with_logits(request, limits)
                 asked = self._engine_request(request, prompt, max_tokens)
                 if request.wants.context_logits or request.wants.generation_logits:
                     self._defaults.limits.check_logits(asked.logit_rows(limits), limits.vocab_size)
@@ -308,6 +293,14 @@ async def _drive(
 def _give_way() -> None:
     """Let the event loop have the interpreter's lock, which without a sleep it seldom gets."""
     time.sleep(0.0001)
+
+
+def _with_logits(request: TextRequest, limits: EngineLimits) -> TextRequest:
+    """Where the engine does not tell the likeliest ids of a place, its logits do."""
+    if not request.wants.top_log_probs or limits.tells_top_log_probs:
+        return request
+    wants = replace(request.wants, top_log_probs=0, generation_logits=True)
+    return replace(request, wants=wants)
 
 
 def _with_seed(request: TextRequest) -> TextRequest:

@@ -74,10 +74,18 @@ class RequestStats:
         return cls(request_id=request_id, outcome=outcome, reason=reason, error=text)
 
 
-class _Sink(Protocol):
-    async def ready(self) -> None: ...
+class TextSink(Protocol):
+    """Where the chunks of one request go.
 
-    def send(self, chunk: TextChunk) -> None: ...
+    Chunks that arrive while the sink is not ready are answered together, so a slow reader's
+    responses grow larger instead of more.
+    """
+
+    async def ready(self) -> None:
+        """Return once a chunk would leave at once; without suspending if it would now."""
+
+    def send(self, chunk: TextChunk) -> None:
+        """Take a chunk; never waits. Several may come in a row, one per sequence."""
 
 
 class RequestRecord:
@@ -86,7 +94,7 @@ class RequestRecord:
     ``clock`` gives seconds.
     """
 
-    def __init__(self, request: TextRequest, sink: _Sink, clock: Callable[[], float]) -> None:
+    def __init__(self, request: TextRequest, sink: TextSink, clock: Callable[[], float]) -> None:
         self.ready: Callable[[], Coroutine[Any, Any, None]] = sink.ready
         self.running = False  # the engine was given the request
         self._request = request

@@ -104,7 +104,9 @@ class ServeSettings:
             if self.model is None and self.model_repository is None:
                 raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
             if self.draft_model is not None:
-                raise SettingsError(f"--engine {self.engine}: takes no --draft-model")
+                raise SettingsError(
+                    f"--engine {self.engine}: takes no --draft-model; drafts are made where it is"
+                )
         for name in ("http_port", "grpc_port", "metrics_port", "health_port", "openai_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise SettingsError(f"{option(name)} {getattr(self, name)}: must be 0 to 65535")

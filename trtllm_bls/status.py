@@ -32,7 +32,8 @@ class ProcessStatus:
 
     ``loop_at``: when its event loop last turned. ``responses``: made so far, errors left out.
     ``requests``: the ids of some that run, of ``running``. ``handed_over``: it takes no new
-    requests, and needs no further request to the engine for those that run.
+    requests, and needs no further request to the engine for those that run. ``engine_problem``:
+    what an engine in another process says is wrong with it.
     """
 
     pid: int
@@ -42,6 +43,7 @@ class ProcessStatus:
     running: int
     requests: tuple[str, ...] = ()
     handed_over: bool = False
+    engine_problem: str | None = None
 
 
 class StatusDirectory:

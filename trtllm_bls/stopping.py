@@ -94,9 +94,9 @@ def check_words(field: str, words: Sequence[str], most: int, longest: int) -> No
         raise InvalidRequest(field, problem)
 
 
-def checked_stops(stops: Sequence[str], field: str = "stop_words") -> tuple[str, ...]:
+def checked_stops(stops: Sequence[str]) -> tuple[str, ...]:
     """The stops without empty and repeated ones. Raises ``InvalidRequest`` above the limits."""
-    check_words(field, stops, MAX_STOPS, MAX_STOP_CHARS)
+    check_words("stop_words", stops, MAX_STOPS, MAX_STOP_CHARS)
     return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 

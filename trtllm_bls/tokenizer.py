@@ -20,12 +20,12 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trtllm_bls.chat import GUARD, ChatGuard
-from trtllm_bls.checkpoint_dir import check_tokenizer
+from trtllm_bls.checkpoint_dir import check_tokenizer, config_vocab_size, generation_eos, one_line
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
 from trtllm_bls.detokenizer.token_length import most_characters
 from trtllm_bls.errors import InvalidRequest, TokenizerError
@@ -99,33 +99,34 @@ class Tokenizer:
         """The ids of ``text`` alone, without special tokens; none for an empty word."""
         return tuple(self._encode(text, False, field))
 
-    def stop_ids(self, word: str, field: str = "stop_words") -> tuple[int, ...]:
+    def stop_ids(self, word: str) -> tuple[int, ...]:
         """The ids of ``word`` if a text that ends with them ends with the word, else none.
 
         A tokenizer may read another text than was written: composed accents, small letters, the
         unknown token. At the beginning of a text, where some tokens lose their space, the ids must
         spell the word too: an engine that ends at them ends nowhere else than the word does.
         """
-        token_ids = self.encode_word(word, field)
+        token_ids = self.encode_word(word)
         spelled = self._ends_with(word, token_ids) and self._text(token_ids).endswith(word)
         return token_ids if spelled else ()
 
-    def word_ids(self, word: str, field: str = "embedding_bias_words") -> tuple[int, ...]:
+    def word_ids(self, word: str) -> tuple[int, ...]:
         """The ids of ``word`` if they are its text in the middle of a text, else none."""
-        token_ids = self.encode_word(word, field)
+        token_ids = self.encode_word(word, "embedding_bias_words")
         return token_ids if self._ends_with(word, token_ids) else ()
 
-    def word_variants(self, word: str, field: str = "bad_words") -> tuple[tuple[int, ...], ...]:
+    def word_variants(self, word: str) -> tuple[tuple[int, ...], ...]:
         """Every way a word can begin: the text, after a space, and in the middle of a line.
 
         Variants that are not the word's text are left out, as they would forbid something else;
         so are those that end with another variant, as the shorter one covers them.
         """
-        anchor = self.encode_word("\n", field)
+        encode = partial(self.encode_word, field="bad_words")
+        anchor = encode("\n")
         found = []
         for text in (word, " " + word) if word else ():
-            found.append(self.encode_word(text, field))
-            anchored = self.encode_word("\n" + text, field)
+            found.append(encode(text))
+            anchored = encode("\n" + text)
             if anchored[: len(anchor)] == anchor:  # else the border fell inside a token
                 found.append(anchored[len(anchor) :])
         variants = [ids for ids in dict.fromkeys(found) if ids and self._ends_with(word, ids)]
@@ -224,7 +225,7 @@ class Tokenizer:
                 **further,
             )
         except Exception as error:  # a template is a program: it may raise anything
-            problem = f"the chat template refuses them: {_one_line(error)}"
+            problem = f"the chat template refuses them: {one_line(error)}"
             raise InvalidRequest("messages", problem) from error
         return str(prompt)
 
@@ -350,28 +351,26 @@ def _check_unicode(text: str, field: str) -> None:
 # --- loading --------------------------------------------------------------------------------
 
 
-def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> Tokenizer:
-    """Load a Hugging Face tokenizer directory, from this disk alone.
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """Load a Hugging Face tokenizer directory, from this disk alone; it is read, never run.
 
-    ``trust_remote_code`` allows the directory to bring Python code of its own, which is run.
     Raises ``TokenizerError``. Not to be called while another thread imports torch.
     """
     path = Path(directory)
     if not path.is_dir():
         raise TokenizerError(f"{path}: no such directory; give the model's tokenizer directory")
-    if not trust_remote_code:  # whose code may read files of any name
-        check_tokenizer(path)
-    generation_eos, config_vocab_size = _generation_eos(path), _config_vocab_size(path)
+    check_tokenizer(path)
+    eos, logits = generation_eos(path), config_vocab_size(path)
     try:
         with _torch_unseen():
             from transformers import AutoTokenizer
 
             hf = AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=trust_remote_code
+                str(path), local_files_only=True, trust_remote_code=False
             )
-        return Tokenizer(hf, generation_eos, config_vocab_size)
+        return Tokenizer(hf, eos, logits)
     except Exception as error:  # the libraries raise anything, also for a missing file
-        problem = f"cannot be loaded as a tokenizer ({_one_line(error)})"
+        problem = f"cannot be loaded as a tokenizer ({one_line(error)})"
         mend = "copy tokenizer.json and tokenizer_config.json of the model into it"
         raise TokenizerError(f"{path}: {problem}; {mend}") from error
 
@@ -394,39 +393,3 @@ def _torch_unseen() -> Iterator[None]:
         yield
     finally:
         del sys.modules["torch"]
-
-
-def _generation_eos(path: Path) -> tuple[int, ...]:
-    """The end ids that generation_config.json names: none, one or several."""
-
-    def ids(config: dict[str, Any]) -> tuple[int, ...]:
-        named = config.get("eos_token_id")
-        listed = [] if named is None else named if isinstance(named, list) else [named]
-        return tuple(int(token_id) for token_id in listed)
-
-    return _from_json(path, "generation_config.json", ids, ())
-
-
-def _config_vocab_size(path: Path) -> int:
-    """The model's own count of logits, where its configuration lies here too; else 0."""
-
-    def size(config: dict[str, Any]) -> int:
-        return int((config.get("text_config") or config).get("vocab_size") or 0)
-
-    return _from_json(path, "config.json", size, 0)
-
-
-def _from_json(path: Path, name: str, read: Callable[[dict[str, Any]], _T], absent: _T) -> _T:
-    source = path / name
-    if not source.is_file():
-        return absent
-    try:
-        return read(json.loads(source.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        problem = f"{name} cannot be read ({_one_line(error)})"
-        raise TokenizerError(f"{path}: {problem}; mend or remove it") from error
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -11,8 +11,8 @@ import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from doubles.trtllm_service import Behaviour, ScriptedService
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour, ScriptedService
 from trtllm_bls.messages import (
     EngineChunk,
     EngineLimits,

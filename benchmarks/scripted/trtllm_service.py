@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import click
 
-from trtllm_bls.engines.scripted import Script
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour, EchoEngine, ScriptedService
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from doubles.scripted import Script
+from doubles.trtllm_service import Behaviour, EchoEngine, ScriptedService
 from trtllm_bls.tokenizer import load_tokenizer
 
 

@@ -19,6 +19,7 @@ from tests.helpers.fake_engine_server import (
     read,
     run,
 )
+from tests.helpers.waiting import eventually
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineRequest
 
@@ -62,8 +63,7 @@ def test_a_call_that_told_of_an_error_is_ended_politely() -> None:
         async with reaching(*told) as (engine, triton):
             with pytest.raises(EngineError, match="out of blocks"):
                 await read(engine)
-            while not triton.closed and not triton.cancelled.is_set():
-                await asyncio.sleep(0)
+            await eventually(lambda: triton.closed or triton.cancelled.is_set())
             assert triton.closed == 1
 
     run(scenario())
@@ -79,8 +79,7 @@ def test_no_two_requests_share_a_call_at_a_time() -> None:
             for names, calls in (("abcd", [1, 1, 1, 1]), ("efgh", [2, 2, 2, 2])):
                 all_asked.clear()
                 reading = [asyncio.create_task(read(engine, named(name))) for name in names]
-                while len(triton.asked) < sum(calls):
-                    await asyncio.sleep(0)
+                await eventually(lambda calls=calls: len(triton.asked) == sum(calls))
                 all_asked.set()
                 await asyncio.gather(*reading)
                 assert [len(requests) for requests in triton.calls] == calls
@@ -126,8 +125,7 @@ def test_a_request_that_is_over_no_longer_cancels() -> None:
             await early.wait()
             triton.steps = (Say((3,)), go_on, Say((4,), final=True))
             other = asyncio.create_task(read(engine, named("other")))
-            while len(triton.asked) < 2:
-                await asyncio.sleep(0)
+            await eventually(lambda: len(triton.asked) == 2)
             await early.aclose()
             go_on.set()
             assert [chunk.token_ids for chunk in await other] == [(3,), (4,)]
@@ -160,8 +158,7 @@ def test_a_call_is_ended_politely(
     async def scenario() -> None:
         async with reaching(Say((3,)), Say((4,), final=True)) as (engine, triton):
             await read(engine, named("a"))
-            while not triton.closed:
-                await asyncio.sleep(0.001)
+            await eventually(lambda: triton.closed)
             await read(engine, named("b"))
             assert called(triton) == [["a"], ["b"]]
             assert not triton.cancelled.is_set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import reciting, table
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import ids, read
+from tests.helpers.waiting import eventually
 from trtllm_bls.engines.llm_api import LlmApiEngine, open_llm
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import reciting, table
 from trtllm_bls.errors import EngineError, EngineUnavailable, SetupError, Unsupported
 from trtllm_bls.messages import EngineRequest, FinishReason, Sampling, Wants
 
@@ -134,8 +134,7 @@ def test_leaving_aborts(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             await stream.aclose()
             await read(engine, replace(ASK, max_tokens=50, stop_sequences=((11, 12),)))
             assert [request.aborted for request in llm.requests] == [True, True]
-            while llm.engine.live:
-                await asyncio.sleep(0.001)
+            await eventually(lambda: not llm.engine.live)
 
     run(scenario())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.helpers.fake_grpc_server import Abort, Fail, FakeGrpcServer, Hold, Step, Until, text
+from tests.helpers.waiting import eventually
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.health import Bounds, Probe
 from trtllm_bls.health.command import look
@@ -103,13 +104,6 @@ def watch(
     return Watch(cast(TritonServer, server), bounds, failed.append, failed.append, QUICK)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> None:
     """Readiness goes and comes back; nothing is ended for a stall that passes."""
 
@@ -118,14 +112,14 @@ def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> N
         steps: list[Step] = [TOKEN]
         async with FakeGrpcServer(lambda _: steps) as server:
             watching = watch(server.url, tmp_path, stall_s=1.0, failed=(failed := []))
-            await until(lambda: len(server.asked) > 1)
+            await eventually(lambda: len(server.asked) > 1)
             assert watching.verdict.ready
             steps[:] = [Until(stalled), TOKEN]
-            await until(lambda: not watching.verdict.ready)
+            await eventually(lambda: not watching.verdict.ready)
             assert "no response has left for" in watching.verdict.reasons[0]
             steps[:] = [TOKEN]
             stalled.set()
-            await until(lambda: watching.verdict.ready)
+            await eventually(lambda: watching.verdict.ready)
             await asyncio.to_thread(watching.close)
             assert failed == []
 
@@ -140,14 +134,34 @@ def test_an_engine_elsewhere_that_is_lost_ends_readiness_alone(tmp_path: Path) -
         async with FakeGrpcServer(lambda _: steps) as server:
             failed: list[str] = []
             watching = watch(server.url, tmp_path, 0.2, failed, engine_here=False)
-            await until(lambda: not watching.verdict.ready)
-            assert "it is not healthy: NOT_OK" in watching.verdict.reasons[0]
+            await eventually(lambda: "it is not healthy: NOT_OK" in str(watching.verdict.reasons))
+            assert not watching.verdict.ready
             enough = time.monotonic() + 1.0  # twice the limit and more
-            await until(lambda: time.monotonic() > enough)
+            await eventually(lambda: time.monotonic() > enough)
             assert failed == []
             steps[:] = [TOKEN]
-            await until(lambda: watching.verdict.ready)
+            await eventually(lambda: watching.verdict.ready)
             await asyncio.to_thread(watching.close)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_says_it_is_not_well_ends_readiness(tmp_path: Path) -> None:
+    """As soon as one process has heard so, before any request fails; and only as long."""
+
+    async def run() -> None:
+        files, failed = StatusDirectory(tmp_path), list[str]()
+        ill = "trtllm://gpu:50051: it is not healthy: NOT_OK"
+        now = time.monotonic()
+        well = ProcessStatus(os.getpid(), now, now, 0, 0)
+        async with FakeGrpcServer([TOKEN]) as server:
+            watching = watch(server.url, tmp_path, SECONDS, failed, engine_here=False)
+            files.write(replace(well, engine_problem=ill))
+            await eventually(lambda: watching.verdict.reasons == (ill,))
+            files.write(well)
+            await eventually(lambda: watching.verdict.ready)
+            await asyncio.to_thread(watching.close)
+            assert failed == []
 
     asyncio.run(run())
 
@@ -168,11 +182,14 @@ def test_load_alone_does_not_make_a_server_unready(tmp_path: Path) -> None:
         async with FakeGrpcServer([BUSY]) as server:
             watching = watch(server.url, tmp_path, stall_s=1.0, failed=failed)
             enough = time.monotonic() + 2.0  # twice the limit: without progress it would fail
-            while time.monotonic() < enough or len(server.asked) < 5:
+
+            def kept_ready() -> bool:
                 progress()
                 assert watching.verdict.ready
-                await asyncio.sleep(0.02)
-            await until(lambda: bool(failed))
+                return time.monotonic() > enough and len(server.asked) >= 5
+
+            await eventually(kept_ready)
+            await eventually(lambda: bool(failed))
             assert "no response has left for" in failed[0]
             await asyncio.to_thread(watching.close)
 

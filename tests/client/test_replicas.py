@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import ids, read
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.replicas import ReplicatedEngine
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, Sampling
 
@@ -178,21 +178,29 @@ def test_other_errors_are_the_requests_own() -> None:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_begun_request_goes_on_elsewhere_only_where_that_is_asked_for(resume: bool) -> None:
-    """From prompt and answer so far, within its own length."""
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9, seed=7)])
+def test_a_begun_request_goes_on_elsewhere_only_where_that_is_asked_for(
+    sampling: Sampling, resume: bool
+) -> None:
+    """Greedy or seeded, from prompt and answer so far, within its own length; numbers that were
+    drawn are not drawn again."""
 
     async def scenario() -> None:
         one, two = engines()
-        right = await tokens(two)
+        request = replace(ASK, sampling=sampling)
+        right = await tokens(two, request)
         one.fault = Fault(error=DOWN, after_tokens=2)
         engine = together(one, two, resume=resume)
         if resume:
-            assert await tokens(engine) == right
-            assert two.requests[-1].input_ids == (*ASK.input_ids, *right[:2])
-            assert two.requests[-1].max_tokens == 4
+            begun = await tokens(engine, request)
+            rest = two.requests[-1]
+            assert begun[:2] == right[:2] and len(begun) == len(right)
+            assert rest.input_ids == (*ASK.input_ids, *right[:2])
+            assert (rest.max_tokens, rest.sampling.seed) == (4, sampling.seed and 9)
+            assert begun == right or sampling.seed is not None
         else:
             with pytest.raises(EngineUnavailable):
-                await tokens(engine)
+                await tokens(engine, request)
         await engine.close()
 
     run(scenario())

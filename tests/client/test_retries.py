@@ -19,6 +19,7 @@ from tests.helpers.fake_grpc_server import (
     async_test,
     text,
 )
+from tests.helpers.waiting import eventually
 from trtllm_bls.client import Client
 from trtllm_bls.errors import (
     ConnectionFailed,
@@ -119,8 +120,7 @@ def test_who_leaves_between_two_tries_is_not_kept(
         async with FakeGrpcServer(FULL) as server, Client(server.url, retries=10**6) as client:
             stream = client.stream(**ASK)
             task = asyncio.ensure_future(anext(stream, None))
-            while len(server.asked) < 3:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: len(server.asked) >= 3)
             leave(stream, task)
             await asyncio.wait({task})
             assert task.cancelled() or task.result() is None
@@ -162,8 +162,7 @@ async def test_many_streams_that_are_cancelled_at_once_start_no_tasks() -> None:
             made |= {t for t in asyncio.all_tasks() - before if "_cython" not in repr(t.get_coro())}
             await asyncio.sleep(0)
         assert made == {closing}
-        while server.cancels < count:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: server.cancels == count)
 
 
 @async_test

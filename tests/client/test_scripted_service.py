@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from doubles.scripted import Script
+from doubles.scripted_tokens import reciting
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_services import EOS, playing
+from tests.helpers.waiting import eventually
 from trtllm_bls.engines.grpc_transport import Connection, GrpcError
-from trtllm_bls.engines.scripted import Script
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.engines.trtllm_service import messages
 
 A, B, C = 11, 12, 13
@@ -130,8 +131,7 @@ def test_an_aborted_answer_ends_in_order() -> None:
             call = connection.open(messages.SERVICE + "Generate", raw.extend, ended.set_result)
             call.send(asked(max_tokens=800).SerializeToString())
             call.half_close()
-            while not raw:
-                await asyncio.sleep(0.001)
+            await eventually(lambda: raw)
             for request_id, success in (("1", True), ("none", False)):
                 abort = messages.AbortRequest(request_id=request_id).SerializeToString()
                 answer = await connection.unary(messages.SERVICE + "Abort", abort)

@@ -21,6 +21,7 @@ from tests.helpers.fake_grpc_server import (
     async_test,
     text,
 )
+from tests.helpers.waiting import eventually
 from trtllm_bls.client import Client, Event
 from trtllm_bls.client.stream import Reader
 from trtllm_bls.errors import (
@@ -328,8 +329,7 @@ async def test_many_streams_leave_no_task_behind() -> None:
             counts.append(sum(map(is_ours, asyncio.all_tasks())))
         # Older versions of gRPC end the cancelled handlers of this test's server a little later.
         assert max(counts) < counts[0] + 10
-        while sum(map(is_ours, asyncio.all_tasks())) > counts[0]:
-            await asyncio.sleep(0)
+        await eventually(lambda: sum(map(is_ours, asyncio.all_tasks())) <= counts[0])
         del stream
         gc.collect()
         assert not any(type(thing) is Reader for thing in gc.get_objects())

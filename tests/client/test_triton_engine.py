@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -43,11 +44,12 @@ def route(url: str, transport: str = "auto") -> Route:
 def test_a_reachable_server_is_spoken_to_over_grpc_unless_told_otherwise(
     transport: str, kind: str
 ) -> None:
-    """Opened once, at the first request."""
+    """Opened once, by the first request, also where two come at once."""
 
     async def scenario() -> None:
         async with Triton() as triton:
             model = TritonEngine("tensorrt_llm", route(triton.url, transport))
+            await asyncio.gather(model.limits(), model.limits())
             for _ in range(2):
                 assert (await model.limits()).max_sequence_tokens == 64
                 assert type(model._chosen).__name__ == kind

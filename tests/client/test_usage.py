@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from trtllm_bls.commands.terminal import other_inputs
+from trtllm_bls.commands.terminal import assignments
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,7 +79,7 @@ def test_a_wrong_token_command_is_explained(tmp_path: Path) -> None:
 
 def test_other_inputs_are_json_or_else_strings() -> None:
     """So that numbers, lists and flags need no quoting, and plain words none either."""
-    found = other_inputs(["a=1", "b=[1, 2]", "c=true", "d=plain = text", 'e="1"', "f="])
+    found = assignments("--set", ["a=1", "b=[1, 2]", "c=true", "d=plain = text", 'e="1"', "f="])
     assert found == {"a": 1, "b": [1, 2], "c": True, "d": "plain = text", "e": "1", "f": ""}
     with pytest.raises(click.BadParameter):
-        other_inputs(["a"])
+        assignments("--set", ["a"])

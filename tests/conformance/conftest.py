@@ -55,6 +55,10 @@ def deployment(
             yield filled_in(asked, verifier.parameters)
     elif engine_kind == "embedded":
         yield _of_our_own(asked, request.getfixturevalue("server"))
+    elif engine_kind.startswith("cpp-"):
+        scratch = tmp_path_factory.mktemp("cpp")
+        with engines.declared_as_cpp(engine_kind.removeprefix("cpp-"), scratch) as server:
+            yield _of_our_own(asked, server)
     elif engine_kind == "trtllm":
         with engines.before_a_service() as server:
             yield _of_our_own(replace(asked, no_logits=True), server)

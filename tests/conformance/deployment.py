@@ -39,7 +39,7 @@ _HELP = {
     "max_sequence": "longest prompt and completion together; 0: what the model parameter says",
     "slots": "requests that the engine runs at once (its max_batch_size)",
     "no_logits": "the engine was built without gathering logits",
-    "engines": "without a URL: which of this machine, of embedded, trtllm and llm_api",
+    "engines": "without a URL: which of this machine, of embedded, cpp-RELEASE, trtllm, llm_api",
 }
 
 

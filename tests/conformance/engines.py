@@ -2,7 +2,8 @@
 
 ``embedded`` is what ``make serve`` runs. Behind the others the same model makes the tokens, so that
 what differs is the way to it: ``trtllm`` is TensorRT-LLM's gRPC service, played; ``llm_api`` its
-LLM API, played by a module with its public surface.
+LLM API, played by a module with its public surface. ``cpp-RELEASE`` declares the tensors of that
+release's C++ backend, their names and shapes, as ``configure`` writes them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,38 @@ LLM_API = Path(__file__).parents[1] / "helpers" / "llm_api"
 
 
 @contextmanager
+def declared_as_cpp(release: str, scratch: Path) -> Iterator[TritonServer]:
+    """A ``tensorrt_llm`` with the tensors of the C++ backend of a release."""
+    from google.protobuf import text_format
+
+    from tests.helpers.server_settings import DEMO, ROOT, free_ports
+    from trtllm_bls.configure.pbtxt import PARAMETERS, model_config
+    from trtllm_bls.configure.versions import models_for, parse_version
+    from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.settings import Override
+
+    repository = scratch / "models"
+    shutil.copytree(ROOT / "models" / "tensorrt_llm", repository / "tensorrt_llm")
+    declared = models_for(parse_version(release), "FP32")["tensorrt_llm"]
+    config = model_config(declared, PARAMETERS["tensorrt_llm"])
+    config.backend = "python"
+    text = text_format.MessageToString(config)
+    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text, encoding="utf-8")
+    told = Override("tensorrt_llm", "expose_kv_cache_metrics", "true")
+    settings = free_ports(
+        model=DEMO / "target", model_repository=repository, threads=1, overrides=(told,)
+    )
+    with TritonServer(settings) as server:
+        yield server
+
+
+@contextmanager
 def before_a_service() -> Iterator[TritonServer]:
     """A ``tensorrt_llm`` whose engine is a service."""
+    from doubles.trtllm_service import Behaviour
     from tests.helpers.scripted_services import service_in_a_thread
     from tests.helpers.server_settings import DEMO, free_ports
     from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
-    from trtllm_bls.engines.trtllm_service.scripted import Behaviour
     from trtllm_bls.launcher import TritonServer
     from trtllm_bls.settings import Override
     from trtllm_bls.tokenizer import load_tokenizer

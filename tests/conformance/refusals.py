@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from doubles.scripted import ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.conformance.engines import LLM_API
 from tests.helpers.scripted_services import EOS, reaching
 from tests.helpers.server_settings import DEMO
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.llm_api import LlmApiEngine
-from trtllm_bls.engines.scripted import ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError, Unsupported
 from trtllm_bls.messages import Draft, EngineLimits, EngineRequest, Sampling, Wants
 from trtllm_bls.wire.engine_client import DeployedModel, request_inputs

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
+import numpy as np
 
 from tests.helpers import fake_grpc_server as wire
 from tests.helpers.fake_grpc_server import Fail, FakeGrpcServer, Step
@@ -16,11 +17,35 @@ from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines.triton_grpc import GrpcEngine
 from trtllm_bls.messages import EngineChunk, EngineRequest
 
-__all__ = ["ASK", "HANG_UP", "HOLD", "LINGER", "Fail", "Say", "Triton", "reaching", "read", "run"]
+__all__ = [
+    "ASK",
+    "HANG_UP",
+    "HOLD",
+    "LINGER",
+    "Fail",
+    "Say",
+    "Triton",
+    "inputs",
+    "reaching",
+    "read",
+    "run",
+]
 
 HOLD, HANG_UP = wire.Hold(), wire.HangUp()
 LINGER = wire.Pause(0.03)  # between the last word and the end
 ASK = EngineRequest(request_id="mine", input_ids=(7, 8), max_tokens=9)
+
+
+def inputs(message: Any) -> dict[str, Any]:
+    """A request's inputs: numbers by name."""
+    found = {}
+    for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True):
+        if tensor.datatype == "BYTES":
+            found[tensor.name] = raw[4:].decode()
+        else:
+            dtype = ENGINE.input_named[tensor.name].numpy_type
+            found[tensor.name] = np.frombuffer(raw, dtype).reshape(tensor.shape).tolist()
+    return found
 
 
 def Say(

@@ -213,8 +213,10 @@ class InferenceRequest:
         request_id: str,
         requested_output_names: Sequence[str],
         inputs: Sequence[Tensor],
+        parameters: Mapping[str, str] | None = None,
     ) -> None:
         self.child, self.model_name, self.id = child, model_name, request_id
+        self.parameters = dict(parameters or {})
         self.name = request_id.partition("/")[2]  # without the number before it
         self.outputs = list(requested_output_names)
         self.inputs = {tensor.name(): tensor.as_numpy() for tensor in inputs}

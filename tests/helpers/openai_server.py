@@ -50,6 +50,9 @@ class ScriptedBackend:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.reports.start(loop, self.orchestrator.load)
 
+    async def engine_problem(self) -> str | None:
+        return None
+
     def drain(self) -> None:
         if self.admission is not None:
             self.admission.refuse_waiting(SHUTTING_DOWN)

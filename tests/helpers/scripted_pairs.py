@@ -7,10 +7,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, FinishReason, Sampling
 from trtllm_bls.speculative import SpeculationOptions, SpeculationShared, SpeculationStats
 
@@ -34,8 +34,8 @@ class SpeculatingEngine(RoutingEngine):
 
     @property
     def stats(self) -> SpeculationStats:
-        """Of the latest request that has ended; of all so far, before one has."""
-        return self.ended[-1] if self.ended else self.shared.totals
+        """Of the latest request that has ended."""
+        return self.ended[-1]
 
 
 class TellsLess(ScriptedEngine):

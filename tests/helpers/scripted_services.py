@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import Rule, reciting
+from doubles.trtllm_service import Behaviour, ScriptedService
+from tests.helpers.fake_engine_server import run
+from tests.helpers.scripted_pairs import read
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import Rule
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour, ScriptedService
+from trtllm_bls.messages import EngineChunk, EngineRequest
 
 EOS = 2
 
@@ -65,3 +68,21 @@ def service_in_a_thread(engine: Engine, behaviour: Behaviour) -> Iterator[tuple[
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+ANSWER = (11, 12, 13, 14, 15)
+RULE = reciting(ANSWER, 2, then=EOS)
+ASK = EngineRequest(request_id="r", input_ids=(5, 6), max_tokens=9, end_id=EOS)
+LONG = reciting(range(10, 900), 2, then=EOS)
+
+
+def answered(
+    request: EngineRequest = ASK, rule: Any = RULE, **behaviour: Any
+) -> tuple[list[EngineChunk], Any]:
+    """The chunks, and the service that sent them."""
+
+    async def scenario() -> Any:
+        async with reaching(rule, **behaviour) as (engine, service):
+            return await read(engine, request), service
+
+    return run(scenario())  # type: ignore[no-any-return]

@@ -11,11 +11,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import reciting
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.speculative import SpeculationOptions, SpeculationShared

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 from trtllm_bls.client import Client, Event, Result
@@ -80,23 +78,3 @@ def metric(url: str, name: str) -> float:
     with urllib.request.urlopen(url, timeout=10) as answer:
         found = re.search(rf"^{name}(?:{{.*}})? (\S+)$", answer.read().decode(), re.MULTILINE)
     return float(found[1]) if found else 0.0
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    """Wait for a condition of the server, which cannot tell us; ``False`` if it never came."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)  # between looks; the condition decides, not the time
-    return True
-
-
-def settled(value: Callable[[], float], seconds: float = 1.0) -> float:
-    """A number of the server's, once it has not changed for so many seconds."""
-    last, since = value(), time.monotonic()
-    while time.monotonic() - since < seconds:
-        time.sleep(0.05)
-        if (now := value()) != last:
-            last, since = now, time.monotonic()
-    return last

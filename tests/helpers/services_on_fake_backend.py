@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import reciting
 from tests.helpers.fake_python_backend import Ask, FakeTriton
 from tests.helpers.scripted_text import orchestrator
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.text_service import TextService

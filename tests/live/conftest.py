@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
+from doubles.scripted import Fault, Script
+from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
-from trtllm_bls.engines.scripted import Fault, Script
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour, EchoEngine
+from tests.helpers.ticking_models import TICKER, write_model
 from trtllm_bls.errors import EngineError
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.settings import Override, ServeSettings
@@ -80,6 +81,13 @@ class BeforeAService:
     models: tuple[str, ...]
 
 
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("ticker") / "models"
+    write_model(made, "ticker", TICKER)
+    return made
+
+
 @contextmanager
 def before_a_service() -> Iterator[BeforeAService]:
     model = DEMO / "target"
@@ -102,8 +110,9 @@ def metrics_of(service: Any) -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
+            traced = sum(trace is not None for trace in service.traces)
             text = f"echo_live_requests {service.live}\necho_tokens {service.tokens}\n"
-            self.wfile.write(text.encode())
+            self.wfile.write(f"{text}echo_traced_requests {traced}\n".encode())
 
         def log_message(self, *args: Any) -> None:
             pass

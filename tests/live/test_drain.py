@@ -30,7 +30,8 @@ def scripted_pair(scratch: Path) -> ServeSettings:
     shutil.copytree(ROOT / "models" / "tensorrt_llm_bls", repository / "tensorrt_llm_bls")
     for model in ("tensorrt_llm", "tensorrt_llm_draft"):
         shutil.copytree(ROOT / "models" / "tensorrt_llm", repository / model)
-        shutil.copy(ROOT / "benchmarks/scripted/1/model.py", repository / model / "1/model.py")
+        scripted = ROOT / "benchmarks/scripted/1"
+        shutil.copytree(scripted, repository / model / "1", dirs_exist_ok=True)
     return free_ports(
         model=DEMO / "target",
         model_repository=repository,

@@ -143,7 +143,7 @@ def test_a_listener_that_fails_does_not_block_the_server() -> None:
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(1, "exit code 1"), (255, "exit code 255"), (139, "SIGSEGV"), (137, "SIGKILL, perhaps out")],
+    [(1, "exit code 1"), (255, "exit code 255"), (139, "SIGSEGV"), (-9, "SIGKILL, perhaps out")],
 )
 def test_an_exit_code_is_put_in_words(code: int, words: str) -> None:
     """Signals by name; a kill that nobody asked for is usually the kernel's."""

@@ -7,16 +7,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+import jsonschema
 import openai
 import psutil
 import pytest
 
 from tests.helpers.server_settings import ROOT
+from tests.helpers.waiting import until, until_ended
 
 pytestmark = pytest.mark.live
 QUESTION = [{"role": "user", "content": "What is 12 * 9?"}]
@@ -108,20 +110,58 @@ def test_log_probs_choices_and_drafts_come_from_the_engine(api: openai.OpenAI) -
     assert len(texts) == 1
 
 
+COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "dark": {"type": "boolean"}},
+    "required": ["colour", "dark"],
+    "additionalProperties": False,
+}
+
+
+def test_calls_and_schemas_are_enforced_by_the_engine(api: openai.OpenAI) -> None:
+    """Streamed and whole, of a model that knows nothing of tools."""
+    paint = {"type": "function", "function": {"name": "paint", "parameters": COLOUR}}
+    chunks = api.chat.completions.create(
+        model="demo",
+        messages=QUESTION,
+        tools=[paint],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        stream=True,
+    )
+    *_, last = choices = [chunk.choices[0] for chunk in chunks]
+    calls = [call.function for each in choices for call in each.delta.tool_calls or ()]
+    assert (calls[0].name, last.finish_reason) == ("paint", "tool_calls")
+    jsonschema.validate(json.loads("".join(call.arguments or "" for call in calls)), COLOUR)
+    form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR}}
+    answer = api.chat.completions.create(model="demo", messages=QUESTION, response_format=form)
+    jsonschema.validate(json.loads(answer.choices[0].message.content or ""), COLOUR)
+
+
+def cancelled(url: str) -> float:
+    """Requests that ended because their client left, of all workers."""
+    with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line for line in lines if 'outcome="cancelled"' in line and "requests_total" in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def test_a_client_that_leaves_ends_its_request(served: Served, api: openai.OpenAI) -> None:
+    """In the middle of a stream; the next request is answered."""
+    before = cancelled(served.url)
+    asked = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 400}
+    with api.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+    until(lambda: cancelled(served.url) > before, seconds=60)
+    assert api.completions.create(model="demo", prompt="Once", max_tokens=4).choices
+
+
 def test_a_prompt_that_is_too_long_is_refused_as_clients_expect(api: openai.OpenAI) -> None:
     """Also where only the engine knows how much it takes."""
     with pytest.raises(openai.BadRequestError) as caught:
         api.completions.create(model="demo", prompt="word " * 20_000)
     assert caught.value.code == "context_length_exceeded"
     assert "maximum context length is" in str(caught.value)
-
-
-def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended; an orphan may stay a zombie where nobody reaps it."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def api_process(served: Served) -> psutil.Process | None:
@@ -141,14 +181,14 @@ def test_an_api_that_dies_or_stops_is_started_again(
     before = api_process(served)
     assert before is not None
     before.send_signal(number)
-    deadline = time.monotonic() + 120
-    while True:
+
+    def answers_again() -> bool:
         after = api_process(served)
         with suppress(openai.APIConnectionError):
-            if after is not None and after.pid != before.pid and api.models.list().data:
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+            return after not in (None, before) and bool(api.models.list().data)
+        return False
+
+    until(answers_again, seconds=120)
     assert api.completions.create(model="demo", prompt="Once", max_tokens=4).choices
 
 
@@ -169,7 +209,4 @@ def test_sigterm_ends_the_api_with_the_server(served: Served, api: openai.OpenAI
     served.process.send_signal(signal.SIGTERM)
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
     assert served.process.wait(60) == 0
-    deadline = time.monotonic() + 30
-    while any(map(runs, processes)):  # a helper of multiprocessing ends after its workers
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until_ended(processes)  # a helper of multiprocessing ends after its workers

@@ -26,8 +26,9 @@ import tritonclient.grpc as grpcsync
 import tritonclient.grpc.aio as grpcaio
 from tritonclient.utils import InferenceServerException
 
-from tests.helpers.server_requests import generate, generate_stream, until
+from tests.helpers.server_requests import generate, generate_stream
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
+from tests.helpers.waiting import until
 from trtllm_bls.client import Client
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.ports import choose
@@ -76,7 +77,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         process = subprocess.Popen([nginx, "-p", str(scratch), "-c", "nginx.conf", "-g", order])
         made = Proxy(f"http://127.0.0.1:{own.http}", f"127.0.0.1:{own.grpc}", server)
         try:
-            assert until(lambda: status(made, "/v2/health/ready") == 200)
+            until(lambda: status(made, "/v2/health/ready") == 200)
             yield made
         finally:
             process.terminate()

@@ -17,8 +17,8 @@ from tests.helpers.server_requests import (
     generate_stream,
     metric,
     post,
-    until,
 )
+from tests.helpers.waiting import until
 from trtllm_bls.client import Client
 from trtllm_bls.errors import EngineError, InvalidRequest
 
@@ -112,12 +112,21 @@ def test_a_caller_that_leaves_ends_the_engines_work(echo: TritonServer) -> None:
                 await anext(aiter(stream))
             await asyncio.gather(*(stream.aclose() for stream in streams))
 
-    assert until(lambda: metric(echo.metrics_url, "echo_live_requests") == 0)
+    until(lambda: metric(echo.metrics_url, "echo_live_requests") == 0)
     for leaves in (lambda: asyncio.run(leave()), lambda: break_off(echo.http_url, **asked)):
         before = metric(echo.metrics_url, "echo_tokens")
         leaves()
-        assert until(lambda: metric(echo.metrics_url, "echo_live_requests") == 0)
+        until(lambda: metric(echo.metrics_url, "echo_live_requests") == 0)
         assert metric(echo.metrics_url, "echo_tokens") - before < 40_000
+
+
+def test_the_trace_of_a_caller_reaches_the_engine(echo: TritonServer) -> None:
+    """As a parameter of the engine's request, or as metadata; a request without one has none."""
+    traced = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    before = metric(echo.metrics_url, "echo_traced_requests")
+    for more in ({}, traced, {}):
+        generate(echo.http_url, text_input=WORLD, max_tokens=9, **more)
+    assert metric(echo.metrics_url, "echo_traced_requests") - before == 1
 
 
 def test_a_stop_string_ends_text_and_work(echo: TritonServer) -> None:
@@ -134,7 +143,7 @@ def test_a_stop_string_ends_text_and_work(echo: TritonServer) -> None:
         echo.grpc_url, text_input=text, max_tokens=900, stop_words=["ee, sto"], include_stop=True
     )
     assert kept.text == "one two three, sto"
-    assert until(lambda: metric(echo.metrics_url, "echo_live_requests") == 0)
+    until(lambda: metric(echo.metrics_url, "echo_live_requests") == 0)
     assert metric(echo.metrics_url, "echo_tokens") - before < 3 * 300
 
 

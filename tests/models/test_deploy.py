@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import configparser
+import importlib.metadata
+import json
+import os
 import re
-from collections.abc import Iterator
+import shlex
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +22,10 @@ import click
 import kubernetes_validate
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from tests.helpers.waiting import until
 from trtllm_bls import __version__
 from trtllm_bls.cli import main
 from trtllm_bls.parameters import STATUS_DIR
@@ -24,6 +37,9 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 PORTS = [
     field.name.removesuffix("_port") for field in fields(ServeSettings) if "_port" in field.name
 ]
+
+
+IMAGES = sorted((Path(__file__).parent / "images").glob("*.txt"))
 
 
 def documents(manifest: Path) -> list[Any]:
@@ -99,3 +115,107 @@ def test_the_arguments_are_those_of_serve() -> None:
     last = (DEPLOY / "Containerfile").read_text(encoding="utf-8").strip().splitlines()[-1]
     words = yaml.safe_load(last.removeprefix("CMD "))
     command.make_context("serve", words[1:])
+
+
+# --- the container --------------------------------------------------------------------------
+
+
+def installs() -> list[list[str]]:
+    """The words of each ``pip install`` in the Containerfile."""
+    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    return [
+        shlex.split(line)[3:] for line in text.splitlines() if line.startswith("RUN pip install ")
+    ]
+
+
+def copied() -> list[tuple[str, str]]:
+    """What the Containerfile copies, and where to."""
+    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
+    lines = [line.split()[1:] for line in text.splitlines() if line.startswith("COPY ")]
+    return [(source, target) for *sources, target in lines for source in sources]
+
+
+def pinned(words: list[str]) -> dict[str, str]:
+    """``name==version`` words as a mapping; every one must be of that form."""
+    pairs = [word.split("==") for word in words if word and not word.startswith(("#", "--"))]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def ours() -> list[Requirement]:
+    """What this package needs, its OpenAI API included."""
+    config = configparser.ConfigParser()
+    config.read(DEPLOY.parent / "setup.cfg", encoding="utf-8")
+    texts = (config["options"]["install_requires"], config["options.extras_require"]["openai"])
+    return [Requirement(line) for line in "\n".join(texts).splitlines() if line]
+
+
+def wanted(requirements: Iterable[Requirement]) -> list[Requirement]:
+    """Those that count in the images: Python 3.12, no extras."""
+    where = {"extra": "", "python_version": "3.12", "python_full_version": "3.12.3"}
+    return [each for each in requirements if each.marker is None or each.marker.evaluate(where)]
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
+def test_the_containers_packages_are_whole_and_replace_nothing(image: Path) -> None:
+    """What the image has, with what is added to it, is all that this package and those need."""
+    this, missing = installs()
+    assert this == ["--no-deps", "."]
+    assert missing[0] == "--no-deps"
+    added, there = pinned(missing), pinned(image.read_text(encoding="utf-8").splitlines())
+    assert not added.keys() & there.keys()
+    packages = there | added
+    theirs = [text for name in added for text in importlib.metadata.requires(name) or []]
+    required = wanted([*ours(), *map(Requirement, theirs)])
+    for requirement in required:
+        version = packages[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), (str(requirement), version)
+    assert added.keys() <= {canonicalize_name(each.name) for each in required}
+
+
+@pytest.mark.skipif(
+    "TRTLLM_BLS_INSTALL_CLIENTS" not in os.environ,
+    reason="installs packages; set TRTLLM_BLS_INSTALL_CLIENTS=1 to run it",
+)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
+def test_the_containers_own_lines_install_it(image: Path, tmp_path: Path) -> None:
+    """In an environment made of the image's packages: pip and doctor find nothing wrong, and the
+    API answers."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    bin_ = tmp_path / "venv" / "bin"
+    pip = [bin_ / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    root, context = DEPLOY.parent, tmp_path / "context"
+    for source, target in copied():
+        there = context / target / (source if target == "./" else "")
+        there.parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (root / source).is_dir() else shutil.copyfile
+        copy(root / source, there)
+    for words in (["--no-deps", "-r", str(image)], *installs()):
+        subprocess.run([*pip, "install", *words], check=True, cwd=context, timeout=600)
+    told = subprocess.run([*pip, "check"], capture_output=True, text=True)
+    assert told.returncode == 0, told.stdout
+    doctor = [bin_ / "trtllm-bls", "doctor", "--json"]
+    found = json.loads(subprocess.run(doctor, capture_output=True, check=False).stdout)
+    levels = [each["level"] for each in found["findings"] if each["check"] == "packages"]
+    assert levels == ["ok"], found
+    api = [bin_ / "trtllm-bls", "openai", "--port", "0", "--workers", "2"]
+    api += ["--engine", "trtllm://localhost:1"]
+    api += ["--tokenizer-dir", root / "assets" / "demo" / "target"]
+    with subprocess.Popen([*map(str, api)], stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout
+            url = running.stdout.readline().split()[-1].removesuffix("/v1")
+            until(lambda: b"trtllm_bls" in got(f"{url}/metrics"), seconds=120)
+            assert b"trtllm://localhost:1" in got(f"{url}/health")
+        finally:
+            running.terminate()
+
+
+def got(url: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.read()
+    except OSError:
+        return b""

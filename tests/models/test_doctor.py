@@ -3,57 +3,22 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import sys
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from click.testing import CliRunner
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
-from tests.helpers.scripted_services import service_in_a_thread
+from tests.helpers.small_tokenizers import directory
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, demo, make_engine
+from tests.models.doctored import change, findings, only, rewrite
 from trtllm_bls.cli import main
 from trtllm_bls.doctor import machine
-from trtllm_bls.doctor.findings import CHECKS, Finding, examine
+from trtllm_bls.doctor.findings import examine
 from trtllm_bls.doctor.subject import Subject
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
-from trtllm_bls.engines.trtllm_service.scripted import Behaviour
 
 __all__ = ["demo"]  # the fixture
-
-
-def findings(name: str, **subject: Any) -> list[Finding]:
-    """What one check found, without what is as it should be."""
-    checks = [each for each in CHECKS if each.name == name]
-    assert checks, name
-    return [finding for _, finding in examine(Subject(**subject), checks) if finding.level != "ok"]
-
-
-def only(found: list[Finding]) -> Finding:
-    assert len(found) == 1, found
-    assert found[0].mend
-    return found[0]
-
-
-def change(demo: Demo, model: str, **values: str | None) -> None:
-    """Set parameters of a model that was written; ``None`` removes one."""
-    config = demo.config(model)
-    for key, value in values.items():
-        if value is None:
-            del config.parameters[key]
-        else:
-            config.parameters[key].string_value = value
-    rewrite(demo, model, config)
-
-
-def rewrite(demo: Demo, model: str, config: Any) -> None:
-    (demo.out / model / "config.pbtxt").write_text(text_format.MessageToString(config))
 
 
 def with_draft(demo: Demo, tmp_path: Path, **more: Any) -> Path:
@@ -210,6 +175,9 @@ def test_limits_that_would_end_a_long_request(demo: Demo, tmp_path: Path) -> Non
     assert "would be cut" in only(findings("time_limits", repository=demo.out)).what
     change(demo, "tensorrt_llm_bls", request_timeout_seconds="9000")
     assert findings("time_limits", repository=demo.out) == []
+    _, output = run("--model-repository", demo.out)  # what a server says nothing for so long
+    assert "100000 tokens in one piece take 5000 s, and serve's limit is 60 s" in output
+    assert "serve with --stall-timeout 2500" in output
 
 
 def test_a_model_that_does_not_stream(demo: Demo) -> None:
@@ -252,6 +220,14 @@ def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
     draft = make_engine(tmp_path / "draft", PLAIN, pretrained_config={"vocab_size": 50257})
     found = findings("draft_vocabulary", engine_dir=target, draft_engine_dir=draft)
     assert "50257" in only(found).what
+
+
+def test_a_draft_with_another_token_table(demo: Demo, tmp_path: Path) -> None:
+    """Of the same size, perhaps; its ids mean other texts."""
+    with_draft(demo, tmp_path)
+    change(demo, "tensorrt_llm_bls", draft_tokenizer_dir=str(directory("unigram")))
+    found = only(findings("draft_vocabulary", repository=demo.out))
+    assert found.level == "error" and "another token table" in found.what
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
@@ -307,113 +283,21 @@ def test_transformers_beside_tensorrt_llms_own_package(
     assert tuple(sorted(machine.PINS)) == machine.PINS
 
 
+def test_a_server_without_a_backend_for_this_python(tmp_path: Path) -> None:
+    """Its stub would not start; named before the models do not load."""
+    for name in ("bin", "backends", "python_backend_stubs/3.1"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "bin" / "tritonserver").touch()
+    found = only(findings("server_python", server=tmp_path))
+    assert "no Python backend for Python" in found.what and "container" in found.mend
+
+
+def test_an_environment_that_the_server_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its embedded Python knows ASCII paths alone."""
+    monkeypatch.setattr(sys, "prefix", "/home/jürgen/venv")
+    assert "plain ASCII" in only(findings("platform_and_place")).mend
+
+
 def test_little_shared_memory(tmp_path: Path) -> None:
     """A directory that is not there has none."""
     assert "--shm-size" in only(findings("shared_memory", shared_memory=tmp_path / "none")).mend
-
-
-# --- addresses ------------------------------------------------------------------------------
-
-
-class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Names itself, and has one model that is ready."""
-
-    def __init__(self, name: str = "triton") -> None:
-        self.name = name
-
-    def ServerMetadata(self, request: Any, context: Any) -> Any:
-        return service_pb2.ServerMetadataResponse(name=self.name)
-
-    def ModelReady(self, request: Any, context: Any) -> Any:
-        return service_pb2.ModelReadyResponse(ready=request.name == "tensorrt_llm")
-
-    def ModelConfig(self, request: Any, context: Any) -> Any:
-        config = model_config_pb2.ModelConfig(name=request.name)
-        config.parameters["gpt_model_path"].string_value = "/another/engine"
-        return service_pb2.ModelConfigResponse(config=config)
-
-
-@pytest.fixture
-def triton() -> Iterator[tuple[FakeTriton, str]]:
-    with ThreadPoolExecutor(2) as threads:
-        server, fake = grpc.server(threads), FakeTriton()
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
-        port = server.add_insecure_port("localhost:0")
-        server.start()
-        yield fake, f"localhost:{port}"
-        server.stop(None).wait()
-
-
-def test_models_that_are_not_ready(triton: tuple[FakeTriton, str]) -> None:
-    """Named one by one."""
-    _, url = triton
-    found = only(findings("server", url=url))
-    assert "tensorrt_llm_bls is not ready" in found.what
-
-
-def test_a_server_that_is_not_triton(triton: tuple[FakeTriton, str]) -> None:
-    """Others speak the same protocol."""
-    fake, url = triton
-    fake.name = "openvino"
-    assert "openvino answers" in only(findings("server", url=url)).what
-
-
-def test_a_server_of_another_repository(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
-    """Its models have our names and other engines."""
-    demo.write()
-    found = only(findings("same_repository", url=triton[1], repository=demo.out))
-    assert "gpt_model_path" in found.what
-
-
-def test_nobody_answers() -> None:
-    """An error in one line, not a traceback."""
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        found = only(findings("server", url=f"localhost:{taken.getsockname()[1]}"))
-    assert "no answer" in found.what
-
-
-def test_another_program_on_the_engines_port(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
-    """It is this very test, which is not called tritonserver."""
-    demo.write("--engine-url", triton[1])
-    assert "not tritonserver" in only(findings("engine_port", repository=demo.out)).what
-
-
-def test_engines_elsewhere(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
-    """Each address by itself; the port of this server does not matter then."""
-    demo.write()
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        nobody = f"localhost:{taken.getsockname()[1]}"
-        change(demo, "tensorrt_llm_bls", engine=f"triton+grpc://{triton[1]}/m,{nobody}")
-        assert nobody in only(findings("engine_addresses", repository=demo.out)).what
-    assert findings("engine_port", repository=demo.out) == []
-
-
-def test_a_service_that_is_not_well_says_so(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
-    """And another server at its address is told from it."""
-    demo.write()
-    behaviour = Behaviour(health="NOT_OK")
-    with service_in_a_thread(ScriptedEngine(hashed(6), Script()), behaviour) as (service, address):
-        change(demo, "tensorrt_llm_bls", engine=f"trtllm://{address}")
-        found = only(findings("engine_addresses", repository=demo.out))
-        assert found.what == f"engine at {address}: it is not healthy: NOT_OK"
-        service.behaviour = Behaviour()
-        assert findings("engine_addresses", repository=demo.out) == []
-    change(demo, "tensorrt_llm_bls", engine=f"trtllm://{triton[1]}")
-    what = only(findings("engine_addresses", repository=demo.out)).what
-    assert what.endswith("not TensorRT-LLM's service")
-
-
-def test_a_port_that_serve_would_take(demo: Demo) -> None:
-    """Named with its program and the option that avoids it."""
-    demo.write()
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        busy = only(findings("ports", repository=demo.out, ports={"--http-port": port}))
-    assert f"port {port} is taken by" in busy.what
-    assert "--http-port" in busy.mend
-    assert findings("ports", repository=demo.out, ports={"--http-port": port}) == []
-    assert Subject().ports["--grpc-port"] == 8001

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import jsonschema
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from openai.types import Batch, Completion, FileObject, Image, Model, Moderation, VectorStore
 
 from tests.helpers.embedded_steps import checkpoint
+from tests.helpers.tools import ping_and_set_tree
 from trtllm_bls.chat_parsing import FORCED, Arguments, ChatParser, ToolCall, forced_calls
 from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.embedded.guides import Guides
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import (
@@ -83,6 +87,11 @@ def answers(
             text = detokenizer.feed(whole.token_ids) + detokenizer.flush()
             found.append((text, whole.finish_reason))
     return found
+
+
+def soon_closed(tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    """A bias for the brace that closes an object, without which this model never ends one."""
+    return ((tokenizer.encode_word("}")[-1], 20.0),)
 
 
 _NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=6)
@@ -161,6 +170,43 @@ def test_every_answer_validates(
             jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
 
 
+def written(guides: Guides, tokenizer: Tokenizer, schema: str, seed: int) -> str | None:
+    """A text of random tokens that the guide allows, up to where it may end; or what never ends."""
+    guide = guides.of(guided("json_schema", schema))
+    assert guide is not None
+    draws, ids = np.random.default_rng(seed), list[int]()
+    closing = [tokenizer.encode_word(mark)[-1] for mark in ('"', "}", "]")]
+    while not guide.ended:
+        row = draws.gumbel(size=tokenizer.model_vocab_size)
+        row[closing] += 8  # else few texts end
+        guide.mask(row)
+        if row[2] > -np.inf:
+            break
+        if len(ids) == 400:
+            return None
+        ids.append(int(row.argmax()))
+        guide.push(ids[-1])
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+    return detokenizer.feed(tuple(ids)) + detokenizer.flush()
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_published_schemas_are_kept(tokenizer: Tokenizer, forced: bool) -> None:
+    """Somebody else's types: as the form of an answer, and as the parameters of a tool."""
+    guides, ended = Guides(DEMO, tokenizer.model_vocab_size), 0
+    for kind in (Batch, Completion, FileObject, Image, Model, Moderation, VectorStore):
+        schema = kind.model_json_schema()
+        if forced:
+            tool = {"type": "function", "function": {"name": "save", "parameters": schema}}
+            schema = json.loads(forced_calls([tool], "save"))
+        for seed in range(2):
+            text = written(guides, tokenizer, json.dumps(schema), seed)
+            if text is not None:
+                jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+                ended += 1
+    assert ended >= 10
+
+
 @pytest.mark.parametrize(
     ("kind", "guide", "pattern"),
     [
@@ -174,17 +220,18 @@ def test_other_guides_are_kept(
     engine: EmbeddedEngine, tokenizer: Tokenizer, kind: str, guide: str, pattern: str
 ) -> None:
     """Regular expressions and grammars, also one that only the empty text follows."""
-    for sampling in SAMPLINGS[:2]:
-        ((text, reason),) = answers(engine, tokenizer, guided(kind, guide, sampling=sampling))
-        assert re.fullmatch(pattern, text) or reason is FinishReason.LENGTH
+    asked = [guided(kind, guide, sampling=sampling) for sampling in SAMPLINGS[:2]]
+    told = answers(engine, tokenizer, *asked)
+    ended = [text for text, reason in told if reason is FinishReason.END_ID]
+    assert ended and all(re.fullmatch(pattern, text) for text in ended)
 
 
 def test_json_is_an_object(engine: EmbeddedEngine, tokenizer: Tokenizer) -> None:
     """The type without a guide of its own."""
-    sampling = Sampling(top_k=20, seed=5)
-    asked = guided("json", sampling=sampling, num_return_sequences=2, max_tokens=80)
-    for text, reason in answers(engine, tokenizer, asked):
-        assert reason is FinishReason.LENGTH or isinstance(json.loads(text), dict)
+    bias = soon_closed(tokenizer)
+    ((text, reason),) = answers(engine, tokenizer, guided("json", embedding_bias=bias))
+    assert reason is FinishReason.END_ID
+    assert isinstance(json.loads(text), dict)
 
 
 def test_a_schema_cannot_loosen_what_is_enforced(
@@ -254,29 +301,7 @@ def test_speculation_steps_aside_unless_it_was_asked_for(engine: EmbeddedEngine)
         routing.generate(guided("json", speculation=SpeculationRequest(num_draft_tokens=3)))
 
 
-TOOLS = [
-    {"type": "function", "function": {"name": "ping"}},
-    {
-        "type": "function",
-        "function": {
-            "name": "set_tree",
-            "parameters": {
-                "type": "object",
-                "properties": {"tree": {"$ref": "#/$defs/node"}},
-                "required": ["tree"],
-                "additionalProperties": False,
-                "$defs": {
-                    "node": {
-                        "type": "object",
-                        "properties": {"on": {"type": "boolean"}, "sub": {"$ref": "#/$defs/node"}},
-                        "required": ["on"],
-                        "additionalProperties": False,
-                    }
-                },
-            },
-        },
-    },
-]
+TOOLS = ping_and_set_tree()
 
 
 @pytest.mark.parametrize("name", [None, "set_tree"])
@@ -285,13 +310,13 @@ def test_a_demanded_call_is_made(
 ) -> None:
     """The model has no choice: a tool that exists, with arguments that its schema allows."""
     guide = forced_calls(TOOLS, name, parallel=False)
-    sampling = Sampling(top_k=30, seed=4)
-    asked = guided("json_schema", guide, sampling=sampling, num_return_sequences=2, max_tokens=80)
-    for text, reason in answers(engine, tokenizer, asked):
+    sampling, bias = Sampling(top_k=30, seed=4), soon_closed(tokenizer)
+    asked = guided("json_schema", guide, sampling=sampling, embedding_bias=bias)
+    for text, reason in answers(engine, tokenizer, replace(asked, num_return_sequences=2)):
+        assert reason is FinishReason.END_ID
+        jsonschema.validate(json.loads(text), json.loads(guide))
         parser = ChatParser(FORCED)
         events = [*parser.feed(text), *parser.flush()]
         assert isinstance(events[0], ToolCall) and events[0].name in ("set_tree", name or "ping")
-        if reason is not FinishReason.LENGTH:
-            jsonschema.validate(json.loads(text), json.loads(guide))
-            arguments = "".join(e.text for e in events if isinstance(e, Arguments))
-            assert json.loads(arguments) == json.loads(text)[0]["arguments"]
+        arguments = "".join(e.text for e in events if isinstance(e, Arguments))
+        assert json.loads(arguments) == json.loads(text)[0]["arguments"]

@@ -126,10 +126,12 @@ def test_lookahead_is_built_and_configured_alike() -> None:
 def test_a_precision_is_converted_or_quantized(
     precision: str, tool: str, expected: dict[str, str]
 ) -> None:
-    """Quantization calibrates on a GPU, conversion only rewrites weights."""
-    first = commands("throughput", "--precision", precision)[0]
-    assert tool_of(first) == tool
-    assert expected.items() <= flags(first).items()
+    """Quantization calibrates on a GPU, conversion only rewrites weights; so for every preset."""
+    for preset in PRESETS:
+        if precision in PRESETS[preset].precisions:
+            first = commands(preset, "--precision", precision)[0]
+            assert tool_of(first) == tool
+            assert expected.items() <= flags(first).items()
 
 
 def test_the_script_is_the_one_of_the_checkpoints_family(tmp_path: Path) -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.openai_server import MODEL
 from tests.helpers.scripted_text import PROMPT, drafted, prompt_ids, saying, tokenizer
 from tests.openai.conftest import SAYS, Connect
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 
 HELLO = [{"role": "user", "content": "Hi"}]
 TOKENS = len(tokenizer().encode_word(SAYS))
@@ -185,6 +189,39 @@ def test_log_probs_of_a_chat_have_the_bytes_of_the_text(connect: Connect, stream
     assert all(len(entry.top_logprobs) == 2 for entry in entries)
     assert all(entry.top_logprobs[0].token == entry.token for entry in entries)
     assert {entry.logprob for entry in entries} == {0.0}
+
+
+class Telling(ScriptedEngine):
+    """Tells two likely ids beside each token, as TensorRT-LLM's own service does."""
+
+    async def limits(self) -> EngineLimits:
+        return replace(await super().limits(), tells_top_log_probs=True)
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        assert not request.wants.generation_logits
+        async with aclosing(super()._chunks(request)) as chunks:
+            async for chunk in chunks:
+                best = tuple(((token, -0.5), (7, -1.0)) for token in chunk.token_ids)
+                yield replace(chunk, top_log_probs=best if request.wants.top_log_probs else None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_alternatives_that_the_engine_tells_need_no_logits(connect: Connect, stream: bool) -> None:
+    """In both shapes."""
+    script = Script(vocab_size=tokenizer().vocab_size)
+    _, client = connect(Telling(hashed(600, first=10), script))
+    found = client.completions.create(
+        model=MODEL, prompt=PROMPT, logprobs=2, max_tokens=3, temperature=0, stream=stream
+    )
+    scored = [part.choices[0].logprobs for part in (found if stream else [found])]
+    best = [each for part in scored if part for each in part.top_logprobs or ()]
+    assert len(best) == 3 and all(sorted(each.values())[0] == -1.0 for each in best)
+    chat = client.chat.completions.create(
+        model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2, max_tokens=3, temperature=0
+    )
+    content = chat.choices[0].logprobs and chat.choices[0].logprobs.content
+    assert content and [len(entry.top_logprobs) for entry in content] == [2, 2, 2]
+    assert [entry.top_logprobs[0].token for entry in content] == [entry.token for entry in content]
 
 
 @pytest.mark.parametrize("stream", [False, True])

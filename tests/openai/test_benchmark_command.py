@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.fake_grpc_server import (
     Fail,
     FakeGrpcServer,
@@ -25,6 +27,7 @@ from tests.helpers.fake_grpc_server import (
 )
 from tests.helpers.openai_server import MODEL, serving
 from tests.helpers.scripted_text import tokenizer
+from trtllm_bls.client import Event
 from trtllm_bls.commands.benchmark import main, read_prompts
 from trtllm_bls.commands.benchmark_figures import (
     Outcome,
@@ -33,9 +36,7 @@ from trtllm_bls.commands.benchmark_figures import (
     histogram,
     problem_of,
 )
-from trtllm_bls.commands.servers import Piece, Reply
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
+from trtllm_bls.commands.servers import Reply
 from trtllm_bls.errors import SettingsError
 
 BENCHMARK = Path(__file__).parents[2] / "client" / "benchmark.py"
@@ -100,7 +101,8 @@ def test_two_servers_are_compared_in_one_interleaved_run(
     assert len(triton.asked) - before == 16 + 8 + 2  # and two to warm up
     assert inputs_of(triton.asked[-1])["end_id"] == [[-1]]
     page = files["html"].read_text()
-    assert page.count("<svg") == 4 and not re.search(r"<script|(src|href)=", page)
+    assert page.count("█ ") > 8 and not re.search(r"<script|(src|href)=", page)
+    assert "4 x text_input: is not liked" in page
 
 
 def test_a_quiet_server_shows_bars_and_ends_well(triton: FakeGrpcServer) -> None:
@@ -116,7 +118,7 @@ def test_a_quiet_server_shows_bars_and_ends_well(triton: FakeGrpcServer) -> None
         (("--png", "x.png"), "error: --png: needs matplotlib"),
         (("--json", "/nowhere/x.json"), "error: --json /nowhere/x.json: there is no such"),
         (("--prompts", "/nowhere.txt"), "error: --prompts /nowhere.txt: cannot be read"),
-        (("--field", "x"), "error: --field x: write NAME=JSON"),
+        (("--field", "x"), "--field: 'x' is not NAME=VALUE"),
         (("--url", "http://127.0.0.1:1/v1"), "error: http://127.0.0.1:1/v1: "),
     ],
 )
@@ -217,5 +219,7 @@ def test_every_end_is_checked(
 ) -> None:
     """An answer that came is not always the answer that was asked for."""
     reply = Reply()
-    reply.add(Piece(text=text, at=0.0, finish_reason=finish_reason, completion_tokens=tokens))
+    reply.add(
+        Event(texts=(text,), received_at=0.0, finish_reason=finish_reason, num_output_tokens=tokens)
+    )
     assert problem_of(reply, 5, ignore_eos) == problem

@@ -15,6 +15,8 @@ import pexpect
 import pytest
 from click.testing import CliRunner
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.fake_grpc_server import (
     Fail,
     FakeGrpcServer,
@@ -27,10 +29,8 @@ from tests.helpers.fake_grpc_server import (
 )
 from tests.helpers.openai_server import serving
 from tests.helpers.scripted_text import tokenizer
-from tests.openai.test_leaving import until
+from tests.helpers.waiting import until
 from trtllm_bls.commands.chat import main
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
 
 CHAT = Path(__file__).parents[2] / "client" / "chat.py"
 PASTE_BEGINS, PASTE_ENDS = "\x1b[200~", "\x1b[201~"

@@ -11,12 +11,15 @@ import jsonschema
 import openai
 import pytest
 
+from doubles.scripted import ScriptedEngine
 from tests.helpers.openai_server import MODEL, ScriptedBackend, serving
 from tests.helpers.scripted_text import saying, tokenizer
 from tests.openai.conftest import Connect
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.scripted import ScriptedEngine
+from trtllm_bls.openai.chat import ChatAnswer
+from trtllm_bls.openai.frames import Head
+from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.tokenizer import load_tokenizer
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"
@@ -35,6 +38,7 @@ WEATHER: Any = {
         },
     },
 }
+PING: Any = {"type": "function", "function": {"name": "ping"}}
 PERSON = {
     "type": "object",
     "properties": {"name": {"enum": ["Ada", "Bob"]}, "old": {"type": "boolean"}},
@@ -96,6 +100,45 @@ def test_one_call_where_parallel_ones_are_not_wanted(connect: Connect) -> None:
         assert len(answer.choices[0].message.tool_calls or ()) == count
 
 
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=weather>\n<parameter=warm>\ntrue\n</parameter>\n</function>",
+        ),
+        ("pythonic", "[weather(warm=True)]"),
+    ],
+)
+def test_a_call_that_is_not_json_becomes_json(connect: Connect, parser: str, text: str) -> None:
+    """With values of the types that the tool's schema has, and only of tools that there are."""
+    _, client = connect(chatting(text), tool_parser=parser)
+    (choice,) = client.chat.completions.create(model=MODEL, messages=HELLO, tools=[WEATHER]).choices
+    (call,) = choice.message.tool_calls or ()
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"warm": True})
+    if parser == "pythonic":
+        other = client.chat.completions.create(model=MODEL, messages=HELLO, tools=[PING])
+        assert other.choices[0].message.content == text
+
+
+def allowing(mode: str, *names: str) -> Any:
+    """A ``tool_choice`` of some of the tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_tools_that_are_not_allowed_are_not_shown(connect: Connect) -> None:
+    """The template gets the others; what the model calls of them is read as ever."""
+    asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER, PING]}
+    asked["tool_choice"] = allowing("auto", "weather")
+    head = Head(id="a", created=1, model=MODEL, fingerprint="f")
+    request = ChatAnswer(decode(json.dumps(asked).encode(), ChatRequest), head, tokenizer())
+    assert json.loads(request.requests[0].chat.tools or "") == [WEATHER]
+    _, client = connect(chatting(CALL), tool_parser="hermes")
+    answer = client.chat.completions.create(**asked)
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
 def test_reasoning_is_a_field_of_its_own(connect: Connect) -> None:
     """Whole and streamed, with the log-probs of all tokens."""
     _, client = connect(chatting("<think>Two and two.</think>\n\nFour."), reasoning_parser="think")
@@ -129,13 +172,23 @@ def real() -> Iterator[openai.OpenAI]:
             yield client
 
 
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+    ("tools", "choice"),
+    [
+        ([WEATHER], "required"),
+        ([PING, WEATHER], NAMED),
+        ([PING, WEATHER], allowing("required", "weather")),
+    ],
 )
-def test_a_demanded_call_is_made(real: openai.OpenAI, choice: Any, stream: bool) -> None:
+def test_a_demanded_call_is_made(
+    real: openai.OpenAI, tools: list[Any], choice: Any, stream: bool
+) -> None:
     """By a model that would not: its arguments are valid, and there is no other text."""
-    asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER], "tool_choice": choice}
+    asked: Any = {"model": MODEL, "messages": HELLO, "tools": tools, "tool_choice": choice}
     asked |= {"parallel_tool_calls": False, "max_tokens": 100, "temperature": 0}
     if stream:
         chunks = [chunk.choices[0] for chunk in real.chat.completions.create(**asked, stream=True)]
@@ -209,6 +262,16 @@ def test_json_is_an_object(real: openai.OpenAI) -> None:
             {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
         ),
+        ({"tools": [PING], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        (
+            {"tools": [PING], "tool_choice": allowing("required")},
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {"tools": [PING], "tool_choice": allowing("auto", "pong")},
+            "tool_choice.allowed_tools.tools",
+        ),
+        ({"tool_choice": allowing("auto", "ping")}, "tool_choice.allowed_tools.tools"),
         ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
         ({"prediction": {"type": "content"}}, "prediction.content"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),

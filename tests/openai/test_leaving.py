@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend, serving
 from tests.helpers.scripted_pairs import hashed_pair
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
+from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.openai.app import ApiSettings, create_app
@@ -37,14 +37,6 @@ from trtllm_bls.status import StatusDirectory
 def endless(step_seconds: float = 0.002) -> ScriptedEngine:
     script = Script(vocab_size=tokenizer().vocab_size, step_seconds=step_seconds)
     return ScriptedEngine(hashed(600, first=10), script)
-
-
-def until(condition: Any, seconds: float = 30) -> None:
-    """Wait until it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 def send(api: RunningApi, **fields: Any) -> socket.socket:

@@ -17,11 +17,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
+from doubles.scripted import ScriptedEngine
 from tests.helpers.openai_server import MODEL
 from tests.helpers.scripted_text import drafted, saying, tokenizer
+from tests.helpers.waiting import until
 from tests.openai.conftest import Connect
-from tests.openai.test_leaving import endless, until
-from trtllm_bls.engines.scripted import ScriptedEngine
+from tests.openai.test_leaving import endless
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None)

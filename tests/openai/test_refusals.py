@@ -11,11 +11,11 @@ from typing import Any
 import openai
 import pytest
 
+from doubles.scripted import Fault
 from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, prompt_ids, saying
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.admission import Admission
-from trtllm_bls.engines.scripted import Fault
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.helpers.loaded_tokenizers import FAMILIES, Counted, loaded, stream
 from tests.helpers.random_cases import CASES, cut_anywhere, run_cases
-from tests.helpers.small_tokenizers import CORPUS, MAKERS, directory
-from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
+from tests.helpers.small_tokenizers import CORPUS
 from trtllm_bls.detokenizer.byte_table import ByteTableDetokenizer
 from trtllm_bls.detokenizer.window import MAX_HELD_IDS, Window, WindowDetokenizer
-from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+from trtllm_bls.tokenizer import Tokenizer
 
-DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"
-FAMILIES = (*MAKERS, "demo")
 BYTE_FALLBACK = ("sentencepiece", "gemma")
 BROKEN = "\ufffd"
-
-
-@cache
-def loaded(family: str) -> Tokenizer:
-    return load_tokenizer(DEMO if family == "demo" else directory(family))
 
 
 @cache
 def spelled(family: str) -> dict[str, int]:
     tokenizer = loaded(family)
     return {str(tokenizer.token(i)): i for i in range(tokenizer.vocab_size)}
-
-
-def stream(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
-    """What each id brings, then the flush."""
-    return [*(detokenizer.feed((token_id,)) for token_id in token_ids), detokenizer.flush()]
 
 
 # --- examples -------------------------------------------------------------------------------
@@ -272,25 +257,6 @@ def test_broken_bytes_are_shown_at_once(family: str) -> None:
     assert stream(loaded(family).detokenizer(), ids) == [*[BROKEN] * 50, ""]
 
 
-class Counted:
-    """A tokenizer that counts the ids it decodes."""
-
-    def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None = None) -> None:
-        self._tokenizer = tokenizer
-        self.decoder = decoder
-        self.vocab_size = tokenizer.vocab_size
-        self.added_ids = tokenizer.added_ids
-        self.special_ids = tokenizer.special_ids
-        self.token = tokenizer.token
-        self.encode_word = tokenizer.encode_word
-        self.decoded = self.calls = 0
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        self.decoded += len(token_ids)
-        self.calls += 1
-        return self._tokenizer.decode(token_ids, skip_special_tokens)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_window_is_exact_for_sound_text(family: str) -> None:
     """It needs no table: the safe choice for any tokenizer."""
@@ -335,76 +301,3 @@ def test_the_window_does_not_grow_with_mute_tokens() -> None:
     counted = Mute(loaded("byte-level"))
     assert set(stream(Window(counted, True)(), [1] * 3000)) == {""}
     assert counted.decoded <= 3000 * 2 * (MAX_HELD_IDS + 1)
-
-
-# --- the choice at load ---------------------------------------------------------------------
-
-
-def test_a_table_that_does_not_fit_is_refused_loudly(caplog: pytest.LogCaptureFixture) -> None:
-    """The decoder claims bytes as letters, the texts say otherwise: warn, and take the window."""
-    mistaken = Counted(loaded("sentencepiece"), decoder={"type": "ByteLevel"})
-    with caplog.at_level(logging.WARNING):
-        make = choose_detokenizer(mistaken, True)
-    assert isinstance(make(), WindowDetokenizer)
-    assert "byte-level table differs" in caplog.text
-    assert "ids [" in caplog.text
-
-
-def test_a_tokenizer_that_cannot_be_streamed_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """A decode that rewrites earlier text fits no stream; it is used, with a warning."""
-
-    class Backwards(Counted):
-        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-            return super().decode(token_ids, skip_special_tokens)[::-1]
-
-    with caplog.at_level(logging.WARNING):
-        make = choose_detokenizer(Backwards(loaded("byte-level")), True)
-    assert isinstance(make(), WindowDetokenizer)
-    assert "streamed text may differ" in caplog.text
-
-
-def test_made_families_load_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    """No family falls back to the window with a warning."""
-    with caplog.at_level(logging.WARNING):
-        for family in FAMILIES:
-            for skip in (True, False):
-                choose_detokenizer(loaded(family), skip)
-    assert caplog.text == ""
-
-
-REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-BYTES, FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
-STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [REPLACE, BYTES, FUSE, STRIP | {"stop": 1}],
-        [REPLACE, BYTES, FUSE, STRIP | {"content": "_"}],
-        [REPLACE | {"content": "_"}, BYTES, FUSE],
-        [REPLACE | {"pattern": {"Regex": "▁"}}, BYTES, FUSE],
-        [BYTES, REPLACE, FUSE],
-        [REPLACE, STRIP, FUSE],
-        [],
-    ],
-)
-def test_unknown_decoders_get_the_window(steps: list[dict[str, Any]]) -> None:
-    """Only decoders that are known step by step are given a table."""
-    family = "sentencepiece" if any(step["type"] == "Strip" for step in steps) else "gemma"
-    odd = Counted(loaded(family), decoder={"type": "Sequence", "decoders": steps})
-    assert isinstance(choose_detokenizer(odd, True)(), WindowDetokenizer)
-
-
-def test_a_sequence_of_one_step_is_that_step() -> None:
-    """Some converters wrap a lone decoder."""
-    wrapped = {"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}
-    make = choose_detokenizer(Counted(loaded("byte-level"), decoder=wrapped), True)
-    assert isinstance(make(), ByteTableDetokenizer)
-
-
-def test_an_empty_table_has_a_detokenizer() -> None:
-    """Nothing to test, nothing to show."""
-    empty = Counted(loaded("byte-level"))
-    empty.vocab_size, empty.added_ids = 0, frozenset()
-    assert stream(choose_detokenizer(empty, True)(), []) == [""]

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import reciting
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.scripted_pairs import hashed_pair, ids, pair, read, told
 from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.errors import Unsupported
 from trtllm_bls.messages import EngineRequest, Sampling, SpeculationCounts, SpeculationRequest
 from trtllm_bls.speculative.predicted_text import PredictedText

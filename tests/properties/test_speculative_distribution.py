@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from doubles.scripted import Script
+from doubles.scripted_tokens import table
 from tests.helpers.scripted_pairs import Pair, RedrawingEngine, ids, pair, read
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
-from trtllm_bls.engines.scripted import Script
-from trtllm_bls.engines.scripted_tokens import table
 from trtllm_bls.messages import Sampling
 from trtllm_bls.speculative import DraftSource, SpeculationShared
 

@@ -9,10 +9,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from doubles.scripted_tokens import agreeing, hashed, reciting
 from tests.helpers.scripted_pairs import GREEDY, VOCAB, hashed_pair, ids, pair, read, told
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
-from trtllm_bls.engines.scripted_tokens import agreeing, hashed, reciting
 from trtllm_bls.messages import EngineRequest, FinishReason, Sampling, Wants
 from trtllm_bls.speculative import DraftSource
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import fake_grpc_server as wire
-from tests.helpers.server_requests import metric, until
+from tests.helpers.server_requests import metric
+from tests.helpers.waiting import eventually, until
 from tests.reliability.conftest import on
 from tests.reliability.faulty_engine import DRAFT, HOLD, TARGET, Proxy, Seen, Step
 from tests.reliability.world import MAX_RUNNING, TEXTS, World, world
@@ -79,13 +80,12 @@ class Cell:
         """Wait until the request is in its state, or over."""
         if self.state == "queued":
             waiting = partial(metric, metrics_url, "trtllm_bls_num_requests_waiting")
-            await asyncio.to_thread(until, lambda: waiting() > 0)
+            await asyncio.to_thread(until, lambda: waiting() > 0 or self.reading.done())
             return
         self.reading.add_done_callback(lambda _: self.engine.changed.set())
         await self.engine.until(lambda: self._is_there() or self.reading.done())
         begun = self.state in ("mid-stream", "final token")
-        while begun and not self.said and not self.reading.done():
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not begun or self.said or self.reading.done())
 
     def _is_there(self) -> bool:
         running = [seen for seen in self.mine() if seen.end is None]

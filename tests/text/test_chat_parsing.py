@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from hypothesis import example, given, settings
 
+from tests.helpers.tools import ping_and_set_tree
 from trtllm_bls.chat_parsing import (
     FORCED,
     REASONING_TAGS,
@@ -30,6 +31,15 @@ CALL = '{"name": "weather", "arguments": ' + ARGS + "}"
 SEP = "<｜tool▁sep｜>"
 BEGIN, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK = f"<｜tool▁calls▁begin｜>{BEGIN}function{SEP}weather\n```json\n{ARGS}\n```{END}"
+XML = """<function=weather>
+<parameter=city>
+Oslo "{" é
+</parameter>
+<parameter=days>
+[1, {"a": null}]
+</parameter>
+</function>"""
+PYTHON = """weather(city='Oslo "{" é', days=[1, {"a": None}])"""
 THINK = REASONING_TAGS["think"]
 
 # format, text; each calls weather(ARGS) as often as the number says, with or without content.
@@ -46,6 +56,10 @@ TEXTS = [
     ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", 2),
     ("mistral", f"Well: [TOOL_CALLS]weather{ARGS}[TOOL_CALLS]weather{ARGS}", 2),
     ("mistral", f"[TOOL_CALLS]weather[CALL_ID]x7[ARGS]{ARGS}", 1),
+    ("qwen3_coder", f"<tool_call>\n{XML}\n</tool_call>", 1),
+    ("qwen3_coder", f"I look.\n{XML}\n</tool_call>\n<tool_call>{XML}</tool_call>", 2),
+    ("pythonic", f"[{PYTHON}]", 1),
+    ("pythonic", f"<|python_start|>[{PYTHON}, {PYTHON}]<|python_end|>", 2),
     ("deepseek", f"{DEEPSEEK}<｜tool▁calls▁end｜>", 1),
     ("deepseek", f"{DEEPSEEK}\n{BEGIN}weather{SEP}{ARGS}{END}<｜tool▁calls▁end｜>", 2),
 ]
@@ -110,6 +124,8 @@ _PIECES = st.sampled_from(
         *(text for _, text, _ in TEXTS),
         *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "[TOOL_CALLS]", BEGIN),
         *("<tool", "<", "[", "{", "}", '{"name"', '{"name": "f"', '{"a": 1}', " ", "\n", "a", "é"),
+        *("<function=f>", "<function=", "<parameter=a>", "\n", "</parameter>", "</function>", "<"),
+        *("[f(", "f(a=1", "a='x'", ")", ", ", "<|python_start|>", "f", "("),
         *('{"name": "f"}', '{"name": 7}', '{"name": "f", "arguments": null}', ", ", ";", '"', "\\"),
     ]
 )
@@ -144,6 +160,8 @@ def test_where_the_text_is_cut_makes_no_difference(
         "[TOOL_CALLS] is a marker",
         "<tool_call>nothing</tool_call>",
         '<tool_call>{"nam',
+        "x <tool_call>\n",
+        '{"nam',
         "<|python_tag|>print(1)",
         f"{BEGIN}what is this",
         "[1, 2]",
@@ -187,29 +205,87 @@ def test_a_call_without_arguments_has_none() -> None:
         assert joined(events) == [ToolCall(0, "id0", "f"), Arguments(0, "{}")]
 
 
-TOOLS = [
-    {"type": "function", "function": {"name": "ping"}},
-    {
-        "type": "function",
-        "function": {
-            "name": "set_tree",
-            "parameters": {
-                "type": "object",
-                "properties": {"tree": {"$ref": "#/$defs/node"}, "again": {"$ref": "#"}},
-                "required": ["tree"],
-                "additionalProperties": False,
-                "$defs": {
-                    "node": {
-                        "type": "object",
-                        "properties": {"on": {"type": "boolean"}, "sub": {"$ref": "#/$defs/node"}},
-                        "required": ["on"],
-                        "additionalProperties": False,
-                    }
-                },
-            },
-        },
-    },
-]
+SCHEMA = {
+    "properties": {
+        "path": {"type": "string"},
+        "line": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "force": {"type": ["boolean", "null"]},
+        "lines": {"type": "array"},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("path", "12", "12"),
+        ("path", "\na\n\n", "\na\n\n"),
+        ("path", '{"a": "</b>"}', '{"a": "</b>"}'),
+        ("line", "12", 12),
+        ("line", "None", None),
+        ("line", "twelve", "twelve"),
+        ("force", "True", True),
+        ("lines", "['a', \"b\"]", ["a", "b"]),
+        ("lines", "NaN", "NaN"),
+        ("other", "12", "12"),
+        ("other", '{"a": [1]}', {"a": [1]}),
+    ],
+)
+def test_values_between_tags_are_what_the_schema_says(
+    key: str, written: str, value: object
+) -> None:
+    """A text stays one, whatever it looks like; what does not fit is one, too."""
+    call = f"<tool_call><function=f>\n<parameter={key}>\n{written}\n</parameter>\n</function>"
+    parser = ChatParser(TOOL_FORMATS["qwen3_coder"], schemas={"f": SCHEMA})
+    events = [event for char in call for event in parser.feed(char)] + parser.flush()
+    assert json.loads("".join(e.text for e in events if isinstance(e, Arguments))) == {key: value}
+
+
+def test_texts_between_tags_leave_while_they_are_written() -> None:
+    """What may be the end of the value waits."""
+    parser = ChatParser(TOOL_FORMATS["qwen3_coder"], schemas={"f": SCHEMA})
+    events = parser.feed("<tool_call><function=f><parameter=path>\nOnce\n</param")
+    assert events[1:] == [Arguments(0, '{"path": "Once')]
+    assert parser.feed('s> "a"') == [Arguments(0, '\\n</params> \\"a\\"')]
+
+
+@pytest.mark.parametrize("schemas", [{"g": None}, {"f": {"properties": 7}}, {"f": [1]}, None])
+def test_schemas_may_be_anything(schemas: dict[str, object] | None) -> None:
+    """A caller writes them; a value then is a text, unless it looks like more."""
+    parser = ChatParser(TOOL_FORMATS["qwen3_coder"], schemas=schemas)
+    parser.feed("<tool_call><function=f><parameter=a>\n1\n</parameter></function></tool_call>")
+    assert parser.has_calls
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("", {}),
+        (r"a='it\'s (', b=-1.5,", {"a": "it's (", "b": -1.5}),
+        (
+            "a=true, b=[false, null], c={'d': None}",
+            {"a": True, "b": [False, None], "c": {"d": None}},
+        ),
+        (r"a='\d+'", {"a": "\\d+"}),
+    ],
+)
+def test_arguments_in_python_become_json(written: str, arguments: object) -> None:
+    """Its literals, and JSON's words for them."""
+    events = parse(f"[f({written})]", [], "pythonic")
+    assert json.loads(events[1].text) == arguments  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "text", ["[f(1)]", "[f(a=b)]", "[f(**a)]", "[g(a=1)]", "f(a=1)", "[f(a='1"]
+)
+def test_python_that_calls_no_tool_is_content(text: str) -> None:
+    """Also a function that is no tool of the request."""
+    parser = ChatParser(TOOL_FORMATS["pythonic"], schemas={"f": None})
+    events = parser.feed(text) + parser.flush()
+    assert joined(events) == [Content(text)]
+
+
+TOOLS = ping_and_set_tree(again={"$ref": "#"})
 
 
 @pytest.mark.parametrize("name", [None, "set_tree", "ping"])
@@ -250,6 +326,8 @@ def test_forced_calls_are_parsed() -> None:
         ("{%- if tools %}[TOOL_CALLS] [/THINK]", ("mistral", "mistral")),
         ('Environment: ipython ... "parameters": x', ("llama3_json", None)),
         (f"{BEGIN} </think>", ("deepseek", "think")),
+        ("<tool_call>\\n<function=f>\\n<parameter=a>", ("qwen3_coder", None)),
+        ("ipython: [func_name1(params_name1=1)] parameters", ("pythonic", None)),
         ("{{ messages }}", (None, None)),
         (None, (None, None)),
     ],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
-import time
-from contextlib import aclosing
+from collections.abc import Callable
+from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from click.testing import CliRunner
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton
 from tests.helpers.request_servers import ONE, number, opened
 from tests.helpers.scripted_pairs import engine_request, hashed_pair, ids, read
+from tests.helpers.waiting import until
 from trtllm_bls.admission import Admission
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineUnavailable, Overloaded, SettingsError
 from trtllm_bls.launcher.process import Scratch
+from trtllm_bls.openai.running import RunningRequests
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.status import ProcessStatus, StatusDirectory
@@ -111,20 +114,20 @@ class StubbornEngine:
     def __init__(self) -> None:
         self.settled = False
         self.drained = threading.Event()
+        self.problem: str | None = None
+
+    async def engine_problem(self) -> str | None:
+        return self.problem
 
     def drain(self) -> None:
         self.drained.set()
 
 
-def status_when(files: StatusDirectory, condition: str) -> ProcessStatus:
-    """The process's status once it is so; fails if that never comes."""
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        for status in files.read():
-            if eval(condition, {"status": status}):
-                return status
-        time.sleep(0.01)
-    raise AssertionError(f"never {condition}: {files.read()}")
+def status_when(
+    files: StatusDirectory, condition: Callable[[ProcessStatus], bool]
+) -> ProcessStatus:
+    """The process's status once it is so."""
+    return until(lambda: list(filter(condition, files.read())))[0]
 
 
 async def never_ends(call: Call) -> None:
@@ -133,17 +136,21 @@ async def never_ends(call: Call) -> None:
 
 
 def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
-    """Its requests by id, responses counted, the loop's last turn."""
-    triton = FakeTriton()
+    """Its requests by id, responses counted, the loop's last turn, what an engine says it has."""
+    triton, engine = FakeTriton(), StubbornEngine()
     ask = triton.ask(ONE, "number", id="mine")
     with opened(triton, never_ends) as server:
-        lifecycle = Lifecycle(server, StubbornEngine(), str(tmp_path / "status"))
+        lifecycle = Lifecycle(server, engine, str(tmp_path / "status"))
         files = StatusDirectory(tmp_path / "status")
-        assert status_when(files, "status.running == 0").pid == os.getpid()
+        assert status_when(files, lambda now: now.running == 0).pid == os.getpid()
         server.accept([ask])
-        told = status_when(files, "status.running == 1 and status.responses == 1")
+        told = status_when(files, lambda now: now.running == now.responses == 1)
         assert told.requests[0].startswith("mine-") and not told.handed_over
-        assert status_when(files, f"status.loop_at > {told.loop_at}").written_at > told.written_at
+        assert told.engine_problem is None
+        engine.problem = "it is not healthy"
+        status_when(files, lambda now: now.engine_problem == "it is not healthy")
+        later = status_when(files, lambda now: now.loop_at > told.loop_at)
+        assert later.written_at > told.written_at
         lifecycle.close()
     assert ask.error is not None  # the server was closed
 
@@ -165,9 +172,9 @@ def test_a_draining_process_refuses_what_is_new_and_ends_what_lasts_too_long(
         server.accept([late])
         assert (refusal := late.wait().error) is not None
         assert (refusal.code(), "shutting down" in refusal.message()) == ("UNAVAILABLE", True)
-        assert not status_when(files, "status.running == 1").handed_over
+        assert not status_when(files, lambda now: now.running == 1).handed_over
         engine.settled = True
-        assert status_when(files, "status.handed_over").running == 1
+        assert status_when(files, lambda now: now.handed_over).running == 1
         files.ask_to_drain(0.0)
         ended = running.wait().error
         assert ended is not None and ended.code() == EngineUnavailable.status
@@ -223,6 +230,49 @@ def test_a_full_disk_does_not_make_a_process_look_stuck(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         files.write(replace(first, written_at=60, loop_at=61.5, responses=9))
     assert files.read() == [replace(first, loop_at=61.5)]
+
+
+class Looked(RunningRequests):
+    """Nothing runs; each look, of which every status has one, is counted."""
+
+    looks = 0
+
+    @property
+    def running(self) -> list[str]:
+        self.looks += 1
+        return []
+
+    def look_again(self) -> None:
+        """Return when two more statuses have been tried."""
+        wanted = self.looks + 3
+        until(lambda: self.looks >= wanted)
+
+
+def test_a_process_that_outlives_its_server_says_nothing_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory goes with the server; while nobody drains, that is a warning by name."""
+    server, files = Looked(), tmp_path / "status"
+
+    def live_on() -> None:
+        with closing(Lifecycle(server, StubbornEngine(), str(files))):
+            shutil.rmtree(files)
+            server.look_again()
+            assert f"status_dir {files}: No such file or directory" in caplog.text
+            files.mkdir()
+            StatusDirectory(files).ask_to_drain(float("inf"))
+            status_when(StatusDirectory(files), lambda now: True)
+            server.look_again()
+            caplog.clear()
+            shutil.rmtree(files)
+            server.look_again()
+            assert "No such file" not in caplog.text
+
+    async def run() -> None:
+        server.loop = asyncio.get_running_loop()
+        await asyncio.to_thread(live_on)
+
+    asyncio.run(run())
 
 
 def test_a_shell_can_ask_too(tmp_path: Path) -> None:

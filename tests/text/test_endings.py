@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from doubles.scripted import Fault
 from tests.helpers.scripted_text import (
     Collected,
     asking,
@@ -16,7 +17,6 @@ from tests.helpers.scripted_text import (
     text_of,
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
-from trtllm_bls.engines.scripted import Fault
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.messages import FinishReason
 from trtllm_bls.orchestrator import Defaults

@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.scripted_text import (
     PROMPT,
     Collected,
@@ -25,8 +27,6 @@ from tests.helpers.scripted_text import (
     tokenizer_of_two_ends,
 )
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineError, EngineUnavailable
 from trtllm_bls.messages import (
     EngineChunk,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doubles.scripted import Script, ScriptedEngine
 from tests.helpers.scripted_text import (
     PROMPT,
     ask,
@@ -22,7 +23,6 @@ from tests.helpers.scripted_text import (
 )
 from tests.helpers.virtual_time import run_skipping_waits
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import Sampling, SpeculationRequest
 from trtllm_bls.orchestrator import Defaults

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from doubles.scripted import Fault
 from tests.helpers.scripted_text import PROMPT, Collected, asking, prompt_ids, saying, tokenizer
 from tests.helpers.virtual_time import run_skipping_waits
 from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.scripted import Fault
 from trtllm_bls.errors import EngineStalled, EngineUnavailable, InvalidRequest, Overloaded
 from trtllm_bls.messages import SpeculationRequest, TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator

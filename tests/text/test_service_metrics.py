@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from doubles.scripted import Fault, ScriptedEngine
 from tests.helpers.fake_metrics import Registry
 from tests.helpers.scripted_text import saying, tokenizer
 from tests.helpers.services_on_fake_backend import STREAM, Bench, serving
-from trtllm_bls.engines.scripted import Fault, ScriptedEngine
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.messages import TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.fake_python_backend import SECONDS
 from tests.helpers.scripted_text import (
     PROMPT,
@@ -21,8 +23,6 @@ from tests.helpers.scripted_text import (
 )
 from tests.helpers.services_on_fake_backend import SILENT, STREAM, text_service, words
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks, QueuedChunks, TaskChunks
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import hashed
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import reciting
 from tests.helpers.scripted_text import (
     PROMPT,
     Collected,
@@ -21,8 +23,6 @@ from tests.helpers.scripted_text import (
     tokenizer,
 )
 from tests.helpers.small_tokenizers import MAKERS, directory
-from trtllm_bls.engines.scripted import Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.errors import InvalidRequest, PromptTooLong
 from trtllm_bls.messages import ChatOptions, FinishReason, TextChunk, TokenText, Wants
 from trtllm_bls.tokenizer import load_tokenizer

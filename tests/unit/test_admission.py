@@ -43,14 +43,15 @@ def test_sequences_above_the_limit_wait_and_above_that_are_refused_at_once() -> 
 
 
 def test_a_refusal_tells_how_long_requests_take_here() -> None:
-    """Two that run 30 s each, and one that waits: another half a turn for each place."""
+    """30 s, and a fifth of the 10 s more that a newer one took; one waits for two places."""
 
     async def scenario() -> None:
         admission = Admission(2, 1, None)
         await hold(admission, seconds=30)
+        await hold(admission, seconds=40)
         waiting = [asyncio.create_task(hold(admission)) for _ in range(3)]
         await settle()
-        with pytest.raises(Overloaded, match="try again in about 30 s"):
+        with pytest.raises(Overloaded, match="try again in about 32 s"):
             await hold(admission)
         await asyncio.gather(*waiting)
 
@@ -108,21 +109,26 @@ def test_waiting_too_long_is_refused() -> None:
 
 
 def test_a_caller_that_leaves_the_queue_frees_its_place() -> None:
-    """Also one that leaves in the moment in which it is admitted."""
+    """Also one that leaves, or is refused, in the moment in which it is admitted."""
 
     async def scenario(clock: Clock) -> None:
         admission = Admission(1, 2, 5)
-        running, first, second = (asyncio.create_task(hold(admission)) for _ in range(3))
-        await settle()
-        first.cancel()
-        await settle()
-        assert figures(admission) == (1, 1)
-        running.cancel()
-        await asyncio.wait({running})
+        async with admission.place(1):
+            first, second = (asyncio.create_task(hold(admission)) for _ in range(2))
+            await settle()
+            first.cancel()
+            await settle()
+            assert figures(admission) == (1, 1)
         assert figures(admission) == (1, 0), "the second one has the place, and has not run yet"
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
         assert figures(admission) == (0, 0)
-        await hold(admission, seconds=0)
+        async with admission.place(1):
+            third = asyncio.create_task(hold(admission))
+            await settle()
+            admission.refuse_waiting("ask another")
+        with pytest.raises(Overloaded, match="ask another"):
+            await third
+        assert figures(admission) == (0, 0)
 
     run_by_the_clock(scenario)

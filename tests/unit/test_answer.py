@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.random_cases import cut_anywhere, run_cases
-from trtllm_bls.answer import SequenceText, TextRules
+from tests.helpers.scripted_text import asking
+from trtllm_bls.answer import Answer, SequenceText, TextRules
 from trtllm_bls.messages import (
     EngineChunk,
     EngineMetrics,
@@ -338,3 +339,33 @@ def test_text_of_accepted_drafts_is_told_apart() -> None:
     shown = ["".join(p.text[a:b] for a, b in p.drafted) for p in held]
     assert "".join(shown) == "".join(p[0][a:b] for p in expected for a, b in p[1])
     assert all(not piece.drafted for piece in told(RULES, *chunks))
+    (at_once,) = told(rules, chunk(2, 1, 0, final=True, speculation=counts(2)))
+    assert at_once.drafted == ((0, 2), (2, 3))
+
+
+# --- whether the engine has to be told ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "ids", "final", "must"),
+    [
+        ({}, (0, END), False, False),  # the engine ends at its end ids by itself
+        ({"min_tokens": 1}, (0, END), False, True),  # which were not sent along with a minimum
+        ({"min_tokens": 1}, (0, END), True, False),
+        ({"min_tokens": 1, "max_tokens": 2}, (0, 1), False, False),  # it counts by itself
+        ({"stop_words": ("b",)}, (0, 1), False, True),
+        ({"stop_words": ("b",)}, (0, 1), True, False),
+        ({}, (0, 1), False, False),
+    ],
+)
+def test_an_engine_that_would_work_on_must_be_cancelled(
+    rules: dict[str, Any], ids: TokenIds, final: bool, must: bool
+) -> None:
+    """Once all sequences are done; any other cancel would race with its final response."""
+    for sequences in (1, 2):
+        request = asking(stream=True, num_return_sequences=sequences)
+        answer = Answer(request, replace(RULES, **rules), [Pieces() for _ in range(sequences)])
+        for index in range(sequences):
+            assert not answer.must_cancel
+            answer.take([chunk(*ids, final=final, sequence_index=index)])
+        assert answer.must_cancel is must

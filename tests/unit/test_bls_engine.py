@@ -21,6 +21,7 @@ from tests.helpers.fake_python_backend import (
     TritonError,
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
+from tests.helpers.waiting import eventually
 from trtllm_bls.engines.triton_bls import BlsEngine
 from trtllm_bls.errors import EngineError, EngineStalled, InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest, Wants
@@ -83,6 +84,14 @@ def told(*steps: Any, request: EngineRequest = ASK, **more: Any) -> tuple[list[E
         return chunks
 
     return run(scenario()), child
+
+
+def test_the_trace_of_a_caller_goes_along() -> None:
+    """As a request parameter; else there are no parameters, which old releases do not know."""
+    _, child = told(say(1), EMPTY, request=replace(ASK, traceparent="00-4bf9-00f0-01"))
+    assert child.asked[0].parameters == {"traceparent": "00-4bf9-00f0-01"}
+    _, child = told(say(1), EMPTY)
+    assert child.asked[0].parameters == {}
 
 
 # --- chunks ---------------------------------------------------------------------------------
@@ -181,8 +190,7 @@ def test_streams_do_not_wait_for_each_other() -> None:
     async def scenario() -> None:
         made = engine(child)
         waiting = asyncio.create_task(read(made, replace(ASK, request_id="silent")))
-        while not child.asked:
-            await asyncio.sleep(0)
+        await eventually(lambda: child.asked)
         assert [c.token_ids for c in await read(made)] == [(3,), ()]
         assert not waiting.done()
         waiting.cancel()
@@ -306,8 +314,7 @@ def test_a_reader_cancelled_while_waiting_stops_the_child() -> None:
 
     async def scenario() -> None:
         reader = asyncio.create_task(read(engine(child)))
-        while not child.asked:
-            await asyncio.sleep(0)
+        await eventually(lambda: child.asked)
         reader.cancel()
         await asyncio.wait({reader})
         assert reader.cancelled()

@@ -113,7 +113,8 @@ def test_instances_are_read() -> None:
 
 def test_our_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
     """What to do, on standard error, with exit code 1."""
-    result = CliRunner().invoke(main, ["serve", "--server", str(tmp_path)])
+    words = ["serve", "--server", str(tmp_path), "--openai-port", "0"]
+    result = CliRunner().invoke(main, words)
     assert result.exit_code == 1
     assert result.stdout == ""
     assert result.stderr.startswith(f"error: --server {tmp_path}: no tritonserver there")
@@ -195,8 +196,10 @@ def test_a_full_disk_does_not_stop_the_terminals_log() -> None:
         speaks.log(parse(line))
     file.room = True
     speaks.log(parse("three"))
-    assert shown.getvalue().splitlines() == [
-        "warning: the log file misses lines: No space left on device",
+    assert shown.getvalue().splitlines()[0][8:] == (
+        " warning: the log file misses lines: No space left on device"
+    )
+    assert shown.getvalue().splitlines()[1:] == [
         "one",
         "two",
         "three",
@@ -209,6 +212,16 @@ def test_a_flood_of_lines_is_not_shown_whole() -> None:
     pace = LinePace(burst=3, per_second=10)
     assert [pace.take(100.0) for _ in range(6)] == [0, 0, 0, None, None, None]
     assert [pace.take(100.15), pace.take(100.16), pace.take(100.3)] == [3, None, 1]
+
+
+def test_no_request_goes_without_its_line() -> None:
+    """However many there are; only Triton's own warnings are thinned."""
+    speaks, shown, _ = terminal()
+    for number in range(1000):
+        speaks.log(parse(f'I1121 01:56:47.1 61 triton_log.py:26] "request id={number}"'))
+        speaks.log(parse('W1121 01:56:47.1 61 chttp2_server.cc:6] "no descriptors"'))
+    assert shown.getvalue().count("request id=") == 1000
+    assert shown.getvalue().count("no descriptors") < 1000
 
 
 def test_verbose_relays_everything() -> None:
@@ -241,11 +254,20 @@ def test_a_line_of_the_log_does_not_interrupt_answers() -> None:
     assert file.getvalue().count(b"\n") == 2
 
 
-def test_a_warning_about_the_machine_is_shown() -> None:
-    """Before anything is loaded."""
-    speaks, shown, _ = terminal()
+def test_lines_of_our_own_have_a_time_and_are_in_the_log_file() -> None:
+    """Beside those of the server, in their form."""
+    speaks, shown, file = terminal()
     speaks.warning("/dev/shm has 64 MiB free")
-    assert shown.getvalue() == "warning: /dev/shm has 64 MiB free\n"
+    speaks.problem("the server is dead; starting again in 1 s")
+    assert [line[8:] for line in shown.getvalue().splitlines()] == [
+        " warning: /dev/shm has 64 MiB free",
+        " the server is dead; starting again in 1 s",
+    ]
+    kept = [parse(line) for line in file.getvalue().decode().splitlines()]
+    assert [line.severity for line in kept] == ["warning", "error"]
+    assert [line.readable[:8] for line in kept] == [
+        line[:8] for line in shown.getvalue().splitlines()
+    ]
 
 
 # --- the demo's prompts ---------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import promql_parser
 import pytest
 import yaml
 
-from trtllm_bls.launcher.server_metrics import SERVER_METRICS
+from trtllm_bls.launcher.health_endpoint import SERVER_METRICS
 from trtllm_bls.request_stats import CancelCause, Outcome
 from trtllm_bls.services.request_metrics import METRICS
 
@@ -60,6 +62,21 @@ def test_an_expression_asks_for_what_there_is(expression: str) -> None:
             assert matcher.name in LABELS[selector.name]
             if matcher.name in VALUES:
                 assert set(matcher.value.split("|")) <= VALUES[matcher.name]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="comes with Prometheus")
+@pytest.mark.parametrize("what", [("check", "alerts.yaml"), ("test", "alerts_test.yaml")])
+def test_each_alert_fires_when_it_should(what: tuple[str, str]) -> None:
+    """By Prometheus itself, and none where the server is well."""
+    order = ["promtool", what[0], "rules", str(ROOT / "deploy" / what[1])]
+    done = subprocess.run(order, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_tested() -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    tests = (ROOT / "deploy" / "alerts_test.yaml").read_text()
+    assert [rule["alert"] for rule in rules if rule["alert"] not in tests] == []
 
 
 def test_every_metric_is_on_the_dashboard_and_in_the_document() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import grpc
 import pytest
 import trustme
 
+from doubles.scripted_tokens import hashed
 from tests.helpers.fake_engine_server import Triton, run
 from tests.helpers.fake_metrics import Registry
+from tests.helpers.scripted_services import playing
 from tests.helpers.scripted_text import padded_model, tokenizer
 from tests.helpers.small_tokenizers import directory
+from tests.helpers.waiting import eventually
 from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
 from trtllm_bls.messages import TextChunk, TextRequest
-from trtllm_bls.parameters import BlsParameters, rows_of
+from trtllm_bls.parameters import BlsParameters, parse_engine, rows_of
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.speculative import DraftSource, SpeculationOptions
 
@@ -59,6 +63,35 @@ def test_engines_are_sent_a_bias_for_each_of_the_models_logits() -> None:
     """Which may be more than the tokenizer has tokens."""
     made: Any = deployed(tokenizer_dir=padded_model()).engine
     assert made._target._route.vocab_size == tokenizer().vocab_size + 64
+
+
+def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not() -> None:
+    """By whoever tells of readiness; both addresses must be ill, where there are two."""
+
+    async def problem_of(deployment: Deployment, ill: bool) -> str | None:
+        async def known() -> bool:
+            return (await deployment.engine_problem() is not None) is ill
+
+        await eventually(known)
+        return await deployment.engine_problem()
+
+    async def scenario() -> None:
+        async with playing(hashed(10)) as (one, first), playing(hashed(10)) as (two, second):
+            choice = parse_engine(f"trtllm://{first},{second}")
+            made = Deployment(parameters(engine=choice), Registry())
+            await problem_of(made, ill=False)
+            ill = replace(one.behaviour, health="RuntimeError: dead")
+            one.behaviour = two.behaviour = ill
+            told = await problem_of(made, ill=True)
+            assert told and first in told and told.endswith("not healthy: RuntimeError: dead")
+            one.behaviour = replace(ill, health="OK")
+            await problem_of(made, ill=False)
+            await made.close()
+        made = Deployment(parameters(engine_url="localhost:1"), Registry())
+        assert await made.engine_problem() is None
+        await made.close()
+
+    run(scenario())
 
 
 @pytest.mark.parametrize("source", ["off", "model", "ngram", "mixed"])

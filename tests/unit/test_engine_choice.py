@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from doubles.scripted_tokens import reciting
 from tests.helpers.fake_engine_server import ASK, Say, Triton, run
+from tests.helpers.scripted_services import playing
 from tests.unit.test_deployment import deployed, parameters
 from trtllm_bls.bundled import DEMO, REPOSITORY
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import TritonEngine
 from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
-from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.errors import SettingsError, SetupError, Unsupported
 from trtllm_bls.launcher import command, workdir
+from trtllm_bls.messages import SpeculationRequest
 from trtllm_bls.parameters import EngineKind, check, parse_engine
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.settings import ServeSettings
@@ -100,17 +104,47 @@ def test_models_of_other_servers_stand_in_for_each_other() -> None:
     run(scenario())
 
 
-def test_a_service_gets_no_draft_model() -> None:
-    """It could verify nothing."""
+@pytest.mark.parametrize("more", [{"draft": "tensorrt_llm_draft"}, {"draft_source": "ngram"}])
+def test_a_service_gets_no_drafts(more: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """It could verify none; the log says which of its own settings do the same."""
 
     async def made() -> None:
-        given = parameters(engine=parse_engine(ELSEWHERE), draft="tensorrt_llm_draft")
-        deployment = Deployment(given)
+        deployment = Deployment(parameters(engine=parse_engine(ELSEWHERE), **more))
         engine: Any = deployment.engine
         assert engine._draft is None
         await deployment.close()
 
     asyncio.run(made())
+    assert "verifies no drafts" in caplog.text and "speculative_config" in caplog.text
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_request_for_drafts_of_a_service_meets_what_the_deployment_says(ignored: bool) -> None:
+    """A refusal that names the service's own settings, or plain decoding."""
+    asked = replace(ASK, speculation=SpeculationRequest(num_draft_tokens=3))
+
+    async def scenario() -> None:
+        async with playing(reciting((7, 8), len(ASK.input_ids), then=2)) as (service, url):
+            choice = parse_engine(f"trtllm://{url}")
+            deployment = Deployment(parameters(engine=choice, ignore_unverifiable_drafts=ignored))
+            await deployment.engine.limits()
+            if ignored:
+                chunks = [chunk async for chunk in deployment.engine.generate(asked)]
+                assert [token for chunk in chunks for token in chunk.token_ids][:2] == [7, 8]
+                assert len(service.requests) == 1
+            else:
+                with pytest.raises(Unsupported, match=r"num_draft_tokens: .*speculative_config"):
+                    deployment.engine.generate(asked)
+            await deployment.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("key", ["tensorrt_llm_model_name", "tensorrt_llm_draft_model_name"])
+def test_an_address_is_no_models_name(key: str) -> None:
+    """It would be asked of this server, which has no such model."""
+    with pytest.raises(SettingsError, match="an address is for `engine`"):
+        check("tensorrt_llm_bls", key, ELSEWHERE)
 
 
 def test_serve_runs_no_engine_where_there_is_one_elsewhere(tmp_path: Path) -> None:

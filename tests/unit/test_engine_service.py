@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import reciting
 from tests.helpers.services_on_fake_backend import END, SILENT, TRUE, engine_service, ids, serving
 from trtllm_bls.admission import RequestLimits
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.errors import EngineError
 from trtllm_bls.services.engine_service import EngineService
 

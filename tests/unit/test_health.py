@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,12 +19,13 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.helpers.waiting import until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Bounds, Observed, ServerProcesses, Verdict, evaluate, find_server
 from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
-from trtllm_bls.launcher.start_progress import StartProgress
+from trtllm_bls.launcher.readiness import StartProgress
 from trtllm_bls.launcher.watch import Watch
 
 SECONDS = 20
@@ -152,9 +153,8 @@ def get(url: str) -> tuple[int, dict[str, Any]]:
 
 
 def looking(verdict: Verdict, looked_at: float = float("inf")) -> Watch:
-    watch = SimpleNamespace(
-        verdict=verdict, looked_at=looked_at, draining=False, processes={"tritonserver": 1}
-    )
+    running = {"tritonserver": 1, "tensorrt_llm": 2}
+    watch = SimpleNamespace(verdict=verdict, looked_at=looked_at, draining=False, processes=running)
     return cast(Watch, watch)
 
 
@@ -164,12 +164,8 @@ def test_startup_live_and_ready_are_kept_apart(endpoint: tuple[HealthState, str]
 
     def become(*codes: int) -> None:
         """The codes of startup, live and ready; a change is told within moments."""
-        until = time.monotonic() + SECONDS
-        while True:
-            found = tuple(get(f"{url}/{each}")[0] for each in ("startup", "live", "ready"))
-            if found == codes:
-                return
-            assert time.monotonic() < until, found
+        parts = ("startup", "live", "ready")
+        until(lambda: tuple(get(f"{url}/{each}")[0] for each in parts) == codes)
 
     become(503, 200, 503)
     with state.serving(looking(Verdict())):
@@ -190,13 +186,13 @@ def test_the_process_that_answers_is_started_again(endpoint: tuple[HealthState, 
     (answering,) = psutil.Process().children()
     answering.kill()
     psutil.wait_procs([answering])
-    until = time.monotonic() + SECONDS
-    while True:
-        try:
-            assert get(f"{url}/live")[0] == 200
-            return
-        except OSError:
-            assert time.monotonic() < until
+
+    def live() -> bool:
+        with suppress(OSError):
+            return get(f"{url}/live")[0] == 200
+        return False
+
+    until(live)
 
 
 def test_the_reasons_are_told() -> None:
@@ -246,15 +242,15 @@ def test_prometheus_reads_what_readiness_means(endpoint: tuple[HealthState, str]
         expected = {
             "trtllm_bls_server_ready": 1.0,
             "trtllm_bls_server_processestritonserver": 1.0,
+            "trtllm_bls_server_processestensorrt_llm": 2.0,
             "trtllm_bls_server_restarts_total": 0.0,
             "trtllm_bls_openai_restarts_total": 2.0,
         }
-        until = time.monotonic() + SECONDS
-        while found() != expected:
-            assert time.monotonic() < until, found()
+        until(lambda: found() == expected)
     state.restarting("a stub is dead")
-    while found()["trtllm_bls_server_ready"] or not found()["trtllm_bls_server_restarts_total"]:
-        assert time.monotonic() < until, found()
+    restarting = {"trtllm_bls_server_ready": 0.0, "trtllm_bls_server_restarts_total": 1.0}
+    until(lambda: restarting.items() <= found().items())
+    assert found()["trtllm_bls_server_processestensorrt_llm"] == 0.0
 
 
 def test_a_watch_that_is_stuck_is_not_live() -> None:

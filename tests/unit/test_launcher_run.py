@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.bundled import DEMO, REPOSITORY
-from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import command, workdir
 from trtllm_bls.launcher.find import Installation
-from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.launcher.ports import Ports
+from trtllm_bls.parameters import Parameters, rows_of
+from trtllm_bls.parameters.kinds import TEXT
 from trtllm_bls.settings import Override, ServeSettings
 
 PORTS = Ports("127.0.0.1", 8000, 8001, 8002)
@@ -75,11 +75,40 @@ def test_models_are_told_what_serve_was_told() -> None:
     assert "TRTLLM_BLS_ENGINE_THREADS" not in environment(ServeSettings())
 
 
-def test_an_engine_elsewhere_is_not_overruled_by_the_servers_own_address() -> None:
-    """``--set`` of ``engine_url`` holds, also where the shell names an address."""
+@pytest.mark.parametrize(
+    "key", ["engine_url", "tokenizer_dir", "draft_tokenizer_dir", "max_streams", "engine_tls_pin"]
+)
+def test_no_variable_overrules_what_was_set(key: str, tmp_path: Path) -> None:
+    """Neither one of ``serve``'s own nor one of the shell, and for that model alone."""
+    row = replace(rows_of("tensorrt_llm_bls")[key], kind=TEXT)
+    ours = Override("tensorrt_llm_bls", key, "set")
+    made = environment(ServeSettings(overrides=(ours,)), **{str(row.env): "from the shell"})
+
+    def read(model: str) -> Any:
+        config = {"name": model, "parameters": {key: {"string_value": "set"}}}
+        arguments = {"model_config": json.dumps(config), "model_repository": "/models/m"}
+        return Parameters(arguments, made).read([row])[key]
+
+    assert read("tensorrt_llm_bls") == "set"
+    assert read("preprocessing") != "set"
+
+
+def test_a_status_directory_that_was_set_is_the_servers_too() -> None:
+    """The launcher reads it as well, and makes it."""
+    there = Override("tensorrt_llm_bls", "status_dir", "/run/one")
+    made = environment(ServeSettings(overrides=(there,)), TRTLLM_BLS_STATUS_DIR="/run/other")
+    assert made["TRTLLM_BLS_STATUS_DIR"] == "/run/one"
+
+
+def test_an_engine_elsewhere_does_not_show_the_servers_own_certificate(tmp_path: Path) -> None:
+    """It has one of its own."""
+    for name in ("cert", "key"):
+        (tmp_path / name).touch()
+    files = {f"tls_{name}": tmp_path / name for name in ("cert", "key")}
+    assert "TRTLLM_BLS_ENGINE_TLS_PIN" in environment(ServeSettings(**files))
     elsewhere = Override("tensorrt_llm_bls", "engine_url", "gpu-7:8001")
-    made = environment(ServeSettings(overrides=(elsewhere,)), TRTLLM_BLS_GRPC_URL="other:1")
-    assert "TRTLLM_BLS_GRPC_URL" not in made
+    made = environment(ServeSettings(**files, overrides=(elsewhere,)))
+    assert "TRTLLM_BLS_ENGINE_TLS_PIN" not in made
 
 
 def test_the_demo_is_the_default_only_where_nothing_was_named(tmp_path: Path) -> None:
@@ -124,285 +153,3 @@ def test_a_directory_that_is_no_checkpoint_is_refused_before_anything_starts(
         command.model_directories(ServeSettings(model=tmp_path))
     theirs = ServeSettings(model=tmp_path, model_repository=tmp_path)
     assert command.model_directories(theirs) == {"TRTLLM_BLS_MODEL_DIR": str(tmp_path)}
-
-
-# --- the working directory ------------------------------------------------------------------
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    made = tmp_path / "checkout" / "models"
-    for model in ("bls", "ensemble"):
-        (made / model / "1").mkdir(parents=True)
-        (made / model / "config.pbtxt").write_text(
-            'backend: "python"\nparameters { key: "old" value { string_value: "1" } }\n'
-        )
-        (made / model / "1" / "model.py").write_text("# code\n")
-    (made.parent / "assets").mkdir()
-    (made / "README.md").touch()
-    (made / "__pycache__").mkdir()
-    return made
-
-
-def parameters(repository: Path, model: str) -> dict[str, str]:
-    text = (repository / model / "config.pbtxt").read_text()
-    config = text_format.Parse(text, model_config_pb2.ModelConfig())
-    return {key: value.string_value for key, value in config.parameters.items()}
-
-
-def override(directory: Path, repository: Path, *overrides: Override) -> Path:
-    directory.mkdir(exist_ok=True)
-    settings = ServeSettings(overrides=overrides)
-    return workdir.prepare_models(directory, repository, settings, with_draft=False)
-
-
-def test_models_are_read_from_the_repository(repository: Path) -> None:
-    """Directories with a configuration or a version; other files are none of our business."""
-    assert workdir.model_names(repository) == ("bls", "ensemble")
-
-
-def test_an_empty_repository_is_an_error(tmp_path: Path) -> None:
-    """A server without models would come up ready and answer nothing."""
-    with pytest.raises(SetupError, match=r"no model in it"):
-        workdir.model_names(tmp_path)
-    with pytest.raises(SetupError, match="gone: no such directory"):
-        workdir.model_names(tmp_path / "gone")
-
-
-def test_without_overrides_the_repository_is_served_as_it_is(
-    repository: Path, tmp_path: Path
-) -> None:
-    """No copy, so that edits and error messages speak of the user's own files."""
-    assert (
-        workdir.prepare_models(tmp_path, repository, ServeSettings(), with_draft=False)
-        == repository
-    )
-
-
-def test_overrides_change_a_copy(repository: Path, tmp_path: Path) -> None:
-    """Parameters are replaced and added; the original, code and other models stay as they are."""
-    before = parameters(repository, "bls")
-    served = override(
-        tmp_path,
-        repository,
-        Override("bls", "old", 'with "quotes"'),
-        Override("bls", "new", ""),
-    )
-    assert parameters(served, "bls") == {"old": 'with "quotes"', "new": ""}
-    assert parameters(served, "ensemble") == before == parameters(repository, "bls")
-    assert (served / "bls" / "1" / "model.py").read_text() == "# code\n"
-
-
-def test_relative_paths_keep_their_meaning_in_a_copy(repository: Path, tmp_path: Path) -> None:
-    """What is beside the repository is beside its copy."""
-    served = override(tmp_path, repository, Override("bls", "a", "b"))
-    assert (served / ".." / "assets").resolve() == repository.parent / "assets"
-
-
-def test_a_draft_model_is_a_second_engine(repository: Path, tmp_path: Path) -> None:
-    """It is the engine's model under another name, which the orchestrator's parameters have."""
-    for name in ("tensorrt_llm", "tensorrt_llm_bls"):
-        shutil.copytree(repository / "bls", repository / name)
-    served = workdir.prepare_models(tmp_path, repository, ServeSettings(), with_draft=True)
-    assert parameters(served, "tensorrt_llm_draft")["is_draft"] == "true"
-    assert (
-        'name: "tensorrt_llm_draft"' in (served / "tensorrt_llm_draft" / "config.pbtxt").read_text()
-    )
-    assert (served / "tensorrt_llm_draft" / "1" / "model.py").is_file()
-    told = parameters(served, "tensorrt_llm_bls")["tensorrt_llm_draft_model_name"]
-    assert told == "tensorrt_llm_draft"
-    assert "is_draft" not in parameters(served, "tensorrt_llm")
-
-
-def test_a_repository_with_its_own_draft_model_is_left_alone(
-    repository: Path, tmp_path: Path
-) -> None:
-    """Nothing is added where there is a draft model, or no embedded engine to copy."""
-    assert (
-        workdir.prepare_models(tmp_path, repository, ServeSettings(), with_draft=True) == repository
-    )
-
-
-def test_an_override_of_an_unknown_model_lists_the_models(repository: Path, tmp_path: Path) -> None:
-    """A misspelt model is not silently ignored."""
-    with pytest.raises(SettingsError, match=r"no model 'blz' in .*; there are bls, ensemble"):
-        override(tmp_path, repository, Override("blz", "a", "b"))
-
-
-@pytest.mark.parametrize(
-    ("override", "mend"),
-    [
-        (Override("tensorrt_llm", "nosuch", "1"), "there are: engine, exclude_input_in_output"),
-        (Override("tensorrt_llm", "max_bach", "1"), "did you mean max_batch?"),
-        (Override("tensorrt_llm", "max_batch", "many"), "use a whole number of at least 0"),
-        (Override("tensorrt_llm_bls", "decoupled", "maybe"), "use true or false"),
-    ],
-)
-def test_a_parameter_that_our_model_does_not_have_is_refused(
-    tmp_path: Path, override: Override, mend: str
-) -> None:
-    """In one line that says what would do, before anything starts."""
-    with pytest.raises(SettingsError) as caught:
-        workdir.prepare_models(
-            tmp_path, REPOSITORY, ServeSettings(overrides=(override,)), with_draft=False
-        )
-    assert str(caught.value).startswith(f"--set {override}: ")
-    assert mend in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_the_cpp_backend_takes_what_it_reads(repository: Path, tmp_path: Path) -> None:
-    """Whichever release is behind it; a key that no release reads is refused."""
-    config = repository / "bls" / "config.pbtxt"
-    config.write_text('backend: "tensorrtllm"\n')
-    for key in ("multiBlockMode", "multi_block_mode", "one_step_requests"):
-        served = override(tmp_path / key, repository, Override("bls", key, "true"))
-        assert parameters(served, "bls")[key] == "true"
-    with pytest.raises(SettingsError, match=r"has no parameter nosuch; "):
-        override(tmp_path / "refused", repository, Override("bls", "nosuch", "1"))
-
-
-@pytest.mark.parametrize("kind", ['platform: "onnxruntime_onnx"', 'backend: "python"'])
-def test_a_model_that_is_not_ours_takes_any_parameter(
-    repository: Path, tmp_path: Path, kind: str
-) -> None:
-    """Only its own code knows what it reads."""
-    (repository / "bls" / "config.pbtxt").write_text(kind)
-    served = override(tmp_path / "served", repository, Override("bls", "anything", "1"))
-    assert parameters(served, "bls") == {"anything": "1"}
-
-
-def test_an_ensemble_has_no_parameters(repository: Path, tmp_path: Path) -> None:
-    """Nothing would read them."""
-    (repository / "bls" / "config.pbtxt").write_text('platform: "ensemble"')
-    with pytest.raises(SettingsError, match="ensemble has no parameter x; there are: none"):
-        override(tmp_path / "served", repository, Override("bls", "x", "1"))
-
-
-def test_whether_the_model_streams_can_be_set(tmp_path: Path) -> None:
-    """It becomes Triton's transaction policy."""
-    no_streams = Override("tensorrt_llm_bls", "decoupled", "false")
-    served = override(tmp_path, REPOSITORY, no_streams)
-    text = (served / "tensorrt_llm_bls" / "config.pbtxt").read_text()
-    config = text_format.Parse(text, model_config_pb2.ModelConfig())
-    assert not config.model_transaction_policy.decoupled
-    assert "decoupled" not in config.parameters
-
-
-def test_a_draft_model_gets_an_engine_of_its_own(tmp_path: Path) -> None:
-    """Only where the engine is the embedded one and the repository brings none for drafts."""
-    models = tmp_path / "checkout" / "models"
-    for model in ("tensorrt_llm", "tensorrt_llm_bls"):
-        (models / model / "1").mkdir(parents=True)
-        (models / model / "config.pbtxt").write_text(f'name: "{model}"\n')
-    assert workdir.prepare_models(tmp_path, models, ServeSettings(), with_draft=True) == models
-    (models / "tensorrt_llm" / "1" / "model.py").write_text("# embedded\n")
-    assert workdir.prepare_models(tmp_path, models, ServeSettings(), with_draft=False) == models
-    served = workdir.prepare_models(tmp_path, models, ServeSettings(), with_draft=True)
-    assert workdir.model_names(served) == ("tensorrt_llm", "tensorrt_llm_bls", "tensorrt_llm_draft")
-    assert parameters(served, "tensorrt_llm_draft") == {"is_draft": "true"}
-    named = parameters(served, "tensorrt_llm_bls")["tensorrt_llm_draft_model_name"]
-    assert named == "tensorrt_llm_draft"
-    assert 'name: "tensorrt_llm_draft"' in (served / named / "config.pbtxt").read_text()
-
-
-def config_of(repository: Path, model: str) -> Any:
-    text = (repository / model / "config.pbtxt").read_text()
-    return text_format.Parse(text, model_config_pb2.ModelConfig())
-
-
-@pytest.fixture
-def bls(repository: Path) -> Path:
-    (repository / "bls").rename(repository / "tensorrt_llm_bls")
-    return repository
-
-
-def test_instances_and_streaming_are_settings(bls: Path, tmp_path: Path) -> None:
-    """They change the orchestrator's configuration and no other model's."""
-    before = config_of(bls, "ensemble")
-    settings = ServeSettings(bls_instances=3, decoupled=True)
-    served = workdir.prepare_models(tmp_path, bls, settings, with_draft=False)
-    config = config_of(served, "tensorrt_llm_bls")
-    assert [group.count for group in config.instance_group] == [3]
-    assert config.model_transaction_policy.decoupled
-    assert config_of(served, "ensemble") == before
-
-
-def test_unary_requests_instead_of_streams(bls: Path, tmp_path: Path) -> None:
-    """``decoupled`` false is not the same as not given."""
-    file = bls / "tensorrt_llm_bls" / "config.pbtxt"
-    file.write_text(file.read_text() + "model_transaction_policy { decoupled: true }\n")
-    settings = ServeSettings(decoupled=False)
-    served = workdir.prepare_models(tmp_path, bls, settings, with_draft=False)
-    assert not config_of(served, "tensorrt_llm_bls").model_transaction_policy.decoupled
-
-
-@pytest.mark.parametrize(("cores", "count"), [(1, 1), (4, 1), (8, 2), (16, 4), (128, 4)])
-def test_automatic_instances_follow_the_cores(cores: int, count: int) -> None:
-    """At least one, at most four, and a quarter of the cores between."""
-    assert workdir.auto_instances(cores) == count
-
-
-def test_a_repository_without_the_orchestrator_has_no_instances_of_it(
-    repository: Path, tmp_path: Path
-) -> None:
-    """The line names the option that was given."""
-    settings = ServeSettings(bls_instances="auto")
-    with pytest.raises(SettingsError, match=r"^--bls-instances: no model 'tensorrt_llm_bls' in"):
-        workdir.prepare_models(tmp_path, repository, settings, with_draft=False)
-
-
-@pytest.mark.parametrize("name", ["with blank", "größe", "a;b", "$HOME"])
-def test_a_path_that_triton_cannot_pass_on_is_linked(
-    repository: Path, tmp_path: Path, name: str
-) -> None:
-    """It starts models through a shell, without quotes."""
-    odd = repository.parent.rename(tmp_path / name) / repository.name
-    (tmp_path / "work").mkdir()
-    served = workdir.prepare_models(tmp_path / "work", odd, ServeSettings(), with_draft=False)
-    assert workdir.is_plain(served)
-    assert workdir.model_names(served) == workdir.model_names(odd)
-
-
-def test_a_checkpoint_beyond_ascii_is_linked(tmp_path: Path) -> None:
-    """The models' Python reads paths as ASCII; a path that it can read stays as it is."""
-    odd = tmp_path / "größe"
-    odd.mkdir()
-    (odd / "config.json").write_text("{}")
-    linked = workdir.link_checkpoint(tmp_path, "model", str(odd))
-    assert str(linked.resolve()).isascii()
-    assert (linked / "config.json").read_text() == "{}"
-    assert workdir.link_checkpoint(tmp_path, "other", str(tmp_path)) == tmp_path
-
-
-def test_an_unreadable_configuration_is_named(repository: Path, tmp_path: Path) -> None:
-    """An override needs the whole configuration; the line says which one cannot be read."""
-    (repository / "bls" / "config.pbtxt").write_text("nonsense {")
-    with pytest.raises(SettingsError, match=r"--set bls\.a: its config\.pbtxt cannot be read"):
-        override(tmp_path, repository, Override("bls", "a", "b"))
-
-
-def test_the_python_backend_gets_our_stub_and_our_package(tmp_path: Path) -> None:
-    """Other backends are linked whole, the Python backend file by file."""
-    server = Installation(tmp_path / "triton")
-    python = server.backends / "python"
-    stubs = server.root / "python_backend_stubs" / PYTHON
-    for directory in (python, server.backends / "tensorrtllm", stubs):
-        directory.mkdir(parents=True)
-    for file in (python / "libtriton_python.so", python / "triton_python_backend_stub"):
-        file.write_text("theirs")
-    (stubs / "triton_python_backend_stub").write_text("ours")
-    linked = workdir.link_backends(tmp_path, server)
-    assert (linked / "python" / "libtriton_python.so").read_text() == "theirs"
-    assert (linked / "python" / "triton_python_backend_stub").read_text() == "ours"
-    assert (linked / "python" / "trtllm_bls" / "errors.py").is_file()
-    assert (linked / "tensorrtllm").is_dir()
-
-
-def test_only_libpython_is_put_before_the_servers_libraries(tmp_path: Path) -> None:
-    """Its own directory may hold other builds of what the server brings."""
-    (tmp_path / "libssl.so").touch()
-    (tmp_path / "libpython.so").write_text("python")
-    linked = workdir.link_libpython(tmp_path, tmp_path / "libpython.so")
-    assert [file.name for file in linked.iterdir()] == ["libpython.so"]
-    assert (linked / "libpython.so").read_text() == "python"

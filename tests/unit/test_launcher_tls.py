@@ -92,7 +92,7 @@ def test_a_server_that_asks_for_certificates_is_shown_that_of_its_models(tmp_pat
         engine="trtllm://localhost:1",
         model=tmp_path,
     )
-    server: Any = SimpleNamespace(settings=elsewhere, grpc_url="x:1", canary_id="")
+    server: Any = SimpleNamespace(settings=elsewhere, grpc_url="x:1")
     assert TritonServer.probe(server) is None
 
 

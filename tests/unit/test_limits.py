@@ -23,6 +23,7 @@ from trtllm_bls.messages import (
     Wants,
 )
 from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.parameters import rows_of
 from trtllm_bls.wire.fields import read_rows
 
 SMALL = RequestLimits(max_prompt_bytes=10, max_request_bytes=100)
@@ -112,16 +113,24 @@ def test_a_longer_time_than_the_operator_allows_is_refused() -> None:
     limits = RequestLimits(max_timeout_s=60)
     with pytest.raises(InvalidRequest, match=r"^timeout_ms: 61 s is not .* 60 s .*max_timeout"):
         run(asking(timeout_s=61), limits=limits)
+    limits.check_timeout("timeout_ms", 60)
 
 
 def test_logits_are_counted_before_they_are_computed() -> None:
-    """Those of the prompt and of every new token, for every sequence."""
-    wants = Wants(context_logits=True, generation_logits=True)
-    limits = RequestLimits(max_logits_bytes=1000)
-    with pytest.raises(
-        InvalidRequest, match=r"return_context_logits.*bytes of logits; at most 1000"
-    ):
-        run(asking(wants=wants, max_tokens=5), limits=limits)
+    """Those of every new token, four bytes each."""
+    size = 5 * tokenizer().vocab_size * 4
+    ask = asking(wants=Wants(generation_logits=True), max_tokens=5)
+    with pytest.raises(InvalidRequest, match=rf"return_.*: {size} bytes of logits; at most 1000"):
+        run(ask, limits=RequestLimits(max_logits_bytes=1000))
+    RequestLimits(max_logits_bytes=size).check_logits(5, tokenizer().vocab_size)
+    RequestLimits(max_logits_bytes=1000).check_logits(5, None)  # an engine that does not tell
+
+
+def test_who_sets_no_limits_has_those_of_the_parameters() -> None:
+    """The engine's own service and a process without a configuration."""
+    rows, limits = rows_of("tensorrt_llm_bls"), RequestLimits()
+    for key in ("max_request_bytes", "max_prompt_bytes", "max_logits_bytes"):
+        assert getattr(limits, key) == int(rows[key].default)
 
 
 @pytest.mark.parametrize(

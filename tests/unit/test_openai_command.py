@@ -84,5 +84,5 @@ def test_what_it_cannot_start_with_is_one_line(
 def test_a_broken_configuration_is_named(repository: Path) -> None:
     """By its file."""
     (repository / "tensorrt_llm_bls" / "config.pbtxt").write_text("parameters {")
-    with pytest.raises(SettingsError, match=r"config\.pbtxt cannot be read"):
+    with pytest.raises(SettingsError, match=r"config\.pbtxt: cannot be read"):
         read_parameters(repository, {})

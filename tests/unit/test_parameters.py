@@ -191,6 +191,7 @@ OTHER = {
     "expose_kv_cache_metrics": "true",
     "overlap_drafts": "on",
     "skip_special_tokens": "false",
+    "unverifiable_drafts": "ignore",
 }
 
 

@@ -152,15 +152,21 @@ def test_a_question_that_fails_does_not_end_the_watch() -> None:
         def is_cancelled(self) -> bool:
             raise TritonModelError("not today")
 
+    cancelled: list[str] = []
+
     async def handle(call: Call) -> None:
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(call.client_id)
 
     triton = FakeTriton()
-    odd, gone = Odd(triton, ONE, ["number"], ""), triton.ask(ONE, "number")
+    odd, gone = Odd(triton, ONE, ["number"], "odd"), triton.ask(ONE, "number", id="gone")
     with opened(triton, handle) as server:
         server.accept([odd, gone])
         gone.leave()
         gone.wait()
+        assert cancelled == ["gone"]
 
 
 def test_a_send_that_fails_is_answered_with_an_error() -> None:

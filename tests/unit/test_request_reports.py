@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.fake_metrics import Registry
+from tests.helpers.waiting import eventually
 from trtllm_bls.errors import printable
 from trtllm_bls.messages import SpeculationCounts
 from trtllm_bls.request_stats import Outcome, RequestStats
@@ -137,11 +138,9 @@ def test_reports_are_read_by_a_thread_and_none_is_lost() -> None:
         )
         reports.add(GOOD)  # a request may end before reports are read
         reports.start(asyncio.get_running_loop(), lambda: load[0])
-        while not registry.of(RUNNING.name, model=MODEL):
-            await asyncio.sleep(0.01)
+        await eventually(lambda: registry.of(RUNNING.name, model=MODEL))
         assert registry.of(WAITING.name, model=MODEL) == 1
-        while not registry.of(LOOP_LAG.name, model=MODEL):
-            await asyncio.sleep(0.01)
+        await eventually(lambda: registry.of(LOOP_LAG.name, model=MODEL))
         load[0] = (0, 0)
         for _ in range(100):
             reports.add(GOOD)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from doubles.scripted import Fault, ScriptedEngine
 from tests.helpers.scripted_pairs import GREEDY, Pair, hashed_pair, ids, read, told
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.scripted import Fault, ScriptedEngine
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import agreeing, hashed, reciting, table
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import agreeing, hashed, reciting, table
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Unsupported
 from trtllm_bls.messages import (
     Draft,

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
 
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton
 from tests.helpers.request_servers import ONE, Gate, number, opened
 from tests.helpers.scripted_text import asking
+from tests.helpers.virtual_time import settle
+from tests.helpers.waiting import eventually
 from trtllm_bls.answer import Answer, TextRules
 from trtllm_bls.messages import EngineChunk, TokenIds
 from trtllm_bls.python_backend import MAX_QUEUED, Call, SenderThreads
+from trtllm_bls.python_backend.request_server import ThreadedLoop
+from trtllm_bls.python_backend.sender_threads import MANY_NEW, NEW_SECONDS
 
 MANY = 3 * MAX_QUEUED
 
@@ -70,6 +78,125 @@ def test_turns_come_in_the_order_of_asking_and_none_is_lost() -> None:
         return order
 
     assert asyncio.run(wait_and_leave()) == [number for number in range(MANY) if number % 3]
+
+
+class Turn:
+    """Something to send, which notes that it is sent."""
+
+    def __init__(self, sent: list[str], name: str, gate: Gate | None = None) -> None:
+        self.sent, self.name, self.gate = sent, name, gate
+
+    def send_queued(self) -> list[asyncio.Future[None]]:
+        if self.gate is not None:
+            self.gate(None)
+        self.sent.append(self.name)
+        return []
+
+
+class Clock:
+    """All that ``SenderThreads`` needs of a loop where nobody waits for a turn."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_first_responses_are_sent_before_others() -> None:
+    """Also where they were made later."""
+    loop: Any = Clock()
+    sent: list[str] = []
+    gate, senders = Gate(), SenderThreads(loop, 1)
+    senders.work_on(Turn(sent, "under way", gate))
+    assert gate.begun.wait(SECONDS)
+    for name in ("later 1", "later 2"):
+        senders.work_on(Turn(sent, name))
+    senders.work_on(Turn(sent, "first"), urgent=True)
+    gate.open.set()
+    senders.close()
+    assert sent == ["under way", "first", "later 1", "later 2"]
+
+
+def test_in_a_rush_only_first_responses_are_made_ahead() -> None:
+    """It lasts until most of those who came have a response, or have waited for long."""
+    clock: Any = Clock()
+    senders = SenderThreads(clock, 0)
+    switch_seconds = sys.getswitchinterval()
+    new = [Turn([], "new") for _ in range(2 * MANY_NEW)]
+    for turn in new:
+        senders.expect(turn)
+    assert sys.getswitchinterval() < switch_seconds
+    assert senders.has_room()  # nothing else is to be sent
+    senders.work_on(Turn([], "later"))
+    assert not senders.has_room()
+    for turn in new[:MANY_NEW]:
+        senders.work_on(turn, urgent=True)
+    assert sys.getswitchinterval() == switch_seconds
+    for turn in new[:MANY_NEW]:
+        senders.expect(turn)
+    assert not senders.has_room()
+    clock.now += 2 * NEW_SECONDS  # whoever they wait for, it is not a sender
+    senders.has_room()
+    assert sys.getswitchinterval() == switch_seconds
+    senders.close()
+
+
+def test_calls_from_other_threads_are_never_lost() -> None:
+    """Whether the loop sleeps, is busy, or is about to sleep; each thread waits for its last."""
+    loop = ThreadedLoop()
+    running = threading.Thread(target=loop.run_forever)
+    running.start()
+
+    def ask() -> None:
+        for turn in range(2000):
+            answered = threading.Event()
+            if turn % 3:
+                loop.call_soon_threadsafe(bool)
+            loop.call_soon_threadsafe(answered.set)
+            assert answered.wait(SECONDS)
+        done.release()
+
+    done = threading.Semaphore(0)
+    for _ in range(3):
+        threading.Thread(target=ask, daemon=True).start()
+    assert all(done.acquire(timeout=SECONDS) for _ in range(3))
+    loop.call_soon_threadsafe(loop.stop)
+    running.join()
+    loop.close()
+
+
+def test_a_call_is_ready_for_what_would_leave_soon() -> None:
+    """Nothing of its own is under way and there is room, which a first response does not need."""
+
+    async def scenario() -> None:
+        gate, triton = Gate(), FakeTriton()
+        senders = SenderThreads(asyncio.get_running_loop(), 1)
+
+        def made(count: int) -> list[Call]:
+            asks = [triton.ask(ONE, "number") for _ in range(count)]
+            asks[0].on_send = gate
+            return [Call(triton, ask, senders, decoupled=True) for ask in asks]
+
+        sending, begun, fresh, *others = made(MAX_QUEUED + 3)
+        begun.send(number(0))
+        await eventually(begun.is_ready)
+        sending.send(number(0))
+        await asyncio.to_thread(gate.begun.wait, SECONDS)
+        assert begun.is_ready() and not sending.is_ready()
+        with pytest.raises(StopIteration):  # it does not suspend
+            begun.ready().send(None)
+        for each in others:
+            each.send(number(0), final=True)
+        assert [each.is_ready() for each in (sending, begun, fresh)] == [False, False, True]
+        waiting = asyncio.create_task(begun.ready())
+        await settle()
+        assert not waiting.done()
+        gate.open.set()
+        await asyncio.gather(waiting, sending.ready())
+        assert sending.is_ready() and begun.is_ready()
+        await asyncio.to_thread(senders.close)
+
+    asyncio.run(scenario())
 
 
 def test_requests_that_arrive_while_the_loop_is_busy_wake_it_once() -> None:

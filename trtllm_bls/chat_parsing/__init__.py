@@ -2,6 +2,7 @@
 
 ``formats``  what model families write around them    ``parser``  text to events, however it is cut
 ``call``     one call's JSON                          ``forced``  the schema that forces calls
+``other_calls``  calls in XML and in Python
 
 Knows neither requests nor HTTP.
 """

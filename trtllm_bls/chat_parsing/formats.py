@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -11,23 +12,35 @@ class ToolFormat:
 
     ``begin``: markers before calls; without any, the text consists of calls alone. ``noise``: what
     may stand between and after them. ``header``: what precedes the arguments where the name is not
-    part of the JSON, with the name as its group. ``bare``: a text that begins as a call's object
-    does is one without a marker. ``special``: its markers are special tokens, which have to be kept
-    in the text.
+    part of the JSON, with the name as its group. ``bare``: a text that begins with this character
+    is a call without a marker. ``special``: its markers are special tokens, which have to be kept
+    in the text. ``written``: as what a call is written.
     """
 
     begin: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()
     header: str | None = None
-    bare: bool = False
+    bare: str = ""
     special: bool = False
+    written: Literal["json", "xml", "python"] = "json"
 
 
+XML_CALL = "<function="  # what begins a call that is written as XML
 _SEP = "<｜tool▁sep｜>"
 TOOL_FORMATS = {
     "hermes": ToolFormat(begin=("<tool_call>",), noise=("</tool_call>",)),
+    "qwen3_coder": ToolFormat(
+        begin=("<tool_call>", XML_CALL), noise=("</tool_call>",), written="xml"
+    ),
+    "pythonic": ToolFormat(
+        begin=("<|python_start|>",),
+        noise=("[", "]", ",", "<|python_end|>"),
+        bare="[",
+        special=True,
+        written="python",
+    ),
     "llama3_json": ToolFormat(
-        begin=("<|python_tag|>",), noise=(";", ",", "<|eom_id|>"), bare=True, special=True
+        begin=("<|python_tag|>",), noise=(";", ",", "<|eom_id|>"), bare="{", special=True
     ),
     "mistral": ToolFormat(
         begin=("[TOOL_CALLS]",),
@@ -52,6 +65,8 @@ def formats_of(chat_template: str | None) -> tuple[str | None, str | None]:
     template = chat_template or ""
     marks = {
         "deepseek": "<｜tool▁call▁begin｜>",
+        "qwen3_coder": "<parameter=",
+        "pythonic": "[func_name1(",
         "hermes": "<tool_call>",
         "mistral": "[TOOL_CALLS]",
         "llama3_json": "<|python_tag|>",

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from trtllm_bls.chat_parsing.call import CallReader
-from trtllm_bls.chat_parsing.formats import ToolFormat
+from trtllm_bls.chat_parsing.formats import XML_CALL, ToolFormat
+from trtllm_bls.chat_parsing.other_calls import PythonCall, Reader, XmlCall
 
 _LONGEST_HEADER = 512  # characters between a marker and the arguments' brace
 
@@ -63,6 +64,7 @@ class _State(Enum):
 
 class ChatParser:
     """One answer. ``reasoning``: its tags; ``opened``: the prompt ended with the first of them.
+    ``schemas``: the parameters of the tools that may be called, by name, where they are known.
 
     White space around reasoning and around calls is dropped.
     """
@@ -73,13 +75,15 @@ class ChatParser:
         reasoning: tuple[str, str] | None = None,
         *,
         opened: bool = False,
+        schemas: Mapping[str, Any] | None = None,
         new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
         self._tools = tools or ToolFormat()
         self._reasoning = reasoning
+        self._schemas = schemas
         self._new_id = new_id
         self._num_calls = 0
-        self._call: CallReader | None = None
+        self._call: Reader | None = None
         self._buffer = ""  # not looked at
         self._blank = ""  # white space that belongs to the text only if more text follows
         self._held = ""  # from a marker on; content if no call comes of it
@@ -109,12 +113,13 @@ class ChatParser:
         begun = self._call is not None and self._call.begun
         if self._state is _State.REASONING:
             self._say(Reasoning, self._buffer)
-        elif self._state in (_State.START, _State.CONTENT):
-            self._say(Content, self._buffer)
+        else:
+            if self._state in (_State.START, _State.CONTENT):
+                self._say(Content, self._buffer)
+            elif not begun and (self._held or self._state is not _State.BETWEEN):
+                self._say(Content, self._held + self._buffer)
             if self._blank and not self.has_calls:
                 self._events.append(Content(self._blank))
-        elif not begun and (self._held or self._state is not _State.BETWEEN):
-            self._say(Content, self._held + self._buffer)
         self._buffer = self._blank = self._held = ""
         return self._take_events()
 
@@ -139,7 +144,7 @@ class ChatParser:
         if tag and text.startswith(tag):
             self._buffer = text[len(tag) :]
             self._state, self._strips = _State.REASONING, True
-        elif self._tools.bare and text[0] == "{":
+        elif text[0] == self._tools.bare:
             self._hold(len(self._buffer) - len(text))
             self._state = _State.BETWEEN
         else:
@@ -161,7 +166,8 @@ class ChatParser:
         self._say(Content, before)
         if marker is None:
             return False
-        self._held, self._blank = self._blank + marker, ""
+        self._buffer = marker + self._buffer
+        self._held, self._blank = self._blank, ""
         self._state = _State.BETWEEN
         return True
 
@@ -172,16 +178,32 @@ class ChatParser:
         if any(marker.startswith(text) and marker != text for marker in markers):
             return False
         marker = max((m for m in markers if text.startswith(m)), key=len, default="")
-        if marker:
+        if self._opens_call(text):
+            self._state = _State.CALL
+        elif marker:
             self._drops = self._drops and marker in tools.noise
             self._hold(len(marker))
-        elif text[0] == "{":
-            self._drops, self._state = False, _State.CALL
-            self._call = CallReader(self._begin, self._more, strict=tools.bare)
         elif tools.header is not None and self._held:
             self._state = _State.HEADER
         else:
             self._give_up()
+        return True
+
+    def _opens_call(self, text: str) -> bool:
+        """Whether a call begins here; then its reader is there."""
+        written = self._tools.written
+        if written == "python" and text[0].isidentifier():
+            self._call = PythonCall(self._begin, self._more, self._schemas)
+        elif written == "xml" and text.startswith(XML_CALL):
+            self._call = XmlCall(self._begin, self._more, self._schemas)
+        elif written == "json" and text[0] == "{":
+            strict = bool(self._tools.bare)
+            self._call = CallReader(self._begin, self._more, strict=strict)
+        else:
+            return False
+        self._drops = False
+        if written == "xml":
+            self._hold(len(XML_CALL))
         return True
 
     def _header(self) -> bool:
@@ -200,13 +222,14 @@ class ChatParser:
     def _read_call(self) -> bool:
         call = self._call
         assert call is not None
-        self._hold(call.feed(self._buffer))
+        used = call.feed(self._buffer)
+        self._hold(used)
         if call.broken and not call.begun:
             self._give_up()
         elif call.done or call.broken:
             self._call, self._held = None, ""
             self._drops, self._state = True, _State.BETWEEN
-        return True
+        return used > 0 or self._state is not _State.CALL
 
     # --- helpers ------------------------------------------------------------------------------
 

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -68,6 +67,9 @@ class Tls:
     server_name: str | None = None
 
 
+_C = TypeVar("_C", bound="Client")
+
+
 class Client:
     """A client of one Triton server over gRPC: ``async with Client("127.0.0.1:8001") as client:``.
 
@@ -108,7 +110,7 @@ class Client:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers: set[Reader] = set()
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self: _C) -> _C:
         if self._stub is not None:
             raise RuntimeError("the client is open already")
         self._loop = asyncio.get_running_loop()
@@ -126,12 +128,7 @@ class Client:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ Knows the names of the outputs that every caller wants; everything else is hande
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,7 +34,7 @@ class Event:
     stop_reason: str | None = None
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
-    outputs: Mapping[str, NDArray[Any]]
+    outputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     received_at: float
 
     @property

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection
-from types import TracebackType
 from typing import Any, cast
 
 import grpc
@@ -205,12 +204,7 @@ class Stream:
     async def __aenter__(self) -> Stream:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:

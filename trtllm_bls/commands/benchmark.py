@@ -32,7 +32,7 @@ from trtllm_bls.commands.servers import (
     TritonTextModel,
     is_openai,
 )
-from trtllm_bls.commands.terminal import EXIT_CODES, Exit, Program, open_client, run
+from trtllm_bls.commands.terminal import EXIT_CODES, Exit, Program, assignments, open_client, run
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 
 if sys.version_info >= (3, 11):
@@ -160,7 +160,7 @@ async def _measure(given: dict[str, Any]) -> Exit:
 def _plan(given: dict[str, Any], default_requests: int) -> Plan:
     prompts = read_prompts(given["prompts"]) if given["prompts"] else list(_PROMPTS)
     fields = {"temperature": given["temperature"], "ignore_eos": given["ignore_eos"] or None}
-    fields |= dict(_assignment(each) for each in given["fields"])
+    fields |= assignments("--field", given["fields"])
     questions = []
     count = given["requests"] or default_requests
     for prompt in itertools.islice(itertools.cycle(prompts), count):
@@ -177,16 +177,6 @@ def _plan(given: dict[str, Any], default_requests: int) -> Plan:
         timeout_s=given["timeout"],
         ignore_eos=given["ignore_eos"],
     )
-
-
-def _assignment(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise SettingsError(f"--field {text}: write NAME=JSON")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def read_prompts(file: Path) -> list[str | list[dict[str, str]]]:
@@ -319,9 +309,9 @@ async def _ask(
     target, place = numbers
     question, reply, problem = plan.questions[place], Reply(), None
     try:
-        async with timeout(plan.timeout_s), aclosing(server.ask(question)) as pieces:
-            async for piece in pieces:
-                reply.add(piece)
+        async with timeout(plan.timeout_s), aclosing(server.ask(question)) as events:
+            async for event in events:
+                reply.add(event)
         problem = problem_of(reply, question.max_tokens, plan.ignore_eos)
     except TrtllmBlsError as error:
         problem = str(error)

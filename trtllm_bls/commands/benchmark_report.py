@@ -1,9 +1,9 @@
-"""A benchmark's figures for people, as tables, bars and a page, and for programs as JSON."""
+"""A benchmark's figures for people, as tables and bars, or for programs as JSON."""
 
 from __future__ import annotations
 
-import html
 import importlib.util
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,11 @@ from trtllm_bls.commands.benchmark_figures import (
 )
 from trtllm_bls.errors import SettingsError
 
-_COLOURS = ("#2980b9", "#e67e22", "#27ae60", "#8e44ad", "#c0392b", "#7f8c8d")
+_PAGE = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>benchmark</title><style>'
+    ":root{{color-scheme:light dark}}{stylesheet}</style><pre>{code}</pre></html>\n"
+)
+_PAGE_WIDTH = 120  # characters
 _BAR, _TEXT_BINS = 40, 10  # characters; lines
 _TIMES = (("first token", "ttft_s"), ("whole answer", "whole_s"))
 
@@ -126,27 +130,11 @@ class Report:
         return {"conditions": self.conditions, "runs": runs}
 
     def _html(self) -> str:
-        parts = []
-        for run in self.runs:
-            parts.append(f"<h2>{run.mode}; times in ms</h2><table>")
-            for row in _cells(self.names, run):
-                cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
-                parts.append(f"<tr>{cells}</tr>")
-            parts.append("</table>")
-            lines = (*_differences(self.names, run), *_failures(self.names, run))
-            parts += [f"<p>{html.escape(line)}</p>" for line in lines]
-            for title, name in _TIMES:
-                bars = histogram(run.milliseconds(name))
-                if bars is not None:
-                    parts.append(_svg(f"{run.mode}, {title}, ms", self.names, bars))
+        console = Console(file=io.StringIO(), record=True, width=_PAGE_WIDTH)
         told = ", ".join(f"{key}: {value}" for key, value in self.conditions.items())
-        return (
-            '<!doctype html><html lang="en"><meta charset="utf-8"><title>benchmark</title><style>'
-            ":root{color-scheme:light dark}body{font:1rem/1.5 system-ui,sans-serif;margin:2rem}"
-            "td{padding:.1rem .6rem;text-align:right}td:first-child{text-align:left}"
-            "svg{max-width:100%}svg text{fill:currentColor}</style><h1>Benchmark</h1>"
-            f"<p>{html.escape(told)}</p>{''.join(parts)}</html>\n"
-        )
+        console.print(Text(told))
+        self.show(console)
+        return console.export_html(code_format=_PAGE)
 
     def _png(self, file: Path) -> None:
         import matplotlib
@@ -223,31 +211,3 @@ def _text_bars(title: str, names: Sequence[str], bars: Histogram) -> str:
             filled = "█" * round(_BAR * count / most)
             lines.append(f"{begin:>12,.1f} ms {filled or ('▏' if count else '')} {count or ''}")
     return "\n".join(lines)
-
-
-def _svg(title: str, names: Sequence[str], bars: Histogram) -> str:
-    """Grouped bars; the text has the colour of the page."""
-    left, bottom, width, height = 40, 190, 760, 150
-    most = max(max(max(counts) for counts in bars.counts), 1)
-    bins = len(bars.counts[0])
-    slot = width / bins
-    bar = slot * 0.9 / len(names)
-    parts = [f'<text x="{left}" y="16" font-weight="bold">{html.escape(title)}</text>']
-    for n, (name, counts) in enumerate(zip(names, bars.counts, strict=True)):
-        colour = _COLOURS[n % len(_COLOURS)]
-        place = f'x="{left + 8}" y="{222 + 18 * n}" width="12" height="12"'
-        parts.append(f'<rect {place} fill="{colour}"/>')
-        parts.append(f'<text x="{left + 26}" y="{233 + 18 * n}">{html.escape(name)}</text>')
-        for k, count in enumerate(counts):
-            tall = height * count / most
-            where = f'x="{left + k * slot + n * bar:.1f}" y="{bottom - tall:.1f}"'
-            size = f'width="{bar:.1f}" height="{tall:.1f}"'
-            told = f"{bars.edges[k]:.1f} to {bars.edges[k + 1]:.1f} ms: {count}"
-            parts.append(f'<rect {where} {size} fill="{colour}"><title>{told}</title></rect>')
-    for k in range(0, bins + 1, max(1, bins // 5)):
-        place = f'x="{left + k * slot:.1f}" y="{bottom + 16}" text-anchor="middle"'
-        parts.append(f"<text {place}>{bars.edges[k]:,.0f}</text>")
-    parts.append(f'<text x="{left - 6}" y="{bottom - height}" text-anchor="end">{most}</text>')
-    tall = 230 + 18 * len(names)
-    box = f'viewBox="0 0 820 {tall}" width="820" height="{tall}" font-size="12" role="img"'
-    return f"<svg {box}>{''.join(parts)}</svg>"

@@ -186,10 +186,10 @@ class Conversation:
             messages=(*system, *self._turns), max_tokens=self._max_tokens, fields=self._fields
         )
         with self._shown(reply) as show, contextlib.suppress(asyncio.CancelledError):
-            async with aclosing(self._server.ask(question)) as pieces:
-                async for piece in pieces:
-                    reply.add(piece)
-                    show(piece.text)
+            async with aclosing(self._server.ask(question)) as events:
+                async for event in events:
+                    reply.add(event)
+                    show(event.text)
 
     @contextlib.contextmanager
     def _shown(self, reply: Reply) -> Iterator[Callable[[str], None]]:

@@ -54,22 +54,11 @@ class JsonDisplay:
 
     def event(self, event: Event, at_ms: float) -> None:
         """Show the event; ``at_ms`` is its arrival after sending."""
-        beams = {"texts": event.texts} if len(event.texts) > 1 else {}
-        outputs = {name: _plain(array) for name, array in event.outputs.items()}
-        self._line(
-            type="event",
-            at_ms=round(at_ms, 3),
-            text=event.text,
-            **beams,
-            sequence_index=event.sequence_index,
-            batch_index=event.batch_index,
-            final=event.final,
-            finish_reason=event.finish_reason,
-            stop_reason=event.stop_reason,
-            num_input_tokens=event.num_input_tokens,
-            num_output_tokens=event.num_output_tokens,
-            outputs=outputs,
-        )
+        told = {name: value for name, value in vars(event).items() if name != "received_at"}
+        texts = told.pop("texts")
+        beams = {"texts": texts} if len(texts) > 1 else {}
+        told["outputs"] = {name: _plain(array) for name, array in event.outputs.items()}
+        self._line(type="event", at_ms=round(at_ms, 3), text=event.text, **beams, **told)
 
     def end(self, summary: Summary, failure: TrtllmBlsError | None) -> None:
         """Show the summary."""

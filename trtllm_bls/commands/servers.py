@@ -1,6 +1,6 @@
 """A server to ask, whichever API it has: ``host:port`` is Triton's gRPC, ``http://…`` OpenAI's.
 
-Owns what the two differ in; a question and the pieces of its answer are the same for both.
+Owns what the two differ in; a question and the events of its answer are the same for both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtllm_bls.client import BLS
+from trtllm_bls.client import BLS, Event
 from trtllm_bls.client.connection import Client
 from trtllm_bls.commands.openai_stream import OpenAIClient
 from trtllm_bls.errors import ConnectionFailed
@@ -37,18 +37,6 @@ class Question:
         return {name: value for name, value in self.fields.items() if value is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What one response brought. ``at`` is ``time.perf_counter()`` at its arrival; token counts add
-    up over an answer; ``None`` where the server does not tell."""
-
-    text: str = ""
-    at: float
-    finish_reason: str | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
 class Reply:
     """An answer, from what has come of it. Times are of ``time.perf_counter()``, in seconds."""
 
@@ -61,17 +49,17 @@ class Reply:
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
 
-    def add(self, piece: Piece) -> None:
-        """The next piece."""
-        if piece.text:
-            self.text += piece.text
-            self.first = piece.at if self.first is None else self.first
-            self.last = piece.at
-        self.finish_reason = piece.finish_reason or self.finish_reason
-        if piece.prompt_tokens is not None:
-            self.prompt_tokens = piece.prompt_tokens
-        if piece.completion_tokens is not None:
-            self.completion_tokens = (self.completion_tokens or 0) + piece.completion_tokens
+    def add(self, event: Event) -> None:
+        """The next response; token counts add up over an answer."""
+        if event.text:
+            self.text += event.text
+            self.first = event.received_at if self.first is None else self.first
+            self.last = event.received_at
+        self.finish_reason = event.finish_reason or self.finish_reason
+        if event.num_input_tokens is not None:
+            self.prompt_tokens = event.num_input_tokens
+        if event.num_output_tokens is not None:
+            self.completion_tokens = (self.completion_tokens or 0) + event.num_output_tokens
 
     @property
     def ttft_s(self) -> float | None:
@@ -97,8 +85,8 @@ class Server(ABC):
         """Raises ``TrtllmBlsError`` where that already shows what is wrong."""
 
     @abstractmethod
-    def ask(self, question: Question) -> AsyncGenerator[Piece, None]:
-        """The pieces of the answer; closing it ends the server's work. Raises what went wrong."""
+    def ask(self, question: Question) -> AsyncGenerator[Event, None]:
+        """The answer as it comes; closing it ends the server's work. Raises what went wrong."""
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -114,16 +102,10 @@ class TritonTextModel(Server):
     async def open(self) -> None:
         await self._client.__aenter__()
 
-    async def ask(self, question: Question) -> AsyncGenerator[Piece, None]:
+    async def ask(self, question: Question) -> AsyncGenerator[Event, None]:
         async with self._client.stream(self.model, **_tensors(question)) as stream:
             async for event in stream:
-                yield Piece(
-                    text=event.text,
-                    at=event.received_at,
-                    finish_reason=event.finish_reason,
-                    prompt_tokens=event.num_input_tokens,
-                    completion_tokens=event.num_output_tokens,
-                )
+                yield event
 
     async def close(self) -> None:
         await self._client.close()
@@ -153,7 +135,7 @@ class OpenAIModel(Server):
     async def open(self) -> None:
         self.model = self.model or await self._client.model()
 
-    async def ask(self, question: Question) -> AsyncGenerator[Piece, None]:
+    async def ask(self, question: Question) -> AsyncGenerator[Event, None]:
         body: dict[str, Any] = {"model": self.model, "max_tokens": question.max_tokens}
         body |= {"stream": True, "stream_options": {"include_usage": True}, **question.given}
         if question.messages:
@@ -163,9 +145,9 @@ class OpenAIModel(Server):
         ended = False
         async with aclosing(self._client.stream(path, body)) as events:
             async for event in events:
-                piece = _piece(event)
-                ended = ended or piece.finish_reason is not None
-                yield piece
+                found = _event(event)
+                ended = ended or found.finish_reason is not None
+                yield found
         if not ended:
             raise ConnectionFailed(f"{self._client.url}: the answer has no finish_reason")
 
@@ -173,17 +155,17 @@ class OpenAIModel(Server):
         pass
 
 
-def _piece(event: Mapping[str, Any]) -> Piece:
+def _event(event: Mapping[str, Any]) -> Event:
     now = time.perf_counter()
     usage = event.get("usage") or {}
     choice: Mapping[str, Any] = next(iter(event.get("choices") or ()), {})
     text = (choice.get("delta") or {}).get("content") or choice.get("text") or ""
-    return Piece(
-        text=text,
-        at=now,
+    return Event(
+        texts=(text,),
+        received_at=now,
         finish_reason=choice.get("finish_reason"),
-        prompt_tokens=usage.get("prompt_tokens"),
-        completion_tokens=usage.get("completion_tokens"),
+        num_input_tokens=usage.get("prompt_tokens"),
+        num_output_tokens=usage.get("completion_tokens"),
     )
 
 

@@ -22,10 +22,10 @@ from trtllm_bls.commands.terminal import (
     Exit,
     Interruption,
     Program,
+    assignments,
     complain,
     connection_options,
     open_client,
-    other_inputs,
     other_inputs_option,
     run,
     tensor_options,
@@ -154,7 +154,7 @@ def _fields(given: dict[str, Any]) -> dict[str, Any]:
         fields["exclude_input_in_output"] = False
     if given["counts"]:
         fields |= {"return_num_input_tokens": True, "return_num_output_tokens": True}
-    return fields | other_inputs(given["other_inputs"])
+    return fields | assignments("--set", given["other_inputs"])
 
 
 def _prompt(given: dict[str, Any]) -> str:

@@ -168,7 +168,7 @@ def _tensor_option(model: Model, name: str, text: str) -> Callable[[Command], Co
 
 
 def other_inputs_option(command: Command) -> Command:
-    """``--set NAME=VALUE`` for every input that has no flag; ``other_inputs`` reads it."""
+    """``--set NAME=VALUE`` for every input that has no flag; ``assignments`` reads it."""
     return click.option(
         "--set",
         "other_inputs",
@@ -178,13 +178,13 @@ def other_inputs_option(command: Command) -> Command:
     )(command)
 
 
-def other_inputs(assignments: Sequence[str]) -> dict[str, Any]:
-    """The values of ``--set`` by input name."""
+def assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """The values of a repeated ``option`` NAME=VALUE by name: JSON, or else the text itself."""
     found: dict[str, Any] = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
+    for text in texts:
+        name, equals, value = text.partition("=")
         if not equals:
-            raise click.BadParameter(f"{assignment!r} is not NAME=VALUE", param_hint="--set")
+            raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint=option)
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:

@@ -25,11 +25,11 @@ from trtllm_bls.commands.terminal import (
     Exit,
     Interruption,
     Program,
+    assignments,
     complain,
     connection_options,
     open_client,
     options,
-    other_inputs,
     other_inputs_option,
     run,
     tensor_options,
@@ -247,7 +247,7 @@ def _fields(
     fields |= _prompt_table(given, prompt) | _lora(given["lora_path"])
     if given["lookahead_config"]:
         fields |= _lookahead(given["lookahead_config"])
-    return fields | other_inputs(given["other_inputs"])
+    return fields | assignments("--set", given["other_inputs"])
 
 
 def _first_row(path: Path) -> list[int]:

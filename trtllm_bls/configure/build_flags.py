@@ -6,10 +6,11 @@ The builder stops at a flag that it does not know, after a checkpoint was conver
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.cpp_backend import Version
+from trtllm_bls.parameters.cpp_backend import Version, parse_release
 
 CONVERT, QUANTIZE, BUILD = "convert_checkpoint.py", "quantize.py", "trtllm-build"
 OLDEST: Version = (0, 9)
@@ -28,84 +29,62 @@ class Flag:
     source: str
 
 
-_NOTES = "release notes"
-_HELP = "its help in the published tree"
-# tool, flag, first release, last release ("": the newest), what it does, where that is known from.
-_ROWS = (
-    (CONVERT, "model_dir", "0.9", "", "The Hugging Face checkpoint.", "issue 1068"),
-    (CONVERT, "output_dir", "0.9", "", "TensorRT-LLM's checkpoint.", "issue 1068"),
-    (CONVERT, "dtype", "0.9", "", "Type of weights and activations.", "issue 1068"),
-    (CONVERT, "tp_size", "0.9", "", "GPUs that share each layer.", "issue 1353"),
-    (QUANTIZE, "model_dir", "0.9", "", "The Hugging Face checkpoint.", "issue 2125"),
-    (QUANTIZE, "output_dir", "0.9", "", "TensorRT-LLM's checkpoint.", "issue 2125"),
-    (QUANTIZE, "dtype", "0.9", "", "Type of what is not quantized.", "issue 2125"),
-    (QUANTIZE, "qformat", "0.9", "", "The kind of quantization.", "issue 2125"),
-    (QUANTIZE, "kv_cache_dtype", "0.9", "", "Type of the KV cache.", _HELP),
-    (QUANTIZE, "awq_block_size", "0.9", "", "Weights per scale of AWQ.", _HELP),
-    (QUANTIZE, "calib_size", "0.9", "", "Texts to calibrate with.", "issue 2125"),
-    (QUANTIZE, "tp_size", "0.9", "", "GPUs that share each layer.", "issue 2125"),
-    (BUILD, "checkpoint_dir", "0.9", "", "TensorRT-LLM's checkpoint.", "issue 1433"),
-    (BUILD, "output_dir", "0.9", "", "The engine.", "issue 1433"),
-    (
-        BUILD,
-        "gemm_plugin",
-        "0.9",
-        "",
-        "Matrix products by plugin (`auto` since 0.11).",
-        "issue 2052",
-    ),
-    (BUILD, "workers", "0.9", "", "Ranks that are built at the same time.", "issue 1433"),
-    (BUILD, "max_batch_size", "0.9", "", "Requests at once.", f"{_NOTES} of 0.11"),
-    (BUILD, "max_input_len", "0.9", "", "Longest prompt, in tokens.", _HELP),
-    (
-        BUILD,
-        "max_output_len",
-        "0.9",
-        "0.10",
-        "Longest answer, in tokens.",
-        f"{_NOTES} of 0.11, 0.12",
-    ),
-    (BUILD, "max_seq_len", "0.11", "", "Longest prompt and answer.", f"{_NOTES} of 0.11"),
-    (BUILD, "max_num_tokens", "0.9", "", "Rows of one forward pass.", f"{_NOTES} of 0.11"),
-    (
-        *(BUILD, "use_paged_context_fmha", "0.9", ""),
-        "Paged context attention: reuse of the KV cache, chunked context, drafts.",
-        "issue 2125",
-    ),
-    (BUILD, "multiple_profiles", "0.10", "", "Kernels for several sizes.", f"{_NOTES} of 0.10"),
-    (BUILD, "use_fp8_context_fmha", "0.11", "", "Context attention in FP8.", "issue 2125"),
-    (BUILD, "reduce_fusion", "0.11", "", "AllReduce and norm in one kernel.", f"{_NOTES} of 0.11"),
-    (
-        *(BUILD, "low_latency_gemm_plugin", "0.17", ""),
-        "FP8 products for small batches (Ada, Hopper), in place of gemm_plugin.",
-        "build log in issue 2810",
-    ),
-    (
-        *(BUILD, "low_latency_gemm_swiglu_plugin", "0.17", ""),
-        "The same with SwiGLU fused (Hopper).",
-        "build log in issue 2810",
-    ),
-    (
-        *(BUILD, "speculative_decoding_mode", "0.10", ""),
-        "How the engine speculates (`lookahead_decoding` since 0.13).",
-        f"{_NOTES} of 0.10, 0.13",
-    ),
-    (BUILD, "max_draft_len", "0.9", "", "Longest draft, in tokens.", _HELP),
-    (BUILD, "gather_generation_logits", "0.9", "", "Keep logits for those who ask.", _HELP),
-)
+# By tool: flag, first and perhaps last release, where that is known from, what it does.
+_ROWS = """
+[convert_checkpoint.py]
+model_dir 0.9 | issue 1068 | The Hugging Face checkpoint.
+output_dir 0.9 | issue 1068 | TensorRT-LLM's checkpoint.
+dtype 0.9 | issue 1068 | Type of weights and activations.
+tp_size 0.9 | issue 1353 | GPUs that share each layer.
+[quantize.py]
+model_dir 0.9 | issue 2125 | The Hugging Face checkpoint.
+output_dir 0.9 | issue 2125 | TensorRT-LLM's checkpoint.
+dtype 0.9 | issue 2125 | Type of what is not quantized.
+qformat 0.9 | issue 2125 | The kind of quantization.
+kv_cache_dtype 0.9 | its help in the published tree | Type of the KV cache.
+awq_block_size 0.9 | its help in the published tree | Weights per scale of AWQ.
+calib_size 0.9 | issue 2125 | Texts to calibrate with.
+tp_size 0.9 | issue 2125 | GPUs that share each layer.
+[trtllm-build]
+checkpoint_dir 0.9 | issue 1433 | TensorRT-LLM's checkpoint.
+output_dir 0.9 | issue 1433 | The engine.
+gemm_plugin 0.9 | issue 2052 | Matrix products by plugin (`auto` since 0.11).
+workers 0.9 | issue 1433 | Ranks that are built at the same time.
+max_batch_size 0.9 | release notes of 0.11 | Requests at once.
+max_input_len 0.9 | its help in the published tree | Longest prompt, in tokens.
+max_output_len 0.9-0.10 | release notes of 0.11, 0.12 | Longest answer, in tokens.
+max_seq_len 0.11 | release notes of 0.11 | Longest prompt and answer.
+max_num_tokens 0.9 | release notes of 0.11 | Rows of one forward pass.
+use_paged_context_fmha 0.9 | issue 2125 | Paged context attention: reuse of the KV cache, chunked
+    context, drafts.
+multiple_profiles 0.10 | release notes of 0.10 | Kernels for several sizes.
+use_fp8_context_fmha 0.11 | issue 2125 | Context attention in FP8.
+reduce_fusion 0.11 | release notes of 0.11 | AllReduce and norm in one kernel.
+low_latency_gemm_plugin 0.17 | build log in issue 2810 | FP8 products for small batches (Ada,
+    Hopper), in place of gemm_plugin.
+low_latency_gemm_swiglu_plugin 0.17 | build log in issue 2810 | The same with SwiGLU fused
+    (Hopper).
+speculative_decoding_mode 0.10 | release notes of 0.10, 0.13 | How the engine speculates
+    (`lookahead_decoding` since 0.13).
+max_draft_len 0.9 | its help in the published tree | Longest draft, in tokens.
+gather_generation_logits 0.9 | its help in the published tree | Keep logits for those who ask.
+"""
 
 
-def _release(text: str) -> Version:
-    major, _, minor = text.partition(".")
-    return int(major), int(minor)
+def _flags() -> Iterator[Flag]:
+    tool = ""
+    for row in _ROWS.replace("\n    ", " ").strip().splitlines():
+        if row.startswith("["):
+            tool = row.strip("[]")
+            continue
+        flag, source, meaning = row.split(" | ")
+        name, releases = flag.split()
+        since, _, until = releases.partition("-")
+        last = parse_release(until) if until else NEWEST
+        yield Flag(tool, name, parse_release(since), last, meaning, source)
 
 
-FLAGS = {
-    (tool, name): Flag(
-        tool, name, _release(since), _release(until) if until else NEWEST, meaning, source
-    )
-    for tool, name, since, until, meaning, source in _ROWS
-}
+FLAGS = {(flag.tool, flag.name): flag for flag in _flags()}
 
 
 def check_flag(tool: str, name: str, release: Version) -> None:

@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
-
 from trtllm_bls.configure.engine_dir import read_engine
 from trtllm_bls.configure.options import DRAFT
 from trtllm_bls.configure.versions import parse_version
@@ -21,6 +18,7 @@ from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, P
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import check
 from trtllm_bls.parameters.cpp_backend import Version, check_backend
+from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import Override
 
 # Read on their own, or decided by `configure`: the prompt is left out of answers unless a request
@@ -52,23 +50,6 @@ def read_repository(directory: Path) -> dict[str, Any]:
         raise SettingsError(f"{directory}: no such directory")
     files = {path.parent.name: path for path in sorted(directory.glob("*/config.pbtxt"))}
     return {name: read_config(path) for name, path in files.items()}
-
-
-def read_config(path: Path) -> Any:
-    """A model's configuration as Triton reads it; raises ``SettingsError``."""
-    config = model_config_pb2.ModelConfig()
-    try:
-        text = path.read_text(encoding="utf-8")
-        text_format.Parse(text, config, allow_unknown_field=True)
-    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
-        mend = "fill in the template" if "${" in str(error) else "mend it"
-        raise SettingsError(f"{path}: cannot be read: {error}; {mend}") from error
-    return config
-
-
-def values_of(config: Any) -> dict[str, str]:
-    """A configuration's parameters, by name in order."""
-    return {key: value.string_value for key, value in sorted(config.parameters.items())}
 
 
 def read_existing(directory: Path, version: str) -> Existing:

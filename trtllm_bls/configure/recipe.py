@@ -61,9 +61,9 @@ class RecipeOptions:
 
 @dataclass(frozen=True)
 class Preset:
-    """What an engine is for: its precision and sizes, and the flags of its own."""
+    """Precision and sizes of an engine, and the flags of its own; ``recipe_command`` says of what
+    use each is."""
 
-    purpose: str
     precision: str
     max_batch_size: int
     max_input_len: int
@@ -107,9 +107,8 @@ def _draft(options: RecipeOptions) -> Flags:
 
 
 PRESETS = {
-    "throughput": Preset("many requests at once", "bf16", 128, 256, 256, _throughput),
+    "throughput": Preset("bf16", 128, 256, 256, _throughput),
     "latency": Preset(
-        "few requests, each fast",
         "fp8",
         4,
         2048,
@@ -118,10 +117,8 @@ PRESETS = {
         ("fp8",),
         "TensorRT-LLM's checkpoint to the engine, on a GPU of the Hopper generation",
     ),
-    "target": Preset(
-        "verifies the drafts of a draft engine", "bf16", 32, 2048, 1024, _target, rounds=True
-    ),
-    "draft": Preset("drafts for a target engine", "bf16", 32, 2048, 1024, _draft, rounds=True),
+    "target": Preset("bf16", 32, 2048, 1024, _target, rounds=True),
+    "draft": Preset("bf16", 32, 2048, 1024, _draft, rounds=True),
 }
 
 

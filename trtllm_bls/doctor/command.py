@@ -29,6 +29,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "error": "red"}
 @click.option("--engine-dir", type=_DIRECTORY, help="Engine of the target model.")
 @click.option("--draft-engine-dir", type=_DIRECTORY, help="Engine of the draft model.")
 @click.option("--tokenizer-dir", type=_DIRECTORY, help="Tokenizer of the target model.")
+@click.option("--server", type=click.Path(path_type=Path), help="As of `serve`.")
 @click.option(
     "--version",
     default="",

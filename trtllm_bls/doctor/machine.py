@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -74,7 +74,7 @@ def proxies(subject: Subject) -> Findings:
 @check("Python and packages are as this package needs them")
 def packages(subject: Subject) -> Findings:
     """`pip install --no-deps` leaves what a container has, which may be too old."""
-    for requirement in _requirements():
+    for requirement in _requirements(subject.packages):
         version = subject.packages(requirement.name)
         if version is None:
             yield Finding("error", f"no {requirement.name}", f"pip install '{requirement}'")
@@ -84,10 +84,10 @@ def packages(subject: Subject) -> Findings:
             yield Finding("error", what, mend)
 
 
-@check("the server here runs models on this Python and its numpy", lambda s: _server())
+@check("the server here runs models on this Python and its numpy", lambda s: _server(s))
 def server_python(subject: Subject) -> Findings:
     """A stub for this version of Python, which can read the numpy that it will import."""
-    installation = _server()
+    installation = _server(subject)
     if installation is None:
         return
     if not installation.stub(PYTHON).is_file():
@@ -99,21 +99,23 @@ def server_python(subject: Subject) -> Findings:
         yield Finding.of(error)
 
 
-def _server() -> Installation | None:
+def _server(subject: Subject) -> Installation | None:
     try:
-        return find_server(None)
+        return find_server(subject.server)
     except SetupError:
         return None
 
 
-def _requirements() -> Iterator[Requirement]:
+def _requirements(packages: Callable[[str], str | None]) -> Iterator[Requirement]:
     try:
         texts = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return  # run from a directory: nothing tells what it needs
+    # `serve` has the OpenAI API wherever uvicorn is installed.
+    extra = "openai" if packages("uvicorn") else ""
     for text in texts:
         requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             yield requirement
 
 

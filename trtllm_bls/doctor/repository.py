@@ -19,6 +19,7 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import check as check_ours
 from trtllm_bls.parameters import is_true, rows_of
 from trtllm_bls.parameters.cpp_backend import LAST, check_backend, keys_of
+from trtllm_bls.settings import ServeSettings
 
 _LOGITS = ("context_logits", "generation_logits", "draft_logits")
 # Slow, so that a limit which is too short is found: tokens per second of a prompt and an answer.
@@ -215,6 +216,13 @@ def time_limits(subject: Subject) -> Findings:
         )
         mend = f"raise it, or lower {BLS.name}.max_output_tokens"
         yield Finding("warn", what, mend)
+    whole, stuck = answer / _SLOW_DECODING, 2 * ServeSettings.stall_timeout
+    if whole > stuck:  # advice: it depends on the requests
+        what = (
+            f"{answer:.0f} tokens in one piece take {whole:.0f} s, and serve's limit is {stuck} s"
+        )
+        mend = f"where no answers stream, serve with --stall-timeout {whole / 2:.0f}"
+        yield Finding("ok", what, mend)
     if timeout and stall > timeout:
         what = f"engine_stall_seconds {stall:g} is longer than request_timeout_seconds {timeout:g}"
         yield Finding("warn", what, "a stalled engine is seen as a timeout only; lower the former")

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_bls.configure.engine_dir import EngineDir, read_engine
-from trtllm_bls.configure.existing import read_config, values_of
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher.checks import SHARED_MEMORY
 from trtllm_bls.parameters.cpp_backend import Version
+from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import ServeSettings, option
 
 CPP_BACKEND = "tensorrtllm"
@@ -48,6 +48,7 @@ class Subject:
     engine_dir: Path | None = None
     draft_engine_dir: Path | None = None
     tokenizer_dir: Path | None = None
+    server: Path | None = None
     version: str = ""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     packages: Callable[[str], str | None] = installed

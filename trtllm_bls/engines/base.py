@@ -2,8 +2,8 @@
 
 Engines: ``triton_grpc`` and ``triton_bls`` (a Triton model), ``embedded`` (this process, torch),
 ``trtllm_service`` (TensorRT-LLM's gRPC service), ``llm_api`` (TensorRT-LLM in this process),
-``scripted`` (tests and benchmarks), ``routing`` (a target, alone or with a draft model),
-``replicas`` (several as one).
+``routing`` (a target, alone or with a draft model), ``replicas`` (several as one). Beside the
+package, ``doubles`` has scripted ones for tests and benchmarks.
 
 An engine produces chunks at its own pace; a reader takes all that have arrived at once. So a reader
 that is held up, by a send that takes long, say, catches up in one turn.
@@ -204,12 +204,14 @@ def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         return chunks[0]
     log_probs = [chunk.log_probs for chunk in chunks if chunk.log_probs is not None]
     totals = [chunk.cum_log_prob for chunk in chunks if chunk.cum_log_prob is not None]
+    best = [chunk.top_log_probs for chunk in chunks if chunk.top_log_probs is not None]
     rows = [chunk.generation_logits for chunk in chunks if chunk.generation_logits is not None]
     contexts = (chunk.context_logits for chunk in chunks if chunk.context_logits is not None)
     return replace(
         chunks[-1],
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         log_probs=tuple(value for values in log_probs for value in values) if log_probs else None,
+        top_log_probs=tuple(each for places in best for each in places) if best else None,
         cum_log_prob=totals[-1] if totals else None,
         context_logits=next(contexts, None),
         generation_logits=np.concatenate(rows) if rows else None,

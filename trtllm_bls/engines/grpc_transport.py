@@ -7,7 +7,7 @@ and 25 to 35 with 128, this module 18 to 23 and 10 to 13.
 
 Of gRPC there are unary and streaming calls, statuses with details, cancellation, flow control, the
 server's limit on concurrent streams, GOAWAY, TLS, and further tries of calls that the server says
-it has not begun. There is no load balancing, proxy, compression, metadata or keepalive.
+it has not begun. There is no load balancing, proxy, compression or keepalive.
 """
 
 from __future__ import annotations
@@ -67,9 +67,16 @@ class Connection:
         self._connections: set[Http2Connection] = set()  # the current one, and those being drained
         self._closed = False
 
-    def open(self, method: str, on_messages: OnMessages, on_end: OnEnd) -> GrpcCall:
+    def open(
+        self,
+        method: str,
+        on_messages: OnMessages,
+        on_end: OnEnd,
+        traceparent: str | None = None,
+    ) -> GrpcCall:
         """Start a call of ``method`` (``/package.Service/Method``); callbacks come later.
 
+        ``traceparent`` is sent as metadata: the W3C trace context that the call belongs to.
         Raises ``GrpcError`` once the connection is closed.
         """
         if self._closed:
@@ -77,7 +84,10 @@ class Connection:
         if method not in self._packed_headers:
             fields = [(b":path", method.encode()), *self._headers]
             self._packed_headers[method] = packed_headers(fields)
-        call = GrpcCall(self._packed_headers[method], on_messages, on_end)
+        headers = self._packed_headers[method]
+        if traceparent is not None:
+            headers += packed_headers([(b"traceparent", traceparent.encode())])
+        call = GrpcCall(headers, on_messages, on_end)
         self.start(call)
         return call
 

@@ -33,12 +33,6 @@ _GUIDES = {
     "ebnf_grammar": "grammar",
     "structural_tag": "structural_tag",
 }
-_REASONS = {
-    "length": FinishReason.LENGTH,
-    "stop": FinishReason.END_ID,  # a stop of the request's own is seen in the ids
-    "timeout": FinishReason.TIMEOUT,
-    "cancelled": FinishReason.CANCELLED,
-}
 
 
 def open_llm(
@@ -174,7 +168,7 @@ class _Sequence:
         ids = tuple(output.token_ids[self._taken :])
         scores = _log_probs(ids, output.logprobs[self._taken :]) if self._scored else None
         self._taken += len(ids)
-        reason, ended = _REASONS.get(output.finish_reason), output.finish_reason is not None
+        reason, ended = trtllm.REASONS.get(output.finish_reason), output.finish_reason is not None
         if reason is FinishReason.END_ID and output.stop_reason in self.ends.stop_ids:
             reason = FinishReason.STOP
         chunk = self.ends.feed(ids, scores, ended, reason)

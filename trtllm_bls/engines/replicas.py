@@ -17,7 +17,7 @@ from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Overloaded
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, Wants
 
-_ASK_AGAIN_S = 10.0
+_ASK_AGAIN_S = 1.0
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 30.0  # doubled each time
 _LOST = (EngineUnavailable, EngineStalled)
 
@@ -54,7 +54,7 @@ class _Replica:
         """Take no more requests until it answers again."""
         self.limits, self.error = None, error
         if self._return is None:
-            log.warning("%s rests: %s", self.engine.name, error)
+            log.warning("%s; no request goes there until it answers again", error)
             self._return = asyncio.create_task(self._come_back())
 
     async def _come_back(self) -> None:
@@ -67,7 +67,7 @@ class _Replica:
             except EngineError as error:
                 self.error = error
         self._return = None
-        log.info("%s is back", self.engine.name)
+        log.info("%s answers again", self.engine.name)
 
     async def close(self) -> None:
         for pending in (self._asking, self._return):
@@ -246,4 +246,6 @@ def _least(limits: Sequence[EngineLimits]) -> EngineLimits:
         max_draft_tokens=smallest("max_draft_tokens"),
         one_step=next((each.one_step for each in limits if each.one_step is not None), None),
         may_be_one_step=any(each.may_be_one_step for each in limits),
+        tells_top_log_probs=all(each.tells_top_log_probs for each in limits),
+        speculates=limits[0].speculates,
     )

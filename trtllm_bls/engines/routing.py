@@ -63,11 +63,12 @@ class RoutingEngine:
         self._probing = asyncio.Lock()
         self._probe_failed = False
         self._verifies = True
+        self._speculates = ""
 
     async def limits(self) -> EngineLimits:
         """The target's. One that may end every request after one step is tried, once."""
         limits = await self._target.limits()
-        self._verifies = limits.max_draft_tokens != 0
+        self._verifies, self._speculates = limits.max_draft_tokens != 0, limits.speculates
         if limits.one_step is not None:
             self.shared.one_step = limits.one_step
         elif limits.may_be_one_step and self.shared.one_step is None:
@@ -115,10 +116,12 @@ class RoutingEngine:
         if options is None or self._verifies:
             return options
         asked = request.speculation
-        if asked.draft_source is None and asked.num_draft_tokens is None:
+        explicit = asked.draft_source is not None or asked.num_draft_tokens is not None
+        if not explicit or self._options.ignore_unverifiable:
             return None
         field = "draft_source" if asked.num_draft_tokens is None else "num_draft_tokens"
-        raise Unsupported(field, f"cannot be honoured: {self.name} verifies no drafts")
+        why = "; ".join(filter(None, (f"{self.name} verifies no drafts", self._speculates)))
+        raise Unsupported(field, f"cannot be honoured: {why}")
 
     def drain(self) -> None:
         """Speculate no more: what runs in rounds goes on as one plain request to the target."""

@@ -66,9 +66,11 @@ class TritonEngine:
 
     async def _limits(self) -> EngineLimits:
         """Opens the engine if need be. Raises ``EngineUnavailable``; the next call tries again."""
-        if self._chosen is None or asyncio.get_running_loop().time() > self._look_again_at:
+        if self._is_to_choose():
             async with self._lock:
-                self._chosen = await self._choose()
+                if self._is_to_choose():  # another request may just have chosen
+                    self._chosen = await self._choose()
+        assert self._chosen is not None
         if self._look_again_at == float("inf"):
             self.limits, self.generate = self._chosen.limits, self._chosen.generate
         return await self._chosen.limits()
@@ -83,6 +85,10 @@ class TritonEngine:
         await self._grpc.close()
         if self._bls is not None:
             await self._bls.close()
+
+    def _is_to_choose(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        return self._chosen is None or now > self._look_again_at
 
     async def _choose(self) -> Engine:
         transport, url = self._route.transport, self._route.url

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
@@ -26,6 +27,11 @@ from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.errors import EngineError, EngineStalled, from_wire
 from trtllm_bls.messages import Array, EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs, wire_id
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
 
 _STOP_TRIES = 5
 _STOP_WAIT_SECONDS = 0.5
@@ -65,16 +71,21 @@ class BlsEngine:
         }
         outputs, request_id = self._model.outputs_for(request), wire_id(request)
         responses = ResponseReader(request, self._model)
-        items = _ThreadQueue()
-        reading = self._readers.submit(
-            self._read, request_id, inputs, outputs, items.put_from_thread
-        )
+        items: asyncio.Queue[Any] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(item: Any) -> None:
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
+        trace = request.traceparent
+        more: dict[str, Any] = {"parameters": {"traceparent": trace}} if trace else {}
+        reading = self._readers.submit(self._read, request_id, inputs, outputs, put, more)
         over = begun = False
         try:
             # The API loses errors in the middle of a stream, so there silence must be taken for
             # one. A first response may take any time: the request may be queued, or be answered
             # whole.
-            while (item := await items.take(self.stall_seconds if begun else 0)) is not _END:
+            while (item := await _next(items, self.stall_seconds if begun else 0)) is not _END:
                 if item is _SILENCE:
                     raise EngineStalled(f"{self.name} sent nothing for {self.stall_seconds:g} s")
                 begun = request.streaming
@@ -108,10 +119,11 @@ class BlsEngine:
         inputs: Mapping[str, Array],
         outputs: list[str],
         put: Callable[[Any], None],
+        more: Mapping[str, Any],
     ) -> None:
         count = 0
         try:
-            for response in self._responses(request_id, inputs, outputs):
+            for response in self._responses(request_id, inputs, outputs, **more):
                 count += 1
                 put(response)
             put(_END if count else EngineError(f"{self.name} ended without any response"))
@@ -136,7 +148,7 @@ class BlsEngine:
         log.warning("%s: %s did not end after %d stops", request_id, self.name, _STOP_TRIES)
 
     def _responses(
-        self, request_id: str, inputs: Mapping[str, Array], outputs: list[str]
+        self, request_id: str, inputs: Mapping[str, Array], outputs: list[str], **more: Any
     ) -> Iterator[Mapping[str, Array] | Exception]:
         """Every response of one request as arrays, or as the error it is."""
         tensors = [self._pb.Tensor(name, array) for name, array in inputs.items()]
@@ -145,6 +157,7 @@ class BlsEngine:
             request_id=request_id,
             requested_output_names=outputs,
             inputs=tensors,
+            **more,
         ).exec(decoupled=True)
         try:
             for response in iterator:
@@ -169,30 +182,10 @@ _END = object()
 _SILENCE = object()
 
 
-class _ThreadQueue:
-    """Items from a thread, taken on the event loop, one at a time and in order."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._items: collections.deque[Any] = collections.deque()
-        self._some = asyncio.Event()
-
-    def put_from_thread(self, item: Any) -> None:
-        self._items.append(item)
-        self._loop.call_soon_threadsafe(self._some.set)
-
-    async def take(self, seconds: float) -> Any:
-        """The next item, or ``_SILENCE`` if none comes within ``seconds`` (0 = however long)."""
-        # Not asyncio.wait_for: up to Python 3.11 it can swallow the cancellation of its caller.
-        due = self._loop.time() + seconds if seconds else float("inf")
-        while not self._items:
-            if self._loop.time() >= due:
-                return _SILENCE
-            self._some.clear()
-            timer = self._loop.call_at(due, self._some.set) if seconds else None
-            try:
-                await self._some.wait()
-            finally:
-                if timer is not None:
-                    timer.cancel()
-        return self._items.popleft()
+async def _next(items: asyncio.Queue[Any], seconds: float) -> Any:
+    """The next item, or ``_SILENCE`` if none comes within ``seconds`` (0 = however long)."""
+    try:
+        async with timeout(seconds or None):
+            return await items.get()
+    except asyncio.TimeoutError:
+        return _SILENCE

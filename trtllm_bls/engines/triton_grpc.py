@@ -23,6 +23,7 @@ import ssl
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.engines.base import QueuedChunks
+from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
 from trtllm_bls.errors import (
     EngineError,
@@ -67,7 +68,6 @@ class GrpcEngine:
         self.name = name
         self.url = url
         self.vocab_size = vocab_size
-        self._stall_seconds = stall_seconds
         self._connection = Connection(url, tls=tls)
         self.pool = StreamPool(self._connection)
         self._known: DeployedModel | None = None
@@ -75,9 +75,9 @@ class GrpcEngine:
         self._doubted = False
         self._asking: asyncio.Task[DeployedModel] | None = None
         self._running: set[GrpcChunks] = set()
-        self._last_arrival = 0.0
-        self._watch: asyncio.TimerHandle | None = None
-        self._probe: asyncio.Task[None] | None = None
+        self.watch = StallWatch(
+            stall_seconds, lambda: bool(self._running), self._problem, self._stall
+        )
 
     async def limits(self) -> EngineLimits:
         """What the model's parameters tell."""
@@ -114,24 +114,18 @@ class GrpcEngine:
             raise EngineUnavailable(f"{self.name} at {self.url}: not asked for its limits yet")
         chunks = GrpcChunks(self, request, self._known)
         self._running.add(chunks)
-        if self._watch is None and self._stall_seconds:
-            self.note_arrival()
-            self._watch_in(self._stall_seconds)
+        self.watch.begin()
         return chunks
 
     async def close(self) -> None:
         """Close the connection; running calls end with it."""
-        for pending in (self._watch, self._probe, self._asking):
-            if pending is not None:
-                pending.cancel()
+        self.watch.close()
+        if self._asking is not None:
+            self._asking.cancel()
         await self.pool.close()
         await self._connection.close()
 
     # --- used by the running requests ---------------------------------------------------------
-
-    def note_arrival(self) -> None:
-        """Something has arrived."""
-        self._last_arrival = _now()
 
     def ended(self, chunks: GrpcChunks) -> None:
         """A request is over."""
@@ -141,7 +135,8 @@ class GrpcEngine:
         """A transport's error as an engine's."""
         unreachable = error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
         kind = EngineUnavailable if unreachable else EngineError
-        return kind(f"{self.name} at {self.url}: {error.details}")
+        details = error.details.removeprefix(f"{self.url}: ")
+        return kind(f"{self.name} at {self.url}: {details}")
 
     # --- the model and the server -------------------------------------------------------------
 
@@ -160,29 +155,14 @@ class GrpcEngine:
         if not task.cancelled() and task.exception() is not None:
             self.doubt_model()
 
-    def _watch_in(self, seconds: float) -> None:
-        self._watch = asyncio.get_running_loop().call_later(seconds, self._check)
+    async def _problem(self) -> str | None:
+        answers = await self.server_answers(_PROBE_SECONDS)
+        return None if answers else f"{self.name} at {self.url}: its server does not answer"
 
-    def _check(self) -> None:
-        self._watch = None
-        if not self._running:
-            return
-        left = self._last_arrival + self._stall_seconds - _now()
-        if left > 0:
-            self._watch_in(left)
-        else:
-            self._probe = asyncio.create_task(self._probe_server())
-
-    async def _probe_server(self) -> None:
-        silent_since = self._last_arrival
-        if await self.server_answers(_PROBE_SECONDS):
-            self.note_arrival()
-        elif self._last_arrival == silent_since:
-            problem = f"{self.name} at {self.url}: its server does not answer"
-            log.error("%s; %d requests fail", problem, len(self._running))
-            for chunks in list(self._running):
-                chunks.stall(EngineStalled(problem))
-        self._watch_in(self._stall_seconds)
+    def _stall(self, problem: str) -> None:
+        log.error("%s; %d requests fail", problem, len(self._running))
+        for chunks in list(self._running):
+            chunks.stall(EngineStalled(problem))
 
 
 class GrpcChunks(QueuedChunks):
@@ -216,7 +196,7 @@ class GrpcChunks(QueuedChunks):
         self._call.send(self._message)
 
     def _on_messages(self, messages: list[bytes]) -> None:
-        self._engine.note_arrival()
+        self._engine.watch.arrived()
         chunks: list[EngineChunk] = []
         last = False
         try:

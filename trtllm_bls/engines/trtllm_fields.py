@@ -14,9 +14,18 @@ import numpy as np
 
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.messages import Array, EngineLimits, EngineRequest, Sampling
+from trtllm_bls.messages import Array, EngineLimits, EngineRequest, FinishReason, Sampling
 
+# Why a sequence ended; a stop of the request's own is seen in the ids.
+REASONS = {
+    "length": FinishReason.LENGTH,
+    "stop": FinishReason.END_ID,
+    "timeout": FinishReason.TIMEOUT,
+    "cancelled": FinishReason.CANCELLED,
+}
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
+# What an engine of this kind takes in place of drafts.
+SPECULATES = "it speculates by speculative_config in its own --extra_llm_api_options"
 _NAMES = {field.name: field.name for field in fields(Sampling)} | {
     "top_p_reset_id": "top_p_reset_ids"
 }
@@ -87,25 +96,33 @@ class Guide:
     text: str
 
 
-def guide_of(extras: Mapping[str, Array]) -> Guide | None:
-    """The guide that a request brings. Raises ``InvalidRequest``."""
+def guide_of(
+    extras: Mapping[str, Array], kinds: tuple[str, ...] = GUIDE_TYPES, *, empty: bool = False
+) -> Guide | None:
+    """The guide that a request brings, of one of ``kinds``; ``empty``: it may be an empty text.
+
+    Raises ``InvalidRequest``.
+    """
     kind, text = (
-        _text(extras[name]) if name in extras else None
+        _text(extras.get(name, ()))
         for name in ("guided_decoding_guide_type", "guided_decoding_guide")
     )
     if kind is None:
         if text is not None:
             raise InvalidRequest("guided_decoding_guide_type", "is missing beside the guide")
         return None
-    if kind not in GUIDE_TYPES:
-        known = ", ".join(GUIDE_TYPES)
+    if kind not in kinds:
+        known = ", ".join(kinds)
         problem = f"{kind!r} is unknown; send one of: {known}"
         raise InvalidRequest("guided_decoding_guide_type", problem)
-    if not text and kind != "json":
+    if kind != "json" and not (text or (empty and text is not None)):
         raise InvalidRequest("guided_decoding_guide", f"is missing for {kind}")
     return Guide(kind, text or "")
 
 
-def _text(value: Array) -> str:
-    first = np.asarray(value).reshape(-1)[0]
+def _text(value: Any) -> str | None:
+    values = np.asarray(value).reshape(-1)
+    if not values.size:
+        return None
+    first = values[0]
     return first.decode("utf-8", "replace") if isinstance(first, bytes) else str(first)

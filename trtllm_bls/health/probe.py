@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal
 
 from trtllm_bls.client import Client, Tls
@@ -33,46 +32,29 @@ class Canary:
     error: str = ""
 
 
-class Probe:
-    """Asks the server at ``url`` (``host:port``); to be entered and left in one event loop.
-
-    ``canary_id`` is the id of its requests for a token.
-    """
+class Probe(Client):
+    """A client that knows two questions; ``canary_id`` is the id of its requests for a token."""
 
     def __init__(
         self, url: str, canary_id: str = "trtllm-bls-health", tls: Tls | None = None
     ) -> None:
+        super().__init__(url, tls=tls)
         self._canary_id = canary_id
-        self._client = Client(url, tls=tls)
-
-    async def __aenter__(self) -> Probe:
-        await self._client.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._client.close()
 
     async def models_not_ready(self, models: Iterable[str], timeout: float) -> tuple[str, ...]:
         """Those that the server says are not. Raises ``ConnectionFailed`` if it says nothing."""
         asked = list(models)
         try:
-            answers = await asyncio.gather(
-                *(self._client.model_ready(model, timeout) for model in asked)
-            )
+            answers = await asyncio.gather(*(self.model_ready(model, timeout) for model in asked))
         except DeadlineExceeded as error:
-            raise ConnectionFailed(f"{self._client.url}: {error}") from error
+            raise ConnectionFailed(f"{self.url}: {error}") from error
         return tuple(model for model, ready in zip(asked, answers, strict=True) if not ready)
 
-    async def canary(self, timeout: float, model: str = TEXT_MODEL) -> Canary:
-        """Ask ``model`` for one token; raises nothing."""
+    async def canary(self, timeout: float) -> Canary:
+        """Ask for one token; raises nothing."""
         try:
-            await self._client.generate(
-                model,
+            await self.generate(
+                TEXT_MODEL,
                 text_input="Hello",
                 max_tokens=1,
                 stream=False,

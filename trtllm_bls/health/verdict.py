@@ -33,11 +33,13 @@ class Observed:
     """What is known of a server. ``None`` means that it is not looked at.
 
     ``progress_at``: when a response last left or a canary was last answered. ``loop_at``: when the
-    event loop turned last, of the process where that is longest ago. ``canary_failures``: in a row.
+    event loop turned last, of the process where that is longest ago. ``engine``: what is wrong with
+    an engine that was asked for its health. ``canary_failures``: in a row.
     """
 
     processes: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
+    engine: str | None = None
     progress_at: float | None = None
     loop_at: float | None = None
     canary_failures: int = 0
@@ -61,6 +63,7 @@ def evaluate(observed: Observed, bounds: Bounds, now: float) -> Verdict:
     """What the observations mean."""
     reasons = [*observed.processes]
     reasons += [f"model {model} is not ready" for model in observed.models]
+    reasons += [observed.engine] if observed.engine else []
     if observed.canary_failures >= CANARY_FAILURES:
         reasons.append(f"a request for one token fails: {observed.canary_error}")
     silent = _age(observed.progress_at, now)

@@ -5,7 +5,6 @@ Owns the rules (measured against Triton 24.10) and nothing that changes the mach
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import resource
@@ -15,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trtllm_bls.errors import SetupError
+from trtllm_bls.health import free_shared_memory
 from trtllm_bls.launcher import interpreter
 from trtllm_bls.launcher.find import Installation
 from trtllm_bls.launcher.interpreter import PYTHON
@@ -91,10 +91,7 @@ def check_shared_memory(
 
     Returns a warning where large answers may fill it, ``None`` where there is enough.
     """
-    free = 0
-    if directory.is_dir():
-        room = os.statvfs(directory)
-        free = room.f_bavail * room.f_frsize
+    free = free_shared_memory(directory) or 0
     mend = "start the container with --shm-size=1g, or delete what other servers left there"
     if free < least:
         raise SetupError(

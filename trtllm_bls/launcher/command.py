@@ -1,7 +1,7 @@
 """The server's command line and environment, from settings; pure.
 
 Owns which option and which variable sets what. The models read the ``TRTLLM_BLS_*`` variables
-before the parameters in their configuration.
+before the parameters in their configuration, but for those that ``--set`` gave.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from trtllm_bls.launcher.ports import Ports
 from trtllm_bls.parameters import (
     DRAFT_MODEL_DIR,
     ENGINE_TLS_PIN,
+    GIVEN,
     GRPC_URL,
     MAX_STREAMS,
     MODEL_DIR,
+    STATUS_DIR,
     THREADS,
 )
 from trtllm_bls.settings import ServeSettings
@@ -97,12 +99,14 @@ def server_environment(
     executables = os.path.dirname(sys.executable)
     environment["PATH"] = _prepend(executables, inherited.get("PATH"))
     environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
-    if any(override.parameter == "engine_url" for override in settings.overrides):
-        environment.pop(GRPC_URL, None)  # it would win over the parameter
-    else:
-        environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
+    environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
     environment[MAX_STREAMS] = str(settings.max_streams)
-    if settings.tls_cert is not None and not settings.engine_is_elsewhere:
+    given = {f"{each.model}.{each.parameter}": each.value for each in settings.overrides}
+    if (directory := given.pop("tensorrt_llm_bls.status_dir", None)) is not None:
+        environment[STATUS_DIR] = directory  # which the launcher makes, and reads itself
+    environment[GIVEN] = ",".join(given)
+    elsewhere = settings.engine_is_elsewhere or "tensorrt_llm_bls.engine_url" in given
+    if settings.tls_cert is not None and not elsewhere:
         # The models reach the server at an address, which its certificate need not name.
         environment[ENGINE_TLS_PIN] = os.path.abspath(settings.tls_cert)
     if settings.threads is not None:

@@ -12,22 +12,63 @@ costs nothing and is quick under any load.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
-from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import health_server
-from trtllm_bls.launcher.server_metrics import written
+from trtllm_bls.launcher.ports import listen
 from trtllm_bls.launcher.watch import Watch
 
 TELL_S = 0.2
 REPEAT_S = 5.0  # also where nothing has changed, as a sign of life
 _STUCK_S = 60.0  # the watch looks twice a second
+
+
+@dataclass(frozen=True)
+class ServerMetric:
+    """How ``serve`` finds its server, for Prometheus, whose type ``kind`` is; docs/metrics.md has
+    the names. ``labels`` are the names of its labels."""
+
+    name: str
+    kind: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+READY = ServerMetric("trtllm_bls_server_ready", "gauge", "1 while /health/ready says so, else 0")
+PROCESSES = ServerMetric(
+    "trtllm_bls_server_processes",
+    "gauge",
+    "Processes of the server and its models that run, by name; the server's own is tritonserver",
+    ("process",),
+)
+RESTARTS = ServerMetric(
+    "trtllm_bls_server_restarts_total", "counter", "Times that the server was started again"
+)
+API_RESTARTS = ServerMetric(
+    "trtllm_bls_openai_restarts_total", "counter", "Times that the OpenAI API was started again"
+)
+SERVER_METRICS = (READY, PROCESSES, RESTARTS, API_RESTARTS)
+
+
+def _written(ready: bool, processes: Mapping[str, int], restarts: int, api_restarts: int) -> str:
+    """The text of ``/metrics``; ``processes``: how many run, by name."""
+    samples = {
+        READY: {"": int(ready)},
+        PROCESSES: {f'{{process="{name}"}}': count for name, count in processes.items()},
+        RESTARTS: {"": restarts},
+        API_RESTARTS: {"": api_restarts},
+    }
+    lines = []
+    for metric, values in samples.items():
+        lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.kind}"]
+        lines += [f"{metric.name}{labels} {value}" for labels, value in values.items()]
+    return "\n".join([*lines, ""])
 
 
 class HealthState:
@@ -40,6 +81,7 @@ class HealthState:
         self.api_problem: str | None = None  # why the OpenAI API does not answer
         self.api_restarts = 0
         self._watch: Watch | None = None
+        self._processes = {"tritonserver": 0}  # while there is no watch; by name
         self._reason = "the server is starting"
 
     @contextmanager
@@ -50,6 +92,7 @@ class HealthState:
         try:
             yield
         finally:
+            self._processes = dict.fromkeys(watch.processes, 0)
             self._watch, self._reason = None, "the server has ended"
 
     def restarting(self, reason: str) -> None:
@@ -71,9 +114,9 @@ class HealthState:
             "live": not_live,
             "ready": not_ready,
             "restarts": self.restarts,
-            "metrics": written(
+            "metrics": _written(
                 not not_ready,
-                watch.processes if watch is not None else {"tritonserver": 0},
+                watch.processes if watch is not None else self._processes,
                 self.restarts,
                 self.api_restarts,
             ),
@@ -85,15 +128,7 @@ class HealthEndpoint:
 
     def __init__(self, host: str, port: int, state: HealthState) -> None:
         self._state = state
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listening = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
-            problem = (error.strerror or str(error)).lower()
-            raise SetupError(
-                f"port {port} on {host}: {problem}; "
-                "stop what uses it or choose another with --health-port (0 = any free port)"
-            ) from error
+        self._listening = listen(host, port, "--health-port")
         self.port: int = self._listening.getsockname()[1]
         self._server = self._start()
         self._closing = threading.Event()

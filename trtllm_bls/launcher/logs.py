@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 
 TAIL_LINES = 400
+_TOLD = 12  # lines of a failure
 
 # I1121 01:56:47.026953 6110 model_lifecycle.cc:839] "successfully loaded 'echo'"
 _STRUCTURED = re.compile(
@@ -69,7 +70,12 @@ class LogLine:
             return False
         if _FAILED_INSTANCE.match(self.text) or any(p.match(self.text) for p in _FAILED):
             return False  # shown once, in the end, by ``LogBook.failure_summary``
-        return self.severity != "info" or self.source.endswith(".py")
+        return self.severity != "info" or self.from_python
+
+    @property
+    def from_python(self) -> bool:
+        """Is it a model's or the OpenAI API's, such as the line of a request?"""
+        return self.source.endswith(".py")
 
     @property
     def problem(self) -> bool:
@@ -136,7 +142,7 @@ class LogBook:
                 self.failures.setdefault(failed["model"], failed["reason"].strip())
         return line
 
-    def tail(self, count: int = 12) -> tuple[str, ...]:
+    def tail(self, count: int = _TOLD) -> tuple[str, ...]:
         """The last lines worth reading; if there are none, the last lines."""
         lines = list(self._tail)
         chosen = [line for line in lines if line.noteworthy] or lines
@@ -152,7 +158,7 @@ class LogBook:
             for reason, names in models.items()
         )
 
-    def failure_details(self, count: int = 12) -> tuple[str, ...]:
+    def failure_details(self) -> tuple[str, ...]:
         """What models printed last, then where in their code it happened.
 
         Nothing about errors that this package raises on purpose: their line is enough.
@@ -166,7 +172,7 @@ class LogBook:
             if not _INTERPRETER.search(line)
         ]
         printed = [line.text for line in self._tail if line.noteworthy and not line.severity]
-        return (*printed[-count:], *traces)
+        return (*printed[-_TOLD:], *traces)
 
 
 def _headline(reason: str) -> str:

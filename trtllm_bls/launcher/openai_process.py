@@ -4,8 +4,6 @@ again when it dies or is stopped.
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +18,8 @@ import psutil
 
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher.back_off import BackOff
-from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit
+from trtllm_bls.launcher.ports import listen
+from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit, relay_lines
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.settings import ServeSettings
 
@@ -37,16 +36,7 @@ def check(settings: ServeSettings) -> bool:
     """
     if not settings.openai_port or find_spec("uvicorn") is None:
         return False
-    host = settings.plain_host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, settings.openai_port), family=family).close()
-    except OSError as error:
-        problem = os.strerror(error.errno).lower() if error.errno else str(error)
-        raise SetupError(
-            f"port {settings.openai_port} on {host}: {problem}; stop what uses it or "
-            "choose another with --openai-port (0 = no OpenAI API)"
-        ) from error
+    listen(settings.plain_host, settings.openai_port, "--openai-port", "no OpenAI API").close()
     return True
 
 
@@ -71,10 +61,16 @@ class OpenAIProcess:
     """``trtllm-bls openai`` for a running server; ``kill`` only asks.
 
     It drains when the server is asked to stop, as the server's models do. ``on_problem`` is told,
-    on a thread, why it does not answer, and then ``None`` once it does again.
+    on a thread, why it does not answer, and then ``None`` once it does again; ``on_line``, on
+    others, every line of its log.
     """
 
-    def __init__(self, server: TritonServer, on_problem: Callable[[str | None], object]) -> None:
+    def __init__(
+        self,
+        server: TritonServer,
+        on_problem: Callable[[str | None], object],
+        on_line: Callable[[str], object],
+    ) -> None:
         settings = server.settings
         host = server.host if settings.tls_cert is None else settings.plain_host
         self.url = f"http://{host}:{settings.openai_port}"
@@ -91,7 +87,7 @@ class OpenAIProcess:
             command += ["--api-keys-file", str(settings.api_keys_file)]
         command += ["--tool-parser", settings.tool_parser]
         command += ["--reasoning-parser", settings.reasoning_parser]
-        self._server, self._on_problem = server, on_problem
+        self._server, self._on_problem, self._on_line = server, on_problem, on_line
         self._command, self._environment = command, server.environment
         self._limit = settings.exit_timeout + GRACE_MARGIN
         self._closing = threading.Event()
@@ -103,13 +99,17 @@ class OpenAIProcess:
         return self._process.pid
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self._command,
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the launcher's to pass on
         )
+        assert process.stderr
+        relay_lines(process.stderr, self._on_line, "openai-log")
+        return process
 
     def keep(self) -> None:
         """From here on start it again when it ends, or is stopped."""
@@ -183,5 +183,7 @@ class OpenAIProcess:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=15):
                 return True
-        except (OSError, urllib.error.URLError):
+        except urllib.error.HTTPError:
+            return self._server.settings.engine_is_elsewhere  # which may be lost for a while
+        except OSError:
             return False

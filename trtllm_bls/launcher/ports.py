@@ -1,6 +1,6 @@
-"""The three addresses of a server: free ones chosen, busy ones refused before anything starts.
+"""The addresses of a server: free ones chosen, busy ones refused before anything starts.
 
-Owns binding and closing probe sockets. A port that was free can be taken before the server binds
+A port that was free can be taken before the server binds
 it; the server then says so and ``TritonServer`` chooses again.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from trtllm_bls.errors import SetupError
 from trtllm_bls.settings import ServeSettings, option
 
-_FIELDS = ("http_port", "grpc_port", "metrics_port")
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -45,24 +44,27 @@ def _reachable(host: str) -> str:
 
 def choose(settings: ServeSettings) -> Ports:
     """Ports as asked for, with every 0 replaced by a free one; raises ``SetupError`` if busy."""
+    chosen = []
     with ExitStack() as held:  # all at once, so that no port is chosen twice
-        http, grpc, metrics = (_probe(held, settings, field) for field in _FIELDS)
+        for field in ("http_port", "grpc_port", "metrics_port"):
+            host = settings.host if field == "grpc_port" else settings.plain_host
+            listening = held.enter_context(listen(host, getattr(settings, field), option(field)))
+            chosen.append(int(listening.getsockname()[1]))
+    http, grpc, metrics = chosen
     return Ports(settings.host, http, grpc, metrics, settings.plain_host)
 
 
-def _probe(held: ExitStack, settings: ServeSettings, field: str) -> int:
-    port: int = getattr(settings, field)
-    host = settings.host if field == "grpc_port" else settings.plain_host
+def listen(host: str, port: int, option: str, zero: str = "any free port") -> socket.socket:
+    """A socket that listens at a port, of which ``option`` makes another; 0 of it means ``zero``.
+
+    Raises ``SetupError`` where that cannot be.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT
     try:
-        probe.bind((host, port))
-        probe.listen(1)  # two REUSEADDR sockets may bind one port, only one may listen
+        return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
-        problem = error.strerror or str(error)
+        problem = (error.strerror or str(error)).partition(" (while")[0].lower()
         raise SetupError(
-            f"port {port} on {host}: {problem.lower()}; "
-            f"stop what uses it or choose another with {option(field)} (0 = any free port)"
+            f"port {port} on {host}: {problem}; "
+            f"stop what uses it or choose another with {option} (0 = {zero})"
         ) from error
-    return int(probe.getsockname()[1])

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
+from typing import IO
 
 import psutil
 
@@ -74,7 +75,6 @@ class GuardedProcess:
         exit_timeout: float,
         on_line: Callable[[str], None],
     ) -> None:
-        self._on_line = on_line
         self._workdir = str(scratch.workdir)
         order = {
             "command": command,
@@ -92,8 +92,8 @@ class GuardedProcess:
             env=environment | {"TMPDIR": self._workdir},
             start_new_session=True,  # Ctrl-C is ours to pass on
         )
-        self._reader = threading.Thread(target=self._read, name="server-log", daemon=True)
-        self._reader.start()
+        assert self._guard.stdout
+        self._reader = relay_lines(self._guard.stdout, on_line, "server-log")
 
     @property
     def running(self) -> bool:
@@ -165,17 +165,25 @@ class GuardedProcess:
             with suppress(OSError):  # over already
                 os.write(self._guard.stdin.fileno(), word)
 
-    def _read(self) -> None:
-        assert self._guard.stdout
-        for line in self._guard.stdout:
+
+def relay_lines(output: IO[bytes], on_line: Callable[[str], object], name: str) -> threading.Thread:
+    """Call ``on_line`` with each line of ``output`` to its end, on the thread that is returned."""
+
+    def read() -> None:
+        for line in output:
             # Our reader may be gone or a disk full, which rich turns into SystemExit; if we then
-            # stopped reading, the server would block on its next line.
+            # stopped reading, the process would block on its next line.
             with suppress(OSError, SystemExit):
-                self._on_line(line.decode("utf-8", "replace").rstrip("\n"))
+                on_line(line.decode("utf-8", "replace").rstrip("\n"))
+
+    reader = threading.Thread(target=read, name=name, daemon=True)
+    reader.start()
+    return reader
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words, with the usual cause of a kill."""
+    """An exit code, 128 + n or -n for signal n, in words, with the usual cause of a kill."""
+    code = 128 - code if code < 0 else code
     names = {128 + number: number.name for number in signal.Signals}
     if code not in names:
         return f"exit code {code}"

@@ -18,6 +18,7 @@ from rich.text import Text
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher import openai_process
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
+from trtllm_bls.launcher.logs import parse
 from trtllm_bls.launcher.openai_process import OpenAIProcess
 from trtllm_bls.launcher.server import Stopped, TritonServer
 from trtllm_bls.launcher.supervise import Supervisor
@@ -61,13 +62,16 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
                 state.api_restarts += 1
                 terminal.problem(f"{problem}; starting it again")
 
+        def start_api() -> OpenAIProcess:
+            return OpenAIProcess(server, on_problem, lambda raw: terminal.log(parse(raw)))
+
         last_signal = stack.enter_context(_stopping_on_signals(server, state, api))
         try:
             with terminal.lines_of_failure():
                 supervisor = Supervisor(server, terminal, state)
                 forced = supervisor.run(
                     lambda: _announce(server, endpoint.port, api),
-                    lambda: _beside(server, api, on_problem, wanted=with_api),
+                    lambda: _beside(server, api, start_api, wanted=with_api),
                 )
             if forced:
                 terminal.say("running requests were cut off")
@@ -85,7 +89,7 @@ def _announce(server: TritonServer, health_port: int, api: list[OpenAIProcess]) 
 def _beside(
     server: TritonServer,
     api: list[OpenAIProcess],
-    on_problem: Callable[[str | None], object],
+    start: Callable[[], OpenAIProcess],
     *,
     wanted: bool,
 ) -> Iterator[None]:
@@ -93,7 +97,7 @@ def _beside(
     if not wanted or openai_process.MODEL not in server.models:
         yield
         return
-    process = OpenAIProcess(server, on_problem)
+    process = start()
     api.append(process)
     try:
         process.wait_until_ready()

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import TimeoutExpired
-from types import TracebackType
 
 import psutil
 
@@ -31,8 +30,7 @@ from trtllm_bls.launcher.listener import Listener
 from trtllm_bls.launcher.logs import LogBook
 from trtllm_bls.launcher.ports import Ports, choose
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
-from trtllm_bls.launcher.readiness import Readiness
-from trtllm_bls.launcher.start_progress import StartProgress
+from trtllm_bls.launcher.readiness import Readiness, StartProgress
 from trtllm_bls.parameters import DRAFT_MODEL_DIR, MODEL_DIR, STATUS_DIR
 from trtllm_bls.settings import ServeSettings
 from trtllm_bls.status import CANARY_ID
@@ -98,12 +96,7 @@ class TritonServer:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop()
 
     @property
@@ -163,17 +156,12 @@ class TritonServer:
         """Where its models tell what they do; see ``trtllm_bls.status``."""
         return self._running.scratch.status
 
-    @property
-    def canary_id(self) -> str:
-        """The id of requests that its models neither count nor log."""
-        return self._running.scratch.canary_id
-
     def probe(self) -> Probe | None:
         """What asks it; ``None`` where clients need a certificate and there is none for us."""
         tls = own_tls(self.settings)
         if self.settings.tls_client_ca is not None and not (tls and tls.private_key):
             return None
-        return Probe(self.grpc_url, self.canary_id, tls)
+        return Probe(self.grpc_url, self._running.scratch.canary_id, tls)
 
     @property
     def stop_requested(self) -> bool:

@@ -5,6 +5,7 @@ Owns texts and colours. Progress and logs go to standard error, the addresses to
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ _TEXT_MODEL = "tensorrt_llm_bls"
 
 
 class LinePace:
-    """Which lines of a log are shown: a burst, then so many a second.
+    """Which of Triton's own lines are shown: a burst, then so many a second.
 
     A server without file descriptors warns thousands of times a second.
     """
@@ -87,39 +88,46 @@ class Terminal(Listener):
 
     def problem(self, text: str) -> None:
         """One line of our own about something that went wrong."""
-        self._print(Text(text, style=_STYLES["error"]))
+        self._own("error", text)
 
     def say(self, text: str) -> None:
         """One line of our own."""
-        self._print(Text(text))
+        self._own("info", text)
+
+    def warning(self, text: str) -> None:
+        self._own("warning", f"warning: {text}")
+
+    def _own(self, severity: str, text: str) -> None:
+        """With its time, and in the log file among the server's lines."""
+        date, now = time.strftime("%m%d %H:%M:%S").split()
+        self._keep(f"{severity[0].upper()}{date} {now} {os.getpid()} serve:0] {text}")
+        self._print(Text(f"{now} {text}", style=_STYLES.get(severity, "")))
 
     def log(self, line: LogLine) -> None:
-        self._keep(line)
+        self._keep(line.raw)
         if self._verbose:
             self._print(Text(line.raw))
         elif line.noteworthy and (line.problem or not self.problems_only):
-            if (left_out := self._pace.take(time.monotonic())) is None:
+            left_out = 0 if line.from_python else self._pace.take(time.monotonic())
+            if left_out is None:
                 return
             if left_out:
                 self._print(Text(f"({left_out} lines came too fast to be shown)"))
             self._shown.append(line.readable)
             self._print(Text(line.readable, style=_STYLES.get(line.severity, "")))
 
-    def _keep(self, line: LogLine) -> None:
+    def _keep(self, line: str) -> None:
         """Write it to the log file; where that fails the terminal goes on."""
         if self._log_file is None:
             return
         try:
-            self._log_file.write(line.raw.encode() + b"\n")
+            self._log_file.write(line.encode() + b"\n")
         except OSError as error:
-            if not self._log_file_failed:
+            told, self._log_file_failed = self._log_file_failed, True
+            if not told:
                 self.warning(f"the log file misses lines: {error.strerror}")
-            self._log_file_failed = True
         else:
             self._log_file_failed = False
-
-    def warning(self, text: str) -> None:
-        self._print(Text(f"warning: {text}", style="yellow"))
 
     def starting(self, models: tuple[str, ...]) -> None:
         self._models = models

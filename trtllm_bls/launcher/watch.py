@@ -117,6 +117,7 @@ class Watch:
         return Observed(
             processes=self._processes.problems(),
             models=self._not_ready,
+            engine=next((each.engine_problem for each in statuses if each.engine_problem), None),
             progress_at=self._progress_at if self._has_canary else None,
             loop_at=min((status.loop_at for status in statuses), default=None),
             canary_failures=self._failures,

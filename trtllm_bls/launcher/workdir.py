@@ -9,9 +9,6 @@ import filecmp
 import os
 import shlex
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +21,12 @@ from trtllm_bls.launcher.find import PACKAGE, Installation
 from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.parameters import check, is_true
 from trtllm_bls.parameters.cpp_backend import check_backend
+from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import Override, ServeSettings
 
 _BLS, _ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
 _ENGINE_MODELS = (_ENGINE, _DRAFT, "ensemble")  # what a server does without if it runs no engine
+_INSTANCES = "instance group"  # no parameter, and nothing that --set could name
 _DRAFT_OVERRIDES = (
     Override(_DRAFT, "is_draft", "true"),
     Override(_BLS, "tensorrt_llm_draft_model_name", _DRAFT),
@@ -110,24 +109,21 @@ def prepare_models(
     if with_draft:
         shutil.copytree(copy / _ENGINE, copy / _DRAFT, symlinks=True)
     names = model_names(copy)
-    for change in changes:
+    for option, change in changes:
         if change.model not in names:
             raise SettingsError(
-                f"{change.option}: no model {change.model!r} in {repository}; "
-                f"there are {', '.join(names)}"
+                f"{option}: no model {change.model!r} in {repository}; there are {', '.join(names)}"
             )
-        _rewrite(copy / change.model / "config.pbtxt", change)
+        _rewrite(copy / change.model / "config.pbtxt", option, change)
     return copy
 
 
 def parameter(repository: Path, model: str, key: str) -> str:
     """What a model's configuration has; empty where it cannot be read, which Triton will tell."""
     try:
-        text = (repository / model / "config.pbtxt").read_text(encoding="utf-8")
-        config = text_format.Parse(text, model_config_pb2.ModelConfig())
-    except (OSError, ValueError, text_format.ParseError):
+        return values_of(read_config(repository / model / "config.pbtxt")).get(key, "")
+    except SettingsError:
         return ""
-    return str(config.parameters[key].string_value) if key in config.parameters else ""
 
 
 def is_plain(path: Path | str) -> bool:
@@ -152,48 +148,21 @@ def _can_add_draft(repository: Path) -> bool:
     return embedded and _BLS in names and _DRAFT not in names
 
 
-@dataclass(frozen=True)
-class _Change:
-    """One change of one model's configuration, and the option that asked for it."""
-
-    option: str
-    model: str
-    make: Callable[[Any, Path], None]  # of the configuration in a model's directory
-
-
-def _changes(settings: ServeSettings, with_draft: bool) -> list[_Change]:
+def _changes(settings: ServeSettings, with_draft: bool) -> list[tuple[str, Override]]:
+    """Each with the option that asked for it."""
     changes = []
     if settings.bls_instances is not None:
         count = settings.bls_instances
         if count == "auto":
             count = auto_instances(len(os.sched_getaffinity(0)))
-        changes.append(_Change("--bls-instances", _BLS, partial(_set_instances, count)))
+        changes.append(("--bls-instances", Override(_BLS, _INSTANCES, str(count))))
     if settings.decoupled is not None:
-        changes.append(_Change("--decoupled", _BLS, partial(_set_decoupled, settings.decoupled)))
+        changes.append(("--decoupled", Override(_BLS, "decoupled", str(settings.decoupled))))
     if settings.engine is not None:
-        change = Override(_BLS, "engine", settings.engine)
-        changes.append(_Change("--engine", _BLS, partial(_set_parameter, change)))
+        changes.append(("--engine", Override(_BLS, "engine", settings.engine)))
     for override in (*(_DRAFT_OVERRIDES if with_draft else ()), *settings.overrides):
-        option = f"--set {override.model}.{override.parameter}"
-        changes.append(_Change(option, override.model, partial(_set_parameter, override)))
+        changes.append((f"--set {override.model}.{override.parameter}", override))
     return changes
-
-
-def _set_instances(count: int, config: Any, directory: Path) -> None:
-    del config.instance_group[:]
-    config.instance_group.add(kind=model_config_pb2.ModelInstanceGroup.KIND_CPU, count=count)
-
-
-def _set_decoupled(decoupled: bool, config: Any, directory: Path) -> None:
-    config.model_transaction_policy.decoupled = decoupled
-
-
-def _set_parameter(override: Override, config: Any, directory: Path) -> None:
-    _check_parameter(directory, config, override)
-    if override.parameter == "decoupled":
-        config.model_transaction_policy.decoupled = is_true(override.value)
-    else:
-        config.parameters[override.parameter].string_value = override.value
 
 
 def auto_instances(cores: int) -> int:
@@ -201,16 +170,22 @@ def auto_instances(cores: int) -> int:
     return max(1, min(4, cores // 4))
 
 
-def _rewrite(file: Path, change: _Change) -> None:
+def _rewrite(file: Path, option: str, change: Override) -> None:
     try:
-        config = text_format.Parse(file.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
-    except (OSError, ValueError, text_format.ParseError) as error:
-        problem = str(error).splitlines()[0]
-        raise SettingsError(
-            f"{change.option}: its config.pbtxt cannot be read: {problem}"
-        ) from error
+        config = read_config(file)
+    except SettingsError as error:
+        raise SettingsError(f"{option}: {error}") from error
     config.name = change.model  # a model that was copied still has its original's
-    change.make(config, file.parent)
+    if change.parameter == _INSTANCES:
+        del config.instance_group[:]
+        kind = model_config_pb2.ModelInstanceGroup.KIND_CPU
+        config.instance_group.add(kind=kind, count=int(change.value))
+    else:
+        _check_parameter(file.parent, config, change)
+        if change.parameter == "decoupled":
+            config.model_transaction_policy.decoupled = is_true(change.value)
+        else:
+            config.parameters[change.parameter].string_value = change.value
     file.unlink()  # a link to the original, which stays as it is
     file.write_text(text_format.MessageToString(config), encoding="utf-8")
 

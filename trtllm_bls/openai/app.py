@@ -71,6 +71,8 @@ class Backend(Protocol):
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
 
+    async def engine_problem(self) -> str | None: ...
+
     def drain(self) -> None: ...
 
     @property
@@ -224,7 +226,8 @@ class _Api:
 
     async def health_of_engine(self, request: Request) -> Response:
         refusal = self.requests.refusal
-        problem = str(refusal) if refusal else await self.health.problem()
+        problem = str(refusal) if refusal else await self.backend.engine_problem()
+        problem = problem or await self.health.problem()
         if problem is None:
             return _Json({"status": "ok"})
         error = ApiError(503, problem, code="engine_unavailable", headers={"retry-after": "1"})
@@ -264,7 +267,8 @@ class _Generate(Generic[_Request]):
             try:
                 answer, stream = self._asked(scope, body)
             except ApiError as error:
-                refusal = InvalidRequest(error.param or "body", error.message)
+                field = error.param or "body"
+                refusal = InvalidRequest(field, error.message.removeprefix(f"{field}: "))
                 self._api.backend.orchestrator.refused(reply.request_id.decode(), refusal)
                 raise
             guide = answer.guide_field

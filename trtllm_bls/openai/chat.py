@@ -10,7 +10,7 @@ import msgspec
 
 from trtllm_bls.messages import ChatOptions, Ending, TextChunk, TextRequest
 from trtllm_bls.openai.answers import Answer
-from trtllm_bls.openai.constraints import AnswerForm, ChatFormats
+from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, with_allowed_tools
 from trtllm_bls.openai.deltas import ChoiceDeltas
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.frames import Head
@@ -41,6 +41,7 @@ class ChatAnswer(Answer):
     ) -> None:
         if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
+        request = with_allowed_tools(request)
         form = AnswerForm(request, formats or ChatFormats(), tokenizer)
         options = _options(request)
         limit = request.max_completion_tokens

@@ -149,7 +149,12 @@ def read_parameters(
     base = Path.cwd()
     if repository is not None:
         base = repository
-        values = _configured(repository / MODEL / "config.pbtxt")
+        from trtllm_bls.parameters.model_config import read_config, values_of
+
+        try:
+            values = values_of(read_config(repository / MODEL / "config.pbtxt"))
+        except SettingsError as error:
+            raise SettingsError(f"--model-repository: {error}") from error
     for key, value in given.items():
         here = _ROWS[key].kind.expected in ("a directory", "a file") and value
         values[key] = os.path.abspath(value) if here else value
@@ -164,15 +169,3 @@ def read_parameters(
     given_variables = {_ROWS[key].env for key in given}
     environment = {k: v for k, v in os.environ.items() if k not in given_variables}
     return BlsParameters.read(Parameters(arguments, environment))
-
-
-def _configured(path: Path) -> dict[str, str]:
-    from google.protobuf import text_format
-    from tritonclient.grpc import model_config_pb2
-
-    config = model_config_pb2.ModelConfig()
-    try:
-        text_format.Parse(path.read_text(encoding="utf-8"), config)
-    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
-        raise SettingsError(f"--model-repository: {path} cannot be read: {error}") from error
-    return {key: value.string_value for key, value in config.parameters.items()}

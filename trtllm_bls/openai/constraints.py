@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from trtllm_bls.chat_parsing import (
@@ -64,7 +65,8 @@ class ChatFormats:
 
 
 class AnswerForm:
-    """Of one chat request. Raises ``ApiError`` for demands that contradict or make no sense."""
+    """Of one chat request whose tools are checked. Raises ``ApiError`` for demands that contradict
+    or make no sense."""
 
     def __init__(self, request: ChatRequest, formats: ChatFormats, tokenizer: Tokenizer) -> None:
         self.guide = guide_of(request, response_format(request))
@@ -72,9 +74,9 @@ class AnswerForm:
         self._tools: ToolFormat | None = None
         self._reasoning = formats.reasoning
         self._tokenizer = tokenizer
-        choice, tools = request.tool_choice, request.tools or []
-        for place, tool in enumerate(tools):
-            _check_tool(f"tools[{place}]", tool)
+        functions = [tool["function"] for tool in request.tools or []]
+        self._schemas = {each["name"]: each.get("parameters") for each in functions}
+        choice, tools = request.tool_choice, request.tools
         forced = _forced_name(choice)
         if choice not in (None, "none", "auto"):
             self.guide = _forced_guide(request, forced, self.guide)
@@ -97,7 +99,8 @@ class AnswerForm:
         """A new one for one choice; ``None`` where the text is content as it is."""
         if self._tools is None and self._reasoning is None:
             return None
-        return ChatParser(self._tools, self._reasoning, opened=self._opened(options))
+        opened = self._opened(options)
+        return ChatParser(self._tools, self._reasoning, opened=opened, schemas=self._schemas)
 
     def _opened(self, options: ChatOptions) -> bool:
         """Whether the template ends the prompt with the beginning of reasoning."""
@@ -109,6 +112,28 @@ class AnswerForm:
         except InvalidRequest:
             return False  # it will be said of the whole conversation
         return prompt.rstrip().endswith(self._reasoning[0])
+
+
+def with_allowed_tools(request: ChatRequest) -> ChatRequest:
+    """The request without tools that must not be called; ``allowed_tools`` is then its mode.
+
+    What a model is not shown it does not call. Raises ``ApiError`` for tools that make no sense.
+    """
+    tools, choice = request.tools or [], request.tool_choice
+    for place, tool in enumerate(tools):
+        _check_tool(f"tools[{place}]", tool)
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return request
+    field, asked = "tool_choice.allowed_tools", choice.get("allowed_tools")
+    if not isinstance(asked, Mapping) or asked.get("mode") not in ("auto", "required"):
+        raise invalid(field, "must have a mode, auto or required, and tools")
+    if not isinstance(asked.get("tools"), list) or not asked["tools"]:
+        raise invalid(f"{field}.tools", "must be a list of at least one tool")
+    names = {_name_in(f"{field}.tools[{n}]", tool) for n, tool in enumerate(asked["tools"])}
+    if unknown := names - {tool["function"]["name"] for tool in tools}:
+        raise invalid(f"{field}.tools", f"tools has none called {unknown.pop()!r}")
+    tools = [tool for tool in tools if tool["function"]["name"] in names]
+    return msgspec.structs.replace(request, tools=tools, tool_choice=asked["mode"])
 
 
 def response_format(request: ChatRequest) -> Guide | None:
@@ -167,10 +192,14 @@ def _forced_name(choice: object) -> str | None:
     """The tool that has to be called; ``None``: any, or none has to. Raises ``ApiError``."""
     if choice in (None, "none", "auto", "required"):
         return None
-    function = choice.get("function") if isinstance(choice, Mapping) else None
+    return _name_in("tool_choice", choice, "none, auto, required, allowed_tools, or ")
+
+
+def _name_in(field: str, tool: object, others: str = "") -> str:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise invalid("tool_choice", "must be none, auto, required, or name a function")
+        raise invalid(field, f"must be {others}an object that names a function")
     return name
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 
 from trtllm_bls.errors import Overloaded, TrtllmBlsError
 from trtllm_bls.messages import FinishReason, SpeculationRequest, TextChunk, TextRequest
 from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.services.request_reports import unreported_id
 
 _FRESH_S = 5.0  # so long an answer proves that the engine works
 _TRUSTED_S = 30.0  # so long a probe is not kept waiting for the next proof
@@ -50,10 +50,10 @@ class Health:
         return self._problem
 
     async def _ask(self) -> None:
-        """One token, from one token, greedily and without drafts."""
+        """One token, from one token, greedily and without drafts; neither counted nor logged."""
         chunks: list[TextChunk] = []
         request = TextRequest(
-            request_id=uuid.uuid4().hex,
+            request_id=unreported_id(),
             prompt_ids=(self._token_id,),
             max_tokens=1,
             speculation=SpeculationRequest(num_draft_tokens=0),

@@ -1,7 +1,8 @@
 """Log-probabilities in OpenAI's two shapes: a chat's, and the older one of completions.
 
-The chosen token's comes from the engine. Those of other tokens, and of a prompt's, are computed
-from logits (one row per token, as wide as the vocabulary), so they cost what moving those costs.
+The chosen token's comes from the engine, and so do those of other tokens where it tells them. Else,
+and for a prompt's tokens, they are computed from logits (one row per token, as wide as the
+vocabulary), so they cost what moving those costs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class TokenScores:
                 row = chunk.context_logits[place - 1]
                 log_probs = _log_softmax(row)
                 token = token._replace(log_prob=float(log_probs[token.token_id]))
-            found.append((token, [] if row is None else self._best(row)))
+            told = [(self._bytes(other), log_prob) for other, log_prob in token.top_log_probs]
+            found.append((token, told if row is None else self._best(row)))
         return found
 
     def _best(self, row: Array) -> list[tuple[bytes, float]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import os
 import signal
 import socket
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,10 @@ from trtllm_bls.openai.front import Front, SharedProofs, WorkerLoop
 from trtllm_bls.openai.replies import BODY_WRITE
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.deployment import Deployment
+from trtllm_bls.services.triton_log import log_to_stderr
 
 MAX_HEADER_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, which then close first
-_SILENT_WORKER_S = 30  # after which a worker is killed; on a busy host it takes long to start
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,6 @@ def uvicorn_options(exit_timeout: int) -> dict[str, Any]:
         "server_header": False,
         "timeout_keep_alive": _KEEP_ALIVE_S,
         "timeout_graceful_shutdown": exit_timeout,
-        "timeout_worker_healthcheck": _SILENT_WORKER_S,
     }
 
 
@@ -124,15 +123,22 @@ def _serve(
     print(f"OpenAI API: {scheme}://{shown}:{port}/v1", flush=True)
     if server.workers == 1:
         _run(config, listening)
-    elif server.certificate is not None:  # nobody but a worker can read what is asked
-        Multiprocess(config, sockets=[listening]).run()
-    else:
-        assert api.shared is not None
+        return
+    sockets = [listening]
+    ours = None
+    # With HTTPS nobody but a worker can read what is asked; older releases know no other loops.
+    if server.certificate is None and hasattr(config, "get_loop_factory"):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         config.loop = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
-        workers = Multiprocess(config, sockets=[theirs])
+        sockets = [theirs]
+    # Older releases of uvicorn want to be told what a worker runs.
+    told = "target" in inspect.signature(Multiprocess).parameters
+    target: dict[str, Any] = {"target": uvicorn.Server(config).run} if told else {}
+    workers = Multiprocess(config, sockets=sockets, **target)
+    if ours is not None:
+        assert api.shared is not None
         Front(listening, ours, SharedProofs(api.shared).hold, workers.should_exit.is_set).start()
-        workers.run()
+    workers.run()
 
 
 def _run(config: uvicorn.Config, listening: socket.socket) -> None:
@@ -151,8 +157,7 @@ def _run(config: uvicorn.Config, listening: socket.socket) -> None:
 
 def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> Starlette:
     """The application of one process. Raises ``SetupError``."""
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("trtllm_bls").setLevel(logging.INFO)
+    log_to_stderr("openai")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if os.getpid() != started_by:  # a worker
         end_with_parent()

@@ -31,10 +31,10 @@ def shared_fields(request: Common, vocab_size: int) -> dict[str, Any]:
 
 
 def wants_of(logprobs: bool, alternatives: int, echo: bool = False) -> Wants:
-    """What to ask of the engine: alternatives are found in the logits of all tokens."""
+    """What to ask of the engine; ``alternatives`` of each token."""
     return Wants(
         log_probs=logprobs,
-        generation_logits=alternatives > 0,
+        top_log_probs=alternatives,
         context_logits=logprobs and echo,
     )
 

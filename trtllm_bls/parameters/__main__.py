@@ -15,7 +15,8 @@ Written by `python -m trtllm_bls.parameters > docs/parameters.md`; do not edit.
 
 A parameter stands in its model's `config.pbtxt`. `trtllm-bls serve --set MODEL.KEY=VALUE` replaces
 it for one server, `trtllm-bls configure --set MODEL.KEY=VALUE` in the repository that is written.
-A variable, where one is named, comes before both: `serve` sets it from its own options.
+A variable, where one is named, comes before the file, but not before `serve --set`: `serve` sets it
+from its own options.
 """
 _FACTS_INTRODUCTION = """\
 `trtllm-bls configure` writes these into the `tensorrt_llm` of the C++ backend, from the engine's

@@ -115,7 +115,8 @@ xgrammar_tokenizer_info_path      text      0.19       !0.19
 """
 
 
-def _release(text: str) -> Version:
+def parse_release(text: str) -> Version:
+    """``0.12`` as numbers."""
     major, minor = text.split(".")
     return int(major), int(minor)
 
@@ -129,9 +130,9 @@ def _keys() -> Iterator[Key]:
             name=name,
             expected=expected,
             pattern=re.compile(pattern),
-            since=_release(since),
-            until=_release(until) if until else LAST,
-            demanded=_release(demanded[0][1:]) if demanded else None,
+            since=parse_release(since),
+            until=parse_release(until) if until else LAST,
+            demanded=parse_release(demanded[0][1:]) if demanded else None,
         )
 
 

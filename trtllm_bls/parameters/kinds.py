@@ -91,7 +91,14 @@ def choice(*choices: str) -> Kind:
     return Kind(f"one of: {', '.join(choices)}", parse)
 
 
+def _model(text: str) -> str:
+    if "/" in text:
+        raise ValueError(text)
+    return text
+
+
 FLAG = Kind("true or false", _flag)
+MODEL = Kind("the name of a model of this server (an address is for `engine`)", _model)
 NUMBER = Kind("a number that is not negative", _number)
 TEXT = Kind("a text", str)
 # Must exist; a relative one starts at the repository.

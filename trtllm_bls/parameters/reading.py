@@ -17,13 +17,14 @@ from typing import Any
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.parameters.engine_choice import EngineChoice
 from trtllm_bls.parameters.kinds import DIRECTORY, FILE, Parameter
-from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, error, parsed, rows_of
+from trtllm_bls.parameters.table import DRAFT_MODEL_DIR, GIVEN, error, parsed, rows_of
 
 
 class Parameters:
     """One model's parameters as Triton hands them over; every error names the model and the key.
 
-    ``environment`` overrides them, by the variables that the table names.
+    ``environment`` overrides them, by the variables that the table names, but for those that
+    ``GIVEN`` lists.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Parameters:
         decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._values["decoupled"] = str(decoupled)
         self._environment = environment
+        self._given = environment.get(GIVEN, "").split(",")
         groups = config.get("instance_group", [])
         self.instances = max(1, sum(int(group.get("count", 1)) for group in groups))
 
@@ -49,9 +51,8 @@ class Parameters:
         return {row.key: self._value(row) for row in rows}
 
     def _value(self, row: Parameter) -> Any:
-        text = (self._environment.get(row.env) if row.env else None) or self._values.get(
-            row.key, ""
-        )
+        followed = row.env if f"{self._model}.{row.key}" not in self._given else None
+        text = self._environment.get(followed or "") or self._values.get(row.key, "")
         value = parsed(self._model, row, text)
         return self._path(row, value) if row.kind in (DIRECTORY, FILE) else value
 
@@ -70,6 +71,18 @@ class Parameters:
 
 
 _OVERLAP = {"auto": None, "on": True, "off": False}
+# Fields of ``BlsParameters`` whose key is another, and those that are more than a key's value.
+_KEYS = {
+    "transport": "engine_transport",
+    "stall_seconds": "engine_stall_seconds",
+    "timeout_seconds": "request_timeout_seconds",
+    "target": "tensorrt_llm_model_name",
+    "draft": "tensorrt_llm_draft_model_name",
+    "max_draft_tokens": "max_draft_len",
+    **{name: f"engine_{name}" for name in ("tls_ca", "tls_cert", "tls_key", "tls_pin")},
+}
+_MADE = {"num_draft_tokens", "overlap_drafts", "engine", "engine_max_sequence_tokens"}
+_MADE |= {"ignore_unverifiable_drafts", "repository", "max_running", "max_queued", "limits"}
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,7 @@ class BlsParameters:
     engine: EngineChoice | None = None  # None: the model ``target`` of this server
     engine_max_sequence_tokens: int | None = None
     engine_resume: bool = False
+    ignore_unverifiable_drafts: bool = False
     decoupled: bool = True
     tls_ca: Path | None = None  # None: no TLS
     tls_cert: Path | None = None
@@ -119,41 +133,17 @@ class BlsParameters:
         running, queued = value["max_running_requests"], value["max_queued_requests"]
         if running is None:
             running = max(1, value["max_streams"] // parameters.instances)
+        fields = {name: value[_KEYS.get(name, name)] for name in cls.__annotations__.keys() - _MADE}
         return cls(
-            tokenizer_dir=value["tokenizer_dir"],
-            add_special_tokens=value["add_special_tokens"],
-            skip_special_tokens=value["skip_special_tokens"],
-            accumulate_tokens=value["accumulate_tokens"],
-            transport=value["engine_transport"],
-            engine_url=value["engine_url"],
-            stall_seconds=value["engine_stall_seconds"],
-            timeout_seconds=value["request_timeout_seconds"],
-            target=value["tensorrt_llm_model_name"],
-            draft=value["tensorrt_llm_draft_model_name"],
-            draft_tokenizer_dir=value["draft_tokenizer_dir"],
-            draft_source=value["draft_source"],
+            **fields,
             num_draft_tokens=value["num_draft_tokens"] or None,
-            max_draft_tokens=value["max_draft_len"],
-            draft_deadline_seconds=value["draft_deadline_seconds"],
             overlap_drafts=_OVERLAP[value["overlap_drafts"]],
-            max_streams=value["max_streams"],
-            status_dir=value["status_dir"],
             engine=value["engine"] or None,
             engine_max_sequence_tokens=value["engine_max_sequence_tokens"] or None,
-            engine_resume=value["engine_resume"],
-            decoupled=value["decoupled"],
-            tls_ca=value["engine_tls_ca"],
-            tls_cert=value["engine_tls_cert"],
-            tls_key=value["engine_tls_key"],
-            tls_pin=value["engine_tls_pin"],
-            log_requests=value["log_requests"],
-            log_format=value["log_format"],
-            log_prompts=value["log_prompts"],
+            ignore_unverifiable_drafts=value["unverifiable_drafts"] == "ignore",
             repository=parameters.repository,
             max_running=running,
             max_queued=4 * running if queued is None else queued,
-            max_queue_seconds=value["max_queue_seconds"],
-            expose_kv_cache_metrics=value["expose_kv_cache_metrics"],
             limits=request_limits(value),
         )
 

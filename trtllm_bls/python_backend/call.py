@@ -145,13 +145,13 @@ class Call:
     def _put(self, response: Callable[[], Any] | None, final: bool) -> None:
         if self._ended:
             return
-        self._begun, self._ended = True, final
+        first, self._begun, self._ended = not self._begun, True, final
         with self._queue_lock:
             self._queue.append((response, final))
             if self._sending:
                 return
             self._sending = True
-        self._senders.work_on(self)
+        self._senders.work_on(self, urgent=first)
 
     # --- in a sender thread -------------------------------------------------------------------
 

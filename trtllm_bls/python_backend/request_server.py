@@ -6,8 +6,10 @@ import asyncio
 import collections
 import gc
 import logging
+import selectors
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextvars import Context
 from typing import Any
 
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, printable, to_wire
@@ -18,8 +20,52 @@ from trtllm_bls.request_stats import CancelCause
 # Asking for a caller costs a round trip, so all calls share so many questions: each is asked every
 # 50 ms while there are at most 60 calls, and every 250 ms while there are 300.
 WATCH_SECONDS, WATCHED_AT_ONCE = 0.05, 60
+# Of many requests that come together so many are started before the loop reads what has arrived for
+# those that run: the first of them have their first text while the last still wait.
+STARTED_AT_ONCE = 8
 
 log = logging.getLogger(__name__)
+
+
+class _Selector(selectors.DefaultSelector):
+    """Knows whether its loop sleeps. ``called``: another thread has left it something to do."""
+
+    sleeps = called = False
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout != 0:
+            self.sleeps = True  # from here on who calls wakes it; who has called is seen here
+            if self.called:
+                timeout = 0
+        self.called = False
+        try:
+            return super().select(timeout)
+        finally:
+            self.sleeps = False
+
+
+class ThreadedLoop(asyncio.SelectorEventLoop):
+    """The loop of a process whose other threads often have something for it to do.
+
+    asyncio wakes a loop by a write to a socket, also one that is busy. In the write the thread
+    gives away the interpreter's lock, for which it then waits until the busy loop lets go of it.
+    """
+
+    def __init__(self) -> None:
+        self._sleeper = _Selector()
+        super().__init__(self._sleeper)
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See asyncio's own."""
+        if self._sleeper.sleeps or self.get_debug():
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        handle = self.call_soon(callback, *args, context=context)  # appends, which is atomic
+        self._sleeper.called = True
+        if self._sleeper.sleeps:  # since just now, and it may not have seen the call
+            super().call_soon_threadsafe(bool)
+        return handle
 
 
 class RequestServer:
@@ -45,7 +91,7 @@ class RequestServer:
         self._open: dict[asyncio.Task[None], Call] = {}
         self._arrived: collections.deque[Call] = collections.deque()
         self._waking = False
-        self._loop = asyncio.new_event_loop()
+        self._loop = ThreadedLoop()
         self._senders = SenderThreads(self._loop, senders)
         self._closing = threading.Event()
         self.refusal: TrtllmBlsError | None = None  # the answer to every new request
@@ -107,10 +153,14 @@ class RequestServer:
 
     def _start_arrived(self) -> None:
         self._waking = False
-        while self._arrived:
+        for _ in range(min(len(self._arrived), STARTED_AT_ONCE)):
             self._start(self._arrived.popleft())
+        if self._arrived and not self._waking:
+            self._waking = True
+            self._loop.call_soon(self._start_arrived)
 
     def _start(self, call: Call) -> None:
+        self._senders.expect(call)
         task = self._loop.create_task(self._answer(call))
         self._open[task] = call
         call.on_broken = lambda: self._loop.call_soon_threadsafe(_abandon, task, call)
@@ -133,6 +183,9 @@ class RequestServer:
 
     async def end_all(self) -> None:
         """End every open call with an error."""
+        while self._arrived:
+            self._start_arrived()
+        await asyncio.sleep(0)  # a task that is cancelled before it has begun answers nobody
         tasks = list(self._open)
         for task, call in self._open.items():
             if not call.abandoned:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import collections
 import queue
+import sys
 import threading
 from typing import Protocol
 
 SENDERS = 4  # threads; each waits for the server most of its time
 MAX_QUEUED = 4 * SENDERS  # responses made ahead of the threads; the others are made when it is time
+# More calls than this that have come within so many seconds and have no response yet are a rush:
+# their responses come first, and others are made one at a time, where there is nothing else to
+# send. Threads then wait less long for the interpreter's lock, since each request that Triton hands
+# over needs it twice; at other times that would only cost more switches.
+MANY_NEW, NEW_SECONDS = 16, 0.05
+RUSH_SWITCH_SECONDS = 0.0005
 
 
 class Sendable(Protocol):
@@ -24,8 +31,15 @@ class SenderThreads:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
         self._loop = loop
-        self._calls: queue.SimpleQueue[Sendable | None] = queue.SimpleQueue()
+        # One entry for each call in the two below it, and one to end each thread.
+        self._work: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._urgent: collections.deque[Sendable] = collections.deque()
+        self._calls: collections.deque[Sendable] = collections.deque()
         self._for_room: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._new: dict[Sendable, float] = {}  # calls without a response, and when they came
+        self._rush = False
+        self._switch_seconds = sys.getswitchinterval()
+        self._under_way: set[Sendable] = set()  # calls that a thread sends, or will
         self._retries: dict[Sendable, threading.Timer] = {}
         self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
         self._waking = False
@@ -37,22 +51,49 @@ class SenderThreads:
         for thread in self._threads:
             thread.start()
 
-    def work_on(self, call: Sendable) -> None:
-        """Send what ``call`` has queued."""
-        self._calls.put(call)
+    def expect(self, call: Sendable) -> None:
+        """``call`` has come; on the event loop."""
+        self._new[call] = self._loop.time()
+        if not self._rush and len(self._new) > MANY_NEW:
+            self._rush = True
+            sys.setswitchinterval(min(RUSH_SWITCH_SECONDS, self._switch_seconds))
+
+    def work_on(self, call: Sendable, urgent: bool = False) -> None:
+        """Send what ``call`` has queued; what is urgent, before all that is not."""
+        if urgent:
+            if self._new.pop(call, None) is not None:  # else it was refused where it came
+                self._look_at_rush()
+            self._urgent.append(call)
+        else:
+            self._calls.append(call)
+        self._under_way.add(call)
+        self._work.put(True)
 
     def has_room(self) -> bool:
         """Whether a response would leave soon, and no other call has waited for that."""
-        return not self._for_room and self._is_short()
+        self._look_at_rush()
+        return not self._for_room and self._room() > 0
 
-    def _is_short(self) -> bool:
-        return self._calls.qsize() < MAX_QUEUED
+    def _room(self) -> int:
+        """How many more responses may be under way."""
+        most = 1 if self._rush else MAX_QUEUED + len(self._threads)
+        return most - len(self._under_way)
+
+    def _look_at_rush(self) -> None:
+        """Whether it is over; on the event loop."""
+        if self._rush:
+            since = self._loop.time() - NEW_SECONDS
+            while self._new and next(iter(self._new.values())) < since:
+                del self._new[next(iter(self._new))]
+            if len(self._new) <= MANY_NEW:
+                self._rush = False
+                sys.setswitchinterval(self._switch_seconds)
 
     async def room(self) -> None:
         """Return once there is room, in the order of asking; on the event loop."""
         waiter = self._loop.create_future()
         self._for_room.append(waiter)
-        if self._is_short():  # made since the caller asked: no send may be left to tell of it
+        if self._room() > 0:  # made since the caller asked: no send may be left to tell of it
             self._wake_loop()
         await waiter
 
@@ -64,8 +105,9 @@ class SenderThreads:
 
     def close(self) -> None:
         """Send what is queued, then end the threads; what could not be sent is tried once more."""
+        sys.setswitchinterval(self._switch_seconds)
         for _ in self._threads:
-            self._calls.put(None)
+            self._work.put(False)
         for thread in self._threads:
             thread.join()
         for timer in list(self._retries.values()):
@@ -77,8 +119,9 @@ class SenderThreads:
     def _send(self, call: Sendable) -> None:
         self._retries.pop(call, None)
         waiters = call.send_queued()
+        self._under_way.discard(call)
         self._ready.extend(waiters)
-        if waiters or (self._for_room and self._is_short()):
+        if waiters or (self._for_room and self._room() > 0):
             self._wake_loop()
 
     def _wake_loop(self) -> None:
@@ -92,16 +135,21 @@ class SenderThreads:
             waiter = self._ready.popleft()
             if not waiter.done():
                 waiter.set_result(None)
-        room = MAX_QUEUED - self._calls.qsize()
+        self._look_at_rush()
+        room = self._room()
         while self._for_room and room > 0:
             waiter = self._for_room.popleft()
             if not waiter.done():
                 waiter.set_result(None)
                 room -= 1
-        if self._for_room and room <= 0 and self._is_short():
+        if self._for_room and room <= 0 and self._room() > 0:
             # Those let in may be cancelled and send nothing: look again once they have run.
             self._loop.call_soon(self._wake)
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
+        while self._work.get():
+            try:
+                call = self._urgent.popleft()
+            except IndexError:
+                call = self._calls.popleft()
             self._send(call)

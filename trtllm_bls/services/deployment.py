@@ -12,7 +12,8 @@ from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import Route, TritonEngine
-from trtllm_bls.errors import SettingsError
+from trtllm_bls.engines.trtllm_fields import SPECULATES
+from trtllm_bls.errors import EngineError, SettingsError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.metrics import TritonMetrics
@@ -42,6 +43,7 @@ class Deployment:
         self.tokenizer = load_tokenizer(parameters.tokenizer_dir)
         self.reports = _reports(parameters, pb_utils, model_name)
         self.engine = _engine(parameters, pb_utils, self.tokenizer, self.reports)
+        self._is_service = is_service(parameters)
         defaults = Defaults(
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
@@ -64,6 +66,15 @@ class Deployment:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to report requests; they run on ``loop``."""
         self.reports.start(loop, self.orchestrator.load)
+
+    async def engine_problem(self) -> str | None:
+        """What is wrong with an engine that tells of its health; one to two seconds old at most."""
+        if self._is_service:
+            try:
+                await self.engine.limits()
+            except EngineError as error:
+                return str(error)
+        return None
 
     def drain(self) -> None:
         """Refuse what waits; what is speculated goes on as one plain request each."""
@@ -104,7 +115,10 @@ def _engine(
     )
     draft: Engine | None = None
     target = target_engine(parameters, route, tokenizer)
-    if parameters.draft and not is_service(parameters) and _same_vocabulary(parameters, tokenizer):
+    if is_service(parameters):
+        if parameters.draft or parameters.draft_source != "off":
+            log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
+    elif parameters.draft and _same_vocabulary(parameters, tokenizer):
         draft = TritonEngine(parameters.draft, route)
     source = parameters.draft_source
     options = SpeculationOptions(
@@ -113,6 +127,7 @@ def _engine(
         max_draft_tokens=parameters.max_draft_tokens,
         draft_deadline_s=parameters.draft_deadline_seconds,
         overlap=parameters.overlap_drafts,
+        ignore_unverifiable=parameters.ignore_unverifiable_drafts,
     )
     return RoutingEngine(
         target,

@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 class Drainable(Protocol):
     """What sends requests to engines."""
 
+    async def engine_problem(self) -> str | None:
+        """What is wrong with an engine by its own account, in one line."""
+
     def drain(self) -> None:
         """Send one more for each request that runs, and no other; called on the event loop."""
 
@@ -79,6 +82,7 @@ class Lifecycle:
         self._unsettled_at = 0.0
         self._draining = self._cut = False
         self._told: Future[None] | None = None  # whether the sender has been told to drain
+        self._engine_problem: str | None = None
         self._closing = threading.Event()
         self._files.path.mkdir(parents=True, exist_ok=True)
         if first:
@@ -93,7 +97,7 @@ class Lifecycle:
         self._thread.join()
 
     def _run(self) -> None:
-        written, turn = 0.0, None
+        written, turn, look = 0.0, None, None
         while not self._closing.wait(TICK_SECONDS):
             now = time.monotonic()
             deadline = self._files.drain_deadline()
@@ -103,10 +107,14 @@ class Lifecycle:
                 turn = self._begin(self._turn())
             if now - written >= WRITE_SECONDS or self._draining:
                 written = now
+                if look is None or look.done():
+                    look = self._begin(self._look())
                 try:
                     self._write()
                 except OSError as error:
-                    log.warning("%s: %s", self._files.path, error.strerror)
+                    # The server took its directory along; this process only outlives it.
+                    if not (self._draining and isinstance(error, FileNotFoundError)):
+                        log.warning("status_dir %s: %s", self._files.path, error.strerror)
 
     def _drain(self, deadline: float, now: float) -> None:
         if not self._draining:
@@ -132,6 +140,9 @@ class Lifecycle:
     async def _turn(self) -> None:
         self._loop_at = time.monotonic()
 
+    async def _look(self) -> None:
+        self._engine_problem = await self._sender.engine_problem()
+
     def _write(self) -> None:
         now, running = time.monotonic(), self._server.running
         self._files.write(
@@ -142,6 +153,7 @@ class Lifecycle:
                 responses=self._server.responses,
                 running=len(running),
                 requests=tuple(running[:NAMED]),
+                engine_problem=self._engine_problem,
                 handed_over=self._draining and now - self._unsettled_at > SETTLE_SECONDS,
             )
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from trtllm_bls.errors import EngineError, Overloaded
 from trtllm_bls.messages import FinishReason
 from trtllm_bls.request_stats import CancelCause, Outcome, RequestStats
 from trtllm_bls.speculative import SpeculationStats
@@ -41,10 +42,29 @@ _FIRST_TOKENS = (
     *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
 )
 _TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_ENGINE_ERRORS: tuple[type, ...] = (EngineError, *EngineError.__subclasses__())
 _OUTCOMES = (
     *((Outcome.SUCCESS.value, reason.value) for reason in list(FinishReason)[:3]),
     *((Outcome.CANCELLED.value, cause.value) for cause in CancelCause),
+    *(
+        (Outcome.OVERLOADED.value, reason)
+        for reason in ("max_queued_requests", "max_queue_seconds", Overloaded.__name__)
+    ),
+    *((Outcome.FAILED.value, kind.__name__) for kind in _ENGINE_ERRORS),
 )
+
+
+def _counter(name: str, meaning: str) -> Metric:
+    return Metric(name=name, kind="counter", meaning=meaning)
+
+
+def _gauge(name: str, meaning: str) -> Metric:
+    return Metric(name=name, kind="gauge", meaning=meaning)
+
+
+def _seconds(name: str, meaning: str, buckets: tuple[float, ...] = _FIRST_TOKENS) -> Metric:
+    return Metric(name=name, kind="histogram", meaning=meaning, buckets=buckets)
+
 
 REQUESTS = Metric(
     name="trtllm_bls_requests_total",
@@ -53,16 +73,10 @@ REQUESTS = Metric(
     labels=("outcome", "reason"),
     known=_OUTCOMES,
 )
-RUNNING = Metric(
-    name="trtllm_bls_num_requests_running",
-    kind="gauge",
-    meaning="Requests that the engine was given and that are not over",
+RUNNING = _gauge(
+    "trtllm_bls_num_requests_running", "Requests that the engine was given and that are not over"
 )
-WAITING = Metric(
-    name="trtllm_bls_num_requests_waiting",
-    kind="gauge",
-    meaning="Requests that wait to be given to the engine",
-)
+WAITING = _gauge("trtllm_bls_num_requests_waiting", "Requests that wait to be given to the engine")
 DURATION = Metric(
     name="gen_ai_server_request_duration_seconds",
     kind="histogram",
@@ -71,53 +85,31 @@ DURATION = Metric(
     known=((Outcome.SUCCESS.value,),),
     buckets=_DURATIONS,
 )
-FIRST_TOKEN = Metric(
-    name="gen_ai_server_time_to_first_token_seconds",
-    kind="histogram",
-    meaning="From a stream's arrival to its first response",
-    buckets=_FIRST_TOKENS,
+FIRST_TOKEN = _seconds(
+    "gen_ai_server_time_to_first_token_seconds", "From a stream's arrival to its first response"
 )
-PER_TOKEN = Metric(
-    name="gen_ai_server_time_per_output_token_seconds",
-    kind="histogram",
-    meaning="Mean time between two tokens of a stream, after its first response",
-    buckets=_TOKENS,
+PER_TOKEN = _seconds(
+    "gen_ai_server_time_per_output_token_seconds",
+    "Mean time between two tokens of a stream, after its first response",
+    _TOKENS,
 )
-LONGEST_GAP = Metric(
-    name="trtllm_bls_longest_response_gap_seconds",
-    kind="histogram",
-    meaning="Longest time between two responses of a stream",
-    buckets=_FIRST_TOKENS,
+LONGEST_GAP = _seconds(
+    "trtllm_bls_longest_response_gap_seconds", "Longest time between two responses of a stream"
 )
-QUEUE = Metric(
-    name="trtllm_bls_request_queue_time_seconds",
-    kind="histogram",
-    meaning="From a request's arrival until the engine is given it",
-    buckets=_FIRST_TOKENS,
+QUEUE = _seconds(
+    "trtllm_bls_request_queue_time_seconds", "From a request's arrival until the engine is given it"
 )
-PROMPT_TOKENS = Metric(
-    name="trtllm_bls_prompt_tokens_total",
-    kind="counter",
-    meaning="Tokens of prompts given to the engine",
+PROMPT_TOKENS = _counter("trtllm_bls_prompt_tokens_total", "Tokens of prompts given to the engine")
+GENERATION_TOKENS = _counter(
+    "trtllm_bls_generation_tokens_total", "Tokens generated, also for requests that ended early"
 )
-GENERATION_TOKENS = Metric(
-    name="trtllm_bls_generation_tokens_total",
-    kind="counter",
-    meaning="Tokens generated, also for requests that ended early",
-)
-RESPONSES = Metric(
-    name="trtllm_bls_responses_total",
-    kind="counter",
-    meaning="Responses sent",
-)
-LOOP_LAG = Metric(
-    name="trtllm_bls_event_loop_lag_seconds",
-    kind="histogram",
-    meaning="How long a callback waits for the event loop, asked once a second",
-    buckets=_FIRST_TOKENS,
+RESPONSES = _counter("trtllm_bls_responses_total", "Responses sent")
+LOOP_LAG = _seconds(
+    "trtllm_bls_event_loop_lag_seconds",
+    "How long a callback waits for the event loop, asked once a second",
 )
 SPECULATION = {
-    name: Metric(name=f"trtllm_bls_speculation_{name}_total", kind="counter", meaning=meaning)
+    name: _counter(f"trtllm_bls_speculation_{name}_total", meaning)
     for name, meaning in {
         "rounds": "Verification rounds of speculative decoding",
         "drafted": "Tokens drafted",

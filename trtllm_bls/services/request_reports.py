@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,15 @@ _MOST_WAITING = 2**17  # where Triton takes no figures any more, the oldest are 
 _LAG_TURNS = 4  # turns from one question for the event loop's lag to the next
 
 log = logging.getLogger(__name__)
+
+
+def unreported_id() -> str:
+    """For a request of this process's own, which is neither counted nor logged."""
+    return f"{_canary()}-{uuid.uuid4().hex}"
+
+
+def _canary() -> str:
+    return os.environ.setdefault(CANARY_ID, uuid.uuid4().hex)  # as ``serve`` has set it, if it has
 
 
 class RequestReports:
@@ -46,7 +56,7 @@ class RequestReports:
         self.add: Callable[[RequestStats], None] = self._queue.append
         self.add_speculation: Callable[[SpeculationStats], None] = self._queue.append
         self._load = (0, 0)  # running and waiting, as published
-        self._canary = os.environ.get(CANARY_ID)
+        self._canary = _canary()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 

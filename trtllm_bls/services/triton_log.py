@@ -1,4 +1,4 @@
-"""This package's log lines in Triton's log."""
+"""This package's log lines: in Triton's log, or as Triton writes them."""
 
 from __future__ import annotations
 
@@ -46,3 +46,17 @@ def log_to_triton(pb_utils: Any, model_name: str) -> None:
     logger.handlers = [TritonLogHandler(pb_utils, model_name)]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+class _TritonForm(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return _one_record(super().format(record))
+
+
+def log_to_stderr(name: str) -> None:
+    """The same for a process of its own, ``name``, in the form of Triton's lines."""
+    prefix = "%(levelname).1s%(asctime)s.%(msecs)03d %(process)d %(filename)s:%(lineno)d]"
+    handler = logging.StreamHandler()
+    handler.setFormatter(_TritonForm(f"{prefix} [{name}] %(message)s", "%m%d %H:%M:%S"))
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("trtllm_bls").setLevel(logging.INFO)

@@ -10,6 +10,11 @@ from dataclasses import replace
 
 from trtllm_bls.messages import EngineChunk, EngineMetrics, FinishReason, SpeculationCounts
 
+_COUNTS = (
+    *("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks"),
+    *("total_accepted_draft_tokens", "total_draft_tokens"),
+)
+
 
 class AnswerFigures:
     """Rewrites the chunks of many requests as the chunks of one.
@@ -63,23 +68,8 @@ class AnswerFigures:
 def _joined(so_far: EngineMetrics | None, latest: EngineMetrics) -> EngineMetrics:
     if so_far is None:
         return latest
-    return EngineMetrics(
-        kv_cache_alloc_new_blocks=_sum(
-            so_far.kv_cache_alloc_new_blocks, latest.kv_cache_alloc_new_blocks
-        ),
-        kv_cache_reused_blocks=_sum(so_far.kv_cache_reused_blocks, latest.kv_cache_reused_blocks),
-        kv_cache_alloc_total_blocks=_sum(
-            so_far.kv_cache_alloc_total_blocks, latest.kv_cache_alloc_total_blocks
-        ),
-        arrival_time_ns=so_far.arrival_time_ns,
-        first_scheduled_time_ns=so_far.first_scheduled_time_ns,
-        first_token_time_ns=so_far.first_token_time_ns,
-        last_token_time_ns=latest.last_token_time_ns,
-        total_accepted_draft_tokens=_sum(
-            so_far.total_accepted_draft_tokens, latest.total_accepted_draft_tokens
-        ),
-        total_draft_tokens=_sum(so_far.total_draft_tokens, latest.total_draft_tokens),
-    )
+    sums = {name: _sum(getattr(so_far, name), getattr(latest, name)) for name in _COUNTS}
+    return replace(so_far, last_token_time_ns=latest.last_token_time_ns, **sums)
 
 
 def _sum(one: int | None, other: int | None) -> int | None:

@@ -16,15 +16,19 @@ from statistics import median
 
 _WINDOW = 15  # samples per length; a median of these forgets a load within seconds
 _MEMORY = 0.97  # weight kept per guessed token: about the last 33 count
-FIRST_LENGTH = 4  # before anything is measured: little is lost at any acceptance above a half
+# A process's first answer finds out whether drafts pay: little is lost where they do not, and as
+# little where they do. Guessed tokens that a prior counts for, and the length before any cost is
+# known.
+_PRIOR_WEIGHT = 3.0
+FIRST_LENGTH = 2
 
 
 class Acceptance:
     """The chance that one more drafted token is accepted, remembered for a while."""
 
-    def __init__(self, prior: float = 0.7, weight: float = 4.0) -> None:
-        self._hits = prior * weight
-        self._trials = weight
+    def __init__(self, prior: float = 0.5) -> None:
+        self._hits = prior * _PRIOR_WEIGHT
+        self._trials = _PRIOR_WEIGHT
 
     @property
     def rate(self) -> float:

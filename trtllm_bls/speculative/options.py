@@ -34,7 +34,8 @@ class SpeculationOptions:
     ``num_draft_tokens`` absent means as many as pay off, none included; a number is kept whatever
     the load. ``max_draft_tokens`` is a ceiling beside the engine's own. ``overlap`` lets the draft
     model work while the target does: always, never, or (``None``) where that measures faster.
-    ``min_match`` is the fewest tokens an n-gram must share.
+    ``min_match`` is the fewest tokens an n-gram must share. ``ignore_unverifiable``: a request that
+    asks for drafts of an engine that verifies none is decoded plainly, not refused.
     """
 
     num_draft_tokens: int | None = None
@@ -45,6 +46,7 @@ class SpeculationOptions:
     overlap: bool | None = False
     min_match: int = 3
     load_schedule: tuple[tuple[int, int], ...] = LOAD_SCHEDULE
+    ignore_unverifiable: bool = False
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens is not None and self.num_draft_tokens < 0:

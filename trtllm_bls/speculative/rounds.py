@@ -27,8 +27,9 @@ The states, and what leads from one to the next:
 
 ``next`` says what to do as one action; whoever does it reports with the method of that action and
 asks again. A first token waits for no draft model: it is asked for as plain decoding would. Times
-are loop seconds, handed in. The file is long because the machine is one. Knows no engine;
-``engines.speculative`` performs the actions.
+are loop seconds, handed in. Knows no engine; ``engines.speculative`` performs the actions.
+
+This file is longer than others: the machine is one, and so are its states.
 """
 
 from __future__ import annotations
@@ -257,7 +258,6 @@ class SpeculativeRounds:
         """Draft no more in this request; drafting only ever saves time, so nothing else fails."""
         self._model_given_up = True
         self.stats.add_failure(failure.why)
-        self._shared.add_failure(failure.why)
         if failure.pause:
             self._shared.pause_draft(now, for_ever=failure.why == "vocabulary")
 
@@ -359,7 +359,6 @@ class SpeculativeRounds:
         drafted, generated = len(guess.draft.token_ids), self._progress.generated
         if drafted:
             self.stats.add_round(guess.source, drafted, accepted)
-            self._shared.totals.add_round(guess.source, drafted, accepted)
             self._figures.counts = self.stats.counts
             self._lengths.add_round(guess.source, drafted, accepted, generated)
         else:  # the end itself was the guess

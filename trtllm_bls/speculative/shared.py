@@ -6,19 +6,18 @@ are handed in.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from trtllm_bls.messages import EngineLimits
 from trtllm_bls.speculative.cost_model import Acceptance, Costs, RunningTimes
-from trtllm_bls.speculative.options import DraftSource, SpeculationStats
+from trtllm_bls.speculative.options import DraftSource
 
 DRAFT_COOL_DOWN_S = 5.0
 
 
 @dataclass
 class SpeculationShared:
-    """Measured seconds, acceptance per source, totals, and whether the draft may be asked.
+    """Measured seconds, acceptance per source, and whether the draft may be asked.
 
     ``one_step`` tells whether the target ends every request after one step, as engines built for
     external drafts do; ``None`` until it is known. ``overlapped_times`` are of verifications beside
@@ -34,8 +33,6 @@ class SpeculationShared:
     one_step: bool | None = None
     target_limits: EngineLimits | None = None
     draft_limits: EngineLimits | None = None
-    totals: SpeculationStats = field(default_factory=SpeculationStats)
-    failures: Counter[str] = field(default_factory=Counter)
     draft_times: RunningTimes = field(default_factory=lambda: RunningTimes(proportional=True))
     verify_times: RunningTimes = field(default_factory=RunningTimes)
     overlapped_times: RunningTimes = field(default_factory=RunningTimes)
@@ -54,10 +51,6 @@ class SpeculationShared:
 
     def draft_usable(self, now: float) -> bool:
         return not self.draining and now >= self._draft_off_until
-
-    def add_failure(self, why: str) -> None:
-        self.failures[why] += 1
-        self.totals.add_failure(why)
 
     def pause_draft(self, now: float, *, for_ever: bool = False) -> None:
         """Ask the draft nothing for a while, so that not every request waits for its deadline."""

@@ -11,7 +11,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -79,12 +79,14 @@ class DeployedModel:
             inputs.pop("exclude_input_in_output", None)  # nothing to ask for: it is so by default
         return cls(inputs, frozenset(tensor.name for tensor in config.output), parameters)
 
-    @property
+    @cached_property
     def limits(self) -> EngineLimits:
         """What the parameters tell of the engine's limits."""
         one_step = self.parameters.get("one_step_requests")
         mode = self.parameters.get("speculative_decoding_mode")
         takes_none = mode not in (None, "", "draft_tokens_external")
+        # Of a Python model: TensorRT-LLM itself makes the tokens, and takes no drafts for it.
+        takes_none |= self.parameters.get("engine", "").startswith(("llm_api", "trtllm://"))
         is_cpp_backend = "gpt_model_type" in self.parameters  # it does not load without
         return EngineLimits(
             max_sequence_tokens=self._number("max_sequence_tokens") or None,

@@ -26,14 +26,13 @@ def infer_message(
     request_id: str,
     inputs: Iterable[tuple[str, str, Array]],
     outputs: Iterable[str] = (),
-    parameters: Mapping[str, str] = NO_PARAMETERS,
 ) -> Any:
     """A ``ModelInferRequest``. ``inputs``: name, Triton's data type, values; no outputs = all.
 
     A BF16 input is given as float32. The last response has Triton's final flag, also if it is
     empty. (Triton's Python clients refuse that parameter by name, so messages are made here.)
     """
-    packed = packed_infer_message(model, request_id, inputs, outputs, parameters)
+    packed = packed_infer_message(model, request_id, inputs, outputs)
     return service_pb2.ModelInferRequest.FromString(packed)
 
 

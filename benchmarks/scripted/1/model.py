@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.engines.scripted_tokens import agreeing, hashed
+from doubles.scripted_tokens import agreeing, hashed
 from trtllm_bls.parameters import Parameter, Parameters
 from trtllm_bls.parameters.kinds import NUMBER
 from trtllm_bls.parameters.kinds import count as whole

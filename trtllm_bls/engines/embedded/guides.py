@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trtllm_bls.engines.trtllm_fields import guide_of
 from trtllm_bls.errors import EngineError, InvalidRequest, Unsupported
 from trtllm_bls.messages import Array, EngineRequest
 
@@ -97,15 +98,10 @@ class Guides:
         Raises ``InvalidRequest`` naming the field, and ``Unsupported`` where the checkpoint's
         vocabulary or this installation cannot.
         """
-        kind, text = _field(request, GUIDE_TYPE), _field(request, GUIDE)
-        if kind is None and text is None:
+        guide = guide_of(request.extras, _KINDS, empty=True)
+        if guide is None:
             return None
-        if kind not in _KINDS:
-            problem = "is missing" if kind is None else f"'{kind}' is unknown"
-            raise InvalidRequest(GUIDE_TYPE, f"{problem}; send one of: {', '.join(_KINDS)}")
-        if text is None and kind != "json":
-            raise InvalidRequest(GUIDE, f"is missing; guide type {kind} needs it")
-        matcher = self._matcher(kind, "" if kind == "json" else text or "")
+        matcher = self._matcher(guide.kind, "" if guide.kind == "json" else guide.text)
         stops = [stop[0] for stop in request.stop_sequences if len(stop) == 1]
         ends = {token for token in stops if self._tokenizer.is_special_token(token)}
         if request.end_id is not None and request.end_id >= 0:
@@ -161,15 +157,6 @@ def _grammar(kind: str, text: str) -> str:
         json.dumps(schema),
         overrides=_JSON_RULES,  # type: ignore[arg-type]
     )
-
-
-def _field(request: EngineRequest, name: str) -> str | None:
-    """The one string of a guided-decoding input; ``None`` where it is absent or empty."""
-    values = np.asarray(request.extras.get(name, ())).reshape(-1)
-    if not values.size:
-        return None
-    value = values[0]
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _first_line(text: str) -> str:

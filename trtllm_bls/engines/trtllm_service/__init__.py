@@ -1,4 +1,4 @@
-"""TensorRT-LLM's TrtllmService as an engine, and a server that plays the service."""
+"""TensorRT-LLM's TrtllmService as an engine."""
 
 from __future__ import annotations
 

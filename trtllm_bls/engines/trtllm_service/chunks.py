@@ -9,21 +9,16 @@ from typing import Any, Protocol
 
 from trtllm_bls.engines.base import QueuedChunks, join_chunks
 from trtllm_bls.engines.ends import SequenceEnds
+from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import GrpcError
-from trtllm_bls.engines.stall_watch import StallWatch
+from trtllm_bls.engines.trtllm_fields import REASONS
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
 from trtllm_bls.errors import EngineError, TrtllmBlsError
-from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, TokenIds
+from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, TokenIds, TopLogProbs
 
 _response = messages.GenerateResponse.FromString
 _LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
-_REASONS = {
-    "length": FinishReason.LENGTH,
-    "stop": FinishReason.END_ID,  # a stop of the request's own is seen in the ids
-    "timeout": FinishReason.TIMEOUT,
-    "cancelled": FinishReason.CANCELLED,
-}
 
 
 class _Engine(Protocol):
@@ -32,7 +27,7 @@ class _Engine(Protocol):
     name: str
     watch: StallWatch
 
-    def open_call(self, chunks: ServiceChunks) -> Any: ...
+    def open_call(self, chunks: ServiceChunks, traceparent: str | None) -> Any: ...
     def ended(self, chunks: ServiceChunks) -> None: ...
     def abort(self, request_id: str, call: Any) -> None: ...
     def failure(self, error: GrpcError) -> TrtllmBlsError: ...
@@ -57,7 +52,7 @@ class ServiceChunks(QueuedChunks):
         self._sequences = [_Sequence(request, index) for index in range(count)]
         self._unfinished = count
         self._running = True
-        self._call = engine.open_call(self)
+        self._call = engine.open_call(self, request.traceparent)
         self._call.send(asked.message.SerializeToString())
         self._call.half_close()
 
@@ -161,7 +156,7 @@ class _Sequence:
 
     def __init__(self, request: EngineRequest, index: int) -> None:
         self.ends = SequenceEnds(request, index)
-        self._scored = request.wants.log_probs
+        self._scored, self._top = request.wants.log_probs, request.wants.top_log_probs
         self._received = 0
         self._collected: list[EngineChunk] = []
 
@@ -169,7 +164,7 @@ class _Sequence:
         """Of a ``GenerateStreamChunk``, whose ids are new."""
         ids = tuple(part.token_ids)
         self._received += len(ids)
-        return self.ends.feed(ids, _paired(ids, part.logprobs) if self._scored else None)
+        return self._chunk(ids, _paired(ids, part.logprobs) if self._scored else None)
 
     def rest(self, part: Any) -> EngineChunk:
         """Of a ``GenerateComplete``, which repeats all ids, or all but those of a stop."""
@@ -177,7 +172,7 @@ class _Sequence:
             raise EngineError("the engine failed while it answered")
         every: TokenIds = tuple(part.output_token_ids)
         scores = _paired(every, part.logprobs)[self._received :] if self._scored else None
-        ids, reason = every[self._received :], _REASONS.get(part.finish_reason)
+        ids, reason = every[self._received :], REASONS.get(part.finish_reason)
         if part.finish_reason == "stop":
             kind = part.WhichOneof("matched_stop")
             matched = part.matched_token_id if kind == "matched_token_id" else None
@@ -185,7 +180,26 @@ class _Sequence:
                 reason = FinishReason.STOP
             elif ids and matched in (None, ids[-1]):
                 ids = ids[:-1]  # an end id of the server's own
-        return self.ends.feed(ids, scores, ended=True, reason=reason)
+        return self._chunk(ids, scores, ended=True, reason=reason)
+
+    def _chunk(
+        self,
+        ids: TokenIds,
+        scores: Sequence[Any] | None,
+        ended: bool = False,
+        reason: FinishReason | None = None,
+    ) -> EngineChunk:
+        values = None if scores is None else [entry.logprob for entry in scores]
+        chunk = self.ends.feed(ids, values, ended, reason)
+        if scores is None or not self._top:
+            return chunk
+        entries = scores[: len(chunk.token_ids)]
+        return replace(chunk, top_log_probs=tuple(self._best(entry) for entry in entries))
+
+    def _best(self, entry: Any) -> TopLogProbs:
+        """The likeliest ids of one place; the chosen one is listed whatever its place."""
+        listed = [(top.token_id, top.logprob) for top in entry.top_logprobs]
+        return tuple(sorted(listed, key=lambda pair: -pair[1])[: self._top])
 
     def collected(self, chunk: EngineChunk) -> EngineChunk | None:
         """All chunks as one, once there is the last."""
@@ -193,16 +207,13 @@ class _Sequence:
         return join_chunks(self._collected) if chunk.final else None
 
 
-def _paired(ids: Sequence[int], entries: Iterable[Any]) -> tuple[float, ...]:
-    """The log-probability of each id; there may be entries for ids that were cut off."""
-    values = []
+def _paired(ids: Sequence[int], entries: Iterable[Any]) -> list[Any]:
+    """The entry of each id; there may be others, for ids that were cut off."""
     left = iter(entries)
-    for token in ids:
-        value = next((entry.logprob for entry in left if entry.token_id == token), None)
-        if value is None:
-            raise EngineError("the engine's log-probabilities are not those of its tokens")
-        values.append(value)
-    return tuple(values)
+    found = [next((entry for entry in left if entry.token_id == token), None) for token in ids]
+    if None in found:
+        raise EngineError("the engine's log-probabilities are not those of its tokens")
+    return found
 
 
 def _ignore(event: object) -> None:

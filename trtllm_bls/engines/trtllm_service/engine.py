@@ -5,7 +5,7 @@ and only then is its call cancelled: a cancelled call alone can leave the server
 end. The end of an aborted stream is never waited for, since a queued request may have none.
 
 Written from the service's protocol and source and tested against a server that plays it
-(``scripted``); not run on a TensorRT-LLM so far.
+(``doubles.trtllm_service``); not run on a TensorRT-LLM so far.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
+from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import Connection, GrpcError
-from trtllm_bls.engines.stall_watch import StallWatch
+from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.chunks import ServiceChunks
 from trtllm_bls.engines.trtllm_service.requests import service_request
@@ -37,6 +38,7 @@ _ASK_SECONDS = 10.0  # for information about the model
 _PROBE_SECONDS = 5.0  # for a silent server to say how it is
 _ABORT_SECONDS = 2.0  # for an Abort to be answered, before its call is cancelled all the same
 _CLOSE_SECONDS = 1.0  # for aborts under way
+_HEALTH_SECONDS = 1.0  # so old an answer to a question for its health is believed
 _READ = (1, 3, 0, 29)  # 1.3.0rc29, whose source was read; earlier ones ignore some fields
 
 _TOO_LONG = re.compile(
@@ -81,6 +83,7 @@ class TrtllmServiceEngine:
         self._known: EngineLimits | None = None
         self._healthy = False
         self._asking = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
         self._running: set[ServiceChunks] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self.watch = StallWatch(
@@ -88,8 +91,8 @@ class TrtllmServiceEngine:
         )
 
     async def limits(self) -> EngineLimits:
-        """What the service and its settings tell. Asks for its health at first, and again after
-        a failure. Raises ``EngineUnavailable``."""
+        """What the service and its settings tell. Raises ``EngineUnavailable``, also for a service
+        that is not well by its own account: it is asked every second, so that no request waits."""
         if self._known is None or not self._healthy:
             async with self._asking:
                 if self._known is None or not self._healthy:
@@ -111,6 +114,8 @@ class TrtllmServiceEngine:
     async def close(self) -> None:
         """Abort what runs and close the connection."""
         self.watch.close()
+        if self._looking is not None:
+            self._looking.cancel()
         for chunks in list(self._running):
             await chunks.aclose()
         if self._leaving:
@@ -119,11 +124,10 @@ class TrtllmServiceEngine:
 
     # --- used by the running requests ---------------------------------------------------------
 
-    def open_call(self, chunks: ServiceChunks) -> Any:
+    def open_call(self, chunks: ServiceChunks, traceparent: str | None) -> Any:
         """The ``Generate`` call of a request, begun."""
-        return self._connection.open(
-            messages.SERVICE + "Generate", chunks.on_messages, chunks.on_end
-        )
+        method = messages.SERVICE + "Generate"
+        return self._connection.open(method, chunks.on_messages, chunks.on_end, traceparent)
 
     def ended(self, chunks: ServiceChunks) -> None:
         """A request is over."""
@@ -138,6 +142,7 @@ class TrtllmServiceEngine:
     def failure(self, error: GrpcError) -> TrtllmBlsError:
         """A call's status as an error of ours."""
         details = error.details.strip().partition("\n")[0] or error.status
+        details = details.removeprefix(f"{self._connection.target}: ")  # which is in our name
         if error.status == "UNIMPLEMENTED":
             return EngineError(f"{self.name}: {_OTHER}")
         if _TOO_LONG.search(error.details):
@@ -195,6 +200,17 @@ class TrtllmServiceEngine:
                     server.version or "of an unknown version",
                 )
         self._healthy = True
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        """Ask for its health over and over; an answer that is late says nothing."""
+        while True:
+            await asyncio.sleep(_HEALTH_SECONDS)
+            try:
+                self._healthy = (await self._ask("HealthCheck", _ASK_SECONDS)).status == "OK"
+            except GrpcError as error:
+                self._healthy = self._healthy and error.status == "DEADLINE_EXCEEDED"
 
     def _limits(self, model: Any) -> EngineLimits:
         settings = self.settings
@@ -205,6 +221,8 @@ class TrtllmServiceEngine:
             max_sequence_tokens=settings.max_sequence_tokens or told or None,
             max_prompt_tokens=settings.max_prompt_tokens,
             max_draft_tokens=0,
+            tells_top_log_probs=True,
+            speculates=SPECULATES,
         )
 
     def _stall(self, problem: str) -> None:

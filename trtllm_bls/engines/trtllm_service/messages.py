@@ -99,13 +99,10 @@ def _classes() -> dict[str, Any]:
 
 MESSAGES = _classes()
 
-GenerateRequest: Any = MESSAGES["GenerateRequest"]
-GenerateResponse: Any = MESSAGES["GenerateResponse"]
-AbortRequest: Any = MESSAGES["AbortRequest"]
-AbortResponse: Any = MESSAGES["AbortResponse"]
-HealthCheckRequest: Any = MESSAGES["HealthCheckRequest"]
-HealthCheckResponse: Any = MESSAGES["HealthCheckResponse"]
-GetModelInfoRequest: Any = MESSAGES["GetModelInfoRequest"]
-GetModelInfoResponse: Any = MESSAGES["GetModelInfoResponse"]
-GetServerInfoRequest: Any = MESSAGES["GetServerInfoRequest"]
-GetServerInfoResponse: Any = MESSAGES["GetServerInfoResponse"]
+
+def __getattr__(name: str) -> Any:
+    """Each message by its name, as a class of this module."""
+    try:
+        return MESSAGES[name]
+    except KeyError:
+        raise AttributeError(name) from None

@@ -19,7 +19,7 @@ _NOWHERE = "TrtllmService has no field for it"
 _DROPPED = "TrtllmService drops what it computes of them"
 _TAKEN = {"guided_decoding_guide_type", "guided_decoding_guide", "lora_task_id"}
 _REFUSED = {tensor.name: _NOWHERE for tensor in ENGINE.inputs if tensor.name not in _TAKEN} | {
-    "draft_input_ids": f"{_NOWHERE}; it speculates as its server is set up",
+    "draft_input_ids": f"{_NOWHERE}; {trtllm.SPECULATES}",
     "embedding_bias": "TrtllmService wants another length than that of the logits",
     "return_context_logits": _DROPPED,
     "return_generation_logits": _DROPPED,
@@ -67,7 +67,7 @@ def service_request(
     )
     message.tokenized.input_token_ids.extend(request.input_ids)
     if request.wants.log_probs:
-        message.output_config.logprobs = 1  # 0 gives none at all
+        message.output_config.logprobs = max(1, request.wants.top_log_probs)  # 0 gives none at all
     known = _add_ends(message, request, eos_id)
     # An answer that is ended from here is read while it grows.
     message.streaming = request.streaming or not known

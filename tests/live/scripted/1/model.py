@@ -12,9 +12,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import reciting
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.parameters import Parameter, Parameters
@@ -99,9 +99,11 @@ class TritonPythonModel:
         engine = EchoEngine(script)
         service = EngineService(engine, value["exclude_input_in_output"])
         self._engine = engine
+        self._traced = Gauge("echo_traced_requests")
         self._server = RequestServer(pb_utils, service.handle, senders=1)
 
     def execute(self, requests: list[Any]) -> None:
+        self._traced.add(sum('"traceparent"' in (each.parameters() or "") for each in requests))
         self._server.accept(requests)
 
     def finalize(self) -> None:

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 
+from doubles.scripted import Fault, Script, ScriptedEngine
+from doubles.scripted_tokens import reciting
 from trtllm_bls.engines.base import ChunkStream, Engine, GeneratedChunks
-from trtllm_bls.engines.scripted import Fault, Script, ScriptedEngine
-from trtllm_bls.engines.scripted_tokens import reciting
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError
 from trtllm_bls.messages import (
+    Array,
     EngineChunk,
     EngineLimits,
     EngineRequest,
@@ -73,15 +75,16 @@ class Refused(Exception):
 class ScriptedService:
     """The service over ``engine``; ``behaviour`` may be changed while it runs.
 
-    For tests: ``requests`` are the ``GenerateRequest`` messages, ``aborted`` the ids that were
-    aborted while they ran, ``live`` how many run now, ``tokens`` how many ids were made,
-    ``health_checks`` how often it was asked for its health.
+    For tests: ``requests`` are the ``GenerateRequest`` messages, ``traces`` the trace contexts that
+    came with them, ``aborted`` the ids that were aborted while they ran, ``live`` how many run now,
+    ``tokens`` how many ids were made, ``health_checks`` how often it was asked for its health.
     """
 
     def __init__(self, engine: Engine, behaviour: Behaviour | None = None) -> None:
         self.engine = engine
         self.behaviour = behaviour or Behaviour()
         self.requests: list[Any] = []
+        self.traces: list[str | None] = []
         self.aborted: list[str] = []
         self.live = 0
         self.tokens = 0
@@ -125,6 +128,7 @@ class ScriptedService:
 
     async def _generate(self, message: Any, context: Any) -> AsyncGenerator[Any, None]:
         self.requests.append(message)
+        self.traces.append(dict(context.invocation_metadata()).get("traceparent"))
         try:
             request = engine_request(message, self.behaviour)
         except Refused as error:
@@ -269,15 +273,18 @@ class _Answer:
         return complete
 
     def _log_probs(self, sequence: _Sequence, begin: int, end: int) -> list[Any]:
-        if not self._message.output_config.logprobs:
+        count = self._message.output_config.logprobs
+        if not count:
             return []
         make, top = messages.MESSAGES["TokenLogprob"], messages.MESSAGES["TopLogprob"]
-        return [
-            make(token_id=token, logprob=value, top_logprobs=[top(token_id=token, logprob=value)])
-            for token, value in zip(
-                sequence.ids[begin:end], sequence.log_probs[begin:end], strict=True
-            )
-        ]
+        found = []
+        for place in range(begin, end):
+            token, value = sequence.ids[place], sequence.log_probs[place]
+            # The likeliest, and the chosen one if it is another.
+            listed = {**dict(sequence.best(place, count)), token: value}
+            others = [top(token_id=other, logprob=score) for other, score in listed.items()]
+            found.append(make(token_id=token, logprob=value, top_logprobs=others))
+        return found
 
 
 class _Sequence:
@@ -286,6 +293,7 @@ class _Sequence:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.log_probs: list[float] = []
+        self._logits: list[Array] = []
         self.cut = 0
         self.reason = ""
         self.matched: int | None = None
@@ -298,6 +306,7 @@ class _Sequence:
         """The places of ids that are to be streamed, one pair of bounds per chunk."""
         self.ids += chunk.token_ids
         self.log_probs += chunk.log_probs or [0.0] * len(chunk.token_ids)
+        self._logits += [] if chunk.generation_logits is None else list(chunk.generation_logits)
         if chunk.final:
             self._end(chunk.finish_reason, request, message, behaviour)
         parts, end = [], max(self._told, len(self.ids) - self.cut)
@@ -306,6 +315,15 @@ class _Sequence:
             parts.append((self._told, upto))
             self._told = upto
         return parts
+
+    def best(self, place: int, count: int) -> list[tuple[int, float]]:
+        """The likeliest ids of a place, where the engine was asked for its logits."""
+        if place >= len(self._logits):
+            return []
+        row = self._logits[place].astype(np.float64)
+        scores = row - row.max()
+        scores -= np.log(np.exp(scores).sum())
+        return [(int(token), float(scores[token])) for token in np.argsort(-scores)[:count]]
 
     def _end(
         self,
@@ -362,7 +380,10 @@ def engine_request(message: Any, behaviour: Behaviour) -> EngineRequest:
         stop_sequences=tuple(stops),
         bad_sequences=tuple((token,) for token in message.bad_token_ids),
         embedding_bias=tuple(enumerate(message.embedding_bias)),
-        wants=Wants(log_probs=bool(message.output_config.logprobs)),
+        wants=Wants(
+            log_probs=bool(message.output_config.logprobs),
+            generation_logits=message.output_config.logprobs > 1,
+        ),
     )
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from doubles.scripted_tokens import Choice, Rule, RuleSampler
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.engines.request_checks import check_request
-from trtllm_bls.engines.scripted_tokens import Choice, Rule, RuleSampler
 from trtllm_bls.errors import EngineUnavailable, InvalidRequest
 from trtllm_bls.messages import (
     EngineChunk,

@@ -1,0 +1,198 @@
+"""TrtllmService that fails, falls ill, is old or is another server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from doubles.scripted import Fault
+from doubles.trtllm_service import Behaviour
+from tests.helpers.fake_engine_server import Triton, run
+from tests.helpers.scripted_pairs import ids, read
+from tests.helpers.scripted_services import (
+    ANSWER,
+    ASK,
+    EOS,
+    RULE,
+    answered,
+    playing,
+    reaching,
+)
+from tests.helpers.waiting import eventually
+from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
+from trtllm_bls.errors import (
+    EngineError,
+    EngineStalled,
+    EngineUnavailable,
+    InvalidRequest,
+)
+from trtllm_bls.messages import (
+    EngineChunk,
+    FinishReason,
+)
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+def test_an_error_before_the_first_token_and_one_after() -> None:
+    async def scenario() -> None:
+        async with reaching(RULE) as (engine, service):
+            for after in (0, 3):
+                service.engine.fault = Fault(
+                    error=EngineError("it broke\nhere"), after_tokens=after
+                )
+                chunks: list[EngineChunk] = []
+                with pytest.raises(EngineError, match=r"^it broke$"):
+                    async for chunk in engine.generate(ASK):
+                        chunks.append(chunk)
+                assert tuple(ids(chunks)) == ANSWER[:after]
+            service.engine.fault = None
+            assert tuple(ids(await read(engine, ASK))) == ANSWER
+
+    run(scenario())
+
+
+def test_a_prompt_that_is_too_long_is_the_callers_mistake() -> None:
+    """The service tells it as an internal error, by its text."""
+    request = replace(ASK, input_ids=tuple(range(40)))
+    with pytest.raises(InvalidRequest, match=r"^input_ids: .*maximum context length is 32 tokens"):
+        answered(request, max_seq_len=32, settings={"max_sequence_tokens": 100})
+    with pytest.raises(InvalidRequest, match=r"^input_ids: 40 tokens; at most 31"):
+        answered(request, max_seq_len=32)
+
+
+def test_a_stream_without_its_end_is_an_error() -> None:
+    """Unless the tokens themselves show that it had ended."""
+    with pytest.raises(EngineError, match="without a last message"):
+        answered(replace(ASK, streaming=False), breaks_off=True)
+    chunks, _ = answered(replace(ASK, max_tokens=3), breaks_off=True)
+    assert chunks[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_server_that_is_down_is_unavailable_and_comes_back() -> None:
+    async def scenario() -> None:
+        async with playing(RULE) as (_, url):
+            port = int(url.rpartition(":")[2])
+            engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
+            assert tuple(ids(await read_again(engine))) == ANSWER
+        with pytest.raises(EngineUnavailable):
+            await read(engine, ASK)
+        with pytest.raises(EngineUnavailable):
+            await engine.limits()
+        async with playing(RULE, port=port):
+            assert tuple(ids(await read_again(engine))) == ANSWER
+            await engine.close()
+
+    async def read_again(engine: Any) -> list[EngineChunk]:
+        await engine.limits()
+        return await read(engine, ASK)
+
+    run(scenario())
+
+
+def test_a_server_that_is_not_healthy_is_not_ready() -> None:
+    """By its own account; what it says of it is told."""
+    with pytest.raises(EngineUnavailable, match="not healthy: RuntimeError: out of memory"):
+        answered(health="RuntimeError: out of memory\nTraceback")
+
+
+def test_another_grpc_server_is_named_as_such() -> None:
+    async def scenario() -> None:
+        async with Triton() as triton:
+            engine = TrtllmServiceEngine(triton.url)
+            with pytest.raises(EngineUnavailable, match="another gRPC service answers there"):
+                await engine.limits()
+            await engine.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("health", ["RuntimeError: dead", "OK"])
+def test_silence_is_asked_about(health: str) -> None:
+    """A server that is not healthy any more has its requests ended; one that is may be slow."""
+
+    async def scenario() -> None:
+        settings = {"stall_seconds": 0.05}
+        async with reaching(RULE, settings=settings) as (engine, service):
+            service.engine.fault = Fault(error=None, after_tokens=2)
+            stream: Awaitable[Any] = read(engine, ASK)
+            task = asyncio.ensure_future(stream)
+            await eventually(lambda: service.live == 1)
+            service.behaviour = Behaviour(eos_id=EOS, health=health)
+            if health == "OK":
+                await eventually(lambda: service.health_checks > 3)
+                assert not task.done()
+                task.cancel()
+                await asyncio.wait({task})
+            else:
+                with pytest.raises(EngineStalled, match="dead"):
+                    await task
+            await eventually(lambda: service.live == 0)
+
+    run(scenario())
+
+
+def test_a_service_that_falls_ill_is_refused_without_a_request_to_it() -> None:
+    """It is asked for its health all the time; what runs there goes on."""
+
+    async def refused(engine: Any) -> bool:
+        try:
+            await engine.limits()
+        except EngineUnavailable as error:
+            return "it is not healthy: NOT_OK" in str(error)
+        return False
+
+    async def scenario() -> None:
+        async with reaching(RULE) as (engine, service):
+            service.engine.fault = Fault(error=None, after_tokens=2)
+            running = engine.generate(ASK)
+            await running.wait()
+            service.behaviour = replace(service.behaviour, health="NOT_OK")
+            await eventually(lambda: refused(engine))
+            assert service.live == 1
+            service.behaviour = replace(service.behaviour, health="OK")
+            assert not await refused(engine)
+            await running.aclose()
+
+    run(scenario())
+
+
+# --- what the server tells of itself ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "settings", "longest"),
+    [
+        (0, {}, None),  # 1024 twice, which nothing enforces
+        (4096, {}, 4096),
+        (4096, {"max_sequence_tokens": 2000}, 2000),
+        (0, {"max_sequence_tokens": 2000}, 2000),
+    ],
+)
+def test_limits_come_from_the_settings_or_the_server(
+    max_seq_len: int, settings: dict[str, Any], longest: int | None
+) -> None:
+    async def scenario() -> None:
+        async with reaching(RULE, settings=settings, max_seq_len=max_seq_len) as (engine, _):
+            limits = await engine.limits()
+            assert limits.max_sequence_tokens == longest
+            assert limits.max_draft_tokens == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"),
+    [("1.3.0rc29", False), ("1.3.0", False), ("1.3.0rc4", True), ("1.2.0", True), ("", True)],
+)
+def test_an_old_server_is_warned_about(
+    version: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        answered(version=version)
+    assert ("in silence" in caplog.text) is warned

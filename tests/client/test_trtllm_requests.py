@@ -1,0 +1,200 @@
+"""What TrtllmService is sent for a request, and what it cannot be asked."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.scripted_services import (
+    ASK,
+    EOS,
+    answered,
+)
+from trtllm_bls.engines.trtllm_service import messages
+from trtllm_bls.engines.trtllm_service.requests import service_request
+from trtllm_bls.errors import (
+    InvalidRequest,
+    Unsupported,
+)
+from trtllm_bls.messages import (
+    Draft,
+    EngineLimits,
+    EngineRequest,
+    Sampling,
+    Wants,
+)
+
+NO_LIMITS = EngineLimits()
+
+
+def sent(request: EngineRequest) -> Any:
+    """The message that becomes of a request."""
+    return service_request(request, "id", EOS, NO_LIMITS).message
+
+
+# --- what is sent ---------------------------------------------------------------------------
+
+
+def test_greedy_is_said_aloud() -> None:
+    """A service request that says nothing samples; temperature alone stays greedy, as ever."""
+    for sampling in (Sampling(), Sampling(temperature=1.5), Sampling(top_p=0.0), Sampling(top_k=0)):
+        config = sent(replace(ASK, sampling=sampling)).sampling_config
+        assert (config.top_k, config.HasField("top_p")) == (1, False)
+
+
+def test_sampling_fields_keep_their_names_and_neutral_ones_stay_out() -> None:
+    drawn = Sampling(top_p=0.9, top_k=0, seed=2**64 - 1, temperature=0.5, top_p_reset_id=7)
+    config = sent(replace(ASK, sampling=drawn)).sampling_config
+    assert not config.HasField("top_k")
+    assert (config.seed, config.temperature, config.top_p_reset_ids) == (2**64 - 1, 0.5, 7)
+    assert round(config.top_p, 6) == 0.9
+    neutral = Sampling(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    names = {
+        field.name for field, _ in sent(replace(ASK, sampling=neutral)).sampling_config.ListFields()
+    }
+    assert names == {"beam_width", "num_return_sequences", "top_k"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "ignore_eos", "stop_ids", "include"),
+    [
+        (ASK, False, [], False),
+        (replace(ASK, end_id=-1), True, [], False),
+        (replace(ASK, end_id=None), True, [], False),
+        (replace(ASK, end_id=13), True, [], False),
+        (replace(ASK, stop_sequences=((13,),)), False, [13], True),
+        (replace(ASK, stop_sequences=((13,), (14, 15))), False, [13], True),
+        (replace(ASK, end_id=12, stop_sequences=((13,),)), True, [], False),
+        (replace(ASK, stop_sequences=((13,),), sampling=Sampling(min_tokens=4)), False, [], False),
+    ],
+)
+def test_ends_are_sent_as_far_as_the_service_knows_them(
+    request_: EngineRequest, ignore_eos: bool, stop_ids: list[int], include: bool
+) -> None:
+    """Its own end id; stops of one id, which stay in the answer; the rest is watched for here."""
+    message = sent(request_)
+    assert message.ignore_eos is ignore_eos
+    assert list(message.stop_token_ids) == stop_ids
+    assert message.include_stop_token_in_output is include
+
+
+def test_guides_and_adapters_are_sent() -> None:
+    def guided(**extras: Any) -> Any:
+        given = {name: np.array([value]) for name, value in extras.items()}
+        return sent(replace(ASK, extras=given))
+
+    schema = guided(guided_decoding_guide_type=b"json_schema", guided_decoding_guide=b"{}")
+    assert (schema.guided_decoding.guide_type, schema.guided_decoding.guide) == (2, "{}")
+    plain = guided(guided_decoding_guide_type=b"json").guided_decoding
+    assert plain.guide_type == 1 and plain.guide  # an empty guide would be ignored
+    assert guided(lora_task_id=7).lora_config.task_id == 7
+    assert not guided(lora_task_id=0).HasField("lora_config")
+    with pytest.raises(InvalidRequest, match="guided_decoding_guide_type: 'xml' is unknown"):
+        guided(guided_decoding_guide_type=b"xml", guided_decoding_guide=b"<a>")
+    with pytest.raises(InvalidRequest, match="guided_decoding_guide: is missing"):
+        guided(guided_decoding_guide_type=b"regex")
+
+
+def test_the_callers_trace_goes_along() -> None:
+    """As metadata of the call, where tracers of gRPC look: the messages have no field for it."""
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    _, service = answered(replace(ASK, traceparent=trace))
+    assert service.traces == [trace]
+    _, service = answered()
+    assert service.traces == [None]
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        ("draft_input_ids", {"draft": Draft(token_ids=(1,))}),
+        ("embedding_bias", {"embedding_bias": ((1, 2.0),)}),
+        ("return_context_logits", {"wants": Wants(context_logits=True)}),
+        ("return_generation_logits", {"wants": Wants(generation_logits=True)}),
+        ("return_perf_metrics", {"wants": Wants(perf_metrics=True)}),
+        ("bad_words_list", {"bad_sequences": ((1, 2),)}),
+        ("beam_width", {"sampling": Sampling(beam_width=2)}),
+        ("min_tokens", {"end_id": 13, "sampling": Sampling(min_tokens=3)}),
+        ("lora_weights", {"extras": {"lora_weights": np.zeros((1, 1))}}),
+        ("cache_salt", {"extras": {"cache_salt": np.zeros(1)}}),
+    ],
+)
+def test_what_the_service_cannot_honour_is_refused_by_name(
+    field: str, more: dict[str, Any]
+) -> None:
+    with pytest.raises(Unsupported, match=f"^{field}: "):
+        sent(replace(ASK, **more))
+
+
+# One value of each field that is not what an absent one means.
+SAMPLING: dict[str, Any] = {
+    "top_k": 5,
+    "top_p": 0.5,
+    "top_p_min": 0.1,
+    "top_p_reset_id": 7,
+    "top_p_decay": 0.9,
+    "temperature": 0.5,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "min_tokens": 3,
+    "seed": 9,
+    "beam_width": 2,
+    "length_penalty": 0.5,
+    "early_stopping": True,
+    "beam_search_diversity_rate": 0.5,
+}
+REQUEST: dict[str, Any] = {
+    "input_ids": (1,),
+    "max_tokens": 3,
+    "streaming": False,
+    "num_return_sequences": 2,
+    "end_id": 13,
+    "stop_sequences": ((7,),),
+    "bad_sequences": ((7,),),
+    "embedding_bias": ((1, 1.0),),
+    "draft": Draft(token_ids=(1,)),
+    "wants": Wants(log_probs=True),
+    "extras": {"lora_task_id": np.array([7])},
+}
+NOT_SENT = {
+    "request_id",  # made unique
+    "pad_id",  # answers are not padded
+    "speculation",  # for engines that verify drafts
+    "traceparent",  # in the call's metadata
+    "sampling",  # field by field
+}
+
+
+def test_no_field_of_a_request_is_dropped_in_silence() -> None:
+    """Each changes what is sent, or how the answer is read, or is refused by its name."""
+    assert SAMPLING.keys() == {field.name for field in fields(Sampling)}
+    assert REQUEST.keys() | NOT_SENT == {field.name for field in fields(EngineRequest)}
+    drawn = replace(ASK, sampling=Sampling(top_p=0.9))
+    changed = {name: replace(drawn, **{name: value}) for name, value in REQUEST.items()} | {
+        name: replace(drawn, sampling=replace(drawn.sampling, **{name: value}))
+        for name, value in SAMPLING.items()
+    }
+    asked = service_request(drawn, "id", EOS, NO_LIMITS)
+    for name, request in changed.items():
+        try:
+            assert service_request(request, "id", EOS, NO_LIMITS) != asked, name
+        except Unsupported as error:
+            assert error.field in (name, {"draft": "draft_input_ids"}.get(name))
+
+
+def test_the_proto_has_the_fields_that_are_used() -> None:
+    """A field that is present is told from one that is not, and lists are packed."""
+    message = messages.GenerateRequest()
+    assert not message.sampling_config.HasField("top_k")
+    message.sampling_config.top_k = 0
+    assert message.sampling_config.HasField("top_k")
+    message.tokenized.input_token_ids.extend([1, 2, 3])
+    assert message.tokenized.SerializeToString() == b"\x12\x03\x01\x02\x03"
+    complete = messages.GenerateResponse()
+    complete.complete.matched_token_id = 0
+    assert complete.WhichOneof("response") == "complete"
+    assert complete.complete.WhichOneof("matched_stop") == "matched_token_id"

@@ -1,0 +1,188 @@
+"""Runs of the terminal clients: their words, what the server says, what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from tests.helpers.fake_grpc_server import (
+    Abort,
+    Fail,
+    FakeGrpcServer,
+    Hold,
+    Say,
+    Script,
+    Until,
+    inputs_of,
+    text,
+    tokens,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A command line against a script; ``{url}`` is the server's address."""
+
+    program: str
+    arguments: tuple[str, ...]
+    script: Script = ()
+    stdin: str = ""
+    interrupted: bool = False  # Ctrl-C once the first line of output is there
+    redirected: str = ""  # in the shell's words
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a scene left behind."""
+
+    code: int
+    out: str
+    err: str
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    cancels: int = 0
+
+
+def text_scene(*arguments: str, script: Script = (), **more: Any) -> Scene:
+    return Scene("streaming_client.py", ("-u", "{url}", *arguments), script, **more)
+
+
+def token_scene(*arguments: str, script: Script = (), **more: Any) -> Scene:
+    return Scene("inflight_batcher_llm_client.py", ("-u", "{url}", *arguments), script, **more)
+
+
+HELLO = [
+    text("Hel"),
+    text("lo", finish_reason="length", num_input_tokens=np.int32(1), num_output_tokens=np.int32(2)),
+    Say(final=True),
+]
+HINDI = [text("नमस्ते 😀", final=True)]
+DISK_FULL = ">/dev/full"
+LATIN_1 = {"PYTHONIOENCODING": "latin-1"}
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def stopped_by_request() -> Script:
+    stopped = asyncio.Event()
+
+    def script(request: Any) -> list[Say | Until]:
+        if "stop" in inputs_of(request):
+            stopped.set()
+            return [Say(final=True)]
+        return [tokens(5), Until(stopped), tokens(6, final=True)]
+
+    return script
+
+
+def scenes(files: Path) -> dict[str, Scene]:
+    """By name; longer than others: it is one table, whose files it writes to a directory."""
+    prompt = files / "prompt.csv"
+    prompt.write_text("1,2,3\n")
+    expected = files / "expected.csv"
+    expected.write_text("1,2,3,5,6\n")
+    ids = ("--input-tokens-csv", str(prompt))
+    np.save(files / "model.lora_weights.npy", np.ones((1, 2), np.float32))
+    np.save(files / "model.lora_config.npy", np.array([[1, 0, 8]], np.int64))
+    np.save(files / "tables.npy", np.arange(8, dtype=np.float32).reshape(2, 2, 2))
+    marked, marked_ids = files / "marked.txt", files / "marked.csv"
+    marked.write_text("\ufeffHi", encoding="utf-8")
+    marked_ids.write_text("\ufeff1,2,3\n", encoding="utf-8")
+    check = (*ids, "-S", "-c", "--output-tokens-csv", str(expected))
+    return {
+        "text": text_scene("Hi", "-o", "2", script=HELLO),
+        "json from stdin": text_scene("--json", "-q", "--top-k", "3", script=HELLO, stdin="Hi\n"),
+        "chat": text_scene(
+            *("Hi", "--system", "Be brief.", "--stop-words", "a,b", "--stop-words", "\n"),
+            script=HELLO,
+        ),
+        "error in mid-stream": text_scene("Hi", script=[text("Hel"), Fail("INTERNAL: broken")]),
+        "nobody there": Scene("streaming_client.py", ("Hi", "-u", "127.0.0.1:1")),
+        "deadline": text_scene(
+            *("Hi", "-t", "60"),
+            script=[text("Hel"), Abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")],
+        ),
+        "stopped at once": text_scene("Hi", "--stop-after-ms", "0", script=[Hold()]),
+        "interrupted": text_scene(
+            *("Hi", "--json"), script=[text("Hel"), Hold()], interrupted=True
+        ),
+        "tokens": token_scene(*check, script=[tokens(5), tokens(6), tokens(final=True)]),
+        "other tokens": token_scene(*check, script=[tokens(5, 7, final=True)]),
+        "whole": token_scene(*ids, script=[tokens(1, 2, 3, 5, final=True)]),
+        "everything": token_scene(
+            *(*ids, "--draft-tokens-csv", str(prompt), "--lora-path", str(files)),
+            *("--lora-task-id", "7", "--lookahead-config", "[4,3,2]", "--return-log-probs"),
+            *("--prompt-embedding-table-path", str(files / "tables.npy"), "--prompt-task-id", "1"),
+            *("--prompt-table-extra-id", "9", "--vocab-size", "3", "-n", "2", "--top-k", "5"),
+            *("--exclude-input-in-output", "--set", "min_tokens=1", "-C", "gzip"),
+            script=[
+                tokens(5, sequence_index=np.int32(0), cum_log_probs=np.float32([-1.5])),
+                tokens(6, sequence_index=np.int32(1), final=True),
+            ],
+        ),
+        "ran on": token_scene(
+            *(*ids, "-S", "--request-output-len", "2", "--stop-after-ms", "60000"),
+            script=[tokens(5, 6, final=True)],
+        ),
+        "stop request": token_scene(
+            *ids, "-S", "--stop-after-ms", "50", script=stopped_by_request()
+        ),
+        "cancellation": token_scene(
+            *ids, "-S", "--stop-after-ms", "1", "--request-cancellation", script=[Hold()]
+        ),
+        "latin-1": text_scene("Hi", script=HINDI, env=LATIN_1),
+        "latin-1 json": text_scene("Hi", "--json", script=HINDI, env=LATIN_1),
+        "latin-1 argument": text_scene("caf\udce9"),
+        "latin-1 stop word": text_scene("Hi", "--stop-words", "caf\udce9"),
+        "utf-8 in the C locale": text_scene("café", script=HELLO, env=C_LOCALE),
+        "no stdin": text_scene(redirected="<&-"),
+        "unreadable stdin": text_scene(redirected="0>/dev/null"),
+        "disk full": text_scene("Hi", script=[text("Hel"), Hold()], redirected=DISK_FULL),
+        "disk full, json": text_scene(
+            *("Hi", "--json"), script=[text("Hel"), Hold()], redirected=DISK_FULL
+        ),
+        "disk full, ids": token_scene(*ids, "-S", script=[tokens(5), Hold()], redirected=DISK_FULL),
+        "byte order mark": text_scene(script=HELLO, stdin="\ufeffHi"),
+        "byte order mark, file": text_scene("-f", str(marked), script=HELLO),
+        "byte order mark, ids": token_scene(
+            *("--input-tokens-csv", str(marked_ids)), script=[tokens(5, final=True)]
+        ),
+        "unknown model": token_scene(
+            *ids, "--model-name", "x", script=[Fail("Request for unknown model: 'x' is not found")]
+        ),
+    }
+
+
+async def play(scene: Scene) -> Outcome:
+    async with FakeGrpcServer(scene.script) as server:
+        process = await asyncio.create_subprocess_exec(
+            *("/bin/sh", "-c", f'exec "$@" {scene.redirected}', "sh", sys.executable),
+            str(ROOT / "client" / scene.program),
+            *(argument.replace("{url}", server.url) for argument in scene.arguments),
+            env={**os.environ, "PYTHONPATH": str(ROOT), **scene.env},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        first = b""
+        if scene.interrupted:
+            first = await process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+        out, err = await process.communicate(scene.stdin.encode())
+        if scene.interrupted or (scene.redirected == DISK_FULL and server.asked):
+            await server.cancelled.wait()
+        inputs = [inputs_of(request) for request in server.asked]
+    code = process.returncode
+    assert code is not None
+    return Outcome(code, (first + out).decode(), err.decode(), inputs, server.cancels)

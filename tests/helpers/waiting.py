@@ -1,0 +1,52 @@
+"""Waiting for what other processes and threads do, which cannot tell a test when it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+import psutil
+
+T = TypeVar("T")
+_BETWEEN_LOOKS_S = 0.01  # leaves the processor to those who are waited for
+
+
+def until(condition: Callable[[], T], seconds: float = 60) -> T:
+    """What the condition gives as soon as it holds; an assertion fails if that never comes."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"waited {seconds} s in vain; last seen: {found!r}"
+        time.sleep(_BETWEEN_LOOKS_S)
+    return found
+
+
+async def eventually(condition: Callable[[], T | Awaitable[T]], seconds: float = 60) -> T:
+    """``until`` for an event loop, which runs meanwhile; the condition may be a coroutine's."""
+    end = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if isinstance(found, Awaitable):
+            found = await found
+        if found:
+            return found
+        assert time.monotonic() < end, f"waited {seconds} s in vain; last seen: {found!r}"
+        await asyncio.sleep(_BETWEEN_LOOKS_S)
+
+
+def until_ended(processes: Iterable[psutil.Process], seconds: float = 60) -> None:
+    """Return when all processes have ended, reaped or not, and whoever their parents are."""
+    for process in processes:
+        if process.is_running():
+            try:
+                descriptor = os.pidfd_open(process.pid)
+            except ProcessLookupError:
+                continue
+            try:
+                ended, _, _ = select.select([descriptor], [], [], seconds)
+            finally:
+                os.close(descriptor)
+            assert ended, f"{process} runs on"

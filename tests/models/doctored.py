@@ -1,0 +1,39 @@
+"""What the doctor finds, and configurations to spoil."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf import text_format
+
+from tests.models.configured import Demo
+from trtllm_bls.doctor.findings import CHECKS, Finding, examine
+from trtllm_bls.doctor.subject import Subject
+
+
+def findings(name: str, **subject: Any) -> list[Finding]:
+    """What one check found, without what is as it should be."""
+    checks = [each for each in CHECKS if each.name == name]
+    assert checks, name
+    return [finding for _, finding in examine(Subject(**subject), checks) if finding.level != "ok"]
+
+
+def only(found: list[Finding]) -> Finding:
+    assert len(found) == 1, found
+    assert found[0].mend
+    return found[0]
+
+
+def change(demo: Demo, model: str, **values: str | None) -> None:
+    """Set parameters of a model that was written; ``None`` removes one."""
+    config = demo.config(model)
+    for key, value in values.items():
+        if value is None:
+            del config.parameters[key]
+        else:
+            config.parameters[key].string_value = value
+    rewrite(demo, model, config)
+
+
+def rewrite(demo: Demo, model: str, config: Any) -> None:
+    (demo.out / model / "config.pbtxt").write_text(text_format.MessageToString(config))

@@ -1,0 +1,126 @@
+"""What the doctor finds at the addresses that a deployment names."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+
+from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted_tokens import hashed
+from doubles.trtllm_service import Behaviour
+from tests.helpers.scripted_services import service_in_a_thread
+from tests.models.configured import Demo, demo
+from tests.models.doctored import change, findings, only
+from trtllm_bls.doctor.subject import Subject
+
+__all__ = ["demo"]  # the fixture
+
+
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Names itself, and has one model that is ready."""
+
+    def __init__(self, name: str = "triton") -> None:
+        self.name = name
+
+    def ServerMetadata(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerMetadataResponse(name=self.name)
+
+    def ModelReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ModelReadyResponse(ready=request.name == "tensorrt_llm")
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:
+        config = model_config_pb2.ModelConfig(name=request.name)
+        config.parameters["gpt_model_path"].string_value = "/another/engine"
+        return service_pb2.ModelConfigResponse(config=config)
+
+
+@pytest.fixture
+def triton() -> Iterator[tuple[FakeTriton, str]]:
+    with ThreadPoolExecutor(2) as threads:
+        server, fake = grpc.server(threads), FakeTriton()
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
+        port = server.add_insecure_port("localhost:0")
+        server.start()
+        yield fake, f"localhost:{port}"
+        server.stop(None).wait()
+
+
+def test_models_that_are_not_ready(triton: tuple[FakeTriton, str]) -> None:
+    """Named one by one."""
+    _, url = triton
+    found = only(findings("server", url=url))
+    assert "tensorrt_llm_bls is not ready" in found.what
+
+
+def test_a_server_that_is_not_triton(triton: tuple[FakeTriton, str]) -> None:
+    """Others speak the same protocol."""
+    fake, url = triton
+    fake.name = "openvino"
+    assert "openvino answers" in only(findings("server", url=url)).what
+
+
+def test_a_server_of_another_repository(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
+    """Its models have our names and other engines."""
+    demo.write()
+    found = only(findings("same_repository", url=triton[1], repository=demo.out))
+    assert "gpt_model_path" in found.what
+
+
+def test_nobody_answers() -> None:
+    """An error in one line, not a traceback."""
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        found = only(findings("server", url=f"localhost:{taken.getsockname()[1]}"))
+    assert "no answer" in found.what
+
+
+def test_another_program_on_the_engines_port(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
+    """It is this very test, which is not called tritonserver."""
+    demo.write("--engine-url", triton[1])
+    assert "not tritonserver" in only(findings("engine_port", repository=demo.out)).what
+
+
+def test_engines_elsewhere(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
+    """Each address by itself; the port of this server does not matter then."""
+    demo.write()
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        nobody = f"localhost:{taken.getsockname()[1]}"
+        change(demo, "tensorrt_llm_bls", engine=f"triton+grpc://{triton[1]}/m,{nobody}")
+        assert nobody in only(findings("engine_addresses", repository=demo.out)).what
+    assert findings("engine_port", repository=demo.out) == []
+
+
+def test_a_service_that_is_not_well_says_so(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
+    """And another server at its address is told from it."""
+    demo.write()
+    behaviour = Behaviour(health="NOT_OK")
+    with service_in_a_thread(ScriptedEngine(hashed(6), Script()), behaviour) as (service, address):
+        change(demo, "tensorrt_llm_bls", engine=f"trtllm://{address}")
+        found = only(findings("engine_addresses", repository=demo.out))
+        assert found.what == f"engine at {address}: it is not healthy: NOT_OK"
+        service.behaviour = Behaviour()
+        assert findings("engine_addresses", repository=demo.out) == []
+    change(demo, "tensorrt_llm_bls", engine=f"trtllm://{triton[1]}")
+    what = only(findings("engine_addresses", repository=demo.out)).what
+    assert what.endswith("not TensorRT-LLM's service")
+
+
+def test_a_port_that_serve_would_take(demo: Demo) -> None:
+    """Named with its program and the option that avoids it."""
+    demo.write()
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        busy = only(findings("ports", repository=demo.out, ports={"--http-port": port}))
+    assert f"port {port} is taken by" in busy.what
+    assert "--http-port" in busy.mend
+    assert findings("ports", repository=demo.out, ports={"--http-port": port}) == []
+    assert Subject().ports["--grpc-port"] == 8001

@@ -1,0 +1,235 @@
+"""Tool calls that are not JSON, read as they are written: XML tags, and Python."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+_LONGEST_NAME = 256
+_KEY = re.compile(r"<parameter=([^<>\n]{1,256})>\n?")
+_KEY_BEGUN = re.compile(r"<parameter=[^<>\n]{0,256}")
+_VALUE_END = re.compile(r"\n?</parameter>")
+_END = "</function>"
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+class Reader(Protocol):
+    """Reads one call: says its name once, then more and more of its arguments as JSON text."""
+
+    begun: bool
+    done: bool
+    broken: bool
+
+    def feed(self, text: str) -> int:
+        """How many characters belong to the call."""
+        ...
+
+
+class XmlCall:
+    """What follows ``<function=``: ``name>``, ``<parameter=key>value</parameter>`` …, and the end.
+
+    ``schemas``: the tools' parameters by name, which tell texts from other values. A text leaves
+    while it is written.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[str], None],
+        more: Callable[[str], None],
+        schemas: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.begun = self.done = self.broken = False
+        self._begin, self._more = begin, more
+        self._schemas = schemas or {}
+        self._properties: Mapping[str, Any] = {}
+        self._step = self._name
+        self._text = ""  # not read
+        self._given = ""  # of the arguments, not passed on
+        self._before = "{"  # what precedes the next key
+        self._kinds: set[str] = set()  # JSON types that the value under way may have
+        self._value = ""  # so far, unless it is a text
+
+    def feed(self, text: str) -> int:
+        self._text = text
+        while self._text and not (self.done or self.broken) and self._step():
+            pass
+        if self._given:
+            self._more(self._given)
+            self._given = ""
+        return len(text) - len(self._text)
+
+    def _name(self) -> bool:
+        end = re.search(r"[<>\s]", self._text)
+        if end is None and len(self._text) < _LONGEST_NAME:
+            return False
+        name = self._text[: end.start()] if end else ""
+        self._text = self._text[len(name) + 1 :]
+        if end is None or end[0] != ">" or not name:
+            self.broken = True
+            return True
+        self.begun, self._step = True, self._parameter
+        self._properties = _mapping(_mapping(self._schemas.get(name)).get("properties"))
+        self._begin(name)
+        return True
+
+    def _parameter(self) -> bool:
+        text = self._text.lstrip()
+        key = _KEY.match(text)
+        if (key and key.end() == len(text)) or _is_unfinished(text):
+            return False  # the key's line may go on
+        if key is None:  # where the end was forgotten, too
+            self._text = text.removeprefix(_END)
+            self._given += "{}" if self._before == "{" else "}"
+            self.done = True
+            return True
+        self._text = text[key.end() :]
+        self._kinds = _kinds(self._properties.get(key[1]))
+        self._given += f"{self._before}{_dumped(key[1])}: " + '"' * ("string" in self._kinds)
+        self._before, self._value, self._step = ", ", "", self._value_of_key
+        return True
+
+    def _value_of_key(self) -> bool:
+        end = _VALUE_END.search(self._text)
+        sure = end.start() if end else len(self._text) - _held_back(self._text)
+        value, self._text = self._text[:sure], self._text[end.end() if end else sure :]
+        if "string" in self._kinds:
+            self._given += _dumped(value)[1:-1] + '"' * (end is not None)
+        else:
+            self._value += value
+            self._given += _json_of(self._value, bool(self._kinds)) if end else ""
+        if end is not None:
+            self._step = self._parameter
+        return end is not None
+
+
+class PythonCall:
+    """``name(key=value, …)`` with Python's literals, which leaves once it is complete.
+
+    ``known``: the only names that are called; ``None``: any.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[str], None],
+        more: Callable[[str], None],
+        known: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.begun = self.done = self.broken = False
+        self._begin, self._more = begin, more
+        self._known = known
+        self._name: str | None = None
+        self._text = ""  # of the name, then of the arguments
+        self._open = 1  # brackets
+        self._quote = ""
+        self._escaped = False
+
+    def feed(self, text: str) -> int:
+        used = 0
+        for used, char in enumerate(text, 1):  # noqa: B007
+            if self._name is None:
+                self._in_name(char)
+            elif self._closes(char):
+                self._close(self._name)
+            else:
+                self._text += char
+            if self.done or self.broken:
+                break
+        return used
+
+    def _in_name(self, char: str) -> None:
+        if char == "(":
+            self._name, self._text = self._text, ""
+            self.broken = self._known is not None and self._name not in self._known
+        else:
+            self._text += char
+            name = re.fullmatch(r"[^\W\d][\w.-]*", self._text)
+            self.broken = name is None or len(self._text) > _LONGEST_NAME
+
+    def _closes(self, char: str) -> bool:
+        """Whether this is the bracket that ends the call."""
+        if self._quote:
+            if self._escaped or char == "\\":
+                self._escaped = not self._escaped
+            elif char == self._quote:
+                self._quote = ""
+        elif char in "\"'":
+            self._quote = char
+        else:
+            self._open += (char in "([{") - (char in ")]}")
+        return not self._open
+
+    def _close(self, name: str) -> None:
+        try:
+            arguments = _dumped(_keywords(self._text))
+        except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):
+            self.broken = True
+            return
+        self.begun = self.done = True
+        self._begin(name)
+        self._more(arguments)
+
+
+class _JsonNames(ast.NodeTransformer):
+    """JSON's words for Python's; other names are no literals."""
+
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant(_JSON_NAMES[node.id])
+
+
+def _keywords(text: str) -> dict[str, Any]:
+    """The arguments of a call by name. Raises what ``ast`` does, and for other arguments."""
+    with warnings.catch_warnings():  # of escapes that Python does not know
+        warnings.simplefilter("ignore")
+        call = ast.parse(f"f({text})", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+        raise ValueError("arguments without names")
+    return {str(k.arg): ast.literal_eval(_JsonNames().visit(k.value)) for k in call.keywords}
+
+
+def _json_of(text: str, typed: bool) -> str:
+    """The value as JSON; without a type known, only what looks like an object or a list."""
+    if typed or text.lstrip()[:1] in ("{", "["):
+        for read in (json.loads, ast.literal_eval):
+            try:
+                return _dumped(read(text.strip()))
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                continue
+    return _dumped(text)
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _kinds(schema: object) -> set[str]:
+    """The JSON types that a schema names for a value; it is the caller's, so anything may be."""
+    branches = [schema]
+    for key in ("anyOf", "oneOf"):
+        further = _mapping(schema).get(key)
+        branches += further if isinstance(further, list) else []
+    named = [_mapping(branch).get("type") for branch in branches]
+    types = [kind for kinds in named for kind in (kinds if isinstance(kinds, list) else [kinds])]
+    return {kind for kind in types if isinstance(kind, str)}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_unfinished(text: str) -> bool:
+    """Whether this may be the beginning of a key or of the end."""
+    begins = any(whole.startswith(text) for whole in ("<parameter=", _END))
+    return (begins and text != _END) or _KEY_BEGUN.fullmatch(text) is not None
+
+
+def _held_back(text: str) -> int:
+    """How many characters at the end of ``text`` may begin the end of a value."""
+    end = "</parameter>"
+    longest = range(min(len(text), len(end)), 0, -1)
+    return next(
+        (n for n in longest if f"\n{end}".startswith(text[-n:]) or end.startswith(text[-n:])), 0
+    )
