@@ -2,9 +2,12 @@
 
 Every process of ``tensorrt_llm_bls``, and of the OpenAI API beside it, keeps ``<pid>.json`` there:
 that its threads run, what it has sent, which requests run. Whoever is about to stop the server
-writes ``drain``, the last moment for requests, as seconds of ``time.monotonic()``, which all
-processes of a machine share. A process that has sent all its requests to the engine, and takes no
-more, says so: then Triton may stop.
+makes ``drain``, whose time of change is the last moment for requests, in seconds of
+``time.monotonic()``, which all processes of a machine share. A process that has sent all its
+requests to the engine, and takes no more, says so: then Triton may stop.
+
+A drain needs no room on the disk: its file is made beforehand and only renamed, and a status that
+cannot be written says by its mode that the process has handed over.
 
 Files, because either side may be killed at any moment, and because a shell can do the same
 (``touch drain``). Owns their names and form.
@@ -20,6 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 DRAIN = "drain"
+_NO_DEADLINE = 1e9  # more is what ``touch`` leaves: the time of day, not of a machine that runs
+_CANNOT_BE_WRITTEN, _WRITABLE = 0o400, 0o200
 
 # Names the variable with the id of ``serve``'s own requests, which are neither counted nor logged.
 # Nobody else can guess it, so that no caller hides.
@@ -32,8 +37,9 @@ class ProcessStatus:
 
     ``loop_at``: when its event loop last turned. ``responses``: made so far, errors left out.
     ``requests``: the ids of some that run, of ``running``. ``handed_over``: it takes no new
-    requests, and needs no further request to the engine for those that run. ``engine_problem``:
-    what an engine in another process says is wrong with it.
+    requests, and needs no further request to the engine for those that run. ``missed_turns``: how
+    often another thread of the process has had its turn, 20 times a second at most, since its
+    event loop has. ``engine_problem``: what an engine in another process says is wrong with it.
     """
 
     pid: int
@@ -43,6 +49,7 @@ class ProcessStatus:
     running: int
     requests: tuple[str, ...] = ()
     handed_over: bool = False
+    missed_turns: int = 0
     engine_problem: str | None = None
 
 
@@ -55,7 +62,7 @@ class StatusDirectory:
     def write(self, status: ProcessStatus) -> None:
         """Replace the process's file. Raises ``OSError``.
 
-        The file's time says ``loop_at``, too: that can be told also on a disk without room.
+        On a disk without room the file's time still says ``loop_at``, its mode ``handed_over``.
         """
         file, fresh = self.path / f"{status.pid}.json", self.path / f"{status.pid}.new"
         times = (status.loop_at, status.loop_at)
@@ -66,6 +73,8 @@ class StatusDirectory:
         except OSError:
             with suppress(OSError):
                 os.utime(file, times)
+                if status.handed_over:
+                    file.chmod(_CANNOT_BE_WRITTEN)
             raise
 
     def read(self) -> list[ProcessStatus]:
@@ -75,24 +84,35 @@ class StatusDirectory:
             with suppress(OSError, ValueError, TypeError):
                 status = ProcessStatus(**json.loads(file.read_text(encoding="utf-8")))
                 os.kill(status.pid, 0)  # raises for a process that has ended
-                loop_at = max(status.loop_at, file.stat().st_mtime)
-                found.append(replace(status, loop_at=loop_at, requests=tuple(status.requests)))
+                state = file.stat()
+                found.append(
+                    replace(
+                        status,
+                        loop_at=max(status.loop_at, state.st_mtime),
+                        requests=tuple(status.requests),
+                        handed_over=status.handed_over or not state.st_mode & _WRITABLE,
+                    )
+                )
         return found
 
     def ask_to_drain(self, deadline: float) -> None:
         """Have every process drain; at ``deadline`` what still runs ends. Raises ``OSError``."""
-        fresh = self.path / f"{DRAIN}.new"
-        fresh.write_text(str(deadline), encoding="utf-8")
-        fresh.replace(self.path / DRAIN)
+        file, fresh = self.path / DRAIN, self.path / f"{DRAIN}.new"
+        times = (deadline, deadline) if deadline < _NO_DEADLINE else None
+        if file.exists():
+            os.utime(file, times)
+            return
+        fresh.touch()
+        os.utime(fresh, times)
+        fresh.replace(file)
 
     def drain_deadline(self) -> float | None:
         """``None`` where nobody asked; infinite where no time was named."""
         try:
-            return float((self.path / DRAIN).read_text(encoding="utf-8"))
+            deadline = (self.path / DRAIN).stat().st_mtime
         except OSError:
             return None
-        except ValueError:
-            return math.inf
+        return deadline if deadline < _NO_DEADLINE else math.inf
 
     def clear(self) -> None:
         """Remove all that an earlier server left: its processes' numbers come again."""
@@ -100,8 +120,9 @@ class StatusDirectory:
             file.unlink(missing_ok=True)
 
     def forget_drain(self) -> None:
-        """Remove what was left by an earlier server. Raises ``OSError``."""
+        """Remove what was left by an earlier server, and be ready for one. Raises ``OSError``."""
         (self.path / DRAIN).unlink(missing_ok=True)
+        (self.path / f"{DRAIN}.new").touch()
 
     @property
     def handed_over(self) -> bool:

@@ -43,6 +43,21 @@ def call_of(ask: Ask, triton: FakeTriton) -> Call:
     return Call(triton, ask, SenderThreads(no_loop, 0), decoupled=True)
 
 
+class Later:
+    """In place of the sending threads: remembers how long they should wait."""
+
+    responses = 0
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def work_on(self, call: Call, urgent: bool = False) -> None:
+        pass
+
+    def later(self, seconds: float, call: Call) -> None:
+        self.seconds.append(seconds)
+
+
 def failing(times: int) -> Callable[[Any], None]:
     """For ``Ask.on_send``: so many sends fail."""
     left = iter(range(times))

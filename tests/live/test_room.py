@@ -1,18 +1,22 @@
-"""A server whose processes run out of file descriptors while they serve."""
+"""A server that runs out of file descriptors, or of shared memory, while it serves."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
 import pytest
 
-from tests.helpers.server_settings import free_ports
+from tests.helpers.server_settings import ROOT, free_ports
 from trtllm_bls.client import Client
 from trtllm_bls.errors import ClientError
+from trtllm_bls.health import ServerProcesses
 from trtllm_bls.launcher import TritonServer
 
 pytestmark = pytest.mark.live
@@ -32,6 +36,11 @@ def without_descriptors(server: TritonServer) -> Iterator[None]:
     finally:
         for process, limit in before.items():
             process.rlimit(psutil.RLIMIT_NOFILE, limit)
+
+
+def running_process(server: TritonServer) -> psutil.Process:
+    assert server.process is not None
+    return server.process
 
 
 def test_without_descriptors_what_runs_goes_on_and_later_all_is_well() -> None:
@@ -54,6 +63,8 @@ def test_without_descriptors_what_runs_goes_on_and_later_all_is_well() -> None:
                     async for event in stream:
                         text += event.text
                     assert (await connected.generate(**QUESTION, deadline_s=60)).text == expected
+                    told = ServerProcesses(running_process(server)).without_descriptors()
+                    assert any("tritonserver has used its 0 file desc" in line for line in told)
                     with pytest.raises(ClientError):
                         await newcomer.generate(**QUESTION, deadline_s=2)
             assert text == expected
@@ -65,3 +76,21 @@ def test_without_descriptors_what_runs_goes_on_and_later_all_is_well() -> None:
         asyncio.run(run(server))
         assert {child.pid for child in server.process.children()} == pids
         assert server.process.is_running()
+
+
+def test_without_shared_memory_who_waits_is_told_and_later_all_is_well() -> None:
+    """What runs goes on, what needs room gets an error at once, and no process ends."""
+    alone = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    mount = "mount -t tmpfs -o size=48m tmpfs /dev/shm"
+    if subprocess.run([*alone, mount], capture_output=True).returncode:
+        pytest.skip("needs a /dev/shm of its own")
+    script = f"{mount} && exec {sys.executable} -m tests.live.full_shared_memory"
+    told = subprocess.run([*alone, script], cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert told.returncode == 0, told.stderr
+    outcome = json.loads(told.stdout.splitlines()[-1])
+    assert outcome["stream"] == outcome["expected"] == outcome["after"]
+    assert outcome["small"] == [outcome["short"]] * 4
+    assert len(outcome["large"]) == 8
+    assert all("shared memory" in error for error in outcome["large"])
+    assert "tokens; at most" in outcome["large_after"]
+    assert outcome["same_processes"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -155,6 +156,19 @@ def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
     assert ask.error is not None  # the server was closed
 
 
+def test_a_stuck_event_loop_is_told_by_another_thread(tmp_path: Path) -> None:
+    """Within seconds, since that thread has its turns; and it is well again afterwards."""
+    stuck = threading.Event()
+    with opened(FakeTriton(), never_ends) as server:
+        lifecycle = Lifecycle(server, StubbornEngine(), str(tmp_path))
+        files = StatusDirectory(tmp_path)
+        server.loop.call_soon_threadsafe(stuck.wait, SECONDS)
+        status_when(files, lambda now: now.missed_turns > 3)
+        stuck.set()
+        status_when(files, lambda now: now.missed_turns == 0)
+        lifecycle.close()
+
+
 def test_a_draining_process_refuses_what_is_new_and_ends_what_lasts_too_long(
     tmp_path: Path,
 ) -> None:
@@ -179,6 +193,28 @@ def test_a_draining_process_refuses_what_is_new_and_ends_what_lasts_too_long(
         ended = running.wait().error
         assert ended is not None and ended.code() == EngineUnavailable.status
         lifecycle.close()
+
+
+def test_a_drain_needs_no_room_on_the_disk(tmp_path: Path) -> None:
+    """Processes hear of it, of its deadline, and are seen to hand over."""
+    engine = StubbornEngine()
+    with opened(FakeTriton(), never_ends) as server:
+        lifecycle = Lifecycle(server, engine, str(tmp_path))
+        files = StatusDirectory(tmp_path)
+        room = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, room[1]))
+        try:
+            with pytest.raises(OSError, match="large"):
+                (tmp_path / "more").write_text("more")
+            files.ask_to_drain(7.5)
+            assert files.drain_deadline() == 7.5
+            assert engine.drained.wait(SECONDS)
+            assert not files.handed_over
+            engine.settled = True
+            status_when(files, lambda now: now.handed_over)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, room)
+            lifecycle.close()
 
 
 def test_the_command_waits_until_nothing_runs(tmp_path: Path) -> None:

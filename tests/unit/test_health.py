@@ -45,11 +45,14 @@ GOOD = Observed(progress_at=99.0, loop_at=99.5, shared_memory=2**30)
         (Observed(canary_failures=1, canary_error="no"), None, False),  # perhaps an accident
         (Observed(canary_failures=2, canary_error="no"), "for one token fails: no", False),
         (Observed(processes=("x is dead",)), "x is dead", True),
+        (Observed(descriptors=("x has used 9",)), "x has used 9", False),
         (Observed(models=("tensorrt_llm",)), "model tensorrt_llm is not ready", False),
         (Observed(progress_at=89.0), "no response has left for 11 s", False),
         (Observed(progress_at=79.0), "no response has left for 21 s", True),
         (Observed(loop_at=89.0), "has been stuck for 11 s", False),
         (Observed(loop_at=79.0), "has been stuck for 21 s", True),
+        (Observed(loop_at=96.0, missed_turns=59), None, False),
+        (Observed(loop_at=96.0, missed_turns=60), "has been stuck for 4 s", False),
         (Observed(shared_memory=4096), "/dev/shm is full: 4 KiB are free", False),
     ],
 )

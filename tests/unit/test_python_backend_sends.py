@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton, TritonModelError
-from tests.helpers.request_servers import ONE, Gate, call_of, failing, number, opened
+from tests.helpers.request_servers import ONE, Gate, Later, call_of, failing, number, opened
 from trtllm_bls.errors import EngineError, Overloaded
 from trtllm_bls.python_backend import WATCHED_AT_ONCE, Call
-from trtllm_bls.python_backend.request_server import STARTED_AT_ONCE
 
 
 def test_a_slow_send_holds_up_neither_other_calls_nor_the_loop() -> None:
@@ -120,21 +119,6 @@ def test_a_send_that_fails_ends_its_call_once(failures: int, final: bool) -> Non
         assert broken.error.code() == "UNAVAILABLE"
 
 
-def test_requests_that_come_just_before_the_end_are_told() -> None:
-    """Though they are started a few at a time, and most have not been."""
-
-    async def handle(call: Call) -> None:
-        await asyncio.Event().wait()
-
-    triton = FakeTriton()
-    asks = [triton.ask(ONE, "number") for _ in range(5 * STARTED_AT_ONCE)]
-    with opened(triton, handle) as server:
-        server.accept(asks)
-    for ask in asks:
-        error = ask.wait().error
-        assert error is not None and error.code() == "UNAVAILABLE"
-
-
 def test_an_error_that_cannot_even_be_made_still_ends_its_call() -> None:
     """The bare end needs nothing; the thread that sends lives on."""
     triton = FakeTriton()
@@ -190,21 +174,6 @@ def test_a_model_that_is_not_decoupled_never_ends_without_a_response() -> None:
         server.accept([ask])
         assert ask.wait().responses == [{}] and ask.error is None
     assert len(sends) == 3 and None not in sends
-
-
-class Later:
-    """In place of the sending threads: remembers how long they should wait."""
-
-    responses = 0
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def work_on(self, call: Call, urgent: bool = False) -> None:
-        pass
-
-    def later(self, seconds: float, call: Call) -> None:
-        self.seconds.append(seconds)
 
 
 def test_a_call_that_cannot_be_ended_is_tried_less_and_less_often(

@@ -18,7 +18,7 @@ from tests.helpers.waiting import eventually
 from trtllm_bls.answer import Answer, TextRules
 from trtllm_bls.messages import EngineChunk, TokenIds
 from trtllm_bls.python_backend import MAX_QUEUED, Call, SenderThreads
-from trtllm_bls.python_backend.request_server import ThreadedLoop
+from trtllm_bls.python_backend.request_server import STARTED_AT_ONCE, ThreadedLoop
 from trtllm_bls.python_backend.sender_threads import MANY_NEW, NEW_SECONDS
 
 MANY = 3 * MAX_QUEUED
@@ -139,6 +139,21 @@ def test_in_a_rush_only_first_responses_are_made_ahead() -> None:
     senders.has_room()
     assert sys.getswitchinterval() == switch_seconds
     senders.close()
+
+
+def test_requests_that_come_just_before_the_end_are_told() -> None:
+    """Though they are started a few at a time, and most have not been."""
+
+    async def handle(call: Call) -> None:
+        await asyncio.Event().wait()
+
+    triton = FakeTriton()
+    asks = [triton.ask(ONE, "number") for _ in range(5 * STARTED_AT_ONCE)]
+    with opened(triton, handle) as server:
+        server.accept(asks)
+    for ask in asks:
+        error = ask.wait().error
+        assert error is not None and error.code() == "UNAVAILABLE"
 
 
 def test_calls_from_other_threads_are_never_lost() -> None:

@@ -110,6 +110,7 @@ def slurm_script(launch: Launch, repository: Path) -> str:
         '  rule="shared-memory,model-repository,logging,trace:trtllm-bls-control=$key"',
         '  exec "$SERVER" --model-repository="$REPOSITORY" --disable-auto-complete-config \\',
         '    --http-restricted-api="$rule" --grpc-restricted-protocol="$rule" \\',
+        '    --grpc-header-forward-pattern="traceparent|triton_grpc_error" \\',
         f"    --backend-config=python,thread-pool-size={_THREADS} \\",
         '    --backend-config=python,shm-region-prefix-name="prefix${SLURM_PROCID}_" $role',
         "'",

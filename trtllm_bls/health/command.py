@@ -80,11 +80,13 @@ async def look(
         raise SettingsError(f"--url {url}: write host:port, where gRPC is served")
     here = _is_here(host)
     local = find_server(int(port)) if here else None
-    processes = ServerProcesses(local).problems() if local is not None else ()
+    server = ServerProcesses(local) if local is not None else None
+    processes = server.problems() if server else ()
     probe = Probe(url, tls=tls)
     missing, error, failures = await _asked(probe, models, timeout, canary and not processes)
     observed = Observed(
         processes=processes,
+        descriptors=server.without_descriptors() if server else (),
         models=missing,
         canary_failures=failures,
         canary_error=error,

@@ -50,6 +50,16 @@ class ServerProcesses:
         self._stopped, self.running = stopped, running
         return tuple(found)
 
+    def without_descriptors(self) -> tuple[str, ...]:
+        """Which can open no further file or connection, a line each."""
+        found = []
+        for process, name in self._names.items():
+            with suppress(psutil.Error):
+                used, limit = process.num_fds(), process.rlimit(psutil.RLIMIT_NOFILE)[0]
+                if used >= limit >= 0:  # -1: without a limit
+                    found.append(f"the process of {name} has used its {limit} file descriptors")
+        return tuple(found)
+
     def wake(self, process: psutil.Process) -> bool:
         """Let a process go on if it is stopped; whether it was."""
         with suppress(psutil.Error):

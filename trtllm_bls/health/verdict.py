@@ -5,7 +5,8 @@ as anything at all moves. A response to any request, or the answer to a canary (
 token that the probe sends itself), is progress; so is a refusal for want of room, while others are
 served. Only when nothing has moved for the stall limit is the server taken for stuck. What a
 machine under load does not do by itself counts at once: a process that is dead or stopped, a model
-that is not loaded, a canary that fails twice, no shared memory left.
+that is not loaded, a canary that fails twice, no shared memory or file descriptors left, and an
+event loop that has no turn while another thread of its process has 60: both wait for a core alike.
 
 Pure: times are seconds of one clock, handed in.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CANARY_FAILURES = 2  # in a row; one may be an accident
+MISSED_TURNS = 60  # three seconds, or longer where there is load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +34,20 @@ class Bounds:
 class Observed:
     """What is known of a server. ``None`` means that it is not looked at.
 
+    ``processes``: what is wrong with them; ``descriptors``: which of them have none left.
     ``progress_at``: when a response last left or a canary was last answered. ``loop_at``: when the
-    event loop turned last, of the process where that is longest ago. ``engine``: what is wrong with
-    an engine that was asked for its health. ``canary_failures``: in a row.
+    event loop turned last, of the process where that is longest ago. ``missed_turns``: of the event
+    loop that missed most (``status``). ``engine``: what is wrong with an engine that was asked for
+    its health. ``canary_failures``: in a row.
     """
 
     processes: tuple[str, ...] = ()
+    descriptors: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     engine: str | None = None
     progress_at: float | None = None
     loop_at: float | None = None
+    missed_turns: int = 0
     canary_failures: int = 0
     canary_error: str = ""
     shared_memory: int | None = None
@@ -61,7 +67,7 @@ class Verdict:
 
 def evaluate(observed: Observed, bounds: Bounds, now: float) -> Verdict:
     """What the observations mean."""
-    reasons = [*observed.processes]
+    reasons = [*observed.processes, *observed.descriptors]
     reasons += [f"model {model} is not ready" for model in observed.models]
     reasons += [observed.engine] if observed.engine else []
     if observed.canary_failures >= CANARY_FAILURES:
@@ -70,7 +76,7 @@ def evaluate(observed: Observed, bounds: Bounds, now: float) -> Verdict:
     if silent > bounds.stall_s:
         reasons.append(f"no response has left for {silent:.0f} s")
     stuck = _age(observed.loop_at, now)
-    if stuck > bounds.stall_s:
+    if stuck > bounds.stall_s or observed.missed_turns >= MISSED_TURNS:
         reasons.append(f"an event loop has been stuck for {stuck:.0f} s")
     free = observed.shared_memory
     if free is not None and free < bounds.shared_memory:

@@ -81,8 +81,9 @@ def server_command(
         f"--backend-config=python,thread-pool-size={threads}",
         f"--backend-config=python,shm-region-prefix-name={region_prefix}",
         "--disable-auto-complete-config",
-        # Reaches models as a request parameter, from where it goes to the engine and into the log.
-        "--grpc-header-forward-pattern=traceparent",
+        # Reach models as request parameters: the one goes to the engine and into the log, the other
+        # makes errors wait (``python_backend.call``).
+        "--grpc-header-forward-pattern=traceparent|triton_grpc_error",
         "--http-header-forward-pattern=traceparent",
     ]
 

@@ -116,10 +116,12 @@ class Watch:
         self._note_progress(statuses, now)
         return Observed(
             processes=self._processes.problems(),
+            descriptors=self._processes.without_descriptors(),
             models=self._not_ready,
             engine=next((each.engine_problem for each in statuses if each.engine_problem), None),
             progress_at=self._progress_at if self._has_canary else None,
             loop_at=min((status.loop_at for status in statuses), default=None),
+            missed_turns=max((status.missed_turns for status in statuses), default=0),
             canary_failures=self._failures,
             canary_error=self._error,
             shared_memory=free_shared_memory(),

@@ -8,7 +8,8 @@ response sender must obey (docs/architecture.md names the defects behind them) a
 and nowhere else:
 
 - every request ends in exactly one FINAL, on every path, also where a send fails;
-- an error is the last thing sent and has FINAL in the same send;
+- an error is the last thing sent and has FINAL in the same send, and where the caller wants it as
+  gRPC status it leaves no sooner than a second after its request came;
 - only outputs that the caller asked for are sent;
 - nobody asks ``is_cancelled`` of a sender that has been closed: both are done under one lock.
 
@@ -16,7 +17,7 @@ and nowhere else:
 """
 
 from trtllm_bls.python_backend.call import Call
-from trtllm_bls.python_backend.request_server import WATCHED_AT_ONCE, RequestServer, answer_each
+from trtllm_bls.python_backend.request_server import WATCHED_AT_ONCE, RequestServer, answering
 from trtllm_bls.python_backend.sender_threads import MAX_QUEUED, SenderThreads
 
 __all__ = [
@@ -25,5 +26,5 @@ __all__ = [
     "Call",
     "RequestServer",
     "SenderThreads",
-    "answer_each",
+    "answering",
 ]

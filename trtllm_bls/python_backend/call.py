@@ -7,6 +7,7 @@ import collections
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -19,9 +20,16 @@ from trtllm_bls.python_backend.sender_threads import SenderThreads
 
 MAX_ID = 128  # characters of a client's id in a log line
 _FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# A client can ask for errors as gRPC status, with metadata that ``serve`` has Triton pass on as a
+# parameter. Triton 24.10 then closes the stream where the error arrives, and ends with SIGSEGV if
+# its thread that handed the request over has not gone back to reading the stream, which takes
+# microseconds, or as long as other threads keep it from a core. Nobody tells when it has.
+STATUS_ASKED, ERROR_AS_STATUS_SECONDS = '"triton_grpc_error"', 1.0  # after the request came
 _FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 5.0  # where every send fails; doubled
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
+# A response, whether it is the last, and when it may leave at the earliest (0: at once).
+_Queued: TypeAlias = tuple[Callable[[], Any] | None, bool, float]
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +54,13 @@ class Call:
         self._lock = threading.Lock()  # of Triton's sender
         self._closed = False
         self._queue_lock = threading.Lock()
-        self._queue: collections.deque[tuple[Callable[[], Any] | None, bool]] = collections.deque()
+        self._queue: collections.deque[_Queued] = collections.deque()
         self._sending = False
         self._begun = False  # its first response is queued
         self._ended = False  # the last response is queued
         self._asked = False  # whether the caller is gone, while a response was being sent
         self._found_gone = False
+        self._error_at = 0.0
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._failure_told = False
         self._waiters: list[asyncio.Future[None]] = []
@@ -67,6 +76,8 @@ class Call:
     def read(self, request: Any) -> None:
         """Copy the inputs: Triton may free its own any time."""
         self.parameters = request.parameters()
+        if STATUS_ASKED in self.parameters:
+            self._error_at = time.monotonic() + ERROR_AS_STATUS_SECONDS
         self.arrays = MappingProxyType(
             {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
         )
@@ -79,7 +90,8 @@ class Call:
 
     def fail(self, error: Exception) -> None:
         """End the call with an error; ignored once it has ended."""
-        self._put(lambda: self._error(error), final=True)
+        self.arrays = MappingProxyType({})  # the error may have to wait
+        self._put(lambda: self._error(error), final=True, at=self._error_at)
 
     def finish(self) -> None:
         """End the call without another response if that is allowed; ignored once it has ended."""
@@ -142,12 +154,12 @@ class Call:
         """The least that ends a call: a model that is not decoupled owes one response."""
         return None if self._decoupled else lambda: self._response({})
 
-    def _put(self, response: Callable[[], Any] | None, final: bool) -> None:
+    def _put(self, response: Callable[[], Any] | None, final: bool, at: float = 0.0) -> None:
         if self._ended:
             return
         first, self._begun, self._ended = not self._begun, True, final
         with self._queue_lock:
-            self._queue.append((response, final))
+            self._queue.append((response, final, at))
             if self._sending:
                 return
             self._sending = True
@@ -163,13 +175,20 @@ class Call:
                     self._sending = False
                     waiters, self._waiters = self._waiters, []
                     return waiters
-                response, final = self._queue.popleft()
+                response, final, at = self._queue.popleft()
+            if at and (seconds := at - time.monotonic()) > 0:
+                self._put_back(response, seconds)
+                return []
             if not self._send(response, final):
-                with self._queue_lock:
-                    self._queue.appendleft((self._unsendable, True))
-                self._senders.later(self._retry_seconds, self)
+                self._put_back(self._unsendable, self._retry_seconds)
                 self._retry_seconds = min(2 * self._retry_seconds, _LONGEST_RETRY_SECONDS)
                 return []
+
+    def _put_back(self, response: Callable[[], Any] | None, seconds: float) -> None:
+        """Send the end of the call later, or when the threads end."""
+        with self._queue_lock:
+            self._queue.appendleft((response, True, 0.0))
+        self._senders.later(seconds, self)
 
     def _send(self, response: Callable[[], Any] | None, final: bool) -> bool:
         """Send one response; false if not even the end could be sent."""

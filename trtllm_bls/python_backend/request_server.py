@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import Context
 from typing import Any
 
-from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, printable, to_wire
-from trtllm_bls.python_backend.call import MAX_ID, Arrays, Call, as_triton_error
+from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
+from trtllm_bls.python_backend.call import Arrays, Call
 from trtllm_bls.python_backend.sender_threads import SENDERS, SenderThreads
 from trtllm_bls.request_stats import CancelCause
 
@@ -127,11 +127,12 @@ class RequestServer:
             self._waking = True
             self._loop.call_soon_threadsafe(self._start_arrived)
 
-    def close(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def close(self, finish: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """End every call still open with an error, run ``finish``, then end the threads."""
         self._closing.set()
         self._run(self.end_all())
-        self._run(finish())
+        if finish is not None:
+            self._run(finish())
         self._senders.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         for thread in self._threads:
@@ -211,21 +212,10 @@ def _abandon(task: asyncio.Task[None], call: Call) -> None:
         task.cancel(CancelCause.CALLER_LEFT.value)
 
 
-def answer_each(
-    pb_utils: Any,
-    requests: Iterable[Any],
-    answer: Callable[[Arrays], Arrays],
-) -> list[Any]:
-    """One response per request of a model that is not decoupled; a failure is its own answer."""
-    return [_answered(pb_utils, request, answer) for request in requests]
+def answering(answer: Callable[[Arrays], Arrays]) -> Callable[[Call], Awaitable[None]]:
+    """The handler of a model whose answer to a request is made at once, in one piece."""
 
+    async def handle(call: Call) -> None:
+        call.send(answer(call.arrays), final=True)
 
-def _answered(pb_utils: Any, request: Any, answer: Callable[[Arrays], Arrays]) -> Any:
-    try:
-        arrays = answer({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
-    except Exception as error:
-        failure = as_triton_error(pb_utils, error, printable(request.request_id(), MAX_ID))
-        return pb_utils.InferenceResponse([], error=failure)
-    wanted = request.requested_output_names()
-    tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in wanted]
-    return pb_utils.InferenceResponse(tensors)
+    return handle

@@ -15,7 +15,7 @@ MAX_QUEUED = 4 * SENDERS  # responses made ahead of the threads; the others are 
 # their responses come first, and others are made one at a time, where there is nothing else to
 # send. Threads then wait less long for the interpreter's lock, since each request that Triton hands
 # over needs it twice; at other times that would only cost more switches.
-MANY_NEW, NEW_SECONDS = 16, 0.05
+MANY_NEW, NEW_SECONDS = 32, 0.05
 RUSH_SWITCH_SECONDS = 0.0005
 
 
@@ -40,7 +40,7 @@ class SenderThreads:
         self._rush = False
         self._switch_seconds = sys.getswitchinterval()
         self._under_way: set[Sendable] = set()  # calls that a thread sends, or will
-        self._retries: dict[Sendable, threading.Timer] = {}
+        self._later: dict[Sendable, None] = {}  # have something to send after a while
         self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
         self._waking = False
         self.responses = 0
@@ -99,25 +99,25 @@ class SenderThreads:
 
     def later(self, seconds: float, call: Sendable) -> None:
         """The same, after a while."""
-        timer = self._retries[call] = threading.Timer(seconds, self.work_on, [call])
-        timer.daemon = True
-        timer.start()
+        self._later[call] = None
+        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._work_on_late, call)
 
     def close(self) -> None:
-        """Send what is queued, then end the threads; what could not be sent is tried once more."""
+        """Send what is queued, then end the threads; what was to wait is tried once more."""
         sys.setswitchinterval(self._switch_seconds)
         for _ in self._threads:
             self._work.put(False)
         for thread in self._threads:
             thread.join()
-        for timer in list(self._retries.values()):
-            timer.cancel()
-            timer.join()
-        for call in list(self._retries):
+        for call in list(self._later):
             self._send(call)
 
+    def _work_on_late(self, call: Sendable) -> None:
+        if call in self._later:
+            self.work_on(call)
+
     def _send(self, call: Sendable) -> None:
-        self._retries.pop(call, None)
+        self._later.pop(call, None)
         waiters = call.send_queued()
         self._under_way.discard(call)
         self._ready.extend(waiters)

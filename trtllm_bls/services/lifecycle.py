@@ -80,6 +80,7 @@ class Lifecycle:
         self._files = StatusDirectory(Path(directory))
         self._loop_at = time.monotonic()
         self._unsettled_at = 0.0
+        self._missed_turns = 0
         self._draining = self._cut = False
         self._told: Future[None] | None = None  # whether the sender has been told to drain
         self._engine_problem: str | None = None
@@ -104,7 +105,9 @@ class Lifecycle:
             if deadline is not None:
                 self._drain(deadline, now)
             if turn is None or turn.done():
-                turn = self._begin(self._turn())
+                turn, self._missed_turns = self._begin(self._turn()), 0
+            else:
+                self._missed_turns += 1
             if now - written >= WRITE_SECONDS or self._draining:
                 written = now
                 if look is None or look.done():
@@ -155,6 +158,7 @@ class Lifecycle:
                 requests=tuple(running[:NAMED]),
                 engine_problem=self._engine_problem,
                 handed_over=self._draining and now - self._unsettled_at > SETTLE_SECONDS,
+                missed_turns=self._missed_turns,
             )
         )
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.parameters import Parameters, request_limits, rows_of
-from trtllm_bls.python_backend import answer_each
+from trtllm_bls.python_backend import RequestServer, answering
 from trtllm_bls.services.tokens import Postprocessor
 from trtllm_bls.services.triton_log import log_to_triton
 from trtllm_bls.tokenizer import load_tokenizer
@@ -19,11 +17,15 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
         parameters = Parameters(args).read(rows_of("postprocessing").values())
-        self._service = Postprocessor(
+        service = Postprocessor(
             load_tokenizer(parameters["tokenizer_dir"]),
             parameters["skip_special_tokens"],
             request_limits(parameters),
         )
+        self._server = RequestServer(
+            pb_utils, answering(service.arrays), decoupled=False, senders=1, log_ends=False
+        )
+        self.execute = self._server.accept  # Triton calls it with its requests
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        return answer_each(pb_utils, requests, self._service.arrays)
+    def finalize(self) -> None:
+        self._server.close()
