@@ -199,7 +199,9 @@ class SequenceText:
         if not self._each and chunk.log_probs is None and chunk.generation_logits is None:
             self._tokens += len(kept)
             self._tail.extend(kept)
-            self._cut(self._detokenizer.feed(kept))
+            text = self._detokenizer.feed(kept)
+            self._length += len(text)
+            self._release(text)  # there is no stop to look for
         else:
             stop = self._feed_each(kept, chunk)
         if stop is None:
@@ -209,7 +211,8 @@ class SequenceText:
                 stop = self._flush()
         if stop is not None:
             reason = FinishReason.STOP
-        self._release_scores(everything=reason not in (None, FinishReason.STOP))
+        if self._scored:
+            self._release_scores(everything=reason not in (None, FinishReason.STOP))
         if reason is not None:
             self.ending = self._ending(reason, stop)
 
@@ -253,6 +256,8 @@ class SequenceText:
     def _before_end(self, ids: TokenIds) -> tuple[TokenIds, FinishReason | None]:
         """The ids before an end id or the token limit, and which of the two there is."""
         rules, remaining = self._rules, self._rules.max_tokens - self._tokens
+        if len(ids) == 1 and remaining > 1 and ids[0] not in rules.end_ids:  # nearly always
+            return ids, None
         for place, token in enumerate(ids[:remaining]):
             if token in rules.end_ids and self._tokens + place >= rules.min_tokens:
                 return ids[:place], FinishReason.END_ID
@@ -391,6 +396,8 @@ class SequenceText:
 
 def _joined(chunks: Sequence[EngineChunk]) -> Sequence[EngineChunk]:
     """The same, with those at the beginning that have nothing but ids as one: each costs a feed."""
+    if len(chunks) < 2:
+        return chunks
     plain = 0
     while plain < len(chunks) and _is_plain(chunks[plain]):
         plain += 1

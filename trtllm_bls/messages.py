@@ -1,4 +1,4 @@
-"""The values that pass between modules: plain, frozen, and free of Triton and numpy.
+"""The values that pass between modules: plain, never changed, free of Triton and numpy.
 
 Grouped by receiver: what an engine takes and gives (token ids), then what the orchestrator
 takes and gives (text). ``None`` in a field always means "the caller did not say", and is never
@@ -199,7 +199,7 @@ class SpeculationCounts:
     predicted_accepted: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # as frozen it would take four times as long to make, for each token
 class EngineChunk:
     """Tokens new since the last chunk of the same sequence; may be none.
 
@@ -343,7 +343,7 @@ class TokenText(NamedTuple):
     top_log_probs: TopLogProbs = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class TextChunk:
     """Text new since the last chunk of the same sequence, or all so far when accumulating.
 

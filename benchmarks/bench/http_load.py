@@ -21,7 +21,7 @@ from trtllm_bls.engines.grpc_transport import Connection
 from trtllm_bls.engines.trtllm_service import messages
 
 START_DELAY_S = 0.5  # until all processes have got their share
-_HEALTH_CONNECTIONS, _HEALTH_EVERY_S = 4, 0.004
+_HEALTH_CONNECTIONS, _HEALTH_EVERY_S = 8, 0.0015
 _HEALTH_DELAY_S = 2.0  # until the first requests, which come all at once, have begun
 
 

@@ -43,7 +43,7 @@ class Processes:
 
     def largest_mb(self, roles: tuple[str, ...]) -> float:
         """Resident memory of the largest process of ``roles``."""
-        ids = [pid for role in roles for pid in self.ids[role]]
+        ids = [pid for role in roles for pid in self.ids[role] if psutil.pid_exists(pid)]
         return max((psutil.Process(pid).memory_info().rss / 1e6 for pid in ids), default=0.0)
 
     def shared_mb(self) -> float:

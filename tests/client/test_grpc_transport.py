@@ -182,6 +182,25 @@ def test_a_call_cancelled_before_it_was_sent_sends_nothing() -> None:
     run(scenario())
 
 
+def test_messages_of_many_calls_may_gather() -> None:
+    """None is lost or out of order, and the connection ends as any other."""
+
+    async def scenario() -> None:
+        service = Service()
+        async with grpcio(service) as (_, target):
+            connection = Connection(target, gathers=True)
+            callers = [Caller(connection, "hold") for _ in range(40)]
+            for caller in callers:
+                caller.call.half_close()
+                await caller.until(1)
+            service.released.set()
+            assert [await caller.status() for caller in callers] == ["OK"] * 40
+            assert all(caller.messages == [b"held", b"released"] for caller in callers)
+            await connection.close()
+
+    run(scenario())
+
+
 def test_calls_beyond_the_servers_limit_wait_in_order() -> None:
     """SETTINGS_MAX_CONCURRENT_STREAMS holds from the first call on."""
 

@@ -13,9 +13,10 @@ from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import ids, read
+from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
-from trtllm_bls.messages import EngineRequest, Sampling
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, Sampling
 
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=6)
 DOWN = EngineUnavailable("down")
@@ -72,6 +73,59 @@ def test_a_request_without_tokens_is_tried_elsewhere(error: Exception) -> None:
         await engine.close()
 
     run(scenario())
+
+
+def test_chunks_are_taken_where_they_arrive_at_each_engine_in_turn() -> None:
+    """What the first engine refuses, the second gives to the same reader, which is not woken."""
+
+    async def scenario() -> None:
+        one, two = filling = [Filling("one"), Filling("two")]
+        engine = ReplicatedEngine(filling)
+        await engine.limits()
+        stream, taken = engine.generate(ASK), []
+
+        def take_now() -> bool:
+            taken.extend(stream.take())
+            return True
+
+        stream.on_arrival(take_now)
+        waiting = asyncio.create_task(stream.wait())
+        await one.awaited()
+        one.chunks.fail(DOWN)
+        await two.awaited()
+        two.chunks.put([EngineChunk(token_ids=(7,))])
+        assert [chunk.token_ids for chunk in taken] == [(7,)]
+        assert not waiting.done()
+        two.chunks.end()
+        await waiting
+        await stream.aclose()
+        await engine.close()
+
+    run(scenario())
+
+
+class Filling:
+    """An engine whose one answer the test fills."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.chunks = QueuedChunks()
+        self._begun = asyncio.Event()
+
+    async def limits(self) -> EngineLimits:
+        return EngineLimits()
+
+    def generate(self, request: EngineRequest) -> QueuedChunks:
+        self._begun.set()
+        return self.chunks
+
+    async def awaited(self) -> None:
+        """Return once a reader waits for its answer."""
+        await self._begun.wait()
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        pass
 
 
 def test_each_engine_is_tried_once_and_the_last_error_is_told() -> None:

@@ -94,6 +94,26 @@ def test_sigterm_ends_all_workers(process: tuple[subprocess.Popen[str], str]) ->
     assert "request id=" not in running.stderr.read()
 
 
+def test_workers_without_https_answer_behind_a_front() -> None:
+    """Which says nothing of an engine that no worker could reach, and ends with them."""
+    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0", "--workers", "2"]
+    command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout
+            url = running.stdout.readline().split()[-1].removesuffix("/v1")
+            with urllib.request.urlopen(f"{url}/v1/models", timeout=120) as answer:
+                assert answer.status == 200
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(f"{url}/health", timeout=120)
+            refused.value.close()
+            assert refused.value.code == 503
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(60) == 0
+        finally:
+            running.kill()
+
+
 def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
     """That says which, and what to do."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

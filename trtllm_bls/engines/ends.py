@@ -30,6 +30,7 @@ class SequenceEnds:
         self.stop_ids = frozenset(stop[0] for stop in stops if len(stop) == 1)
         longer = [stop for stop in stops if len(stop) > 1]
         self._longer = StopSequences(longer) if longer else None
+        self._plain = not stops
         self._least = request.sampling.min_tokens or 0
         self._most = request.max_tokens
         self._count = 0
@@ -47,6 +48,10 @@ class SequenceEnds:
         ``ended``: nothing follows, for ``reason`` where no end of the request's own is in ``ids``.
         """
         kept = len(ids)
+        usual = kept == 1 and self._plain and not ended and log_probs is None
+        if usual and ids[0] != self._end_id and self._count + 1 < self._most:
+            self._count += 1
+            return EngineChunk(token_ids=tuple(ids), sequence_index=self._index)
         for place, token in enumerate(ids):
             found = self._end_at(token)
             if found is not None:

@@ -155,7 +155,11 @@ class MessageSplitter:
     def feed(self, payload: bytes) -> list[bytes]:
         """The messages that ``payload`` completes. Raises ``GrpcError`` for a compressed one."""
         source: bytes | memoryview = payload
-        if self._partial:
+        if not self._partial and len(payload) >= _MESSAGE_PREFIX.size:  # nearly always one, whole
+            compressed, length = _MESSAGE_PREFIX.unpack_from(payload)
+            if not compressed and length == len(payload) - _MESSAGE_PREFIX.size:
+                return [payload[_MESSAGE_PREFIX.size :]]
+        elif self._partial:
             self._partial += payload
             if len(self._partial) < self._partial_needs:
                 return []

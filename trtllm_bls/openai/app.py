@@ -35,6 +35,7 @@ from trtllm_bls.openai.document import document
 from trtllm_bls.openai.errors import ApiError, api_error, is_too_long
 from trtllm_bls.openai.exposition import CONTENT_TYPE, SharedSamples, samples, written
 from trtllm_bls.openai.frames import DONE, Head
+from trtllm_bls.openai.front import RENEW_S, SharedProofs
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.keys import is_allowed
 from trtllm_bls.openai.page import page
@@ -159,6 +160,7 @@ class _Api:
         assert isinstance(metrics, RequestMetrics)  # as everywhere outside of Triton
         self._metrics = metrics
         self._shared = None if settings.shared is None else SharedSamples(settings.shared)
+        self._proofs = None if settings.shared is None else SharedProofs(settings.shared)
         self.requests = RunningRequests()
 
     @asynccontextmanager
@@ -173,11 +175,15 @@ class _Api:
         lifecycle: Lifecycle | None = None
         if directory := self.settings.status_dir:
             lifecycle = Lifecycle(self.requests, self.backend, directory, first=False)
-        keeping = asyncio.create_task(self._keep_samples())
+        keeping = [
+            asyncio.create_task(self._keep_samples()),
+            asyncio.create_task(self._keep_proof()),
+        ]
         try:
             yield
         finally:
-            keeping.cancel()
+            for task in keeping:
+                task.cancel()
             if lifecycle is not None:
                 await asyncio.to_thread(lifecycle.close)
             await self.backend.close()
@@ -185,6 +191,12 @@ class _Api:
     async def _keep_samples(self) -> None:
         if self._shared is not None:
             await self._shared.keep(self._metrics, self.settings.model_names[0])
+
+    async def _keep_proof(self) -> None:
+        while self._proofs is not None:
+            if self.health.is_proven and self.requests.refusal is None:
+                self._proofs.renew()
+            await asyncio.sleep(RENEW_S)
 
     async def longest(self) -> int | None:
         """The model's limit on prompt and answer together, in tokens, where it is known."""
@@ -306,14 +318,14 @@ class _Generate(Generic[_Request]):
         await reply.json(answer.whole())
 
     async def _stream(self, answer: Answer, receive: Receive, reply: Reply) -> None:
-        outbox = Outbox(reply.events)
+        outbox = Outbox(reply.events, reply.write)
 
         def on_chunk(choice: int, chunk: TextChunk) -> None:
             self._api.requests.responses += 1
             if events := answer.events(choice, chunk):
                 outbox.put(events)
 
-        run = run_all(self._api.backend.orchestrator, answer.requests, on_chunk, outbox.ready)
+        run = run_all(self._api.backend.orchestrator, answer.requests, on_chunk, outbox)
         work = asyncio.create_task(run)
         try:
             async with while_connected(receive, work):

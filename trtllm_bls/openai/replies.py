@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from trtllm_bls.openai.errors import ApiError
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 BODY_SEND = "trtllm_bls.send"  # of a scope: the server's own ``send``
+# Of a scope: writes a part of a reply that has begun; false where ``send`` has to be asked.
+BODY_WRITE = "trtllm_bls.write"
 _STREAM = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -66,6 +69,7 @@ class Reply:
         self._send = send
         # Middleware looks at how a reply begins; for each event it would only cost time.
         self._send_events: Send = scope.get(BODY_SEND, send)
+        self.write: Callable[[bytes], bool] = scope.get(BODY_WRITE, lambda data: False)
         # HTTP/1.0 has no chunks, which uvicorn would write all the same: its events come together.
         self._collected: list[bytes] | None = [] if scope["http_version"] == "1.0" else None
 

@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.supervisors import Multiprocess
 
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.front import Front, SharedProofs, WorkerLoop
+from trtllm_bls.openai.replies import BODY_WRITE
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.triton_log import log_to_stderr
@@ -62,6 +64,15 @@ class LimitedHeaders(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         super().on_headers_complete()
+        scope = cast("dict[str, Any]", self.scope)
+        scope[BODY_WRITE] = partial(self._write_body, self.cycle)
+
+    def _write_body(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """What ``cycle.send`` does with a part of a chunked body, in a third of its time."""
+        if self.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def on_message_complete(self) -> None:
         self._in_headers, self._header_bytes = True, 0
@@ -112,11 +123,22 @@ def _serve(
     print(f"OpenAI API: {scheme}://{shown}:{port}/v1", flush=True)
     if server.workers == 1:
         _run(config, listening)
-    else:
-        # Older releases of uvicorn want to be told what a worker runs.
-        told = "target" in inspect.signature(Multiprocess).parameters
-        target: dict[str, Any] = {"target": uvicorn.Server(config).run} if told else {}
-        Multiprocess(config, sockets=[listening], **target).run()
+        return
+    sockets = [listening]
+    ours = None
+    # With HTTPS nobody but a worker can read what is asked; older releases know no other loops.
+    if server.certificate is None and hasattr(config, "get_loop_factory"):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        config.loop = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
+        sockets = [theirs]
+    # Older releases of uvicorn want to be told what a worker runs.
+    told = "target" in inspect.signature(Multiprocess).parameters
+    target: dict[str, Any] = {"target": uvicorn.Server(config).run} if told else {}
+    workers = Multiprocess(config, sockets=sockets, **target)
+    if ours is not None:
+        assert api.shared is not None
+        Front(listening, ours, SharedProofs(api.shared).hold, workers.should_exit.is_set).start()
+    workers.run()
 
 
 def _run(config: uvicorn.Config, listening: socket.socket) -> None:

@@ -30,14 +30,20 @@ def is_end(chunk: TextChunk) -> bool:
 
 
 class Outbox:
-    """Writes to one client with ``send``, at once where the connection takes it.
+    """Writes to one client, at once where the connection takes it: with ``write``, where that says
+    false with ``send``.
 
     A write that has to wait goes on in a task of its own; whoever fills the outbox then waits too.
     A task that wrote everything would have to be woken for every token.
     """
 
-    def __init__(self, send: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self,
+        send: Callable[[bytes], Coroutine[Any, Any, None]],
+        write: Callable[[bytes], bool] = lambda part: False,
+    ) -> None:
         self._send = send
+        self._write = write
         self._waiting: list[bytes] = []
         self._blocked: asyncio.Task[None] | None = None
 
@@ -46,10 +52,16 @@ class Outbox:
         while self._blocked is not None:
             await asyncio.wait({self._blocked})
 
+    def is_ready(self) -> bool:
+        """Whether ``ready`` would return at once."""
+        return self._blocked is None
+
     def put(self, part: bytes) -> None:
         """More to write; never waits."""
         if self._blocked is not None:
             self._waiting.append(part)
+            return
+        if self._write(part):
             return
         writing = self._send(part)
         try:
@@ -107,21 +119,29 @@ async def _always() -> None:
     pass
 
 
+def _yes() -> bool:
+    return True
+
+
 async def run_all(
     orchestrator: Orchestrator,
     requests: Sequence[TextRequest],
     on_chunk: Callable[[int, TextChunk], None],
-    ready: Callable[[], Coroutine[Any, Any, None]] = _always,
+    outbox: Outbox | None = None,
 ) -> None:
-    """Run the prompts of one request side by side. Where one fails, all end."""
+    """Run the prompts of one request side by side. Where one fails, all end.
+
+    Chunks come where the engine's arrive, as long as ``outbox`` can write.
+    """
+    ready, is_ready = (_always, _yes) if outbox is None else (outbox.ready, outbox.is_ready)
     sinks = [
         PromptSink(place * request.num_return_sequences, on_chunk, ready)
         for place, request in enumerate(requests)
     ]
     if len(requests) == 1:
-        await orchestrator.run(requests[0], sinks[0])
+        await orchestrator.run(requests[0], sinks[0], is_ready)
         return
-    runs = [orchestrator.run(*pair) for pair in zip(requests, sinks, strict=True)]
+    runs = [orchestrator.run(*pair, is_ready) for pair in zip(requests, sinks, strict=True)]
     await run_rows([asyncio.create_task(run) for run in runs])
 
 

@@ -17,6 +17,7 @@ from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
 from trtllm_bls.errors import EngineError, TrtllmBlsError
 from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, TokenIds, TopLogProbs
 
+_response = messages.GenerateResponse.FromString
 _LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
 
 
@@ -66,7 +67,7 @@ class ServiceChunks(QueuedChunks):
         chunks: list[EngineChunk] = []
         try:
             for raw in raw_messages:
-                chunk = self._read(messages.GenerateResponse.FromString(raw))
+                chunk = self._read(_response(raw))
                 if chunk is not None:
                     chunks.append(chunk)
         except Exception as error:
@@ -93,17 +94,17 @@ class ServiceChunks(QueuedChunks):
         """What is new in one message, if anything is; only of sequences that go on."""
         if response.request_id != self._request_id:
             raise EngineError(f"{self._engine.name} answered to another request's id")
-        kind = response.WhichOneof("response")
-        if kind is None:
+        streamed = response.HasField("chunk")
+        if not streamed and not response.HasField("complete"):
             return None
-        part: Any = getattr(response, kind)
+        part: Any = response.chunk if streamed else response.complete
         index: int = part.sequence_index
         if index >= len(self._sequences):
             raise EngineError(f"{self._engine.name} answered for sequence {index}: none such")
         sequence = self._sequences[index]
         if sequence.ends.done:
             return None
-        chunk = sequence.piece(part) if kind == "chunk" else sequence.rest(part)
+        chunk = sequence.piece(part) if streamed else sequence.rest(part)
         self._unfinished -= chunk.final
         if not self._in_pieces:
             return sequence.collected(chunk)

@@ -79,7 +79,7 @@ class TrtllmServiceEngine:
     ) -> None:
         self.name = f"trtllm://{url}"
         self.settings = settings or ServiceSettings()
-        self._connection = Connection(url, tls=tls)
+        self._connection = Connection(url, tls=tls, gathers=True)
         self._known: EngineLimits | None = None
         self._healthy = False
         self._asking = asyncio.Lock()

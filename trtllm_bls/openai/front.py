@@ -1,0 +1,191 @@
+"""What accepts connections for several workers, and answers ``GET /health`` by itself.
+
+A worker's event loop may have the tokens of a thousand streams to write before it comes to a probe.
+So a thread of the process that supervises the workers, which has nothing else to do, accepts each
+connection and looks at what it asks first. It gives it to a worker with nothing read from it,
+unless it asks for ``/health`` in the plainest way and a worker has proven lately that it answers.
+
+A connection goes as a message over a socket that all workers read: whichever is free takes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+_LOOK_S = 0.2  # between looks at whether to stop
+RENEW_S = 0.5  # after which a worker renews its proof
+_PROVEN_S = 2.5  # so long a proof holds; a loop with more to do than it can is late
+_HEAD_BYTES = 2048
+_HARMLESS = rb"(?:host|user-agent|accept[a-z-]*|cache-control):[^\r\n]*\r\n"
+_PROBE = re.compile(
+    rb"GET /health HTTP/1\.1\r\n(?:%b|connection: *(?:(close)|keep-alive)\r\n)*\r\n" % _HARMLESS,
+    re.I,
+)
+_BODY = b'{"status":"ok"}'
+
+
+class SharedProofs:
+    """Which workers have proven that they can answer: a file of each in ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._own = directory / f"{os.getpid()}.proven"
+
+    def renew(self) -> None:
+        """This worker can answer."""
+        self._own.touch()
+
+    def hold(self) -> bool:
+        """Whether some worker could answer a moment ago."""
+        oldest = time.time() - _PROVEN_S
+        with suppress(OSError), os.scandir(self._directory) as files:
+            return any(f.name.endswith(".proven") and f.stat().st_mtime > oldest for f in files)
+        return False
+
+
+class Front(threading.Thread):
+    """Accepts from ``listening``, which it closes at the end, until ``stopping``.
+
+    Connections go to ``workers``, a SOCK_SEQPACKET socket. ``healthy``: whether to say so.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        workers: socket.socket,
+        healthy: Callable[[], bool],
+        stopping: Callable[[], bool],
+    ) -> None:
+        super().__init__(name="front", daemon=True)
+        self._listening, self._workers = listening, workers
+        self._healthy, self._stopping = healthy, stopping
+        self._connections: dict[int, socket.socket] = {}  # nothing is known of their next request
+        self._waiting: deque[socket.socket] = deque()  # for the workers to take earlier ones
+        self._epoll = select.epoll()
+        for each in (listening, workers):
+            each.setblocking(False)
+        self._epoll.register(listening, select.EPOLLIN)
+        self._epoll.register(workers, 0)
+
+    def run(self) -> None:
+        while not self._stopping():
+            for fd, _ in self._epoll.poll(_LOOK_S):
+                if fd == self._listening.fileno():
+                    self._accept()
+                elif fd == self._workers.fileno():
+                    self._send_waiting()
+                else:
+                    self._look_at(self._connections[fd])
+        for each in (self._listening, *self._connections.values(), *self._waiting):
+            each.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:
+            time.sleep(0.01)  # perhaps for want of file descriptors, which lasts a while
+            return
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connections[connection.fileno()] = connection
+        self._epoll.register(connection, select.EPOLLIN)
+
+    def _look_at(self, connection: socket.socket) -> None:
+        try:
+            head = connection.recv(_HEAD_BYTES, socket.MSG_PEEK)
+            probe = _PROBE.fullmatch(head) if head else None
+            if probe is not None and self._healthy():
+                connection.send(_answer(closes=bool(probe[1])))
+                connection.recv(len(head))
+                head = b"" if probe[1] else head
+            elif head:
+                self._forget(connection)
+                self._waiting.append(connection)
+                self._send_waiting()
+        except BlockingIOError:
+            return
+        except OSError:
+            head = b""
+        if not head:
+            self._forget(connection)
+            connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._epoll.unregister(connection)
+        del self._connections[connection.fileno()]
+
+    def _send_waiting(self) -> None:
+        try:
+            while self._waiting:
+                socket.send_fds(self._workers, [b"."], [self._waiting[0].fileno()])
+                self._waiting.popleft().close()
+        except OSError:  # full, or no worker reads it at the moment
+            pass
+        self._epoll.modify(self._workers, select.EPOLLOUT if self._waiting else 0)
+
+
+def _answer(closes: bool) -> bytes:
+    fields = (
+        "HTTP/1.1 200 OK",
+        f"date: {formatdate(usegmt=True)}",
+        "content-type: application/json",
+        f"content-length: {len(_BODY)}",
+        f"x-request-id: {os.urandom(16).hex()}",
+        *(["connection: close"] if closes else []),
+    )
+    return "\r\n".join(fields).encode() + b"\r\n\r\n" + _BODY
+
+
+class WorkerLoop(uvloop.Loop):
+    """uvloop's, which serves what a ``Front`` gives where it is told to listen at its socket."""
+
+    async def create_server(self, protocol_factory: Any, *args: Any, **options: Any) -> Any:
+        """See ``asyncio``."""
+        sock = options.get("sock")
+        if sock is None or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
+            return await super().create_server(protocol_factory, *args, **options)
+        return _Given(self, protocol_factory, sock)
+
+
+class _Given:
+    """As much of an ``asyncio.Server`` as uvicorn uses."""
+
+    def __init__(self, loop: WorkerLoop, factory: Any, sock: socket.socket) -> None:
+        self._loop, self._factory, self._sock = loop, factory, sock
+        self._beginning: set[asyncio.Task[Any]] = set()
+        sock.setblocking(False)
+        loop.add_reader(sock, self._take)
+
+    def _take(self) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
+        except BlockingIOError:  # another worker was faster
+            return
+        if not data:
+            self.close()  # nobody is in front any more
+        for fd in fds:
+            connection = socket.socket(fileno=fd)
+            begin = self._loop.connect_accepted_socket(self._factory, connection)
+            task = self._loop.create_task(begin)
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._sock)
+
+    async def wait_closed(self) -> None:
+        pass
