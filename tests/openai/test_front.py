@@ -1,13 +1,15 @@
-"""What stands in front of several workers: probes are answered there, all else is a worker's."""
+"""What stands in front of the workers: probes are answered there, all else is a worker's."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import select
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,15 @@ OTHER = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n"
 class Bench:
     """A front, and the end at which its workers would take connections."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, **options: float) -> None:
         self.healthy, self._stop = True, threading.Event()
         listening = socket.create_server(("127.0.0.1", 0))
         self.address = listening.getsockname()
-        ours, self.workers = map(stack.enter_context, socket.socketpair(type=socket.SOCK_SEQPACKET))
-        self.workers.settimeout(60)
-        self.front = Front(listening, ours, lambda: self.healthy, self._stop.is_set)
+        pair = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        ours, theirs = map(stack.enter_context, pair)
+        self.workers = stack.enter_context(theirs.dup())  # as a process of its own would have it
+        stopping = self._stop.is_set
+        self.front = Front(listening, (ours, theirs), lambda: self.healthy, stopping, **options)
         self.front.start()
         stack.callback(self.stop)
 
@@ -42,6 +46,7 @@ class Bench:
 
     def taken(self) -> socket.socket:
         """The connection that a worker is given next."""
+        select.select([self.workers], [], [], 60)
         _, fds, _, _ = socket.recv_fds(self.workers, 1, 1)
         found = socket.socket(fileno=fds[0])
         found.settimeout(60)
@@ -130,6 +135,39 @@ def test_a_stopped_front_refuses_connections(bench: Bench) -> None:
     bench.stop()
     with pytest.raises(ConnectionRefusedError):
         bench.client()
+
+
+def test_what_no_worker_has_taken_is_closed_at_the_end(bench: Bench) -> None:
+    """A client that came too late is not left to wait."""
+    with bench.client() as client:
+        client.sendall(OTHER)
+        select.select([bench.workers], [], [], 60)
+        bench.stop()
+        with suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+
+
+def test_a_connection_that_asks_nothing_is_closed() -> None:
+    """It takes a file descriptor away from others."""
+    with ExitStack() as stack:
+        silent = stack.enter_context(Bench(stack, silent_s=0).client())
+        assert silent.recv(1) == b""
+
+
+def test_without_file_descriptors_the_oldest_silent_connection_goes(bench: Bench) -> None:
+    """And the next is accepted."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(bench.client()) for _ in range(3)]
+        prober = stack.enter_context(bench.client())
+        answered(prober, PROBE)
+        late = stack.enter_context(socket.socket())
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, before[1]))
+        late.settimeout(60)
+        late.connect(bench.address)
+        assert answered(late, PROBE).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert silent[0].recv(1) == b""
 
 
 def test_a_worker_serves_what_it_is_given(bench: Bench) -> None:

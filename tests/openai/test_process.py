@@ -94,9 +94,12 @@ def test_sigterm_ends_all_workers(process: tuple[subprocess.Popen[str], str]) ->
     assert "request id=" not in running.stderr.read()
 
 
-def test_workers_without_https_answer_behind_a_front() -> None:
-    """Which says nothing of an engine that no worker could reach, and ends with them."""
-    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0", "--workers", "2"]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_without_https_a_front_answers(number: int) -> None:
+    """Which says nothing of an engine that no worker could reach, and ends with its workers."""
+    workers = "1" if number == signal.SIGINT else "2"
+    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0"]
+    command += ["--workers", workers]
     command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
@@ -108,10 +111,37 @@ def test_workers_without_https_answer_behind_a_front() -> None:
                 urllib.request.urlopen(f"{url}/health", timeout=120)
             refused.value.close()
             assert refused.value.code == 503
-            running.send_signal(signal.SIGTERM)
+            running.send_signal(number)
             assert running.wait(60) == 0
         finally:
             running.kill()
+
+
+def test_a_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
+    """With one line that says why, and exit code 1."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0"]
+    command += ["--tokenizer-dir", str(tmp_path), "--engine-url", NOWHERE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "error: the API did not start" in done.stderr
+    assert str(tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_workers_end_with_a_killed_supervisor() -> None:
+    """Nobody would take connections for them any more."""
+    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0"]
+    command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout
+            url = running.stdout.readline().split()[-1].removesuffix("/v1")
+            with urllib.request.urlopen(f"{url}/v1/models", timeout=120):
+                children = psutil.Process(running.pid).children(recursive=True)
+        finally:
+            running.kill()
+    until_ended(children)
 
 
 def test_a_taken_port_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What accepts connections for several workers, and answers ``GET /health`` by itself.
+"""What accepts connections for the workers, and answers ``GET /health`` by itself.
 
 A worker's event loop may have the tokens of a thousand streams to write before it comes to a probe.
 So a thread of the process that supervises the workers, which has nothing else to do, accepts each
@@ -11,6 +11,7 @@ A connection goes as a message over a socket that all workers read: whichever is
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import select
@@ -24,7 +25,10 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
-import uvloop
+try:
+    from uvloop import Loop
+except ModuleNotFoundError:  # not for every interpreter
+    from asyncio import SelectorEventLoop as Loop
 
 _LOOK_S = 0.2  # between looks at whether to stop
 RENEW_S = 0.5  # after which a worker renews its proof
@@ -60,26 +64,30 @@ class SharedProofs:
 class Front(threading.Thread):
     """Accepts from ``listening``, which it closes at the end, until ``stopping``.
 
-    Connections go to ``workers``, a SOCK_SEQPACKET socket. ``healthy``: whether to say so.
+    ``workers``: a pair of SOCK_SEQPACKET sockets; connections go into the first, and the workers
+    read the second. ``healthy``: whether to say so. ``silent_s``: after so many seconds in which it
+    asks nothing a connection is closed.
     """
 
     def __init__(
         self,
         listening: socket.socket,
-        workers: socket.socket,
+        workers: tuple[socket.socket, socket.socket],
         healthy: Callable[[], bool],
         stopping: Callable[[], bool],
+        silent_s: float = 75,
     ) -> None:
         super().__init__(name="front", daemon=True)
-        self._listening, self._workers = listening, workers
-        self._healthy, self._stopping = healthy, stopping
-        self._connections: dict[int, socket.socket] = {}  # nothing is known of their next request
+        self._listening, (self._workers, self._theirs) = listening, workers
+        self._healthy, self._stopping, self._silent_s = healthy, stopping, silent_s
+        # Nothing is known of their next request; and since when, the longest first.
+        self._connections: dict[int, tuple[socket.socket, float]] = {}
         self._waiting: deque[socket.socket] = deque()  # for the workers to take earlier ones
         self._epoll = select.epoll()
-        for each in (listening, workers):
+        for each in (listening, *workers):
             each.setblocking(False)
         self._epoll.register(listening, select.EPOLLIN)
-        self._epoll.register(workers, 0)
+        self._epoll.register(self._workers, 0)
 
     def run(self) -> None:
         while not self._stopping():
@@ -88,21 +96,38 @@ class Front(threading.Thread):
                     self._accept()
                 elif fd == self._workers.fileno():
                     self._send_waiting()
-                else:
-                    self._look_at(self._connections[fd])
-        for each in (self._listening, *self._connections.values(), *self._waiting):
+                elif fd in self._connections:
+                    self._look_at(self._connections[fd][0])
+            self._close_silent(time.monotonic() - self._silent_s)
+        self._listening.close()
+        for each in (*(pair[0] for pair in self._connections.values()), *self._waiting):
             each.close()
+        self._workers.close()
+        with suppress(BlockingIOError):  # what no worker takes any more
+            while fds := socket.recv_fds(self._theirs, 1, 1)[1]:
+                os.close(fds[0])
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listening.accept()
-        except OSError:
-            time.sleep(0.01)  # perhaps for want of file descriptors, which lasts a while
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # for want of file descriptors
+                self._close_silent(next((since for _, since in self._connections.values()), 0))
+                time.sleep(0.001)
             return
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connections[connection.fileno()] = connection
+        self._connections[connection.fileno()] = (connection, time.monotonic())
         self._epoll.register(connection, select.EPOLLIN)
+
+    def _close_silent(self, since: float) -> None:
+        """Close connections that have asked nothing ``since`` then, a time of ``monotonic``."""
+        while self._connections:
+            connection, begun = next(iter(self._connections.values()))
+            if begun > since:
+                return
+            self._forget(connection)
+            connection.close()
 
     def _look_at(self, connection: socket.socket) -> None:
         try:
@@ -112,6 +137,9 @@ class Front(threading.Thread):
                 connection.send(_answer(closes=bool(probe[1])))
                 connection.recv(len(head))
                 head = b"" if probe[1] else head
+                if head:  # it begins to be silent again
+                    del self._connections[connection.fileno()]
+                    self._connections[connection.fileno()] = (connection, time.monotonic())
             elif head:
                 self._forget(connection)
                 self._waiting.append(connection)
@@ -150,8 +178,8 @@ def _answer(closes: bool) -> bytes:
     return "\r\n".join(fields).encode() + b"\r\n\r\n" + _BODY
 
 
-class WorkerLoop(uvloop.Loop):
-    """uvloop's, which serves what a ``Front`` gives where it is told to listen at its socket."""
+class WorkerLoop(Loop):
+    """A loop that serves what a ``Front`` gives where it is told to listen at its socket."""
 
     async def create_server(self, protocol_factory: Any, *args: Any, **options: Any) -> Any:
         """See ``asyncio``."""

@@ -1,13 +1,13 @@
-"""uvicorn with this API: one process or several on one socket, drained on SIGTERM."""
+"""uvicorn with this API: workers that one process supervises, drained on SIGTERM."""
 
 from __future__ import annotations
 
 import ctypes
-import inspect
 import logging
 import os
 import signal
 import socket
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.supervisors import Multiprocess
 
-from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.front import Front, SharedProofs, WorkerLoop
 from trtllm_bls.openai.replies import BODY_WRITE
@@ -29,6 +30,7 @@ from trtllm_bls.services.triton_log import log_to_stderr
 
 MAX_HEADER_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, which then close first
+_HUNG_S = 30  # a worker that says nothing for so long is replaced
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
@@ -100,9 +102,7 @@ def serve(parameters: BlsParameters, api: ApiSettings, server: ServerSettings) -
     """
     listening = _listen(server)
     with listening, TemporaryDirectory(prefix="trtllm-bls-openai-") as shared:
-        if server.workers > 1:
-            api = replace(api, shared=Path(shared))
-        _serve(parameters, api, server, listening)
+        _serve(parameters, replace(api, shared=Path(shared)), server, listening)
     return 0
 
 
@@ -118,50 +118,36 @@ def _serve(
         workers=server.workers,
         ssl_certfile=server.certificate,
         ssl_keyfile=server.key,
+        timeout_worker_healthcheck=_HUNG_S,
         **uvicorn_options(server.exit_timeout),
     )
     print(f"OpenAI API: {scheme}://{shown}:{port}/v1", flush=True)
-    if server.workers == 1:
-        _run(config, listening)
-        return
-    sockets = [listening]
-    ours = None
-    # With HTTPS nobody but a worker can read what is asked; older releases know no other loops.
-    if server.certificate is None and hasattr(config, "get_loop_factory"):
+    if server.certificate is not None:  # nobody but a worker can read what is asked
+        workers = Multiprocess(config, [listening])
+    else:
+        assert api.shared is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         config.loop = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
-        sockets = [theirs]
-    # Older releases of uvicorn want to be told what a worker runs.
-    told = "target" in inspect.signature(Multiprocess).parameters
-    target: dict[str, Any] = {"target": uvicorn.Server(config).run} if told else {}
-    workers = Multiprocess(config, sockets=sockets, **target)
-    if ours is not None:
-        assert api.shared is not None
-        Front(listening, ours, SharedProofs(api.shared).hold, workers.should_exit.is_set).start()
+        workers = Multiprocess(config, [theirs])
+        healthy = SharedProofs(api.shared).hold
+        Front(listening, (ours, theirs), healthy, workers.should_exit.is_set).start()
     workers.run()
-
-
-def _run(config: uvicorn.Config, listening: socket.socket) -> None:
-    """In this process. uvicorn ends by the signal that stopped it; here that is a normal end."""
-    before = {
-        number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        uvicorn.Server(config).run([listening])
-    except SystemExit as error:
-        raise SetupError(f"the API did not start (exit code {error.code})") from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    if any(process.exitcode == STARTUP_FAILURE for process in workers.processes):
+        raise SetupError("the API did not start; the log says why")
 
 
 def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> Starlette:
-    """The application of one process. Raises ``SetupError``."""
+    """The application of one worker, which ends with the process ``started_by``."""
     log_to_stderr("openai")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    if os.getpid() != started_by:  # a worker
-        end_with_parent()
-    return create_app(Deployment(parameters, model_name=api.model_names[0]), api)
+    end_with_parent()
+    if os.getppid() != started_by:  # it has ended before
+        sys.exit(0)
+    try:
+        return create_app(Deployment(parameters, model_name=api.model_names[0]), api)
+    except TrtllmBlsError as error:
+        log.error("%s", error)
+        sys.exit(STARTUP_FAILURE)
 
 
 def end_with_parent() -> None:
@@ -178,5 +164,4 @@ def _listen(server: ServerSettings) -> socket.socket:
         raise SettingsError(
             f"--port {server.port} on {server.host}: {problem}; stop what uses it or choose another"
         ) from error
-    listening.set_inheritable(True)
     return listening
