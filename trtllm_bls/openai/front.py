@@ -28,7 +28,7 @@ from typing import Any
 try:
     from uvloop import Loop
 except ModuleNotFoundError:  # not for every interpreter
-    from asyncio import SelectorEventLoop as Loop
+    from asyncio import SelectorEventLoop as Loop  # type: ignore[assignment]
 
 _LOOK_S = 0.2  # between looks at whether to stop
 RENEW_S = 0.5  # after which a worker renews its proof

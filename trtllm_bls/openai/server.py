@@ -123,17 +123,26 @@ def _serve(
     )
     print(f"OpenAI API: {scheme}://{shown}:{port}/v1", flush=True)
     if server.certificate is not None:  # nobody but a worker can read what is asked
-        workers = Multiprocess(config, [listening])
+        workers = _Workers(config, [listening])
     else:
         assert api.shared is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         config.loop = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
-        workers = Multiprocess(config, [theirs])
+        workers = _Workers(config, [theirs])
         healthy = SharedProofs(api.shared).hold
         Front(listening, (ours, theirs), healthy, workers.should_exit.is_set).start()
     workers.run()
     if any(process.exitcode == STARTUP_FAILURE for process in workers.processes):
         raise SetupError("the API did not start; the log says why")
+
+
+class _Workers(Multiprocess):
+    """uvicorn's, which would wait for the answer of a worker that ends meanwhile."""
+
+    def init_processes(self) -> None:
+        super().init_processes()
+        for process in self.processes:
+            process.child_conn.close()  # so that the worker's own is the last
 
 
 def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> Starlette:
