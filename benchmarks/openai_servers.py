@@ -3,7 +3,8 @@
 Engines: processes of TrtllmService that cost little (grpcio in Python, as the real one) and a real
 tritonserver with a scripted model. Servers: ours with 1 and 4 workers over each, and `smg` over the
 TrtllmService. Same prompts, step, tokenizer and clients; the servers take turns under each load.
-Every answer is checked to the character. `direct` asks the engine's own gRPC. CPU is user and
+Every answer is checked to the character, but for those of `--unchecked` servers, which run already,
+over engines of their own. `direct` asks the engine's own gRPC. CPU is user and
 system time of all of a server's processes (/proc), per token.
 
 examples:
@@ -27,7 +28,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class Server:
     port: int = 0
     model: str = MODEL.name
     triton: str = ""
+    checked: bool = True
 
 
 class Bench:
@@ -108,6 +110,8 @@ class Bench:
             [make(self._prompts[(n + turn) % PROMPTS], each) for turn, each in enumerate(one)]
             for n, one in enumerate(lengths)
         ]
+        if not server.checked:
+            plan = [[replace(request, pieces=None) for request in one] for one in plan]
         if server.port:
             return self._http.ask(server.port, server.model, plan)
         if server.triton:
@@ -214,6 +218,9 @@ def measure(options: argparse.Namespace, bench: Bench) -> list[Row]:
                     pid = stack.enter_context(running(command, server.port, log))
                     tree = [pid, *(p.pid for p in psutil.Process(pid).children(recursive=True))]
                     ids[target] = tree
+            for name, port, pid in options.unchecked:
+                servers.append(Server(name, int(port), checked=False))
+                ids[name] = [int(pid)]
             processes = Processes("none", ids)
             stack.callback(processes.close)
             for server in servers:
@@ -287,10 +294,12 @@ def parse() -> argparse.Namespace:
     add("--client-processes", type=int, default=max(1, min(4, cores // 4)))
     add("--health-at", type=int, default=1024, help="streams from which /health is asked too")
     add("--smg", default="smg", help="the program")
+    add("--unchecked", default="", help="NAME:PORT:PID of a server, with the model `target`")
     add("--logs", default=tempfile.gettempdir(), help="a directory for the servers' logs")
     add("--json", type=Path, help="a file for all figures")
     options = parser.parse_args()
     options.targets = options.targets.split(",")
+    options.unchecked = [each.split(":") for each in options.unchecked.split(",") if each]
     options.loads = [
         Work(int(streams), float(step or options.step_ms))
         for streams, _, step in (each.partition("@") for each in options.loads.split(","))

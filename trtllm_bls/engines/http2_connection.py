@@ -48,7 +48,7 @@ _CONNECT_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.1  # before it is sent again; doubled
 _CALLS_AT_ONCE = 8  # are written together at most, where flow control admits them
-_GATHER_CALLS, _GATHER_SECONDS = 16, 0.001  # from so many calls on, reads are so far apart
+_GATHER_CALLS, _GATHER_SECONDS = 16, 0.002  # from so many calls on, reads are so far apart
 _TURN_BYTES = 1 << 18  # of one call's data, before the other calls and the event loop have a turn
 _MAX_FRAME_BYTES = 1 << 14  # HTTP/2's default, which we leave
 _DEFAULT_WINDOW = (1 << 16) - 1
@@ -307,7 +307,9 @@ class Http2Connection(asyncio.Protocol):
         transport = self._transport
         if transport is not None and not transport.is_closing():
             transport.pause_reading()
-            self._loop.call_later(_GATHER_SECONDS, self._read_on, transport)
+            # All connections at the same times: one turn of the event loop reads them all.
+            turn = self._loop.time() // _GATHER_SECONDS + 1
+            self._loop.call_at(turn * _GATHER_SECONDS, self._read_on, transport)
 
     def _read_on(self, transport: asyncio.Transport) -> None:
         if not transport.is_closing():
