@@ -25,6 +25,7 @@ TESTS = (
     "tests/models/test_tokenizer.py",
     "tests/models/test_tokenizer_words.py",
     "tests/properties/test_detokenizer.py",
+    "tests/properties/test_detokenizer_choice.py",
     "tests/properties/test_stopping.py",
 )
 TOOLS = (
