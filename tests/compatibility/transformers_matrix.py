@@ -23,7 +23,9 @@ BEGIN, END = "<!-- make test-transformers: begin -->\n", "<!-- make test-transfo
 TESTS = (
     "tests/text",
     "tests/models/test_tokenizer.py",
+    "tests/models/test_tokenizer_words.py",
     "tests/properties/test_detokenizer.py",
+    "tests/properties/test_detokenizer_choice.py",
     "tests/properties/test_stopping.py",
 )
 TOOLS = (
