@@ -1,6 +1,6 @@
 """How long /health/ready takes while a server has more to do than it can, and whether it stays yes.
 
-    python benchmarks/health_latency.py [--streams 128] [--probes 3000]
+    python benchmarks/health_latency.py [--streams 128] [--probes 3000] [--burners 0]
 
 Prints percentiles of the answer's time, beside those of Triton's own /v2/health/ready.
 """
@@ -13,7 +13,7 @@ import contextlib
 import time
 import urllib.request
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import Process, get_context
 
 from kill_table import answer, serving
 
@@ -30,6 +30,12 @@ def probe(url: str, times: int) -> list[float]:
             reply.read()
         took.append((time.perf_counter() - begun) * 1000)
     return sorted(took)
+
+
+def burn() -> None:
+    """Keep a core busy."""
+    while True:
+        pass
 
 
 async def streaming(url: str) -> None:
@@ -59,7 +65,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=128)
     parser.add_argument("--probes", type=int, default=3000)
+    parser.add_argument("--burners", type=int, default=0, help="processes that do nothing else")
     given = parser.parse_args()
+    for _ in range(given.burners):
+        Process(target=burn, daemon=True).start()
     with serving(step_ms=STEP_MS) as server:
         asyncio.run(measure(server.urls, given.streams, given.probes))
 

@@ -211,10 +211,18 @@ def test_a_killed_guard_leaves_nothing_and_the_server_comes_back(served: Served)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stub_that_dies_or_stops_ends_every_request(served: Served, number: int) -> None:
-    """Triton would keep its clients waiting; they get an end, and a server that works."""
+    """Triton would keep its clients waiting; they get an end, and a server that works.
+
+    So does who comes in the moment before that is noticed.
+    """
     with stream(served.urls["gRPC"], 100_000) as following:
         following()
         served.stub.send_signal(number)
+        with (
+            stream(served.urls["gRPC"], 1) as next_one,
+            pytest.raises(InferenceServerException),
+        ):
+            next_one()
         with pytest.raises(InferenceServerException):
             while following():
                 pass

@@ -7,7 +7,9 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2_grpc
 
 from tests.helpers.server_requests import (
     ask,
@@ -20,6 +22,8 @@ from tests.helpers.server_requests import (
 )
 from tests.helpers.waiting import until
 from trtllm_bls.client import Client
+from trtllm_bls.client.requests import infer_request
+from trtllm_bls.contract import BLS
 from trtllm_bls.errors import EngineError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -96,6 +100,35 @@ def test_64_streams_take_far_less_than_64_times_one(echo: TritonServer) -> None:
     begin = time.perf_counter()
     ask_all(echo.grpc_url, [request] * 64)
     assert time.perf_counter() - begin < 32 * one
+
+
+def test_integers_that_wrap_in_json_are_refused_where_that_can_be_seen(echo: TritonServer) -> None:
+    """Triton cuts them to 32 bits: what becomes 0 or negative is refused by name, the rest is not.
+
+    As docs/security.md says. Over gRPC no integer changes: one of another type is refused.
+    """
+    for body, says in (
+        ({"max_tokens": 2**31}, "max_tokens: -2147483648 is not allowed"),
+        ({"max_tokens": 2**32}, "max_tokens: 0 is not allowed"),
+        ({"max_tokens": 9, "timeout_ms": 2**31 + 5}, "timeout_ms: -2147483643 is not allowed"),
+    ):
+        status, answer = post(echo.http_url, "tensorrt_llm_bls", "generate", text_input="a", **body)
+        assert (status, says in answer) == (400, True), answer
+    asked = {"text_input": WORLD, "stream": False}
+    wrapped = generate(echo.http_url, max_tokens=2**32 + 5, **asked)
+    five = ask(echo.grpc_url, max_tokens=5, **asked)
+    assert (wrapped["text_output"], wrapped["finish_reason"]) == (five.text, five.finish_reason)
+    assert five.finish_reason == "length"
+    hasty = generate(echo.http_url, max_tokens=500, timeout_ms=2**32 + 1, **asked)
+    assert hasty["finish_reason"] == "timeout"
+
+    message = infer_request(BLS, {"text_input": "a", "max_tokens": 5}, "wide")
+    message.inputs[1].datatype = "INT64"
+    message.raw_input_contents[1] = (2**32 + 5).to_bytes(8, "little")
+    with grpc.insecure_channel(echo.grpc_url) as channel:
+        stream = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer
+        (reply,) = stream(iter([message]), timeout=60)
+    assert "'max_tokens' data-type is 'INT64'" in reply.error_message
 
 
 def test_a_caller_that_leaves_ends_the_engines_work(echo: TritonServer) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from tests.reliability.fuzz import Fuzzer, serving
+from tests.reliability.fuzz import MAX_MB, Fuzzer, serving
 
 LONGEST_WAIT_S = 10.0  # of the steady user, on a machine where tests run beside each other
 
 
 def test_no_request_harms_the_server_or_its_other_users() -> None:
-    """Each case has a clear end, the next request works, no process changes."""
+    """A clear end to each, the next request works, no process changes, all within bounds."""
     with serving() as server:
         fuzzer = Fuzzer(server)
         fuzzer.run(300, first_seed=5)
     assert fuzzer.findings == []
     assert fuzzer.steady.longest < LONGEST_WAIT_S
+    assert max(fuzzer.memory[-1][1].values()) < MAX_MB

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any, cast
 
 import pytest
 
 from doubles.scripted import Fault
+from tests.helpers.fake_python_backend import SECONDS
 from tests.helpers.scripted_text import (
     Collected,
     asking,
@@ -15,11 +18,13 @@ from tests.helpers.scripted_text import (
     read,
     saying,
     text_of,
+    tokenizer,
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.messages import FinishReason
 from trtllm_bls.orchestrator import Defaults
+from trtllm_bls.tokenizer import Tokenizer
 
 
 def test_a_stream_that_fails_has_its_ending_before_the_error() -> None:
@@ -121,6 +126,72 @@ def test_waiting_for_the_engine_counts() -> None:
             (index, "", (FinishReason.TIMEOUT, None, 0)) for index in (0, 1)
         ]
         assert engine.requests == []
+
+    run_by_the_clock(scenario)
+
+
+class Held:
+    """A tokenizer that makes no prompt before it is let."""
+
+    def __init__(self) -> None:
+        self.begun, self.let = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tokenizer(), name)
+
+    def encode(self, *arguments: Any, **more: Any) -> Any:
+        self.begun.set()
+        assert self.let.wait(SECONDS)
+        return tokenizer().encode(*arguments, **more)
+
+
+def test_tokenising_a_long_prompt_counts() -> None:
+    """The request ends although its thread still works; the engine never hears of it."""
+    engine, held = saying("one two three"), Held()
+    sink, tokenising = Collected(), cast(Tokenizer, held)
+
+    async def scenario(clock: Clock) -> None:
+        request = asking("a long story " * 1000, timeout_s=5)
+        running = orchestrator(engine, other=tokenising).run(request, sink)
+        reading = asyncio.create_task(running)
+        while not held.begun.is_set():
+            await settle()
+        clock.now = 4.9
+        await settle()
+        assert not reading.done()
+        clock.now = 5.1
+        await reading
+        held.let.set()
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+    run_by_the_clock(scenario)
+    assert [(c.text, ending([c])) for c in sink.chunks] == [("", (FinishReason.TIMEOUT, None, 0))]
+    assert engine.requests == []
+
+
+def test_waiting_for_a_slow_reader_counts() -> None:
+    """The engine's work ends in time; what has arrived by then is not lost."""
+    engine = saying("one two three")
+    engine.fault = Fault(after_tokens=3)
+
+    class Full(Collected):
+        async def ready(self) -> None:
+            await asyncio.get_running_loop().create_future()
+
+    async def scenario(clock: Clock) -> None:
+        sink = Full()
+        request = asking(stream=True, timeout_s=5)
+        reading = asyncio.create_task(orchestrator(engine).run(request, sink))
+        while engine.requests == []:
+            await settle()
+        clock.now = 4.9
+        await settle()
+        assert (sink.chunks, reading.done(), engine.live) == ([], False, 1)
+        clock.now = 5.1
+        await reading
+        assert ending(sink.chunks)[0] is FinishReason.TIMEOUT
+        assert (said := text_of(sink.chunks)) and "one two three".startswith(said)
+        assert (engine.live, len(engine.cancelled)) == (0, 1)
 
     run_by_the_clock(scenario)
 
