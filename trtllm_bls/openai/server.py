@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import os
 import signal
@@ -16,7 +17,6 @@ from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.supervisors import Multiprocess
 
@@ -32,6 +32,9 @@ MAX_HEADER_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, which then close first
 _HUNG_S = 30  # a worker that says nothing for so long is replaced
 _PR_SET_PDEATHSIG = 1
+_STARTUP_FAILURE = 3  # of a worker, for which uvicorn then ends all
+# Before 0.51, which containers of earlier years have, it starts such a worker for ever.
+_SUPERVISES = hasattr(uvicorn.config, "STARTUP_FAILURE")
 
 log = logging.getLogger(__name__)
 
@@ -112,16 +115,21 @@ def _serve(
     host, port = listening.getsockname()[:2]
     scheme = "http" if server.certificate is None else "https"
     shown = f"[{host}]" if ":" in host else host
+    options = uvicorn_options(server.exit_timeout)
+    if _SUPERVISES:
+        options["timeout_worker_healthcheck"] = _HUNG_S
     config = uvicorn.Config(
         partial(make_app, parameters, api, os.getpid()),
         factory=True,
         workers=server.workers,
         ssl_certfile=server.certificate,
         ssl_keyfile=server.key,
-        timeout_worker_healthcheck=_HUNG_S,
-        **uvicorn_options(server.exit_timeout),
+        **options,
     )
     print(f"OpenAI API: {scheme}://{shown}:{port}/v1", flush=True)
+    if not _SUPERVISES:
+        _serve_with_older(config, listening)
+        return
     if server.certificate is not None:  # nobody but a worker can read what is asked
         workers = _Workers(config, [listening])
     else:
@@ -132,8 +140,24 @@ def _serve(
         healthy = SharedProofs(api.shared).hold
         Front(listening, (ours, theirs), healthy, workers.should_exit.is_set).start()
     workers.run()
-    if any(process.exitcode == STARTUP_FAILURE for process in workers.processes):
+    if any(process.exitcode == _STARTUP_FAILURE for process in workers.processes):
         raise SetupError("the API did not start; the log says why")
+
+
+def _serve_with_older(config: uvicorn.Config, listening: socket.socket) -> None:
+    """One worker is this process, and nothing is in front of several."""
+    if config.workers > 1:
+        told = "target" in inspect.signature(Multiprocess).parameters
+        target: dict[str, Any] = {"target": uvicorn.Server(config).run} if told else {}
+        Multiprocess(config, sockets=[listening], **target).run()
+        return
+    # uvicorn ends by the signal that stopped it; here that is a normal end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    try:
+        uvicorn.Server(config).run([listening])
+    except SystemExit as error:
+        raise SetupError("the API did not start; the log says why") from error
 
 
 class _Workers(Multiprocess):
@@ -149,14 +173,15 @@ def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> St
     """The application of one worker, which ends with the process ``started_by``."""
     log_to_stderr("openai")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    end_with_parent()
-    if os.getppid() != started_by:  # it has ended before
-        sys.exit(0)
+    if os.getpid() != started_by:
+        end_with_parent()
+        if os.getppid() != started_by:  # it has ended before
+            sys.exit(0)
     try:
         return create_app(Deployment(parameters, model_name=api.model_names[0]), api)
     except TrtllmBlsError as error:
         log.error("%s", error)
-        sys.exit(STARTUP_FAILURE)
+        sys.exit(_STARTUP_FAILURE)
 
 
 def end_with_parent() -> None:
