@@ -7,10 +7,14 @@ there is nothing but a client.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+with suppress(ImportError):  # before any tokenizer, which would hide it from transformers for good
+    import torch  # noqa: F401
 
 if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer

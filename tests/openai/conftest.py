@@ -12,7 +12,6 @@ import pytest
 from tests.helpers.openai_server import RunningApi, serving
 from tests.helpers.scripted_text import saying
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.embedded import EmbeddedEngine  # noqa: F401 - torch before any tokenizer
 
 SAYS = "jumped over 🙂 and 你好, twice."
 Connect = Callable[..., tuple[RunningApi, openai.OpenAI]]
