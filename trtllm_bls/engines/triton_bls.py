@@ -35,6 +35,9 @@ else:
 
 _STOP_TRIES = 5
 _STOP_WAIT_SECONDS = 0.5
+# Triton's thread that brings the next response holds a lock of its own while it waits for the
+# interpreter's; whoever asks for that response meanwhile, without ever letting go, waits for ever.
+_GIVE_WAY_SECONDS = 0.0001
 _KEEP_SECONDS = 2.0  # how long a finished iterator must stay referenced (triton 24.10: segfault)
 
 log = logging.getLogger(__name__)
@@ -126,6 +129,7 @@ class BlsEngine:
             for response in self._responses(request_id, inputs, outputs, **more):
                 count += 1
                 put(response)
+                time.sleep(_GIVE_WAY_SECONDS)
             put(_END if count else EngineError(f"{self.name} ended without any response"))
         except Exception as error:  # Triton raises its own types here; the reader must see it
             put(EngineError(f"{self.name}: {error}"))
