@@ -35,9 +35,9 @@ else:
 
 _STOP_TRIES = 5
 _STOP_WAIT_SECONDS = 0.5
-# A reader that gets a response holds a lock of Triton's while it waits for the interpreter's; if the
-# next response of that stream comes meanwhile, the process may stop for good. So nobody who has just
-# read goes on holding the interpreter's lock.
+# A reader that gets a response holds a lock of Triton's while it waits for the interpreter's; if
+# the next response of that stream comes meanwhile, the process may stop for good. So nobody who has
+# just read goes on holding the interpreter's lock.
 _GIVE_WAY_SECONDS = 0.0001
 _KEEP_SECONDS = 2.0  # how long a finished iterator must stay referenced (triton 24.10: segfault)
 
