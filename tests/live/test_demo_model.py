@@ -115,13 +115,22 @@ def test_speculation_changes_nothing_but_speed(
 def test_drafts_of_the_shipped_pair_are_accepted(server: TritonServer) -> None:
     """On easy text most drafted tokens are accepted, and the counters on /metrics say so."""
     counter = "trtllm_bls_speculation_accepted_total"
-    before = metric(server.metrics_url, counter)
+    seen: list[float] = []
+
+    def steady() -> bool:
+        """Other tests' requests are counted: nothing has moved for twice as long as that takes."""
+        seen.append(metric(server.metrics_url, counter))
+        return len(seen) > 60 and len(set(seen[-60:])) == 1
+
+    until(steady)
+    before = seen[-1]
     answer = generate(server.http_url, text_input=QUESTIONS[1], max_tokens=80, num_draft_tokens=4)
     assert answer["acceptance_rate"] > 0.5
     assert answer["num_draft_rounds"] < 60
     expected = before + answer["total_accepted_draft_tokens"]
     # Counted when the request has ended, which is just after its last response.
     until(lambda: metric(server.metrics_url, counter) >= expected)
+    assert metric(server.metrics_url, counter) == expected
 
 
 def test_what_speculation_cannot_keep_is_refused_by_name(server: TritonServer) -> None:
