@@ -30,7 +30,7 @@ from trtllm_bls.messages import (
 from trtllm_bls.stopping import StopMatcher
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class TextRules:
     """What ends a sequence and what its caller wants to see of it.
 

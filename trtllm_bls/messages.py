@@ -122,7 +122,7 @@ class SpeculationRequest:
     prediction: TokenIds = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class EngineRequest:
     """One prompt as token ids, for any engine.
 
@@ -199,7 +199,7 @@ class SpeculationCounts:
     predicted_accepted: int = 0
 
 
-@dataclass(kw_only=True)  # as frozen it would take four times as long to make, for each token
+@dataclass(kw_only=True)  # as frozen it would take four times as long to make
 class EngineChunk:
     """Tokens new since the last chunk of the same sequence; may be none.
 
@@ -260,7 +260,7 @@ class ChatOptions:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class TextRequest:
     """One prompt with everything asked of it.
 
@@ -314,7 +314,7 @@ class TextRequest:
 # --- from the orchestrator ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class Ending:
     """How one sequence ended; every sequence has exactly one, on its last chunk.
 

@@ -85,6 +85,7 @@ class Orchestrator:
         self._admission = admission
         self._on_end = on_end
         self._open: set[RequestRecord] = set()
+        self.encode_ahead = self._prompts.encode_ahead  # of requests that are about to be run
 
     def load(self) -> tuple[int, int]:
         """Requests that run in the engine, and that wait to be given to it; from any thread."""

@@ -29,7 +29,7 @@ _LONG = 4096  # characters
 _WORD = 256  # characters of a prompt that are tokenised in the time that a short word takes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class Prompt:
     """One prompt, tokenised, and what the engine is sent of its ends and of the caller's words.
 
@@ -80,6 +80,15 @@ class PromptMaker:
             len(prompt) + len(tools) + len(prediction) + number * _WORD + sum(map(len, words))
             >= _LONG
         )
+
+    def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
+        """Tokenise together the prompts that ``make`` is about to be asked for, in any thread."""
+        texts: dict[bool, list[str]] = {True: [], False: []}
+        for request in requests:
+            if request.text and not self.is_long(request):
+                texts[self._adds_special(request)].append(request.text)
+        for add_special, found in texts.items():
+            self._tokenizer.encode_ahead(found, add_special)
 
     def make(
         self,
@@ -148,6 +157,10 @@ class PromptMaker:
             ends = () if request.end_id < 0 else (request.end_id,)
         return tuple(dict.fromkeys((*ends, *request.stop_token_ids)))
 
+    def _adds_special(self, request: TextRequest) -> bool:
+        asked = request.add_special_tokens
+        return self._add_special_tokens if asked is None else asked
+
     def _prediction(self, request: TextRequest) -> TokenIds:
         text = request.prediction
         if not text:
@@ -175,9 +188,6 @@ class PromptMaker:
             return self._given_ids(request.prompt_ids, most)
         if (request.text is None) == (request.messages is None):
             raise InvalidRequest("text_input", "send either text_input or messages, exactly one")
-        add_special = request.add_special_tokens
-        if add_special is None:
-            add_special = self._add_special_tokens
         field = "text_input" if request.messages is None else "messages"
         if request.messages is not None:
             text = self._tokenizer.render_chat(
@@ -194,7 +204,7 @@ class PromptMaker:
         if request.messages is not None:
             ids = self._tokenizer.encode_chat(text)
         else:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special, field=field)
+            ids = self._tokenizer.encode(text, self._adds_special(request), field)
         if not ids:
             raise InvalidRequest(field, "the tokenizer makes no token of it")
         if most is not None:

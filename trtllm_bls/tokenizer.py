@@ -38,6 +38,7 @@ _PLAIN_CHAT = ChatOptions()
 _MAX_ID = 2**31 - 1  # ids are int32 on the wire
 # Characters; tokenised sooner than the interpreter's lock is handed over and taken again.
 _SHORT = 1024
+_MOST_AHEAD = 1024  # texts; those whose requests are refused are never asked for
 _MANY = 1 << 14  # ids; they are packed in a fraction of a millisecond
 
 
@@ -60,6 +61,7 @@ class Tokenizer:
             # Its own encode first clears what the file may say of truncation and padding; done
             # here, nothing changes the tokenizer later, when several threads share it.
             hf.encode("", verbose=False)
+        self._ahead: dict[tuple[str, bool], list[int]] = {}
         self._warned_of_bos = False
         self._bos_id: int | None = hf.bos_token_id  # which transformers looks up anew each time
         self.vocab_size = len(hf)
@@ -94,6 +96,19 @@ class Tokenizer:
             self._warned_of_bos = True
             logger.warning("a prompt begins with the begin-of-sequence token itself; kept one")
         return token_ids[begins - 1 :] if begins > 1 else token_ids
+
+    def encode_ahead(self, texts: Sequence[str], add_special_tokens: bool) -> None:
+        """Make the ids of several prompts that ``encode`` is about to be asked for, in any thread.
+
+        Other threads have the interpreter's lock meanwhile, which ``encode`` of a short text holds.
+        """
+        if self._backend is None or not texts:
+            return
+        made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        if len(self._ahead) > _MOST_AHEAD:
+            self._ahead.clear()
+        for text, encoding in zip(texts, made, strict=True):
+            self._ahead[text, add_special_tokens] = encoding.ids
 
     def encode_word(self, text: str, field: str = "stop_words") -> tuple[int, ...]:
         """The ids of ``text`` alone, without special tokens; none for an empty word."""
@@ -157,7 +172,9 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
         _check_unicode(text, field)
-        ids: list[int]
+        ids: list[int] | None = self._ahead.pop((text, add_special_tokens), None)
+        if ids is not None:
+            return ids
         if self._backend is None:
             ids = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         elif len(text) < _SHORT:
