@@ -276,6 +276,7 @@ class TextRequest:
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
     ``traceparent`` is the caller's trace context (W3C).
+    ``text_ids``: what ``text`` is in token ids, where it has been tokenised already.
     """
 
     request_id: str
@@ -309,6 +310,7 @@ class TextRequest:
     prompt_table_extra_id: int | None = None
     traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
+    text_ids: PromptIds | None = field(default=None, compare=False, repr=False)
 
 
 # --- from the orchestrator ------------------------------------------------------------------

@@ -82,13 +82,13 @@ class PromptMaker:
         )
 
     def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
-        """Tokenise together the prompts that ``make`` is about to be asked for, in any thread."""
-        texts: dict[bool, list[str]] = {True: [], False: []}
-        for request in requests:
-            if request.text and not self.is_long(request):
-                texts[self._adds_special(request)].append(request.text)
-        for add_special, found in texts.items():
-            self._tokenizer.encode_ahead(found, add_special)
+        """Tokenise together what ``make`` is about to be asked for; in any thread."""
+        short = [request for request in requests if request.text and not self.is_long(request)]
+        for adds in (True, False):
+            found = [request for request in short if self._adds_special(request) is adds]
+            texts = [request.text or "" for request in found]
+            for request, ids in zip(found, self._tokenizer.encode_all(texts, adds), strict=True):
+                request.text_ids = ids
 
     def make(
         self,
@@ -204,7 +204,9 @@ class PromptMaker:
         if request.messages is not None:
             ids = self._tokenizer.encode_chat(text)
         else:
-            ids = self._tokenizer.encode(text, self._adds_special(request), field)
+            ids = request.text_ids or self._tokenizer.encode(
+                text, self._adds_special(request), field
+            )
         if not ids:
             raise InvalidRequest(field, "the tokenizer makes no token of it")
         if most is not None:

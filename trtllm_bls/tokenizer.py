@@ -38,7 +38,6 @@ _PLAIN_CHAT = ChatOptions()
 _MAX_ID = 2**31 - 1  # ids are int32 on the wire
 # Characters; tokenised sooner than the interpreter's lock is handed over and taken again.
 _SHORT = 1024
-_MOST_AHEAD = 1024  # texts; those whose requests are refused are never asked for
 _MANY = 1 << 14  # ids; they are packed in a fraction of a millisecond
 
 
@@ -61,7 +60,6 @@ class Tokenizer:
             # Its own encode first clears what the file may say of truncation and padding; done
             # here, nothing changes the tokenizer later, when several threads share it.
             hf.encode("", verbose=False)
-        self._ahead: dict[tuple[str, bool], list[int]] = {}
         self._warned_of_bos = False
         self._bos_id: int | None = hf.bos_token_id  # which transformers looks up anew each time
         self.vocab_size = len(hf)
@@ -87,7 +85,19 @@ class Tokenizer:
         Very many are packed, while other threads run in between. Raises ``InvalidRequest`` on
         ``field`` for text that is not valid Unicode.
         """
-        token_ids = _packed(self._encode(text, add_special_tokens, field))
+        return self._begun_once(_packed(self._encode(text, add_special_tokens, field)))
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[PromptIds]:
+        """What ``encode`` gives for each of several short texts.
+
+        Other threads have the interpreter's lock meanwhile, which ``encode`` of a short text holds.
+        """
+        if self._backend is None:
+            return [self.encode(text, add_special_tokens) for text in texts]
+        made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [self._begun_once(tuple(encoding.ids)) for encoding in made]
+
+    def _begun_once(self, token_ids: PromptIds) -> PromptIds:
         bos = self._bos_id
         begins = next(
             (n for n, token_id in enumerate(token_ids) if token_id != bos), len(token_ids)
@@ -96,19 +106,6 @@ class Tokenizer:
             self._warned_of_bos = True
             logger.warning("a prompt begins with the begin-of-sequence token itself; kept one")
         return token_ids[begins - 1 :] if begins > 1 else token_ids
-
-    def encode_ahead(self, texts: Sequence[str], add_special_tokens: bool) -> None:
-        """Make the ids of several prompts that ``encode`` is about to be asked for, in any thread.
-
-        Other threads have the interpreter's lock meanwhile, which ``encode`` of a short text holds.
-        """
-        if self._backend is None or not texts:
-            return
-        made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        if len(self._ahead) > _MOST_AHEAD:
-            self._ahead.clear()
-        for text, encoding in zip(texts, made, strict=True):
-            self._ahead[text, add_special_tokens] = encoding.ids
 
     def encode_word(self, text: str, field: str = "stop_words") -> tuple[int, ...]:
         """The ids of ``text`` alone, without special tokens; none for an empty word."""
@@ -172,9 +169,7 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
         _check_unicode(text, field)
-        ids: list[int] | None = self._ahead.pop((text, add_special_tokens), None)
-        if ids is not None:
-            return ids
+        ids: list[int]
         if self._backend is None:
             ids = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         elif len(text) < _SHORT:

@@ -27,12 +27,11 @@ from trtllm_bls.messages import (
     EngineMetrics,
     EngineRequest,
     PromptIds,
-    Sampling,
     TokenIds,
     Wants,
 )
 from trtllm_bls.parameters import is_true
-from trtllm_bls.wire.infer_message import is_final, output_arrays
+from trtllm_bls.wire.infer_message import RepeatedMessage, is_final, output_arrays
 from trtllm_bls.wire.scores import METRICS
 from trtllm_bls.wire.words import pack_words
 
@@ -254,13 +253,15 @@ class ResponseReader:
         self._single = request.num_return_sequences == 1
         self._plain = self._single and request.wants == _NO_WANTS and not self._skip
         self._ids_at: int | None = None  # which of two outputs holds the ids, once it is known
+        self.repeated = RepeatedMessage()
         self._log_probs_read: dict[int, int] = {}
         self._last_metrics: dict[int, EngineMetrics | None] = {}
 
-    def read(self, response: Any) -> tuple[list[EngineChunk], bool]:
+    def read(self, response: Any, packed: bytes = b"") -> tuple[list[EngineChunk], bool]:
         """The chunks of one ``ModelInferResponse``, and whether it is the last of the request.
 
-        Raises ``EngineError`` for a response that breaks the contract.
+        ``packed``: the message that it came in, for ``repeated``. Raises ``EngineError`` for a
+        response that breaks the contract.
         """
         last = is_final(response)
         ids = self._plain_ids(response, last) if self._plain else None
@@ -268,6 +269,8 @@ class ResponseReader:
             if last or not self._request.streaming:
                 self._unfinished.clear()
                 return [EngineChunk(token_ids=ids, final=True)], last
+            if len(ids) == 1:
+                self.repeated.note(packed, response.raw_output_contents, self._ids_at or 0)
             return [EngineChunk(token_ids=ids)], False
         try:
             arrays = output_arrays(response)
