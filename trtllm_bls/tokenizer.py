@@ -88,10 +88,7 @@ class Tokenizer:
         return self._begun_once(_packed(self._encode(text, add_special_tokens, field)))
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[PromptIds]:
-        """What ``encode`` gives for each of several short texts.
-
-        Other threads have the interpreter's lock meanwhile, which ``encode`` of a short text holds.
-        """
+        """What ``encode`` gives for each; leaves other threads the interpreter's lock meanwhile."""
         if self._backend is None:
             return [self.encode(text, add_special_tokens) for text in texts]
         made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
@@ -99,13 +96,13 @@ class Tokenizer:
 
     def _begun_once(self, token_ids: PromptIds) -> PromptIds:
         bos = self._bos_id
-        begins = next(
-            (n for n, token_id in enumerate(token_ids) if token_id != bos), len(token_ids)
-        )
-        if begins > 1 and not self._warned_of_bos:
+        begins = next((n for n, token in enumerate(token_ids) if token != bos), len(token_ids))
+        if begins < 2:
+            return token_ids
+        if not self._warned_of_bos:
             self._warned_of_bos = True
             logger.warning("a prompt begins with the begin-of-sequence token itself; kept one")
-        return token_ids[begins - 1 :] if begins > 1 else token_ids
+        return token_ids[begins - 1 :]
 
     def encode_word(self, text: str, field: str = "stop_words") -> tuple[int, ...]:
         """The ids of ``text`` alone, without special tokens; none for an empty word."""
