@@ -89,10 +89,7 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[PromptIds]:
         """What ``encode`` gives for each; leaves other threads the interpreter's lock meanwhile."""
-        if self._backend is None:
-            return [self.encode(text, add_special_tokens) for text in texts]
-        made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [self._begun_once(tuple(encoding.ids)) for encoding in made]
+        return [self._begun_once(ids) for ids in self._encode_all(texts, add_special_tokens)]
 
     def _begun_once(self, token_ids: PromptIds) -> PromptIds:
         bos = self._bos_id
@@ -264,7 +261,9 @@ class Tokenizer:
         for before in ("\n", "a", "."):
             anchor = tuple(self._encode(before, False, "messages"))
             missing = [text for text in texts if text not in found]
-            for text, ids in zip(missing, self._encode_all(before, missing), strict=True):
+            for text, ids in zip(
+                missing, self._encode_all([before + text for text in missing], False), strict=True
+            ):
                 if ids[: len(anchor)] == anchor:  # else the border fell inside a token
                     found[text] = ids[len(anchor) :]
         if wrong := next((text for text in texts if text not in found), None):
@@ -272,11 +271,12 @@ class Tokenizer:
             raise InvalidRequest("messages", problem)
         return found
 
-    def _encode_all(self, before: str, texts: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    def _encode_all(
+        self, texts: Sequence[str], add_special_tokens: bool
+    ) -> Iterator[tuple[int, ...]]:
         if self._backend is None:
-            return (tuple(self._encode(before + text, False, "messages")) for text in texts)
-        whole = [before + text for text in texts]
-        made = self._backend.encode_batch_fast(whole, add_special_tokens=False)
+            return (tuple(self._encode(text, add_special_tokens, "messages")) for text in texts)
+        made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return (tuple(encoding.ids) for encoding in made)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
