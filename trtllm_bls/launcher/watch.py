@@ -74,7 +74,7 @@ class Watch:
         self._probe = server.probe()
         self._has_canary = self._probe is not None and TEXT_MODEL in server.models
         self._progress_at = time.monotonic()
-        self._responses = 0
+        self._moved = 0  # responses, and tokens of answers in one piece
         self._steps: float | None = None  # of the engines, as last told
         self._failures, self._error = 0, ""
         self._not_ready: tuple[str, ...] = ()
@@ -132,10 +132,10 @@ class Watch:
         )
 
     def _note_progress(self, statuses: list[ProcessStatus], now: float) -> None:
-        responses = sum(status.responses for status in statuses)
-        if responses > self._responses:
+        moved = sum(status.responses + status.tokens for status in statuses)
+        if moved > self._moved:
             self._progress_at = now
-        self._responses = responses
+        self._moved = moved
 
     async def _ask(self, probe: Probe) -> None:
         """Which models are ready, and a canary unless others get answers; over and over."""
