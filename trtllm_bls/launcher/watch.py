@@ -73,7 +73,7 @@ class Watch:
         self._files = StatusDirectory(server.status_dir)
         self._probe = server.probe()
         self._has_canary = self._probe is not None and TEXT_MODEL in server.models
-        self._progress_at = time.monotonic()
+        self._progress_at = self._descriptors_at = time.monotonic()
         self._moved = 0  # responses, and tokens of answers in one piece
         self._steps: float | None = None  # of the engines, as last told
         self._failures, self._error = 0, ""
@@ -118,9 +118,13 @@ class Watch:
         self.draining = self._files.drain_deadline() is not None
         statuses = self._files.read()
         self._note_progress(statuses, now)
+        exhausted = self._processes.without_descriptors()
+        if not exhausted:
+            self._descriptors_at = now
         return Observed(
             processes=self._processes.problems(),
-            descriptors=self._processes.without_descriptors(),
+            descriptors=exhausted,
+            descriptors_at=self._descriptors_at,
             models=self._not_ready,
             engine=next((each.engine_problem for each in statuses if each.engine_problem), None),
             progress_at=self._progress_at if self._has_canary else None,
