@@ -128,22 +128,18 @@ def test_a_full_queue_refuses_at_once() -> None:
         assert read(small, request(IDS, 2))[0] == TRUTH[:2]
 
 
-def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
+async def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
     """Readers get an error instead of waiting for ever, and closing twice is harmless."""
-
-    async def story() -> None:
-        opened = open_engine()
-        stream = opened.generate(request(IDS, 100))
-        await stream.wait()
-        await opened.close()
-        opened.shutdown()
-        with pytest.raises(EngineError, match="closed"):
-            async for _ in stream:
-                pass
-        with pytest.raises(EngineUnavailable, match="closed"):
-            await opened.generate(request(IDS, 1)).wait()
-
-    run(story())
+    opened = open_engine()
+    stream = opened.generate(request(IDS, 100))
+    await stream.wait()
+    await opened.close()
+    opened.shutdown()
+    with pytest.raises(EngineError, match="closed"):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineUnavailable, match="closed"):
+        await opened.generate(request(IDS, 1)).wait()
 
 
 # --- what may be asked for beside tokens --------------------------------------------------------
@@ -225,25 +221,21 @@ def test_metrics_tell_times_in_order_and_tokens_reused(engine: EmbeddedEngine) -
 # --- many at once, and those who leave ----------------------------------------------------------
 
 
-def test_the_seam_streams_many_requests_at_once(engine: EmbeddedEngine) -> None:
+async def test_the_seam_streams_many_requests_at_once(engine: EmbeddedEngine) -> None:
     """More requests than slots on one loop: every text is the one it would be alone."""
+    seam: Engine = engine
 
-    async def story() -> None:
-        seam: Engine = engine
+    async def text(start: int) -> list[int]:
+        ids = prompt(10 + start, start=start)
+        asked = request(ids, 8, streaming=start % 2 == 0)
+        async with aclosing(seam.generate(asked)) as chunks:
+            return [token async for chunk in chunks for token in chunk.token_ids]
 
-        async def text(start: int) -> list[int]:
-            ids = prompt(10 + start, start=start)
-            asked = request(ids, 8, streaming=start % 2 == 0)
-            async with aclosing(seam.generate(asked)) as chunks:
-                return [token async for chunk in chunks for token in chunk.token_ids]
-
-        texts = await asyncio.gather(*(text(n) for n in range(10)))
-        assert texts == [generated(prompt(10 + n, start=n), 8) for n in range(10)]
-        limits = await seam.limits()
-        assert (limits.vocab_size, limits.max_sequence_tokens) == (VOCAB, 128)
-        assert limits.max_draft_tokens == engine.settings.max_draft_len
-
-    run(story())
+    texts = await asyncio.gather(*(text(n) for n in range(10)))
+    assert texts == [generated(prompt(10 + n, start=n), 8) for n in range(10)]
+    limits = await seam.limits()
+    assert (limits.vocab_size, limits.max_sequence_tokens) == (VOCAB, 128)
+    assert limits.max_draft_tokens == engine.settings.max_draft_len
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
