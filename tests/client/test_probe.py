@@ -221,18 +221,21 @@ def test_an_engine_that_says_it_is_not_well_ends_readiness(tmp_path: Path) -> No
     asyncio.run(run())
 
 
-def test_load_alone_does_not_make_a_server_unready(tmp_path: Path) -> None:
-    """No canary gets through, but others get tokens; when they no longer do, it has failed."""
+@pytest.mark.parametrize("moving", ["responses", "tokens"])
+def test_load_alone_does_not_make_a_server_unready(tmp_path: Path, moving: str) -> None:
+    """No canary gets through, but others get tokens, or their answers in one piece grow; when they
+    no longer do, it has failed."""
 
     async def run() -> None:
         files, failed = StatusDirectory(tmp_path), list[str]()
-        responses = 0
+        moved = 0
 
         def progress() -> None:
-            nonlocal responses
-            responses += 1
+            nonlocal moved
+            moved += 1
             now = time.monotonic()
-            files.write(ProcessStatus(os.getpid(), now, now, responses, running=256))
+            status = ProcessStatus(os.getpid(), now, now, responses=0, running=256)
+            files.write(replace(status, **{moving: moved}))
 
         async with FakeGrpcServer([BUSY]) as server:
             watching = watch(server.url, tmp_path, stall_s=1.0, failed=failed)

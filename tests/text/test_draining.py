@@ -114,6 +114,7 @@ class StubbornEngine:
 
     def __init__(self) -> None:
         self.settled = False
+        self.tokens = 0
         self.drained = threading.Event()
         self.problem: str | None = None
 

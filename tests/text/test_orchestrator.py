@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,24 @@ def test_a_whole_answer_comes_in_one_chunk() -> None:
     assert chunk.ending.finish_reason is END_ID
     assert chunk.ending.prompt_tokens == len(prompt_ids())
     assert not engine.requests[0].streaming
+
+
+@pytest.mark.parametrize(
+    ("more", "in_pieces"),
+    [
+        ({}, True),
+        ({"num_return_sequences": 2}, False),
+        ({"wants": Wants(log_probs=True)}, False),
+        ({"stop_words": ("&",)}, True),  # whatever the deployment says
+    ],
+)
+def test_an_answer_that_shows_the_engines_progress_is_the_same(
+    more: dict[str, Any], in_pieces: bool
+) -> None:
+    """One chunk per sequence; only where a stream of the engine's has all that was asked for."""
+    engine, plain = saying(SENTENCE), saying(SENTENCE)
+    assert ask(engine, asking(**more), defaults=Defaults(shown=1)) == ask(plain, asking(**more))
+    assert engine.requests[0].streaming is in_pieces
 
 
 def test_a_stream_has_a_chunk_per_certain_text_and_says_the_same() -> None:

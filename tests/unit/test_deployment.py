@@ -11,11 +11,12 @@ import grpc
 import pytest
 import trustme
 
+from doubles.scripted import Fault
 from doubles.scripted_tokens import hashed
 from tests.helpers.fake_engine_server import Triton, run
 from tests.helpers.fake_metrics import Registry
 from tests.helpers.scripted_services import playing
-from tests.helpers.scripted_text import padded_model, tokenizer
+from tests.helpers.scripted_text import Collected, padded_model, tokenizer
 from tests.helpers.small_tokenizers import directory
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
@@ -92,6 +93,33 @@ def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not() -> None:
         await made.close()
 
     run(scenario())
+
+
+def test_an_engine_elsewhere_shows_that_it_goes_on() -> None:
+    """Though every answer is to be in one piece and none has ended: a few are read as they grow."""
+
+    async def scenario() -> None:
+        asked = TextRequest(request_id="r", text="The quick", max_tokens=100)
+        async with playing(hashed(10)) as (service, url):
+            choice = parse_engine(f"trtllm://{url}")
+            made = Deployment(parameters(engine=choice), Registry())
+            service.engine.fault = Fault(error=None, after_tokens=5)
+            sinks = [Collected() for _ in range(6)]
+            running = [
+                asyncio.create_task(made.orchestrator.run(replace(asked, request_id=str(n)), sink))
+                for n, sink in enumerate(sinks)
+            ]
+            await eventually(lambda: made.tokens == 4 * 5 and len(service.requests) == 6)
+            assert sum(message.streaming for message in service.requests) == 4
+            assert not any(sink.chunks for sink in sinks)
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+            assert made.tokens == 4 * 5
+            await made.close()
+
+    run(scenario())
+    assert deployed().orchestrator._defaults.shown == 0  # an engine here tells its steps
 
 
 @pytest.mark.parametrize("source", ["off", "model", "ngram", "mixed"])

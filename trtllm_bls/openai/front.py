@@ -34,12 +34,21 @@ _LOOK_S = 0.2  # between looks at whether to stop
 RENEW_S = 0.5  # after which a worker renews its proof
 _PROVEN_S = 2.5  # so long a proof holds; a loop with more to do than it can is late
 _HEAD_BYTES = 2048
+_MOST_READ = 1 << 20  # of what is refused
 _HARMLESS = rb"(?:host|user-agent|accept[a-z-]*|cache-control):[^\r\n]*\r\n"
 _PROBE = re.compile(
     rb"GET /health HTTP/1\.1\r\n(?:%b|connection: *(?:(close)|keep-alive)\r\n)*\r\n" % _HARMLESS,
     re.I,
 )
 _BODY = b'{"status":"ok"}'
+_FULL = (
+    b'{"error":{"message":"no file descriptors are left; try again","type":"server_error",'
+    b'"param":null,"code":"overloaded"}}'
+)
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+)
+_REFUSAL += b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(_FULL), _FULL)
 
 
 class SharedProofs:
@@ -84,6 +93,7 @@ class Front(threading.Thread):
         self._connections: dict[int, tuple[socket.socket, float]] = {}
         self._waiting: deque[socket.socket] = deque()  # for the workers to take earlier ones
         self._epoll = select.epoll()
+        self._reserve = os.open(os.devnull, os.O_RDONLY)  # for want of another file descriptor
         for each in (listening, *workers):
             each.setblocking(False)
         self._epoll.register(listening, select.EPOLLIN)
@@ -100,6 +110,7 @@ class Front(threading.Thread):
                     self._look_at(self._connections[fd][0])
             self._close_silent(time.monotonic() - self._silent_s)
         self._listening.close()
+        os.close(self._reserve)
         for each in (*(pair[0] for pair in self._connections.values()), *self._waiting):
             each.close()
         self._workers.close()
@@ -112,13 +123,27 @@ class Front(threading.Thread):
             connection, _ = self._listening.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):  # for want of file descriptors
-                self._close_silent(next((since for _, since in self._connections.values()), 0))
-                time.sleep(0.001)
+                self._make_room()
             return
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connections[connection.fileno()] = (connection, time.monotonic())
         self._epoll.register(connection, select.EPOLLIN)
+
+    def _make_room(self) -> None:
+        """Close the connection that has been silent for longest, or refuse the next."""
+        if self._connections:
+            self._close_silent(next(since for _, since in self._connections.values()))
+            return
+        os.close(self._reserve)
+        with suppress(OSError):
+            connection, _ = self._listening.accept()
+            with connection:
+                connection.setblocking(False)
+                connection.send(_REFUSAL)
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(_MOST_READ)  # what is left unread would take the answer back
+        self._reserve = os.open(os.devnull, os.O_RDONLY)
 
     def _close_silent(self, since: float) -> None:
         """Close connections that have asked nothing ``since`` then, a time of ``monotonic``."""
