@@ -191,7 +191,7 @@ def test_refused_calls_are_sent_again_in_order_until_the_server_takes_them() -> 
     against(script)(scenario)
 
 
-def test_a_call_that_is_refused_for_long_is_unavailable() -> None:
+async def test_a_call_that_is_refused_for_long_is_unavailable() -> None:
     """The others go on."""
 
     async def script(peer: Peer) -> None:
@@ -200,14 +200,11 @@ def test_a_call_that_is_refused_for_long_is_unavailable() -> None:
         peer.write()
         peer.end(await peer.request())
 
-    async def scenario() -> None:
-        async with peers(script) as target:
-            connection = Connection(target, refused_seconds=0)
-            assert await Caller(connection, "echo", b"a").status() == "UNAVAILABLE"
-            assert await Caller(connection, "echo", b"b").status() == "OK"
-            await connection.close()
-
-    run(scenario())
+    async with peers(script) as target:
+        connection = Connection(target, refused_seconds=0)
+        assert await Caller(connection, "echo", b"a").status() == "UNAVAILABLE"
+        assert await Caller(connection, "echo", b"b").status() == "OK"
+        await connection.close()
 
 
 @pytest.mark.parametrize(

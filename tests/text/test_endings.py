@@ -41,22 +41,19 @@ def test_a_stream_that_fails_has_its_ending_before_the_error() -> None:
         assert [ending([chunk]) for chunk in sink.chunks if chunk.ending] == told
 
 
-def test_a_stream_that_is_cancelled_has_its_ending_too() -> None:
+async def test_a_stream_that_is_cancelled_has_its_ending_too() -> None:
     """After the engine's work has ended; then the cancellation goes on."""
     engine = saying("one two three")
     engine.fault = Fault(after_tokens=2)
     live: list[int] = []
     sink = Collected(lambda chunk: chunk.ending and live.append(engine.live))
 
-    async def run() -> None:
-        task = asyncio.create_task(orchestrator(engine).run(asking(stream=True), sink))
-        while len(sink.chunks) < 2:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
+    task = asyncio.create_task(orchestrator(engine).run(asking(stream=True), sink))
+    while len(sink.chunks) < 2:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert ending(sink.chunks) == (FinishReason.CANCELLED, None, 2)
     assert live == [0]
 

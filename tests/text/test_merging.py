@@ -237,16 +237,13 @@ def test_a_slow_sink_has_no_more_chunks_than_turns() -> None:
     run_cases(lambda chance: asyncio.run(compare(chance)), 100)
 
 
-def test_a_sink_that_fails_where_chunks_arrive_fails_its_request() -> None:
+async def test_a_sink_that_fails_where_chunks_arrive_fails_its_request() -> None:
     """Not whoever brought the chunks."""
 
     def fail(chunk: TextChunk) -> None:
         raise ZeroDivisionError
 
-    async def scenario() -> None:
-        engine = Delivers([[EngineChunk(token_ids=(5,))], [EngineChunk(token_ids=(), final=True)]])
-        engine.ahead = True
-        with pytest.raises(ZeroDivisionError):
-            await orchestrator(engine).run(asking(stream=True), Collected(fail), lambda: True)
-
-    asyncio.run(scenario())
+    engine = Delivers([[EngineChunk(token_ids=(5,))], [EngineChunk(token_ids=(), final=True)]])
+    engine.ahead = True
+    with pytest.raises(ZeroDivisionError):
+        await orchestrator(engine).run(asking(stream=True), Collected(fail), lambda: True)

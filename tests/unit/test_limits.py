@@ -203,14 +203,11 @@ def test_the_time_in_the_queue_is_part_of_the_requests_own() -> None:
     run_by_the_clock(scenario)
 
 
-def test_a_refused_request_takes_no_place() -> None:
+async def test_a_refused_request_takes_no_place() -> None:
     """What can be refused by looking at it is refused before it waits."""
     admission = Admission(1, 0, None)
     orchestrator = Orchestrator(tokenizer(), saying("one"), Defaults(), admission=admission)
 
-    async def scenario() -> None:
-        async with admission.place(1):
-            with pytest.raises(InvalidRequest, match="beam_width"):
-                await orchestrator.run(asking(sampling=Sampling(beam_width=2)), Collected())
-
-    asyncio.run(scenario())
+    async with admission.place(1):
+        with pytest.raises(InvalidRequest, match="beam_width"):
+            await orchestrator.run(asking(sampling=Sampling(beam_width=2)), Collected())

@@ -31,7 +31,7 @@ from trtllm_bls.messages import (
     Sampling,
     SpeculationRequest,
 )
-from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions, SpeculationStats
 
 OPTIONS = SpeculationOptions(draft_source=DraftSource.NGRAM)
 # What speculation cannot keep, by the name under which it is refused.
@@ -208,17 +208,13 @@ def test_the_end_of_a_speculating_request_is_told_once_however_it_ends() -> None
     run(listen())
 
 
-def test_closing_closes_both_engines() -> None:
+async def test_closing_closes_both_engines() -> None:
     """A request after that is told so."""
-
-    async def close() -> None:
-        engines = hashed_pair()
-        await RoutingEngine(engines.target, engines.draft).close()
-        for engine in (engines.target, engines.draft):
-            with pytest.raises(EngineUnavailable):
-                await read(engine, ask())
-
-    asyncio.run(close())
+    engines = hashed_pair()
+    await RoutingEngine(engines.target, engines.draft).close()
+    for engine in (engines.target, engines.draft):
+        with pytest.raises(EngineUnavailable):
+            await read(engine, ask())
 
 
 # --- a target that ends every request after one step ----------------------------------------------
@@ -322,19 +318,16 @@ def test_an_engine_that_refuses_to_be_tried_is_used_as_it_is(error: Exception, a
 
 
 @pytest.mark.parametrize("field", ["num_return_sequences", "beam_width", "runtime_top_p_decay"])
-def test_what_cannot_be_decoded_token_by_token_is_refused_by_name(field: str) -> None:
+async def test_what_cannot_be_decoded_token_by_token_is_refused_by_name(field: str) -> None:
     """With the reason: speculation was not asked for."""
     engines = one_step_pair()
     routed = Routed(engines)
 
-    async def begin() -> None:
-        await routed.engine.limits()
-        with pytest.raises(Unsupported) as caught:
-            routed.engine.generate(ask(**{"sampling": GREEDY, **CANNOT[field]}))
-        assert caught.value.field == field
-        assert "gives one token per request" in str(caught.value)
-
-    asyncio.run(begin())
+    await routed.engine.limits()
+    with pytest.raises(Unsupported) as caught:
+        routed.engine.generate(ask(**{"sampling": GREEDY, **CANNOT[field]}))
+    assert caught.value.field == field
+    assert "gives one token per request" in str(caught.value)
     assert engines.target.requests == []
 
 
