@@ -14,7 +14,7 @@ from tests.helpers.scripted_pairs import GREEDY, VOCAB, hashed_pair, ids, pair, 
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
 from trtllm_bls.messages import EngineRequest, FinishReason, Sampling, Wants
-from trtllm_bls.speculative import DraftSource
+from trtllm_bls.speculative.options import DraftSource
 
 LENGTHS = range(1, 13)
 FIXED_OR_ADAPTIVE = (0, 1, 2, 3, 4, 5, 6, None)

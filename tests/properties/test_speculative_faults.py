@@ -34,7 +34,7 @@ from trtllm_bls.errors import (
     Overloaded,
 )
 from trtllm_bls.messages import Draft, SpeculationRequest
-from trtllm_bls.speculative import DraftSource
+from trtllm_bls.speculative.options import DraftSource
 
 BROKEN = EngineError("broken")
 ERRORS = (

@@ -31,7 +31,7 @@ from trtllm_bls.messages import (
     Sampling,
     SpeculationRequest,
 )
-from trtllm_bls.speculative import DraftSource, SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions, SpeculationStats
 
 OPTIONS = SpeculationOptions(draft_source=DraftSource.NGRAM)
 # What speculation cannot keep, by the name under which it is refused.

@@ -352,7 +352,8 @@ class _Keys:
 
 def unknown_model(name: str) -> ApiError:
     """Another model than this server's."""
-    return ApiError(404, f"The model {name[:200]!r} does not exist", code="model_not_found")
+    problem = f"The model {name[:200]!r} does not exist"
+    return ApiError(404, problem, param="model", code="model_not_found")
 
 
 class _Json(Response):
