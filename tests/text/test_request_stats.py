@@ -172,7 +172,6 @@ def test_figures_keep_no_large_prompt() -> None:
 async def test_places_and_queues_are_seen() -> None:
     """Who waits for a place is waiting; who is sent away is counted under the limit's parameter."""
     found: list[RequestStats] = []
-
     served = Orchestrator(
         tokenizer(),
         saying(TEXT, step_seconds=1),
