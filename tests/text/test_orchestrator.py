@@ -147,6 +147,8 @@ def test_a_stop_string_ends_the_engines_work_at_once(stream: bool) -> None:
     assert text_of(chunks) == "a qui" and ending(chunks)[:2] == (STOP, "ck bro")
     assert engine.cancelled == [engine.requests[0].request_id]
     assert engine.live == 0
+    request = asking(stop_words=("ck bro",), include_stop=True, stream=stream)
+    assert text_of(ask(engine, request)) == "a quick bro"
 
 
 def test_a_length_limit_does_not_cancel() -> None:
