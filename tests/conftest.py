@@ -1,5 +1,4 @@
-"""How tests run that are coroutines, and the server that ``tests/live`` and ``tests/conformance``
-share, started once per session.
+"""The server that ``tests/live`` and ``tests/conformance`` share, started once per session.
 
 The package is imported only where the server is started: the conformance suite also runs where
 there is nothing but a client.
@@ -7,8 +6,6 @@ there is nothing but a client.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,16 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not LIVE.isdisjoint(item.path.parents):
             item.add_marker(pytest.mark.live)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine runs on an event loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = pyfuncitem._fixtureinfo.argnames
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from tests.helpers.fake_grpc_server import Say, tokens
 from tests.helpers.scripted_pairs import VOCAB, SpeculatingEngine, hashed_pair, read, told
 from tests.helpers.scripted_pairs import engine_request as ask
 from trtllm_bls.messages import Sampling
-from trtllm_bls.speculative import SpeculationShared
+from trtllm_bls.speculative.shared import SpeculationShared
 
 LOGITS = np.zeros((1, 2, VOCAB), np.float32)
 WHOLE = tokens(1, 2, final=True, generation_logits=LOGITS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -64,3 +65,13 @@ async def settle() -> None:
     """Let everything run that is due now."""
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+def skipping_waits(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine; sleeping takes no time in it."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **fixtures: Any) -> None:
+        run_skipping_waits(test(*arguments, **fixtures))
+
+    return run

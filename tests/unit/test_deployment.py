@@ -23,7 +23,7 @@ from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
 from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.parameters import BlsParameters, parse_engine, rows_of
 from trtllm_bls.services.deployment import Deployment
-from trtllm_bls.speculative import DraftSource, SpeculationOptions
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 
 
 def parameters(**more: Any) -> BlsParameters:

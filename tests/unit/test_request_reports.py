@@ -35,7 +35,7 @@ from trtllm_bls.services.request_metrics import (
     RequestMetrics,
 )
 from trtllm_bls.services.request_reports import RequestReports
-from trtllm_bls.speculative import DraftSource, SpeculationStats
+from trtllm_bls.speculative.options import DraftSource, SpeculationStats
 from trtllm_bls.status import CANARY_ID
 
 GOOD = RequestStats(

@@ -21,7 +21,7 @@ from trtllm_bls.services.request_log import RequestLog
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.services.target import is_service, target_engine
-from trtllm_bls.speculative import DraftSource, SpeculationOptions
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 # More than one, since it may end long before the others.
