@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from doubles.scripted import Fault, Script, ScriptedEngine
-from doubles.scripted_tokens import hashed
 from tests.helpers.scripted_text import (
     PROMPT,
     Collected,
