@@ -20,7 +20,6 @@ from trtllm_bls.answer import Answer, TextRules, too_late
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import EngineError, Unsupported
 from trtllm_bls.messages import (
-    EngineChunk,
     EngineLimits,
     EngineRequest,
     FinishReason,
@@ -280,17 +279,15 @@ async def _drive(
 ) -> None:
     """Send what the engine's chunks become, until both the answer and the engine have ended."""
     failure: Exception | None = None
-
-    def send(chunks: list[EngineChunk]) -> None:
-        for piece in answer.take(chunks):
-            sink.send(piece)
+    pass_on = sink.send
 
     def send_now() -> bool:
         nonlocal failure
         if not is_ready():
             return False
         try:
-            send(stream.take())
+            for piece in answer.take(stream.take()):
+                pass_on(piece)
         except Exception as error:  # it is this request's, not that of whoever brought the chunks
             failure = error
         return failure is None and not answer.must_cancel
@@ -307,7 +304,8 @@ async def _drive(
             chunks = stream.take()
             if not chunks:
                 break
-            send(chunks)
+            for piece in answer.take(chunks):
+                pass_on(piece)
     finally:
         await stream.aclose()
 

@@ -50,11 +50,15 @@ def run_skipping_waits(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _run(clock: Clock, work: Coroutine[Any, Any, T]) -> T:
+    failed: list[dict[str, Any]] = []  # callbacks, which asyncio would only log
+    clock.set_exception_handler(lambda _, context: failed.append(context))
     try:
-        return clock.run_until_complete(work)
+        result = clock.run_until_complete(work)
     finally:
         clock.run_until_complete(clock.shutdown_asyncgens())
         clock.close()
+    assert failed == []
+    return result
 
 
 async def settle() -> None:

@@ -255,7 +255,7 @@ class ResponseReader:
             if last or not self._request.streaming:
                 self._unfinished.clear()
                 return [EngineChunk(token_ids=ids, final=True)], last
-            return [EngineChunk(token_ids=ids)], False
+            return [EngineChunk.of_ids(ids)], False
         try:
             arrays = output_arrays(response)
         except _UNREADABLE as error:
