@@ -140,7 +140,6 @@ async def test_a_target_that_ignores_drafts_is_still_believed() -> None:
 async def test_figures_cover_every_token_of_every_round(source: DraftSource) -> None:
     """Log-probs, their sum, logits and metrics are the plain answer's; the prompt's logits once."""
     wants = Wants(log_probs=True, context_logits=True, generation_logits=True, perf_metrics=True)
-
     engines = pair(
         lambda context: [0.1 + 0.05 * (context[-1] == token) for token in range(VOCAB)],
         lambda context: context[-1],

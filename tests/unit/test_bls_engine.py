@@ -172,7 +172,6 @@ def test_responses_that_arrive_while_the_reader_is_busy_are_all_kept() -> None:
 async def test_a_child_that_has_ended_is_not_stopped() -> None:
     """A stop for an id that is gone costs a request, and might meet another's."""
     child = Child(say(3), say(4))
-
     made = engine(child)
     for _ in range(60):
         await read(made)
@@ -183,7 +182,6 @@ async def test_a_child_that_has_ended_is_not_stopped() -> None:
 async def test_streams_do_not_wait_for_each_other() -> None:
     """One that is silent has a thread of its own."""
     child = Child(say(3), silent=[Child.STOPPED, say(9)])
-
     made = engine(child)
     waiting = asyncio.create_task(read(made, replace(ASK, request_id="silent")))
     await eventually(lambda: child.asked)
@@ -236,7 +234,6 @@ def test_no_response_at_all_is_an_error() -> None:
 async def test_silence_is_a_stall_and_the_child_is_stopped() -> None:
     """Triton 24.10 loses a mid-stream error; the timer is what notices."""
     child = Child(say(3), Child.STOPPED, say(4))
-
     made = engine(child, stall=0.03)
     with pytest.raises(EngineStalled, match=r"nothing for 0\.03 s"):
         await read(made)
@@ -286,7 +283,6 @@ def test_a_request_that_waits_for_its_first_response_never_stalls(streaming: boo
 async def test_leaving_early_stops_the_child_and_reads_it_to_its_end() -> None:
     """By a stop request of its id, which needs no outputs; an iterator left behind would leak."""
     child = Child(say(3), Child.STOPPED, say(4), say(5))
-
     made = engine(child)
     async with aclosing(made.generate(ASK)) as stream:
         assert (await anext(aiter(stream))).token_ids == (3,)
@@ -299,7 +295,6 @@ async def test_leaving_early_stops_the_child_and_reads_it_to_its_end() -> None:
 async def test_a_reader_cancelled_while_waiting_stops_the_child() -> None:
     """Also before the first response."""
     child = Child(Child.STOPPED, say(4))
-
     reader = asyncio.create_task(read(engine(child)))
     await eventually(lambda: child.asked)
     reader.cancel()
@@ -315,7 +310,6 @@ async def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
     """The first stop may have come before the child knew its request; no thread waits for ever."""
     monkeypatch.setattr("trtllm_bls.engines.triton_bls._STOP_WAIT_SECONDS", 0.001)
     child = Child(say(3), Child.SILENCE)
-
     made = engine(child)
     async with aclosing(made.generate(ASK)) as stream:
         await stream.wait()

@@ -317,7 +317,6 @@ async def test_what_cannot_be_decoded_token_by_token_is_refused_by_name(field: s
     """With the reason: speculation was not asked for."""
     engines = one_step_pair()
     routed = Routed(engines)
-
     await routed.engine.limits()
     with pytest.raises(Unsupported) as caught:
         routed.engine.generate(ask(**{"sampling": GREEDY, **CANNOT[field]}))

@@ -82,10 +82,6 @@ class LimitedHeaders(HttpToolsProtocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
-    def on_message_complete(self) -> None:
-        self._in_headers, self._header_bytes = True, 0
-        super().on_message_complete()
-
 
 def uvicorn_options(exit_timeout: int) -> dict[str, Any]:
     """What uvicorn is told apart from where it listens."""
