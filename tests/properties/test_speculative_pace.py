@@ -180,7 +180,7 @@ def test_the_first_rest_is_short_for_one_request_in_so_many() -> None:
 @skipping_waits
 async def test_speculation_that_does_not_pay_costs_little(streams: int) -> None:
     """On by default with a draft model that is never right: at most 1 % of the time per token, for
-    engines of 20 ms and 2 ms a step that take 1.5 ms to reach, from a process's first answers on."""
+    engines of 20 ms and 2 ms a step, 1.5 ms away, from a process's first answers on."""
     rule = hashed(1000)
     target, draft = (
         Distant(played, Script(vocab_size=1000, step_seconds=step))
