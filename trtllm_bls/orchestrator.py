@@ -20,13 +20,13 @@ from trtllm_bls.answer import Answer, TextRules, too_late
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import EngineError, Unsupported
 from trtllm_bls.messages import (
-    EngineChunk,
     EngineLimits,
     EngineRequest,
     FinishReason,
     Sampling,
     SpeculationRequest,
     TextRequest,
+    Wants,
 )
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.request_stats import RequestRecord, RequestStats, TextSink
@@ -39,12 +39,17 @@ else:
 
 
 _GREEDY = Sampling()  # of nearly every request that asks for nothing
+_NOTHING_MORE = Wants()
 _UNKNOWN_ROOM = 1024  # tokens, where neither the request nor the engine has a limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What a deployment decides where a request is silent."""
+    """What a deployment decides where a request is silent.
+
+    ``shown``: so many answers in one piece are read from the engine as they grow, which tells that
+    it goes on. For an engine that tells so by nothing else.
+    """
 
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
@@ -52,6 +57,7 @@ class Defaults:
     timeout_s: float | None = None  # None: as long as it takes
     limits: RequestLimits = field(default_factory=RequestLimits)
     expose_kv_cache_metrics: bool = False
+    shown: int = 0
 
 
 def _ignore(stats: RequestStats) -> None:
@@ -86,12 +92,19 @@ class Orchestrator:
         self._on_end = on_end
         self._open: set[RequestRecord] = set()
         self.encode_ahead = self._prompts.encode_ahead  # of requests that are about to be run
+        self._tokens = 0
 
     def load(self) -> tuple[int, int]:
         """Requests that run in the engine, and that wait to be given to it; from any thread."""
         records = self._open.copy()
         running = sum(record.running for record in records)
         return running, len(records) - running
+
+    @property
+    def tokens(self) -> int:
+        """Those taken so far for answers in one piece, of which no response tells before their end;
+        any thread may ask."""
+        return self._tokens + sum(record.tokens for record in self._open.copy() if record.shown)
 
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
@@ -121,6 +134,7 @@ class Orchestrator:
 
     def _over(self, record: RequestRecord, error: BaseException | None = None) -> None:
         self._open.discard(record)
+        self._tokens += record.tokens * record.shown
         self._on_end(record.stats(error))
 
     async def _run(
@@ -139,6 +153,7 @@ class Orchestrator:
                 max_tokens = self._max_tokens(request, prompt, limits)
                 request = _with_logits(request, limits)
                 asked = self._engine_request(request, prompt, max_tokens)
+                sink.shown = asked.streaming and not request.stream
                 if request.wants.context_logits or request.wants.generation_logits:
                     self._defaults.limits.check_logits(asked.logit_rows(limits), limits.vocab_size)
                 answer = self._answer(request, prompt, limits, max_tokens)
@@ -229,6 +244,12 @@ class Orchestrator:
         ]
         return Answer(request, rules, detokenizers)
 
+    def _shows(self, request: TextRequest) -> bool:
+        """Whether the request's answer, which is to be in one piece, is read as it grows."""
+        if request.wants != _NOTHING_MORE or request.num_return_sequences > 1:
+            return False
+        return sum(record.shown for record in self._open) < self._defaults.shown
+
     def _engine_request(
         self, request: TextRequest, prompt: Prompt, max_tokens: int
     ) -> EngineRequest:
@@ -239,7 +260,7 @@ class Orchestrator:
             request_id=request.request_id,
             input_ids=prompt.ids,
             max_tokens=max_tokens,
-            streaming=bool(request.stream or watched),
+            streaming=bool(request.stream or watched or self._shows(request)),
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,
             end_id=prompt.end_id,
@@ -259,17 +280,15 @@ async def _drive(
 ) -> None:
     """Send what the engine's chunks become, until both the answer and the engine have ended."""
     failure: Exception | None = None
-
-    def send(chunks: list[EngineChunk]) -> None:
-        for piece in answer.take(chunks):
-            sink.send(piece)
+    pass_on = sink.send
 
     def send_now() -> bool:
         nonlocal failure
         if not is_ready():
             return False
         try:
-            send(stream.take())
+            for piece in answer.take(stream.take()):
+                pass_on(piece)
         except Exception as error:  # it is this request's, not that of whoever brought the chunks
             failure = error
         return failure is None and not answer.must_cancel
@@ -286,7 +305,8 @@ async def _drive(
             chunks = stream.take()
             if not chunks:
                 break
-            send(chunks)
+            for piece in answer.take(chunks):
+                pass_on(piece)
     finally:
         await stream.aclose()
 

@@ -97,6 +97,7 @@ class RequestRecord:
     def __init__(self, request: TextRequest, sink: TextSink, clock: Callable[[], float]) -> None:
         self.ready: Callable[[], Coroutine[Any, Any, None]] = sink.ready
         self.running = False  # the engine was given the request
+        self.shown = False  # the answer is to be in one piece, but grows as it is read
         self._request = request
         self._send = sink.send
         self._clock = clock
@@ -114,6 +115,11 @@ class RequestRecord:
         self._begun_at = self._clock()
         self.running = True
 
+    @property
+    def tokens(self) -> int:
+        """Those of the answer so far."""
+        return self._answer.completion_tokens if self._answer is not None else 0
+
     def send(self, chunk: TextChunk) -> None:
         """Pass a chunk on."""
         now = self._clock()
@@ -130,9 +136,8 @@ class RequestRecord:
     def stats(self, error: BaseException | None = None) -> RequestStats:
         """The request is over; ``error`` is what ended it, if one did."""
         outcome, reason = _outcome(error, self._endings)
-        request, answer = self._request, self._answer
+        request, tokens = self._request, self.tokens
         told = [ending.speculation for ending in self._endings if ending.speculation]
-        tokens = answer.completion_tokens if answer is not None else 0
         begun = request.stream and tokens > 0 and self._responses > 0
         return RequestStats(
             request_id=request.request_id,
@@ -164,7 +169,8 @@ def _outcome(error: BaseException | None, endings: Sequence[Ending]) -> tuple[Ou
         cause = causes.get(str(error.args[0]) if error.args else "", CancelCause.CALLER_LEFT)
         return Outcome.CANCELLED, cause.value
     if isinstance(error, InvalidRequest):
-        return Outcome.REFUSED, error.limit or error.field
+        # A label of metrics: places in lists would make as many of them as callers like.
+        return Outcome.REFUSED, error.limit or error.field.partition("[")[0]
     if isinstance(error, Overloaded):
         return Outcome.OVERLOADED, error.limit or type(error).__name__
     if error is not None:

@@ -39,7 +39,8 @@ ENGINE_STEPS, STEPS_LABEL = "nv_trt_llm_general_metrics", ("general_type", "iter
 class ProcessStatus:
     """One process; times are seconds of ``time.monotonic()``.
 
-    ``loop_at``: when its event loop last turned. ``responses``: made so far, errors left out.
+    ``loop_at``: when its event loop last turned. ``responses``: made so far, errors left out;
+    ``tokens``: taken so far from an engine for answers that are to be in one piece.
     ``requests``: the ids of some that run, of ``running``. ``handed_over``: it takes no new
     requests, and needs no further request to the engine for those that run. ``missed_turns``: how
     often another thread of the process has had its turn, 20 times a second at most, since its
@@ -55,6 +56,7 @@ class ProcessStatus:
     handed_over: bool = False
     missed_turns: int = 0
     engine_problem: str | None = None
+    tokens: int = 0
 
 
 class StatusDirectory:

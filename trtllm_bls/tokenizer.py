@@ -94,12 +94,10 @@ class Tokenizer:
     def _begun_once(self, token_ids: PromptIds) -> PromptIds:
         bos = self._bos_id
         begins = next((n for n, token in enumerate(token_ids) if token != bos), len(token_ids))
-        if begins < 2:
-            return token_ids
-        if not self._warned_of_bos:
+        if begins > 1 and not self._warned_of_bos:
             self._warned_of_bos = True
             logger.warning("a prompt begins with the begin-of-sequence token itself; kept one")
-        return token_ids[begins - 1 :]
+        return token_ids[begins - 1 :] if begins > 1 else token_ids
 
     def encode_word(self, text: str, field: str = "stop_words") -> tuple[int, ...]:
         """The ids of ``text`` alone, without special tokens; none for an empty word."""
@@ -271,12 +269,10 @@ class Tokenizer:
             raise InvalidRequest("messages", problem)
         return found
 
-    def _encode_all(
-        self, texts: Sequence[str], add_special_tokens: bool
-    ) -> Iterator[tuple[int, ...]]:
+    def _encode_all(self, texts: Sequence[str], special: bool) -> Iterator[tuple[int, ...]]:
         if self._backend is None:
-            return (tuple(self._encode(text, add_special_tokens, "messages")) for text in texts)
-        made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return (tuple(self._encode(text, special, "messages")) for text in texts)
+        made = self._backend.encode_batch_fast(texts, add_special_tokens=special)
         return (tuple(encoding.ids) for encoding in made)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ class SteppingEngine:
 
     def _step(self) -> None:
         for stream, (ids, sent, length) in list(self._open.items()):
-            chunk = EngineChunk(token_ids=(ids[sent % len(ids)],))
+            chunk = EngineChunk.of_ids((ids[sent % len(ids)],))
             self._open[stream] = (ids, sent + 1, length)
             if sent + 1 == length:
                 del self._open[stream]

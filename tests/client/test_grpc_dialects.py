@@ -34,46 +34,34 @@ def older(*without: str, **parameters: str) -> Any:
     return config
 
 
-def test_an_older_engine_is_spoken_to_in_its_own_words() -> None:
+async def test_an_older_engine_is_spoken_to_in_its_own_words() -> None:
     """random_seed and min_length, where seed and min_tokens are not known."""
-
-    async def scenario() -> None:
-        async with reaching(Say((3,), final=True), config=older()) as (engine, triton):
-            await read(engine, replace(ASK, sampling=Sampling(seed=5, min_tokens=2)))
-            sent = inputs(triton.asked[0])
-            assert (sent["random_seed"], sent["min_length"]) == ([[5]], [[2]])
-            assert not sent.keys() & {"seed", "min_tokens"}
-
-    run(scenario())
+    async with reaching(Say((3,), final=True), config=older()) as (engine, triton):
+        await read(engine, replace(ASK, sampling=Sampling(seed=5, min_tokens=2)))
+        sent = inputs(triton.asked[0])
+        assert (sent["random_seed"], sent["min_length"]) == ([[5]], [[2]])
+        assert not sent.keys() & {"seed", "min_tokens"}
 
 
-def test_an_option_the_engine_lacks_is_refused_before_it_is_asked() -> None:
+async def test_an_option_the_engine_lacks_is_refused_before_it_is_asked() -> None:
     """And named."""
-
-    async def scenario() -> None:
-        config = older("runtime_top_p_decay")
-        async with reaching(Say((3,), final=True), config=config) as (engine, triton):
-            with pytest.raises(InvalidRequest, match="runtime_top_p_decay"):
-                await read(engine, replace(ASK, sampling=Sampling(top_p_decay=0.5)))
-            assert triton.asked == []
-
-    run(scenario())
+    config = older("runtime_top_p_decay")
+    async with reaching(Say((3,), final=True), config=config) as (engine, triton):
+        with pytest.raises(InvalidRequest, match="runtime_top_p_decay"):
+            await read(engine, replace(ASK, sampling=Sampling(top_p_decay=0.5)))
+        assert triton.asked == []
 
 
 @pytest.mark.parametrize(
     ("parameter", "said"), [("false", (7, 8, 3)), ("", (7, 8, 3)), ("true", (3,)), ("True", (3,))]
 )
-def test_a_prompt_that_cannot_be_excluded_is_taken_off(parameter: str, said: Any) -> None:
+async def test_a_prompt_that_cannot_be_excluded_is_taken_off(parameter: str, said: Any) -> None:
     """Whether it is there, only the model's parameter tells."""
-
-    async def scenario() -> None:
-        config = older("exclude_input_in_output", exclude_input_in_output=parameter)
-        async with reaching(Say(said, final=True), config=config) as (engine, triton):
-            (chunk,) = await read(engine, replace(ASK, streaming=False))
-            assert chunk.token_ids == (3,)
-            assert "exclude_input_in_output" not in inputs(triton.asked[0])
-
-    run(scenario())
+    config = older("exclude_input_in_output", exclude_input_in_output=parameter)
+    async with reaching(Say(said, final=True), config=config) as (engine, triton):
+        (chunk,) = await read(engine, replace(ASK, streaming=False))
+        assert chunk.token_ids == (3,)
+        assert "exclude_input_in_output" not in inputs(triton.asked[0])
 
 
 def test_what_the_model_excludes_anyway_is_not_asked_for() -> None:
@@ -89,22 +77,18 @@ def test_what_the_model_excludes_anyway_is_not_asked_for() -> None:
     assert [run(scenario(parameter)) for parameter in ("true", "false", "")] == [False, True, True]
 
 
-def test_limits_are_the_models_parameters() -> None:
+async def test_limits_are_the_models_parameters() -> None:
     """Asked for once; what is no number is not known."""
-
-    async def scenario() -> None:
-        config = model_config(ENGINE, {"max_sequence_tokens": "64", "max_draft_len": "${x}"})
-        async with reaching(config=config) as (engine, triton):
-            limits = await engine.limits()
-            assert (limits.max_sequence_tokens, limits.max_draft_tokens) == (64, None)
-            await engine.limits()
-            assert triton.config_asked == 1
-        for own, drafts in (("embedded", 4), ("llm_api", 0), ("trtllm://gpu:1", 0)):
-            config = model_config(ENGINE, {"engine": own, "max_draft_len": "4"})
-            async with reaching(config=config) as (engine, _):
-                assert (await engine.limits()).max_draft_tokens == drafts
-
-    run(scenario())
+    config = model_config(ENGINE, {"max_sequence_tokens": "64", "max_draft_len": "${x}"})
+    async with reaching(config=config) as (engine, triton):
+        limits = await engine.limits()
+        assert (limits.max_sequence_tokens, limits.max_draft_tokens) == (64, None)
+        await engine.limits()
+        assert triton.config_asked == 1
+    for own, drafts in (("embedded", 4), ("llm_api", 0), ("trtllm://gpu:1", 0)):
+        config = model_config(ENGINE, {"engine": own, "max_draft_len": "4"})
+        async with reaching(config=config) as (engine, _):
+            assert (await engine.limits()).max_draft_tokens == drafts
 
 
 @pytest.mark.parametrize(
@@ -123,14 +107,10 @@ def test_limits_are_the_models_parameters() -> None:
     ],
     ids=str,
 )
-def test_the_c_backend_may_end_requests_after_one_step_unless_it_tells(
+async def test_the_c_backend_may_end_requests_after_one_step_unless_it_tells(
     parameters: dict[str, str], one_step: bool | None, may_be: bool
 ) -> None:
     """Its template has no parameter for it; our own engine never does."""
-
-    async def dialogue() -> None:
-        async with reaching(config=model_config(ENGINE, parameters)) as (engine, _):
-            limits = await engine.limits()
-            assert (limits.one_step, limits.may_be_one_step) == (one_step, may_be)
-
-    run(dialogue())
+    async with reaching(config=model_config(ENGINE, parameters)) as (engine, _):
+        limits = await engine.limits()
+        assert (limits.one_step, limits.may_be_one_step) == (one_step, may_be)

@@ -40,56 +40,44 @@ from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
 # --- chunks ---------------------------------------------------------------------------------
 
 
-def test_chunks_come_as_they_are_said_and_the_request_is_whole() -> None:
+async def test_chunks_come_as_they_are_said_and_the_request_is_whole() -> None:
     """Tokens, an empty end, the id, and only outputs that somebody reads."""
-
-    async def scenario() -> None:
-        async with reaching(Say((3,)), Say((4, 5)), Say(final=True)) as (engine, triton):
-            chunks = await read(engine)
-            assert [(c.token_ids, c.final) for c in chunks] == [
-                ((3,), False),
-                ((4, 5), False),
-                ((), True),
-            ]
-            (message,) = triton.asked
-            number, _, name = message.id.partition("/")
-            assert (int(number) < 2**63, name, message.model_name) == (True, "mine", "tensorrt_llm")
-            assert [o.name for o in message.outputs] == ["output_ids", "sequence_length"]
-            assert inputs(message)["input_ids"] == [[7, 8]]
-            assert inputs(message)["streaming"] == [[True]]
-            assert message.parameters["triton_enable_empty_final_response"].bool_param
-
-    run(scenario())
+    async with reaching(Say((3,)), Say((4, 5)), Say(final=True)) as (engine, triton):
+        chunks = await read(engine)
+        assert [(c.token_ids, c.final) for c in chunks] == [
+            ((3,), False),
+            ((4, 5), False),
+            ((), True),
+        ]
+        (message,) = triton.asked
+        number, _, name = message.id.partition("/")
+        assert (int(number) < 2**63, name, message.model_name) == (True, "mine", "tensorrt_llm")
+        assert [o.name for o in message.outputs] == ["output_ids", "sequence_length"]
+        assert inputs(message)["input_ids"] == [[7, 8]]
+        assert inputs(message)["streaming"] == [[True]]
+        assert message.parameters["triton_enable_empty_final_response"].bool_param
 
 
-def test_a_trace_context_goes_along() -> None:
+async def test_a_trace_context_goes_along() -> None:
     """As a parameter: calls are kept for several requests, so their metadata is not a request's."""
-
-    async def scenario() -> None:
-        async with reaching(Say((3,), final=True)) as (engine, triton):
-            await read(engine, replace(ASK, traceparent="00-a-b-01"))
-            await read(engine)
-            traced, plain = triton.asked
-            assert traced.parameters["traceparent"].string_param == "00-a-b-01"
-            assert "traceparent" not in plain.parameters
-
-    run(scenario())
+    async with reaching(Say((3,), final=True)) as (engine, triton):
+        await read(engine, replace(ASK, traceparent="00-a-b-01"))
+        await read(engine)
+        traced, plain = triton.asked
+        assert traced.parameters["traceparent"].string_param == "00-a-b-01"
+        assert "traceparent" not in plain.parameters
 
 
-def test_an_end_without_outputs_is_an_end() -> None:
+async def test_an_end_without_outputs_is_an_end() -> None:
     """A separate empty final response, as some engines send it."""
-
-    async def scenario() -> None:
-        async with reaching(Say((3,)), Say(final=True, empty=True)) as (engine, _):
-            assert [(c.token_ids, c.final) for c in await read(engine)] == [
-                ((3,), False),
-                ((), True),
-            ]
-
-    run(scenario())
+    async with reaching(Say((3,)), Say(final=True, empty=True)) as (engine, _):
+        assert [(c.token_ids, c.final) for c in await read(engine)] == [
+            ((3,), False),
+            ((), True),
+        ]
 
 
-def test_what_was_asked_for_comes_along() -> None:
+async def test_what_was_asked_for_comes_along() -> None:
     """Scores, metrics and several sequences, by the outputs of the contract."""
     request = replace(ASK, wants=Wants(log_probs=True, generation_logits=True, perf_metrics=True))
     said = EngineChunk(
@@ -101,59 +89,43 @@ def test_what_was_asked_for_comes_along() -> None:
         metrics=EngineMetrics(arrival_time_ns=5),
     )
     more = ChunkWriter(EngineCall(request, None), True, None).arrays(said)
-
-    async def scenario() -> None:
-        async with reaching(Say((3,), final=True, more=more)) as (engine, triton):
-            (chunk,) = await read(engine, request)
-            assert (chunk.log_probs, chunk.cum_log_prob) == ((-0.5,), -0.5)
-            assert chunk.generation_logits is not None
-            assert chunk.generation_logits.tolist() == [[1, 1, 1, 1]]
-            assert chunk.metrics == said.metrics
-            names = {output.name for output in triton.asked[0].outputs}
-            assert {"output_log_probs", "generation_logits", "arrival_time_ns"} <= names
-            assert not names & {"context_logits", "sequence_index", "num_input_tokens"}
-
-    run(scenario())
+    async with reaching(Say((3,), final=True, more=more)) as (engine, triton):
+        (chunk,) = await read(engine, request)
+        assert (chunk.log_probs, chunk.cum_log_prob) == ((-0.5,), -0.5)
+        assert chunk.generation_logits is not None
+        assert chunk.generation_logits.tolist() == [[1, 1, 1, 1]]
+        assert chunk.metrics == said.metrics
+        names = {output.name for output in triton.asked[0].outputs}
+        assert {"output_log_probs", "generation_logits", "arrival_time_ns"} <= names
+        assert not names & {"context_logits", "sequence_index", "num_input_tokens"}
 
 
-def test_every_sequence_ends_with_the_request() -> None:
+async def test_every_sequence_ends_with_the_request() -> None:
     """The wire marks the last response of all, not of each."""
-
-    async def scenario() -> None:
-        first, second = ({"sequence_index": np.array([[i]], np.int32)} for i in (0, 1))
-        steps = Say((3,), more=first), Say((4,), more=second), Say((5,), more=first, final=True)
-        async with reaching(*steps) as (engine, _):
-            chunks = await read(engine, replace(ASK, num_return_sequences=2))
-            assert [c.sequence_index for c in chunks if c.final] == [0, 1]
-            assert [c.token_ids for c in chunks if c.sequence_index == 1] == [(4,), ()]
-
-    run(scenario())
+    first, second = ({"sequence_index": np.array([[i]], np.int32)} for i in (0, 1))
+    steps = Say((3,), more=first), Say((4,), more=second), Say((5,), more=first, final=True)
+    async with reaching(*steps) as (engine, _):
+        chunks = await read(engine, replace(ASK, num_return_sequences=2))
+        assert [c.sequence_index for c in chunks if c.final] == [0, 1]
+        assert [c.token_ids for c in chunks if c.sequence_index == 1] == [(4,), ()]
 
 
-def test_text_among_the_extras_is_sent_as_bytes() -> None:
+async def test_text_among_the_extras_is_sent_as_bytes() -> None:
     """The one type whose packing is not numpy's own."""
-
-    async def scenario() -> None:
-        guide = {"guided_decoding_guide": np.array(["[ä-ü]".encode()], np.object_)}
-        async with reaching(Say((3,), final=True)) as (engine, triton):
-            await read(engine, replace(ASK, extras=guide))
-            assert inputs(triton.asked[0])["guided_decoding_guide"] == "[ä-ü]"
-            (tensor,) = [t for t in triton.asked[0].inputs if t.datatype == "BYTES"]
-            assert list(tensor.shape) == [1, 1]
-
-    run(scenario())
+    guide = {"guided_decoding_guide": np.array(["[ä-ü]".encode()], np.object_)}
+    async with reaching(Say((3,), final=True)) as (engine, triton):
+        await read(engine, replace(ASK, extras=guide))
+        assert inputs(triton.asked[0])["guided_decoding_guide"] == "[ä-ü]"
+        (tensor,) = [t for t in triton.asked[0].inputs if t.datatype == "BYTES"]
+        assert list(tensor.shape) == [1, 1]
 
 
-def test_many_streams_share_one_channel() -> None:
+async def test_many_streams_share_one_channel() -> None:
     """And each gets its own answer to the end."""
-
-    async def scenario() -> None:
-        async with reaching(Say((3,)), LINGER, Say((4,), final=True)) as (engine, triton):
-            answers = await asyncio.gather(*(read(engine) for _ in range(50)))
-            assert {tuple(c.token_ids for c in chunks) for chunks in answers} == {((3,), (4,))}
-            assert triton.config_asked <= 50 and len(triton.asked) == 50
-
-    run(scenario())
+    async with reaching(Say((3,)), LINGER, Say((4,), final=True)) as (engine, triton):
+        answers = await asyncio.gather(*(read(engine) for _ in range(50)))
+        assert {tuple(c.token_ids for c in chunks) for chunks in answers} == {((3,), (4,))}
+        assert triton.config_asked <= 50 and len(triton.asked) == 50
 
 
 # --- failing --------------------------------------------------------------------------------
@@ -188,23 +160,19 @@ def test_a_refusal_of_our_own_engine_comes_back_as_what_it_was() -> None:
     assert isinstance(error, InvalidRequest) and error.field == "top_p"
 
 
-def test_a_failed_request_fails_no_other_that_is_about_to_start() -> None:
+async def test_a_failed_request_fails_no_other_that_is_about_to_start() -> None:
     """The model is asked again for what it declares, but only by requests that come later."""
-
-    async def scenario() -> None:
-        async with reaching(Fail("out of blocks")) as (engine, triton):
-            await engine.limits()
-            with pytest.raises(EngineError, match="out of blocks"):
-                await engine.generate(ASK).wait()
-            triton.steps = (Say((3,), final=True),)
-            chunks = engine.generate(ASK)  # it had asked for the limits before that failure
-            await chunks.wait()
-            assert [chunk.token_ids for chunk in chunks.take()] == [(3,)]
-            assert triton.config_asked == 1
-            await engine.limits()
-            assert triton.config_asked == 2
-
-    run(scenario())
+    async with reaching(Fail("out of blocks")) as (engine, triton):
+        await engine.limits()
+        with pytest.raises(EngineError, match="out of blocks"):
+            await engine.generate(ASK).wait()
+        triton.steps = (Say((3,), final=True),)
+        chunks = engine.generate(ASK)  # it had asked for the limits before that failure
+        await chunks.wait()
+        assert [chunk.token_ids for chunk in chunks.take()] == [(3,)]
+        assert triton.config_asked == 1
+        await engine.limits()
+        assert triton.config_asked == 2
 
 
 def test_an_end_without_a_final_response_is_an_error() -> None:
@@ -225,35 +193,27 @@ def test_a_broken_call_is_told_by_its_status(code: grpc.StatusCode, kind: type) 
     assert type(error) is kind and "the wire says so" in str(error)
 
 
-def test_silence_is_no_stall_while_the_server_answers() -> None:
+async def test_silence_is_no_stall_while_the_server_answers() -> None:
     """A queued request, or a long answer in one piece, sends nothing until it ends."""
-
-    async def scenario() -> None:
-        go_on = asyncio.Event()
-        async with reaching(Say((3,)), go_on, Say((4,), final=True), stall=0.02) as (
-            engine,
-            triton,
-        ):
-            reading = asyncio.create_task(read(engine))
-            await eventually(lambda: triton.live_asked >= 3)
-            go_on.set()
-            assert [chunk.token_ids for chunk in await reading] == [(3,), (4,)]
-
-    run(scenario())
+    go_on = asyncio.Event()
+    async with reaching(Say((3,)), go_on, Say((4,), final=True), stall=0.02) as (
+        engine,
+        triton,
+    ):
+        reading = asyncio.create_task(read(engine))
+        await eventually(lambda: triton.live_asked >= 3)
+        go_on.set()
+        assert [chunk.token_ids for chunk in await reading] == [(3,), (4,)]
 
 
-def test_a_server_that_does_not_answer_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_does_not_answer_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests fail, and their calls end."""
     monkeypatch.setattr("trtllm_bls.engines.triton_grpc._PROBE_SECONDS", 0.05)
-
-    async def scenario() -> None:
-        async with reaching(Say((3,)), HOLD, stall=0.02) as (engine, triton):
-            triton.frozen = True
-            with pytest.raises(EngineStalled, match="does not answer"):
-                await read(engine)
-            await triton.cancelled.wait()
-
-    run(scenario())
+    async with reaching(Say((3,)), HOLD, stall=0.02) as (engine, triton):
+        triton.frozen = True
+        with pytest.raises(EngineStalled, match="does not answer"):
+            await read(engine)
+        await triton.cancelled.wait()
 
 
 def test_a_model_that_is_not_decoupled_is_told_to_the_operator() -> None:
@@ -263,51 +223,39 @@ def test_a_model_that_is_not_decoupled_is_told_to_the_operator() -> None:
     assert "model_transaction_policy.decoupled" in str(failing(config=config))
 
 
-def test_nobody_at_the_address() -> None:
+async def test_nobody_at_the_address() -> None:
     """Unavailable, with the address."""
-
-    async def scenario() -> None:
-        engine = GrpcEngine("127.0.0.1:1", "tensorrt_llm", vocab_size=50)
-        with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:1"):
-            await engine.limits()
-        await engine.close()
-
-    run(scenario())
+    engine = GrpcEngine("127.0.0.1:1", "tensorrt_llm", vocab_size=50)
+    with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:1"):
+        await engine.limits()
+    await engine.close()
 
 
 # --- leaving --------------------------------------------------------------------------------
 
 
-def test_leaving_early_is_seen_by_the_engine() -> None:
+async def test_leaving_early_is_seen_by_the_engine() -> None:
     """Closed after a chunk, or cancelled while waiting for one."""
-
-    async def scenario() -> None:
-        async with reaching(Say((3,)), HOLD) as (engine, triton):
-            await engine.limits()
-            async with aclosing(engine.generate(ASK)) as chunks:
-                await chunks.wait()
-            await triton.cancelled.wait()
-            triton.cancelled.clear()
-            reader = asyncio.create_task(read(engine))
-            await eventually(lambda: len(triton.asked) == 2)
-            reader.cancel()
-            await triton.cancelled.wait()
-            await asyncio.wait({reader})
-            assert reader.cancelled()
-
-    run(scenario())
+    async with reaching(Say((3,)), HOLD) as (engine, triton):
+        await engine.limits()
+        async with aclosing(engine.generate(ASK)) as chunks:
+            await chunks.wait()
+        await triton.cancelled.wait()
+        triton.cancelled.clear()
+        reader = asyncio.create_task(read(engine))
+        await eventually(lambda: len(triton.asked) == 2)
+        reader.cancel()
+        await triton.cancelled.wait()
+        await asyncio.wait({reader})
+        assert reader.cancelled()
 
 
-def test_leaving_after_the_last_chunk_cancels_nothing() -> None:
+async def test_leaving_after_the_last_chunk_cancels_nothing() -> None:
     """A cancel around the final response leaks the request inside Triton 24.10."""
-
-    async def scenario() -> None:
-        async with reaching(Say((3,)), Say((4,), final=True), LINGER) as (engine, triton):
-            await engine.limits()
-            async with aclosing(engine.generate(ASK)) as chunks:
-                async for chunk in chunks:
-                    if chunk.final:
-                        break
-        assert not triton.cancelled.is_set()
-
-    run(scenario())
+    async with reaching(Say((3,)), Say((4,), final=True), LINGER) as (engine, triton):
+        await engine.limits()
+        async with aclosing(engine.generate(ASK)) as chunks:
+            async for chunk in chunks:
+                if chunk.final:
+                    break
+    assert not triton.cancelled.is_set()

@@ -10,12 +10,12 @@ import grpc
 import numpy as np
 import pytest
 
-from tests.helpers.fake_engine_server import HANG_UP, Fail, reaching, run
+from tests.helpers.fake_engine_server import HANG_UP, Fail, reaching
 from tests.helpers.fake_grpc_server import Say, tokens
 from tests.helpers.scripted_pairs import VOCAB, SpeculatingEngine, hashed_pair, read, told
 from tests.helpers.scripted_pairs import engine_request as ask
 from trtllm_bls.messages import Sampling
-from trtllm_bls.speculative import SpeculationShared
+from trtllm_bls.speculative.shared import SpeculationShared
 
 LOGITS = np.zeros((1, 2, VOCAB), np.float32)
 WHOLE = tokens(1, 2, final=True, generation_logits=LOGITS)
@@ -78,25 +78,23 @@ REPLIES: dict[str, Any] = {
 
 @pytest.mark.parametrize("by_logits", [False, True])
 @pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES)
-def test_an_odd_reply_of_a_draft_engine_means_plain_decoding(reply: Any, by_logits: bool) -> None:
+async def test_an_odd_reply_of_a_draft_engine_means_plain_decoding(
+    reply: Any, by_logits: bool
+) -> None:
     """Unreadable, out of place or broken: the text is that of the target alone."""
-
-    async def dialogue() -> None:
-        plain = hashed_pair(words=VOCAB)
-        request = ask(max_tokens=10, sampling=Sampling(top_p=0.9, top_k=5, seed=3))
-        expected = told(await read(plain.target, request))
-        target = hashed_pair(words=VOCAB).target
-        async with reaching(reply) as (draft, server):
-            await draft.limits()
-            engine = SpeculatingEngine(
-                target,
-                draft,
-                SpeculationShared(),
-                num_draft_tokens=2,
-                use_draft_logits=by_logits,
-            )
-            assert told(await read(engine, request)) == expected
-            assert server.asked
-            assert target.live == 0
-
-    run(dialogue())
+    plain = hashed_pair(words=VOCAB)
+    request = ask(max_tokens=10, sampling=Sampling(top_p=0.9, top_k=5, seed=3))
+    expected = told(await read(plain.target, request))
+    target = hashed_pair(words=VOCAB).target
+    async with reaching(reply) as (draft, server):
+        await draft.limits()
+        engine = SpeculatingEngine(
+            target,
+            draft,
+            SpeculationShared(),
+            num_draft_tokens=2,
+            use_draft_logits=by_logits,
+        )
+        assert told(await read(engine, request)) == expected
+        assert server.asked
+        assert target.live == 0

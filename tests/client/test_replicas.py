@@ -11,7 +11,6 @@ import pytest
 
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
-from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import ids, read
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.replicas import ReplicatedEngine
@@ -36,72 +35,60 @@ async def tokens(engine: Any, request: EngineRequest = ASK) -> list[int]:
     return ids(await read(engine, request))
 
 
-def test_the_least_loaded_engine_is_chosen() -> None:
+async def test_the_least_loaded_engine_is_chosen() -> None:
     """By sequences that run there now; a request that has ended or left counts no more."""
-
-    async def scenario() -> None:
-        one, two = engines()
-        engine = together(one, two)
-        await engine.limits()
-        heavy = engine.generate(replace(ASK, num_return_sequences=3))
-        light = [engine.generate(ASK) for _ in range(3)]
-        for stream in (heavy, *light):
-            await stream.wait()
-        assert (len(one.requests), len(two.requests)) == (1, 3)
-        await heavy.aclose()
-        async with aclosing(engine.generate(ASK)) as stream:
-            await stream.wait()
-        assert len(one.requests) == 2
-        for stream in light:
-            await stream.aclose()
-        await engine.close()
-
-    run(scenario())
+    one, two = engines()
+    engine = together(one, two)
+    await engine.limits()
+    heavy = engine.generate(replace(ASK, num_return_sequences=3))
+    light = [engine.generate(ASK) for _ in range(3)]
+    for stream in (heavy, *light):
+        await stream.wait()
+    assert (len(one.requests), len(two.requests)) == (1, 3)
+    await heavy.aclose()
+    async with aclosing(engine.generate(ASK)) as stream:
+        await stream.wait()
+    assert len(one.requests) == 2
+    for stream in light:
+        await stream.aclose()
+    await engine.close()
 
 
 @pytest.mark.parametrize("error", [DOWN, Overloaded("full")])
-def test_a_request_without_tokens_is_tried_elsewhere(error: Exception) -> None:
+async def test_a_request_without_tokens_is_tried_elsewhere(error: Exception) -> None:
     """Where one is down or full another answers; nothing is lost or told twice."""
-
-    async def scenario() -> None:
-        one, two = engines()
-        right = await tokens(two)
-        one.fault = Fault(error=error)
-        engine = together(one, two)
-        assert await tokens(engine) == right
-        assert len(one.requests) == 1
-        await engine.close()
-
-    run(scenario())
+    one, two = engines()
+    right = await tokens(two)
+    one.fault = Fault(error=error)
+    engine = together(one, two)
+    assert await tokens(engine) == right
+    assert len(one.requests) == 1
+    await engine.close()
 
 
-def test_chunks_are_taken_where_they_arrive_at_each_engine_in_turn() -> None:
+async def test_chunks_are_taken_where_they_arrive_at_each_engine_in_turn() -> None:
     """What the first engine refuses, the second gives to the same reader, which is not woken."""
+    one, two = filling = [Filling("one"), Filling("two")]
+    engine = ReplicatedEngine(filling)
+    await engine.limits()
+    stream, taken = engine.generate(ASK), []
 
-    async def scenario() -> None:
-        one, two = filling = [Filling("one"), Filling("two")]
-        engine = ReplicatedEngine(filling)
-        await engine.limits()
-        stream, taken = engine.generate(ASK), []
+    def take_now() -> bool:
+        taken.extend(stream.take())
+        return True
 
-        def take_now() -> bool:
-            taken.extend(stream.take())
-            return True
-
-        stream.on_arrival(take_now)
-        waiting = asyncio.create_task(stream.wait())
-        await one.awaited()
-        one.chunks.fail(DOWN)
-        await two.awaited()
-        two.chunks.put([EngineChunk(token_ids=(7,))])
-        assert [chunk.token_ids for chunk in taken] == [(7,)]
-        assert not waiting.done()
-        two.chunks.end()
-        await waiting
-        await stream.aclose()
-        await engine.close()
-
-    run(scenario())
+    stream.on_arrival(take_now)
+    waiting = asyncio.create_task(stream.wait())
+    await one.awaited()
+    one.chunks.fail(DOWN)
+    await two.awaited()
+    two.chunks.put([EngineChunk(token_ids=(7,))])
+    assert [chunk.token_ids for chunk in taken] == [(7,)]
+    assert not waiting.done()
+    two.chunks.end()
+    await waiting
+    await stream.aclose()
+    await engine.close()
 
 
 class Filling:
@@ -128,106 +115,86 @@ class Filling:
         pass
 
 
-def test_each_engine_is_tried_once_and_the_last_error_is_told() -> None:
-    async def scenario() -> None:
-        parts = engines(3)
-        for part in parts:
-            part.fault = Fault(error=DOWN)
-        engine = together(*parts)
-        with pytest.raises(EngineUnavailable, match="down"):
-            await tokens(engine)
-        assert [len(part.requests) for part in parts] == [1, 1, 1]
-        await engine.close()
-
-    run(scenario())
+async def test_each_engine_is_tried_once_and_the_last_error_is_told() -> None:
+    parts = engines(3)
+    for part in parts:
+        part.fault = Fault(error=DOWN)
+    engine = together(*parts)
+    with pytest.raises(EngineUnavailable, match="down"):
+        await tokens(engine)
+    assert [len(part.requests) for part in parts] == [1, 1, 1]
+    await engine.close()
 
 
-def test_an_engine_that_was_lost_gets_no_requests_until_it_answers() -> None:
+async def test_an_engine_that_was_lost_gets_no_requests_until_it_answers() -> None:
     """With all of them lost, the next request asks again instead of waiting for its rest to end."""
-
-    async def scenario() -> None:
-        one, two = engines()
-        one.fault = Fault(error=DOWN, limits=True)
-        engine = together(one, two)
-        for _ in range(3):
-            assert len(await tokens(engine)) == 6
-        assert not one.requests
-        two.fault, one.fault = Fault(error=DOWN, limits=True), None
-        with pytest.raises(EngineUnavailable):
-            await tokens(engine)
+    one, two = engines()
+    one.fault = Fault(error=DOWN, limits=True)
+    engine = together(one, two)
+    for _ in range(3):
         assert len(await tokens(engine)) == 6
-        assert len(one.requests) == 1
-        await engine.close()
+    assert not one.requests
+    two.fault, one.fault = Fault(error=DOWN, limits=True), None
+    with pytest.raises(EngineUnavailable):
+        await tokens(engine)
+    assert len(await tokens(engine)) == 6
+    assert len(one.requests) == 1
+    await engine.close()
 
-    run(scenario())
 
-
-def test_other_errors_are_the_requests_own() -> None:
-    async def scenario() -> None:
-        one, two = engines()
-        one.fault = Fault(error=EngineError("broken"))
-        engine = together(one, two)
-        with pytest.raises(EngineError, match="broken"):
-            await tokens(engine)
-        with pytest.raises(InvalidRequest, match="request_output_len"):
-            await tokens(engine, replace(ASK, max_tokens=0))
-        assert not two.requests or two.requests[-1].max_tokens == 0
-        await engine.close()
-
-    run(scenario())
+async def test_other_errors_are_the_requests_own() -> None:
+    one, two = engines()
+    one.fault = Fault(error=EngineError("broken"))
+    engine = together(one, two)
+    with pytest.raises(EngineError, match="broken"):
+        await tokens(engine)
+    with pytest.raises(InvalidRequest, match="request_output_len"):
+        await tokens(engine, replace(ASK, max_tokens=0))
+    assert len(one.requests) + len(two.requests) == 2, "neither was sent again"
+    await engine.close()
 
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9, seed=7)])
-def test_a_begun_request_goes_on_elsewhere_only_where_that_is_asked_for(
+async def test_a_begun_request_goes_on_elsewhere_only_where_that_is_asked_for(
     sampling: Sampling, resume: bool
 ) -> None:
     """Greedy or seeded, from prompt and answer so far, within its own length; numbers that were
     drawn are not drawn again."""
-
-    async def scenario() -> None:
-        one, two = engines()
-        request = replace(ASK, sampling=sampling)
-        right = await tokens(two, request)
-        one.fault = Fault(error=DOWN, after_tokens=2)
-        engine = together(one, two, resume=resume)
-        if resume:
-            begun = await tokens(engine, request)
-            rest = two.requests[-1]
-            assert begun[:2] == right[:2] and len(begun) == len(right)
-            assert rest.input_ids == (*ASK.input_ids, *right[:2])
-            assert (rest.max_tokens, rest.sampling.seed) == (4, sampling.seed and 9)
-            assert begun == right or sampling.seed is not None
-        else:
-            with pytest.raises(EngineUnavailable):
-                await tokens(engine, request)
-        await engine.close()
-
-    run(scenario())
-
-
-def test_a_drawn_request_without_a_seed_is_not_resumed() -> None:
-    async def scenario() -> None:
-        one, two = engines()
-        one.fault = Fault(error=DOWN, after_tokens=2)
-        engine = together(one, two, resume=True)
+    one, two = engines()
+    request = replace(ASK, sampling=sampling)
+    right = await tokens(two, request)
+    one.fault = Fault(error=DOWN, after_tokens=2)
+    engine = together(one, two, resume=resume)
+    if resume:
+        begun = await tokens(engine, request)
+        rest = two.requests[-1]
+        assert begun[:2] == right[:2] and len(begun) == len(right)
+        assert rest.input_ids == (*ASK.input_ids, *right[:2])
+        assert (rest.max_tokens, rest.sampling.seed) == (4, sampling.seed and 9)
+        assert begun == right or sampling.seed is not None
+    else:
         with pytest.raises(EngineUnavailable):
-            await tokens(engine, replace(ASK, sampling=Sampling(top_p=0.9)))
-        await engine.close()
-
-    run(scenario())
+            await tokens(engine, request)
+    await engine.close()
 
 
-def test_leaving_ends_the_engines_work() -> None:
-    async def scenario() -> None:
-        one, two = engines()
-        engine = together(one, two)
-        await engine.limits()
-        stream = engine.generate(replace(ASK, max_tokens=1000))
-        await stream.wait()
-        await stream.aclose()
-        assert (one.live, two.live) == (0, 0)
-        await engine.close()
-        await asyncio.sleep(0)
+async def test_a_drawn_request_without_a_seed_is_not_resumed() -> None:
+    one, two = engines()
+    one.fault = Fault(error=DOWN, after_tokens=2)
+    engine = together(one, two, resume=True)
+    with pytest.raises(EngineUnavailable):
+        await tokens(engine, replace(ASK, sampling=Sampling(top_p=0.9)))
+    await engine.close()
 
-    run(scenario())
+
+async def test_leaving_ends_the_engines_work() -> None:
+    one, two = engines()
+    engine = together(one, two)
+    await engine.limits()
+    stream = engine.generate(replace(ASK, max_tokens=1000))
+    await stream.wait()
+    await stream.aclose()
+    assert (one.live, two.live) == (0, 0)
+    await engine.close()
+    await asyncio.sleep(0)

@@ -15,7 +15,6 @@ from tests.helpers.fake_grpc_server import (
     FakeGrpcServer,
     Say,
     Until,
-    async_test,
     inputs_of,
     text,
     tokens,
@@ -27,7 +26,6 @@ from trtllm_bls.errors import ConnectionFailed, InvalidRequest, SettingsError
 ASK = {"text_input": "Hi", "max_tokens": 4}
 
 
-@async_test
 async def test_a_result_collects_every_sequence() -> None:
     """Interleaved sequences are joined by their indices; the first one is the plain answer."""
     script = [
@@ -43,7 +41,6 @@ async def test_a_result_collects_every_sequence() -> None:
     assert result.started_at <= result.events[0].received_at
 
 
-@async_test
 async def test_a_request_says_what_was_given_and_nothing_else() -> None:
     """Streaming is asked for by default, a chosen model, id and outputs reach the wire."""
     async with FakeGrpcServer([text("Hi", final=True)]) as server, Client(server.url) as client:
@@ -58,7 +55,6 @@ async def test_a_request_says_what_was_given_and_nothing_else() -> None:
     assert second.id not in ("", first.id)
 
 
-@async_test
 async def test_a_stop_request_ends_the_running_request_by_its_id() -> None:
     """The engine answers the stop with an empty final, the request with what it has."""
     stopped = asyncio.Event()
@@ -81,7 +77,6 @@ async def test_a_stop_request_ends_the_running_request_by_its_id() -> None:
     assert server.asked[0].id == server.asked[1].id
 
 
-@async_test
 async def test_a_field_that_cannot_be_sent_is_refused_before_sending() -> None:
     """The call itself raises, so that nothing was sent and nothing is to be closed."""
     async with FakeGrpcServer([]) as server, Client(server.url) as client:
@@ -96,7 +91,7 @@ def test_an_address_with_a_scheme_is_refused() -> None:
         Client("http://localhost:8001")
 
 
-def test_both_sides_of_a_tls_connection_show_their_certificate(tmp_path: Path) -> None:
+async def test_both_sides_of_a_tls_connection_show_their_certificate(tmp_path: Path) -> None:
     """All three files are used; without them the server is not reached."""
     key, chain = tmp_path / "key.pem", tmp_path / "chain.pem"
     kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
@@ -104,19 +99,14 @@ def test_both_sides_of_a_tls_connection_show_their_certificate(tmp_path: Path) -
     command = ["openssl", "req", "-x509", *kind, *name, "-keyout", str(key), "-out", str(chain)]
     subprocess.run(command, check=True, capture_output=True)
     pair = [(key.read_bytes(), chain.read_bytes())]
-
-    @async_test
-    async def ask() -> None:
-        credentials = grpc.ssl_server_credentials(pair, chain.read_bytes(), True)
-        tls = Tls(root_certificates=chain, private_key=key, certificate_chain=chain)
-        async with FakeGrpcServer([text("Hi", final=True)], credentials) as server:
-            async with Client(server.url, tls=tls) as client:
-                assert (await client.generate(**ASK)).text == "Hi"
-            async with Client(server.url) as client:
-                with pytest.raises(ConnectionFailed):
-                    await client.generate(**ASK)
-        assert len(server.asked) == 1
-
-    ask()
+    credentials = grpc.ssl_server_credentials(pair, chain.read_bytes(), True)
+    tls = Tls(root_certificates=chain, private_key=key, certificate_chain=chain)
+    async with FakeGrpcServer([text("Hi", final=True)], credentials) as server:
+        async with Client(server.url, tls=tls) as client:
+            assert (await client.generate(**ASK)).text == "Hi"
+        async with Client(server.url) as client:
+            with pytest.raises(ConnectionFailed):
+                await client.generate(**ASK)
+    assert len(server.asked) == 1
     with pytest.raises(SettingsError, match="private key: cannot read"):
         Client("localhost:8001", tls=Tls(private_key=tmp_path / "none.pem"))

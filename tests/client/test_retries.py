@@ -16,7 +16,6 @@ from tests.helpers.fake_grpc_server import (
     HangUp,
     Hold,
     Say,
-    async_test,
     text,
 )
 from tests.helpers.waiting import eventually
@@ -37,22 +36,16 @@ ANSWER = [text("Hi", final=True)]
 
 
 @pytest.mark.parametrize("failure", [UNAVAILABLE, FULL, [Fail("UNAVAILABLE: full")]])
-def test_what_failed_before_its_first_response_is_sent_again(failure: Sequence[Any]) -> None:
+async def test_what_failed_before_its_first_response_is_sent_again(failure: Sequence[Any]) -> None:
     """A connection that broke, a server without room; under the same id, to one answer."""
     scripts = iter([failure, failure, ANSWER])
-
-    @async_test
-    async def ask() -> None:
-        server = FakeGrpcServer(lambda _: next(scripts))
-        async with server, Client(server.url, retries=2) as client:
-            assert (await client.generate(**ASK, request_id="7")).text == "Hi"
-        assert [request.id for request in server.asked] == ["7"] * 3
-        assert server.asked[0] == server.asked[2]
-
-    ask()
+    server = FakeGrpcServer(lambda _: next(scripts))
+    async with server, Client(server.url, retries=2) as client:
+        assert (await client.generate(**ASK, request_id="7")).text == "Hi"
+    assert [request.id for request in server.asked] == ["7"] * 3
+    assert server.asked[0] == server.asked[2]
 
 
-@async_test
 async def test_a_request_of_any_size_is_sent_again() -> None:
     """gRPC's own retries give up above 256 KB."""
     scripts = iter([UNAVAILABLE, ANSWER])
@@ -73,22 +66,16 @@ async def test_a_request_of_any_size_is_sent_again() -> None:
         ([Abort(grpc.StatusCode.INVALID_ARGUMENT, "no")], 2, EngineError),
     ],
 )
-def test_what_must_not_be_sent_again(
+async def test_what_must_not_be_sent_again(
     script: Sequence[Any], retries: int, error: type[Exception]
 ) -> None:
     """After the first response, without ``retries``, and where another try cannot help."""
-
-    @async_test
-    async def ask() -> None:
-        async with FakeGrpcServer(script) as server, Client(server.url, retries=retries) as client:
-            with pytest.raises(error):
-                await client.generate(**ASK)
-        assert len(server.asked) == 1
-
-    ask()
+    async with FakeGrpcServer(script) as server, Client(server.url, retries=retries) as client:
+        with pytest.raises(error):
+            await client.generate(**ASK)
+    assert len(server.asked) == 1
 
 
-@async_test
 async def test_the_last_failure_is_told_when_retries_end() -> None:
     """As it would be without retries."""
     async with FakeGrpcServer(FULL) as server, Client(server.url, retries=2) as client:
@@ -97,7 +84,6 @@ async def test_the_last_failure_is_told_when_retries_end() -> None:
     assert len(server.asked) == 3
 
 
-@async_test
 async def test_the_deadline_bounds_all_tries() -> None:
     """What is left of it is the next try's; a pause that would outlast it is not begun."""
     scripts = iter([FULL, [Hold()]])
@@ -110,29 +96,23 @@ async def test_the_deadline_bounds_all_tries() -> None:
 
 
 @pytest.mark.parametrize("leave", [lambda s, _: s.cancel(), lambda _, task: task.cancel()])
-def test_who_leaves_between_two_tries_is_not_kept(
+async def test_who_leaves_between_two_tries_is_not_kept(
     leave: Callable[[Any, asyncio.Task[Any]], object],
 ) -> None:
     """Nor is his request sent again."""
-
-    @async_test
-    async def ask() -> None:
-        async with FakeGrpcServer(FULL) as server, Client(server.url, retries=10**6) as client:
-            stream = client.stream(**ASK)
-            task = asyncio.ensure_future(anext(stream, None))
-            await eventually(lambda: len(server.asked) >= 3)
-            leave(stream, task)
-            await asyncio.wait({task})
-            assert task.cancelled() or task.result() is None
-            assert stream.cancelled
-            asked = len(server.asked)
-            await stream.aclose()
-        assert len(server.asked) == asked
-
-    ask()
+    async with FakeGrpcServer(FULL) as server, Client(server.url, retries=10**6) as client:
+        stream = client.stream(**ASK)
+        task = asyncio.ensure_future(anext(stream, None))
+        await eventually(lambda: len(server.asked) >= 3)
+        leave(stream, task)
+        await asyncio.wait({task})
+        assert task.cancelled() or task.result() is None
+        assert stream.cancelled
+        asked = len(server.asked)
+        await stream.aclose()
+    assert len(server.asked) == asked
 
 
-@async_test
 async def test_a_server_that_starts_late_is_reached() -> None:
     """gRPC waits a second before it connects again, unless it is told otherwise."""
     async with FakeGrpcServer(ANSWER) as gone:
@@ -144,7 +124,6 @@ async def test_a_server_that_starts_late_is_reached() -> None:
             assert (await asking).text == "Hi"
 
 
-@async_test
 async def test_many_streams_that_are_cancelled_at_once_start_no_tasks() -> None:
     """Each has its reader; cancelling and closing add none."""
     count = 200
@@ -165,7 +144,6 @@ async def test_many_streams_that_are_cancelled_at_once_start_no_tasks() -> None:
         await eventually(lambda: server.cancels == count)
 
 
-@async_test
 async def test_a_channel_is_closed_whatever_happens_meanwhile() -> None:
     """Also when closing is cancelled; and no second one is opened by mistake."""
     async with FakeGrpcServer([text("Hi"), HangUp()]) as server:

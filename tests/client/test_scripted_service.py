@@ -119,27 +119,23 @@ def test_several_ids_may_come_in_a_chunk() -> None:
     assert events == [[A, B, C], [EOS], ((A, B, C, EOS), "stop", None)]
 
 
-def test_an_aborted_answer_ends_in_order() -> None:
+async def test_an_aborted_answer_ends_in_order() -> None:
     """With what there is, "cancelled", and status OK; an id that is unknown is no error."""
-
-    async def scenario() -> None:
-        endless = reciting(range(10, 999), 2)
-        async with playing(endless, Script(step_seconds=0.002)) as (service, url):
-            connection = Connection(url)
-            raw: list[bytes] = []
-            ended: asyncio.Future[GrpcError | None] = asyncio.get_running_loop().create_future()
-            call = connection.open(messages.SERVICE + "Generate", raw.extend, ended.set_result)
-            call.send(asked(max_tokens=800).SerializeToString())
-            call.half_close()
-            await eventually(lambda: raw)
-            for request_id, success in (("1", True), ("none", False)):
-                abort = messages.AbortRequest(request_id=request_id).SerializeToString()
-                answer = await connection.unary(messages.SERVICE + "Abort", abort)
-                assert messages.AbortResponse.FromString(answer).success is success
-            assert await ended is None
-            ids, reason, _ = _event(messages.GenerateResponse.FromString(raw[-1]))
-            assert ids == tuple(range(10, 10 + len(ids)))
-            assert (reason, service.live) == ("cancelled", 0)
-            await connection.close()
-
-    run(scenario())
+    endless = reciting(range(10, 999), 2)
+    async with playing(endless, Script(step_seconds=0.002)) as (service, url):
+        connection = Connection(url)
+        raw: list[bytes] = []
+        ended: asyncio.Future[GrpcError | None] = asyncio.get_running_loop().create_future()
+        call = connection.open(messages.SERVICE + "Generate", raw.extend, ended.set_result)
+        call.send(asked(max_tokens=800).SerializeToString())
+        call.half_close()
+        await eventually(lambda: raw)
+        for request_id, success in (("1", True), ("none", False)):
+            abort = messages.AbortRequest(request_id=request_id).SerializeToString()
+            answer = await connection.unary(messages.SERVICE + "Abort", abort)
+            assert messages.AbortResponse.FromString(answer).success is success
+        assert await ended is None
+        ids, reason, _ = _event(messages.GenerateResponse.FromString(raw[-1]))
+        assert ids == tuple(range(10, 10 + len(ids)))
+        assert (reason, service.live) == ("cancelled", 0)
+        await connection.close()

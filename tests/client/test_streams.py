@@ -18,7 +18,6 @@ from tests.helpers.fake_grpc_server import (
     Say,
     Unflagged,
     Until,
-    async_test,
     text,
 )
 from tests.helpers.waiting import eventually
@@ -41,7 +40,6 @@ def texts(events: list[Event]) -> list[str]:
     return [event.text for event in events]
 
 
-@async_test
 async def test_the_final_flag_may_come_with_the_last_text() -> None:
     """Text in order, the ending on its last event, and the stream then ends on both sides."""
     ending = text("lo", final=True, finish_reason="stop", stop_reason="\n", num_output_tokens=2)
@@ -55,7 +53,6 @@ async def test_the_final_flag_may_come_with_the_last_text() -> None:
     assert server.cancels == 0
 
 
-@async_test
 async def test_the_final_flag_may_come_alone() -> None:
     """A server may end with an empty response; it is asked for and becomes an event."""
     async with (
@@ -67,7 +64,6 @@ async def test_the_final_flag_may_come_alone() -> None:
     assert events[1].final and events[1].texts == ()
 
 
-@async_test
 async def test_a_server_without_final_flags_ends_by_ending() -> None:
     """Where no response says whether it is final, the end of the stream is the end."""
     script = [Unflagged({"text_output": "Hi"})]
@@ -75,7 +71,6 @@ async def test_a_server_without_final_flags_ends_by_ending() -> None:
         assert (await client.generate(**ASK)).text == "Hi"
 
 
-@async_test
 async def test_a_stream_that_ends_before_its_final_response_is_an_error() -> None:
     """A truncated answer is never taken for a whole one."""
     async with FakeGrpcServer([text("Hi")]) as server, Client(server.url) as client:
@@ -83,7 +78,6 @@ async def test_a_stream_that_ends_before_its_final_response_is_an_error() -> Non
             await client.generate(**ASK)
 
 
-@async_test
 async def test_an_error_in_mid_stream_comes_after_the_text_before_it() -> None:
     """What was received is delivered; then the server's own words are raised; then nothing."""
     script = [text("Hel"), Fail("INTERNAL: the engine fell over"), Say(final=True)]
@@ -107,22 +101,16 @@ async def test_an_error_in_mid_stream_comes_after_the_text_before_it() -> None:
         ("Request for unknown model: 'x' is not found", EngineError),
     ],
 )
-def test_an_error_instead_of_an_answer_keeps_its_kind(
+async def test_an_error_instead_of_an_answer_keeps_its_kind(
     message: str, kind: type[TrtllmBlsError]
 ) -> None:
     """The status a server writes into its message decides the class that is raised."""
-
-    @async_test
-    async def ask() -> None:
-        async with FakeGrpcServer([Fail(message)]) as server, Client(server.url) as client:
-            with pytest.raises(kind) as caught:
-                await client.generate(**ASK)
-            assert str(caught.value) in message
-
-    ask()
+    async with FakeGrpcServer([Fail(message)]) as server, Client(server.url) as client:
+        with pytest.raises(kind) as caught:
+            await client.generate(**ASK)
+        assert str(caught.value) in message
 
 
-@async_test
 async def test_a_status_of_the_call_itself_is_told() -> None:
     """gRPC's own failures name the status, on one line."""
     script = [Abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too\nlarge")]
@@ -131,7 +119,6 @@ async def test_a_status_of_the_call_itself_is_told() -> None:
             await client.generate(**ASK)
 
 
-@async_test
 async def test_a_response_that_cannot_be_read_is_an_error() -> None:
     """Nobody waits for ever for the rest, and the server is told to stop."""
     garbled = Say({"sequence_index": np.zeros(2, np.int8).view("S2")})  # bytes without lengths
@@ -146,7 +133,6 @@ async def test_a_response_that_cannot_be_read_is_an_error() -> None:
         await server.cancelled.wait()
 
 
-@async_test
 async def test_nobody_there_is_a_failed_connection() -> None:
     """A refused connection names the address."""
     async with Client("127.0.0.1:1") as client:
@@ -154,7 +140,6 @@ async def test_nobody_there_is_a_failed_connection() -> None:
             await client.generate(**ASK)
 
 
-@async_test
 async def test_a_server_that_vanishes_is_a_failed_connection() -> None:
     """Also when it goes in the middle of an answer."""
     async with FakeGrpcServer([text("Hi"), Hold()]) as server, Client(server.url) as client:
@@ -165,7 +150,6 @@ async def test_a_server_that_vanishes_is_a_failed_connection() -> None:
             await anext(stream)
 
 
-@async_test
 async def test_a_server_that_never_answers_meets_the_deadline() -> None:
     """The deadline ends the wait, and the work on the server."""
     async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
@@ -175,7 +159,6 @@ async def test_a_server_that_never_answers_meets_the_deadline() -> None:
             await server.cancelled.wait()
 
 
-@async_test
 async def test_a_deadline_that_passes_while_a_request_is_sent_is_a_deadline() -> None:
     """gRPC itself calls some of them internal errors, the sooner the more."""
     async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
@@ -184,7 +167,6 @@ async def test_a_deadline_that_passes_while_a_request_is_sent_is_a_deadline() ->
     assert {type(end) for end in ends} == {DeadlineExceeded}
 
 
-@async_test
 async def test_a_call_that_grpc_cancels_by_itself_is_no_closed_client() -> None:
     """It does so where a call is over before its request is written, for whatever reason."""
 
@@ -205,7 +187,6 @@ async def test_a_call_that_grpc_cancels_by_itself_is_no_closed_client() -> None:
     assert str(await left.items.get()) == "the client was closed during the request"
 
 
-@async_test
 async def test_text_before_the_deadline_is_delivered() -> None:
     """A deadline in mid-stream costs only what had not come, whichever side notices it."""
     script = [text("Hi"), Abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")]
@@ -218,7 +199,6 @@ async def test_text_before_the_deadline_is_delivered() -> None:
             await client.generate(**ASK)  # no deadline of ours
 
 
-@async_test
 async def test_cancelling_before_the_first_token_ends_the_work() -> None:
     """``cancel`` from another task ends a wait for the first event, without an error."""
     async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
@@ -231,7 +211,6 @@ async def test_cancelling_before_the_first_token_ends_the_work() -> None:
         assert stream.cancelled
 
 
-@async_test
 async def test_cancelling_before_sending_sends_nothing() -> None:
     """A stream cancelled before its first event was asked for never reaches the server."""
     async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
@@ -241,7 +220,6 @@ async def test_cancelling_before_sending_sends_nothing() -> None:
     assert server.asked == []
 
 
-@async_test
 async def test_leaving_the_context_in_mid_stream_ends_the_work() -> None:
     """``break`` inside ``async with`` cancels on the server before the block is left."""
     async with FakeGrpcServer([text("Hi"), Hold()]) as server, Client(server.url) as client:
@@ -252,7 +230,6 @@ async def test_leaving_the_context_in_mid_stream_ends_the_work() -> None:
         assert [event async for event in stream] == []
 
 
-@async_test
 async def test_dropping_the_iterator_ends_the_work() -> None:
     """A plain ``break`` is enough; no context is needed."""
     async with FakeGrpcServer([text("Hi"), Hold()]) as server, Client(server.url) as client:
@@ -262,7 +239,6 @@ async def test_dropping_the_iterator_ends_the_work() -> None:
         await server.cancelled.wait()
 
 
-@async_test
 async def test_cancelling_the_reading_task_ends_the_work() -> None:
     """A cancelled caller stays cancelled, and so does his request, though he keeps the stream."""
     async with FakeGrpcServer([Hold()]) as server, Client(server.url) as client:
@@ -276,35 +252,26 @@ async def test_cancelling_the_reading_task_ends_the_work() -> None:
 
 
 @pytest.mark.parametrize("ending", [[text("Hi", final=True)], [Fail("no"), Say(final=True)]])
-def test_nobody_cancels_after_the_end_has_arrived(ending: list[Say | Fail]) -> None:
+async def test_nobody_cancels_after_the_end_has_arrived(ending: list[Say | Fail]) -> None:
     """Leaving right after the final response or an error reads on until the server is done."""
-
-    @async_test
-    async def leave() -> None:
-        may_end = asyncio.Event()
-        script = [*ending, Until(may_end)]
-        async with FakeGrpcServer(script) as server, Client(server.url) as client:
-            stream = client.stream(**ASK)
-            with contextlib.suppress(EngineError):
-                await anext(stream)
-            stream.cancel()
-            assert not stream.cancelled
-            closing = asyncio.create_task(stream.aclose())
-            may_end.set()
-            await closing
-            await server.ended.wait()
-        assert server.cancels == 0
-
-    leave()
+    may_end = asyncio.Event()
+    script = [*ending, Until(may_end)]
+    async with FakeGrpcServer(script) as server, Client(server.url) as client:
+        stream = client.stream(**ASK)
+        with contextlib.suppress(EngineError):
+            await anext(stream)
+        stream.cancel()
+        assert not stream.cancelled
+        closing = asyncio.create_task(stream.aclose())
+        may_end.set()
+        await closing
+        await server.ended.wait()
+    assert server.cancels == 0
 
 
-def test_closing_the_client_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_the_client_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cancels rather than waits, and a reader left waiting is told that the client is gone."""
     monkeypatch.setattr("trtllm_bls.client.stream.SETTLE_S", None)  # waiting would be for ever
-    async_test(close_while_reading)()
-
-
-async def close_while_reading() -> None:
     async with FakeGrpcServer([Hold()]) as server:
         client = await Client(server.url).__aenter__()
         reading = asyncio.create_task(client.generate(**ASK))
@@ -315,7 +282,6 @@ async def close_while_reading() -> None:
         await server.cancelled.wait()
 
 
-@async_test
 async def test_many_streams_leave_no_task_behind() -> None:
     """Whole, abandoned and failed streams, one after another, on one channel."""
     scripts = [[text("Hi", final=True)], [text("Hi"), Hold()], [Fail("no")]]
@@ -336,7 +302,6 @@ async def test_many_streams_leave_no_task_behind() -> None:
     assert len(server.asked) == 150
 
 
-@async_test
 async def test_streams_share_the_channel_and_not_their_fate() -> None:
     """A cancelled stream leaves its neighbours alone."""
     go_on = asyncio.Event()
@@ -355,25 +320,21 @@ def is_ours(task: asyncio.Task[object]) -> bool:
     return "_cython" not in repr(task.get_coro())
 
 
-def test_a_client_belongs_to_the_loop_that_opened_it() -> None:
+async def test_a_client_belongs_to_the_loop_that_opened_it() -> None:
     """Used before, after or in another loop, it says what to do instead; closing always works."""
 
     async def answer(client: Client) -> str:
         return (await client.generate(**ASK)).text
 
-    @async_test
-    async def use() -> None:
-        async with FakeGrpcServer([text("Hi", final=True)]) as server:
-            client = Client(server.url)
-            await client.close()
-            with pytest.raises(RuntimeError, match="not open: use it as 'async with"):
-                await answer(client)
-            async with client:
-                assert await answer(client) == "Hi"
-                with pytest.raises(RuntimeError, match="opened in another event loop: open one"):
-                    await asyncio.to_thread(asyncio.run, answer(client))
-            with pytest.raises(RuntimeError, match="not open: use it as 'async with"):
-                await answer(client)
-            await client.close()
-
-    use()
+    async with FakeGrpcServer([text("Hi", final=True)]) as server:
+        client = Client(server.url)
+        await client.close()
+        with pytest.raises(RuntimeError, match="not open: use it as 'async with"):
+            await answer(client)
+        async with client:
+            assert await answer(client) == "Hi"
+            with pytest.raises(RuntimeError, match="opened in another event loop: open one"):
+                await asyncio.to_thread(asyncio.run, answer(client))
+        with pytest.raises(RuntimeError, match="not open: use it as 'async with"):
+            await answer(client)
+        await client.close()

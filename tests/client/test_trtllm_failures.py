@@ -12,7 +12,7 @@ import pytest
 
 from doubles.scripted import Fault
 from doubles.trtllm_service import Behaviour
-from tests.helpers.fake_engine_server import Triton, run
+from tests.helpers.fake_engine_server import Triton
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.scripted_services import (
     ANSWER,
@@ -39,22 +39,17 @@ from trtllm_bls.messages import (
 # --- errors ---------------------------------------------------------------------------------
 
 
-def test_an_error_before_the_first_token_and_one_after() -> None:
-    async def scenario() -> None:
-        async with reaching(RULE) as (engine, service):
-            for after in (0, 3):
-                service.engine.fault = Fault(
-                    error=EngineError("it broke\nhere"), after_tokens=after
-                )
-                chunks: list[EngineChunk] = []
-                with pytest.raises(EngineError, match=r"^it broke$"):
-                    async for chunk in engine.generate(ASK):
-                        chunks.append(chunk)
-                assert tuple(ids(chunks)) == ANSWER[:after]
-            service.engine.fault = None
-            assert tuple(ids(await read(engine, ASK))) == ANSWER
-
-    run(scenario())
+async def test_an_error_before_the_first_token_and_one_after() -> None:
+    async with reaching(RULE) as (engine, service):
+        for after in (0, 3):
+            service.engine.fault = Fault(error=EngineError("it broke\nhere"), after_tokens=after)
+            chunks: list[EngineChunk] = []
+            with pytest.raises(EngineError, match=r"^it broke$"):
+                async for chunk in engine.generate(ASK):
+                    chunks.append(chunk)
+            assert tuple(ids(chunks)) == ANSWER[:after]
+        service.engine.fault = None
+        assert tuple(ids(await read(engine, ASK))) == ANSWER
 
 
 def test_a_prompt_that_is_too_long_is_the_callers_mistake() -> None:
@@ -74,25 +69,20 @@ def test_a_stream_without_its_end_is_an_error() -> None:
     assert chunks[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_server_that_is_down_is_unavailable_and_comes_back() -> None:
-    async def scenario() -> None:
-        async with playing(RULE) as (_, url):
-            port = int(url.rpartition(":")[2])
-            engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
-            assert tuple(ids(await read_again(engine))) == ANSWER
-        with pytest.raises(EngineUnavailable):
-            await read(engine, ASK)
-        with pytest.raises(EngineUnavailable):
-            await engine.limits()
-        async with playing(RULE, port=port):
-            assert tuple(ids(await read_again(engine))) == ANSWER
-            await engine.close()
-
-    async def read_again(engine: Any) -> list[EngineChunk]:
+async def test_a_server_that_is_down_is_unavailable_and_comes_back() -> None:
+    async with playing(RULE) as (_, url):
+        port = int(url.rpartition(":")[2])
+        engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
         await engine.limits()
-        return await read(engine, ASK)
-
-    run(scenario())
+        assert tuple(ids(await read(engine, ASK))) == ANSWER
+    with pytest.raises(EngineUnavailable):
+        await read(engine, ASK)
+    with pytest.raises(EngineUnavailable):
+        await engine.limits()
+    async with playing(RULE, port=port):
+        await engine.limits()
+        assert tuple(ids(await read(engine, ASK))) == ANSWER
+        await engine.close()
 
 
 def test_a_server_that_is_not_healthy_is_not_ready() -> None:
@@ -101,43 +91,36 @@ def test_a_server_that_is_not_healthy_is_not_ready() -> None:
         answered(health="RuntimeError: out of memory\nTraceback")
 
 
-def test_another_grpc_server_is_named_as_such() -> None:
-    async def scenario() -> None:
-        async with Triton() as triton:
-            engine = TrtllmServiceEngine(triton.url)
-            with pytest.raises(EngineUnavailable, match="another gRPC service answers there"):
-                await engine.limits()
-            await engine.close()
-
-    run(scenario())
+async def test_another_grpc_server_is_named_as_such() -> None:
+    async with Triton() as triton:
+        engine = TrtllmServiceEngine(triton.url)
+        with pytest.raises(EngineUnavailable, match="another gRPC service answers there"):
+            await engine.limits()
+        await engine.close()
 
 
 @pytest.mark.parametrize("health", ["RuntimeError: dead", "OK"])
-def test_silence_is_asked_about(health: str) -> None:
+async def test_silence_is_asked_about(health: str) -> None:
     """A server that is not healthy any more has its requests ended; one that is may be slow."""
-
-    async def scenario() -> None:
-        settings = {"stall_seconds": 0.05}
-        async with reaching(RULE, settings=settings) as (engine, service):
-            service.engine.fault = Fault(error=None, after_tokens=2)
-            stream: Awaitable[Any] = read(engine, ASK)
-            task = asyncio.ensure_future(stream)
-            await eventually(lambda: service.live == 1)
-            service.behaviour = Behaviour(eos_id=EOS, health=health)
-            if health == "OK":
-                await eventually(lambda: service.health_checks > 3)
-                assert not task.done()
-                task.cancel()
-                await asyncio.wait({task})
-            else:
-                with pytest.raises(EngineStalled, match="dead"):
-                    await task
-            await eventually(lambda: service.live == 0)
-
-    run(scenario())
+    settings = {"stall_seconds": 0.05}
+    async with reaching(RULE, settings=settings) as (engine, service):
+        service.engine.fault = Fault(error=None, after_tokens=2)
+        stream: Awaitable[Any] = read(engine, ASK)
+        task = asyncio.ensure_future(stream)
+        await eventually(lambda: service.live == 1)
+        service.behaviour = Behaviour(eos_id=EOS, health=health)
+        if health == "OK":
+            await eventually(lambda: service.health_checks > 3)
+            assert not task.done()
+            task.cancel()
+            await asyncio.wait({task})
+        else:
+            with pytest.raises(EngineStalled, match="dead"):
+                await task
+        await eventually(lambda: service.live == 0)
 
 
-def test_a_service_that_falls_ill_is_refused_without_a_request_to_it() -> None:
+async def test_a_service_that_falls_ill_is_refused_without_a_request_to_it() -> None:
     """It is asked for its health all the time; what runs there goes on."""
 
     async def refused(engine: Any) -> bool:
@@ -147,19 +130,16 @@ def test_a_service_that_falls_ill_is_refused_without_a_request_to_it() -> None:
             return "it is not healthy: NOT_OK" in str(error)
         return False
 
-    async def scenario() -> None:
-        async with reaching(RULE) as (engine, service):
-            service.engine.fault = Fault(error=None, after_tokens=2)
-            running = engine.generate(ASK)
-            await running.wait()
-            service.behaviour = replace(service.behaviour, health="NOT_OK")
-            await eventually(lambda: refused(engine))
-            assert service.live == 1
-            service.behaviour = replace(service.behaviour, health="OK")
-            assert not await refused(engine)
-            await running.aclose()
-
-    run(scenario())
+    async with reaching(RULE) as (engine, service):
+        service.engine.fault = Fault(error=None, after_tokens=2)
+        running = engine.generate(ASK)
+        await running.wait()
+        service.behaviour = replace(service.behaviour, health="NOT_OK")
+        await eventually(lambda: refused(engine))
+        assert service.live == 1
+        service.behaviour = replace(service.behaviour, health="OK")
+        assert not await refused(engine)
+        await running.aclose()
 
 
 # --- what the server tells of itself ----------------------------------------------------------
@@ -174,16 +154,13 @@ def test_a_service_that_falls_ill_is_refused_without_a_request_to_it() -> None:
         (0, {"max_sequence_tokens": 2000}, 2000),
     ],
 )
-def test_limits_come_from_the_settings_or_the_server(
+async def test_limits_come_from_the_settings_or_the_server(
     max_seq_len: int, settings: dict[str, Any], longest: int | None
 ) -> None:
-    async def scenario() -> None:
-        async with reaching(RULE, settings=settings, max_seq_len=max_seq_len) as (engine, _):
-            limits = await engine.limits()
-            assert limits.max_sequence_tokens == longest
-            assert limits.max_draft_tokens == 0
-
-    run(scenario())
+    async with reaching(RULE, settings=settings, max_seq_len=max_seq_len) as (engine, _):
+        limits = await engine.limits()
+        assert limits.max_sequence_tokens == longest
+        assert limits.max_draft_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.scripted_tokens import table
-from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.scripted_services import (
     ANSWER,
@@ -125,52 +124,41 @@ def test_several_sequences_end_each(
     assert asked == (1 if sampling.is_greedy else 3)
 
 
-def test_a_server_that_ends_early_says_why() -> None:
+async def test_a_server_that_ends_early_says_why() -> None:
     """Its own limit of length, which it applies in silence."""
-
-    async def scenario() -> None:
-        script = Script(max_sequence_tokens=5)
-        async with reaching(RULE, script) as (engine, _):
-            chunks = await read(engine, replace(ASK, max_tokens=100, end_id=-1))
-            assert tuple(ids(chunks)) == ANSWER[:3]
-            assert chunks[-1].finish_reason is FinishReason.LENGTH
-
-    run(scenario())
+    script = Script(max_sequence_tokens=5)
+    async with reaching(RULE, script) as (engine, _):
+        chunks = await read(engine, replace(ASK, max_tokens=100, end_id=-1))
+        assert tuple(ids(chunks)) == ANSWER[:3]
+        assert chunks[-1].finish_reason is FinishReason.LENGTH
 
 
 # --- leaving --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_leaving_aborts_first_and_does_not_wait(silent: bool) -> None:
+async def test_leaving_aborts_first_and_does_not_wait(silent: bool) -> None:
     """Also from a server whose aborted streams never end; nothing runs on."""
-
-    async def scenario() -> None:
-        script = Script(step_seconds=0.002)
-        async with reaching(LONG, script, silent_abort=silent) as (engine, service):
-            streams = [engine.generate(replace(ASK, max_tokens=800)) for _ in range(6)]
-            for stream in streams:
-                await stream.wait()
-            for stream in streams:
-                await stream.aclose()
-            await eventually(lambda: service.live == 0)
-            assert len(service.aborted) == 6
-
-    run(scenario())
+    script = Script(step_seconds=0.002)
+    async with reaching(LONG, script, silent_abort=silent) as (engine, service):
+        streams = [engine.generate(replace(ASK, max_tokens=800)) for _ in range(6)]
+        for stream in streams:
+            await stream.wait()
+        for stream in streams:
+            await stream.aclose()
+        await eventually(lambda: service.live == 0)
+        assert len(service.aborted) == 6
 
 
 @pytest.mark.parametrize(
     "more", [{"end_id": 14}, {"stop_sequences": ((13, 14),)}], ids=["end_id", "stop"]
 )
-def test_an_end_that_the_server_does_not_know_ends_its_work(more: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with reaching(LONG, Script(step_seconds=0.002)) as (engine, service):
-            chunks = await read(engine, replace(ASK, max_tokens=800, **more))
-            assert chunks[-1].final
-            await eventually(lambda: service.live == 0)
-            assert len(service.aborted) == 1
-
-    run(scenario())
+async def test_an_end_that_the_server_does_not_know_ends_its_work(more: dict[str, Any]) -> None:
+    async with reaching(LONG, Script(step_seconds=0.002)) as (engine, service):
+        chunks = await read(engine, replace(ASK, max_tokens=800, **more))
+        assert chunks[-1].final
+        await eventually(lambda: service.live == 0)
+        assert len(service.aborted) == 1
 
 
 def test_a_request_that_ended_is_not_aborted() -> None:
@@ -178,69 +166,58 @@ def test_a_request_that_ended_is_not_aborted() -> None:
     assert service.aborted == []
 
 
-def test_closing_aborts_what_runs() -> None:
-    async def scenario() -> None:
-        async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
-            engine = TrtllmServiceEngine(url)
-            await engine.limits()
-            stream = engine.generate(replace(ASK, max_tokens=800))
-            await stream.wait()
-            await engine.close()
-            await eventually(lambda: service.live == 0)
-            assert len(service.aborted) == 1
-
-    run(scenario())
+async def test_closing_aborts_what_runs() -> None:
+    async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
+        engine = TrtllmServiceEngine(url)
+        await engine.limits()
+        stream = engine.generate(replace(ASK, max_tokens=800))
+        await stream.wait()
+        await engine.close()
+        await eventually(lambda: service.live == 0)
+        assert len(service.aborted) == 1
 
 
-def test_a_call_that_is_cancelled_alone_leaks_half_of_the_time() -> None:
+async def test_a_call_that_is_cancelled_alone_leaks_half_of_the_time() -> None:
     """Of the played server, as of the real one: what aborting first is for."""
-
-    async def scenario() -> None:
-        async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
-            connection = Connection(url)
-            asked = service_request(replace(ASK, max_tokens=800), "id", EOS, EngineLimits())
-            for number in range(4):
-                asked.message.request_id = str(number)
-                arrived = asyncio.Event()
-                call = connection.open(
-                    messages.SERVICE + "Generate", lambda _, seen=arrived: seen.set(), print
-                )
-                call.send(asked.message.SerializeToString())
-                call.half_close()
-                await arrived.wait()
-                call.cancel()
-            await eventually(lambda: service.live == 2)
-            assert service.aborted == []
-            await connection.close()
-
-    run(scenario())
+    async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
+        connection = Connection(url)
+        asked = service_request(replace(ASK, max_tokens=800), "id", EOS, EngineLimits())
+        for number in range(4):
+            asked.message.request_id = str(number)
+            arrived = asyncio.Event()
+            call = connection.open(
+                messages.SERVICE + "Generate", lambda _, seen=arrived: seen.set(), print
+            )
+            call.send(asked.message.SerializeToString())
+            call.half_close()
+            await arrived.wait()
+            call.cancel()
+        await eventually(lambda: service.live == 2)
+        assert service.aborted == []
+        await connection.close()
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_two_services_stand_in_for_each_other(resume: bool) -> None:
+async def test_two_services_stand_in_for_each_other(resume: bool) -> None:
     """One that goes down loses no request that has no token, and with ``resume`` none at all."""
-
-    async def scenario() -> None:
-        script = Script(step_seconds=0.002)
-        async with playing(LONG, script) as (one, url), playing(LONG, script) as (two, other):
-            settings = ServiceSettings(eos_id=EOS)
-            parts = [TrtllmServiceEngine(each, settings) for each in (url, other)]
-            engine = ReplicatedEngine(parts, resume=resume)
-            await engine.limits()
-            stream = engine.generate(replace(ASK, max_tokens=60))
-            await stream.wait()
-            first = stream.take()
-            await one.stop()
-            if resume:
-                rest = [chunk async for chunk in stream]
-                assert ids([*first, *rest]) == list(range(10, 70))
-            else:
-                with pytest.raises(EngineUnavailable):
-                    async for _ in stream:
-                        pass
-            await engine.limits()
-            assert len(ids(await read(engine, replace(ASK, max_tokens=60)))) == 60
-            assert two.requests
-            await engine.close()
-
-    run(scenario())
+    script = Script(step_seconds=0.002)
+    async with playing(LONG, script) as (one, url), playing(LONG, script) as (two, other):
+        settings = ServiceSettings(eos_id=EOS)
+        parts = [TrtllmServiceEngine(each, settings) for each in (url, other)]
+        engine = ReplicatedEngine(parts, resume=resume)
+        await engine.limits()
+        stream = engine.generate(replace(ASK, max_tokens=60))
+        await stream.wait()
+        first = stream.take()
+        await one.stop()
+        if resume:
+            rest = [chunk async for chunk in stream]
+            assert ids([*first, *rest]) == list(range(10, 70))
+        else:
+            with pytest.raises(EngineUnavailable):
+                async for _ in stream:
+                    pass
+        await engine.limits()
+        assert len(ids(await read(engine, replace(ASK, max_tokens=60)))) == 60
+        assert two.requests
+        await engine.close()

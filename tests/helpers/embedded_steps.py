@@ -3,10 +3,12 @@ thread, so that tests can say what happens in which step."""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 import shutil
 import tempfile
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from trtllm_bls.engines.base import Engine, QueuedChunks
 from trtllm_bls.engines.embedded.batcher import Batcher
 from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
 from trtllm_bls.engines.embedded.runner import Runner
@@ -22,6 +25,7 @@ from trtllm_bls.errors import EngineError
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, Sampling
 
 VOCAB = 96
+NO_LOOP: Any = None  # of submissions whose events nobody delivers
 POISON = 94  # the poisoned llama's embedding of it is NaN; the probe does not read it
 
 _SIZES = {
@@ -105,6 +109,19 @@ def request(ids: tuple[int, ...], max_tokens: int = 8, **more: Any) -> EngineReq
     return EngineRequest(input_ids=ids, max_tokens=max_tokens, sampling=sampling, **more)
 
 
+def answers(engine: Engine, *requests: EngineRequest) -> list[list[EngineChunk]]:
+    """The chunks of each of the requests, which run side by side."""
+
+    async def chunks(asked: EngineRequest) -> list[EngineChunk]:
+        async with aclosing(engine.generate(asked)) as stream:
+            return [chunk async for chunk in stream]
+
+    async def all_of() -> list[list[EngineChunk]]:
+        return await asyncio.gather(*map(chunks, requests))
+
+    return asyncio.run(all_of())
+
+
 @functools.cache
 def runner(kind: str = "llama") -> Runner:
     """A loaded checkpoint, shared by tests; every ``Steps`` gives it fresh slots."""
@@ -122,7 +139,7 @@ class Steps:
         self._heard: list[tuple[Submission, EngineChunk | EngineError]] = []
 
     def add(self, asked: EngineRequest) -> Submission:
-        submission = Submission(asked.num_return_sequences, None)
+        submission = Submission(asked.num_return_sequences, QueuedChunks(), NO_LOOP)
         limits = EngineLimits(vocab_size=VOCAB, max_sequence_tokens=self.length)
         self.batcher.add(
             [

@@ -10,9 +10,8 @@ is answered; a cancelled call ends its handler at once.
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -227,16 +226,6 @@ def inputs_of(request: Any) -> dict[str, Any]:
             array = np.frombuffer(raw, dtype or tensor.datatype.lower())
             found[tensor.name] = array.reshape(tensor.shape).tolist()
     return found
-
-
-def async_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an async test on a loop of its own."""
-
-    @functools.wraps(test)
-    def run(*arguments: Any, **fixtures: Any) -> None:
-        asyncio.run(test(*arguments, **fixtures))
-
-    return run
 
 
 @contextmanager

@@ -50,6 +50,10 @@ class ScriptedBackend:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.reports.start(loop, self.orchestrator.load)
 
+    @property
+    def tokens(self) -> int:
+        return self.orchestrator.tokens
+
     async def engine_problem(self) -> str | None:
         return None
 

@@ -12,7 +12,8 @@ from doubles.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, FinishReason, Sampling
-from trtllm_bls.speculative import SpeculationOptions, SpeculationShared, SpeculationStats
+from trtllm_bls.speculative.options import SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.shared import SpeculationShared
 
 VOCAB = 12
 GREEDY = Sampling(top_k=1)

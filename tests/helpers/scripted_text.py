@@ -18,7 +18,8 @@ from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.speculative import SpeculationOptions, SpeculationShared
+from trtllm_bls.speculative.options import SpeculationOptions
+from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 PROMPT = "The quick"

@@ -12,7 +12,6 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -21,7 +20,6 @@ from rich.console import Console
 
 from tests.helpers.server_settings import ROOT, free_ports
 from tests.helpers.ticking_models import BROKEN, TICKER, left_over, stream, write_model
-from tests.helpers.waiting import until
 from trtllm_bls.launcher import Listener, ServerFailed, TritonServer
 from trtllm_bls.launcher.demo import ask
 from trtllm_bls.settings import Override
@@ -110,22 +108,6 @@ def test_a_server_can_be_started_again(repository: Path) -> None:
     for _ in range(2):
         with server, stream(server.grpc_url, 1) as following:
             assert [following(), following()] == ["tick", None]
-
-
-def good(url: str) -> dict[str, Any]:
-    """A health endpoint's answer, once it is a good one: changes are told within moments."""
-
-    def answer_when_good() -> dict[str, Any] | None:
-        try:
-            with urllib.request.urlopen(url, timeout=20) as answer:
-                return dict(json.load(answer))
-        except urllib.error.HTTPError as error:
-            error.close()
-            return None
-
-    found = until(answer_when_good)
-    assert found is not None
-    return found
 
 
 class Snatcher(Listener):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import subprocess
@@ -11,80 +10,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from tests.helpers.served import Served, good
 from tests.helpers.server_settings import ROOT
 from tests.helpers.ticking_models import left_over, stream
-from tests.helpers.waiting import until
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.settings import ServeSettings
 
 # --- from the command line ------------------------------------------------------------------
-
-
-def good(url: str) -> dict[str, Any]:
-    """A health endpoint's answer, once it is a good one: changes are told within moments."""
-
-    def answer_when_good() -> dict[str, Any] | None:
-        try:
-            with urllib.request.urlopen(url, timeout=20) as answer:
-                return dict(json.load(answer))
-        except urllib.error.HTTPError as error:
-            error.close()
-            return None
-
-    found = until(answer_when_good)
-    assert found is not None
-    return found
-
-
-class Served:
-    """``trtllm-bls serve`` as a process of its own, ready."""
-
-    def __init__(self, repository: Path, *more: str) -> None:
-        services = ("http", "grpc", "metrics", "health")
-        ports = [word for name in (*services, "openai") for word in (f"--{name}-port", "0")]
-        words = [
-            "serve",
-            *ports,
-            "--model-repository",
-            str(repository),
-            "--exit-timeout",
-            "20",
-            *more,
-        ]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "trtllm_bls.cli", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-        assert self.process.stdout
-        self.urls = dict(self.process.stdout.readline().split() for _ in services)
-        self.process.stdout.readline()
-        self.curl = self.process.stdout.readline()
-        everything = psutil.Process(self.process.pid).children(recursive=True)
-        self.guard = next(p for p in everything if any("guard.py" in w for w in p.cmdline()))
-        self.stub = next(p for p in everything if p.name().startswith("triton_python"))
-        self.prefix = self.stub.cmdline()[2].rsplit("_", 1)[0]
-
-    def wait_for_line(self, word: str) -> str:
-        """Read standard error up to the line that holds ``word``."""
-        assert self.process.stderr
-        return next(line for line in self.process.stderr if word in line)
-
-    def end(self) -> tuple[int, str]:
-        """Exit code and remaining standard error."""
-        _, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, errors
 
 
 @pytest.fixture

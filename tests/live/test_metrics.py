@@ -105,38 +105,30 @@ def test_a_scripted_load_is_counted_exactly(server: TritonServer) -> None:
     until(lambda: scrape(server)["trtllm_bls_event_loop_lag_seconds_count",] > 2)
 
 
-def test_running_requests_are_seen_while_they_run(server: TritonServer) -> None:
+async def test_running_requests_are_seen_while_they_run(server: TritonServer) -> None:
     """And a caller that leaves is a cancel with its cause."""
-
-    async def run() -> None:
-        async with grpc.aio.insecure_channel(server.grpc_url) as channel:
-            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-            fields = {"text_input": "one two three " * 900, "max_tokens": 2000, "stream": True}
-            call = stub.ModelStreamInfer(iter([infer_request(BLS, fields, "9")]))
-            await call.read()
-            await asyncio.to_thread(
-                until, lambda: scrape(server)["trtllm_bls_num_requests_running",] == 1
-            )
-            call.cancel()
-
-    asyncio.run(run())
+    async with grpc.aio.insecure_channel(server.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        fields = {"text_input": "one two three " * 900, "max_tokens": 2000, "stream": True}
+        call = stub.ModelStreamInfer(iter([infer_request(BLS, fields, "9")]))
+        await call.read()
+        await asyncio.to_thread(
+            until, lambda: scrape(server)["trtllm_bls_num_requests_running",] == 1
+        )
+        call.cancel()
     until(lambda: requests_of(scrape(server)).get(("cancelled", "caller_left")) == 1)
     until(lambda: scrape(server)["trtllm_bls_num_requests_running",] == 0)
 
 
-def test_the_trace_of_a_caller_is_in_the_log(server: TritonServer, lines: Lines) -> None:
+async def test_the_trace_of_a_caller_is_in_the_log(server: TritonServer, lines: Lines) -> None:
     """Sent as gRPC metadata or as a parameter in JSON."""
-
-    async def run() -> None:
-        async with grpc.aio.insecure_channel(server.grpc_url) as channel:
-            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-            fields = {"text_input": "one", "max_tokens": 2, "stream": True}
-            message = infer_request(BLS, fields, "by-header")
-            metadata = (("traceparent", TRACEPARENT),)
-            async for _ in stub.ModelStreamInfer(iter([message]), metadata=metadata):
-                pass
-
-    asyncio.run(run())
+    async with grpc.aio.insecure_channel(server.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        fields = {"text_input": "one", "max_tokens": 2, "stream": True}
+        message = infer_request(BLS, fields, "by-header")
+        metadata = (("traceparent", TRACEPARENT),)
+        async for _ in stub.ModelStreamInfer(iter([message]), metadata=metadata):
+            pass
     generate(
         server.http_url,
         text_input="one",

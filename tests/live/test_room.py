@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.helpers.served import Served, good
 from tests.helpers.server_settings import ROOT, free_ports
 from trtllm_bls.client import Client
 from trtllm_bls.errors import ClientError
@@ -76,6 +79,27 @@ def test_without_descriptors_what_runs_goes_on_and_later_all_is_well() -> None:
         asyncio.run(run(server))
         assert {child.pid for child in server.process.children()} == pids
         assert server.process.is_running()
+
+
+def test_a_server_that_stays_without_descriptors_is_started_again(repository: Path) -> None:
+    """Whoever connected meanwhile, and was neither answered nor refused, has an end."""
+    running = Served(repository, "--stall-timeout", "2")
+    try:
+        server = running.server
+        host, _, port = running.urls["HTTP"].removeprefix("http://").partition(":")
+        server.rlimit(psutil.RLIMIT_NOFILE, (0, server.rlimit(psutil.RLIMIT_NOFILE)[1]))
+        with socket.create_connection((host, int(port)), timeout=60) as waiting:
+            waiting.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+            told = running.wait_for_line("starting again")
+            assert "tritonserver has used its 0 file descriptors; starting again in 1 s" in told
+            with suppress(ConnectionResetError):
+                assert waiting.recv(1) == b""
+        assert good(running.urls["health"])["restarts"] == 1
+        running.process.terminate()
+        assert running.end()[0] == 0
+    finally:
+        running.process.kill()
+        running.process.communicate()
 
 
 def test_without_shared_memory_who_waits_is_told_and_later_all_is_well() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.embedded_steps import answers
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.messages import EngineRequest
 from trtllm_bls.tokenizer import load_tokenizer
@@ -36,14 +37,11 @@ def test_both_find_the_same_greedy_tokens(name: str) -> None:
         said = whole[0, len(ids) :].tolist()
         expected.append(tuple(said[:-1] if said[-1] == end else said))
     with EmbeddedEngine(DEMO / name, EmbeddedSettings(max_batch=4, threads=1)) as engine:
-        running = [
-            engine.submit(
-                EngineRequest(
-                    request_id=str(number), input_ids=ids, max_tokens=NEW_TOKENS, end_id=end
-                )
-            )
+        requests = [
+            EngineRequest(request_id=str(number), input_ids=ids, max_tokens=NEW_TOKENS, end_id=end)
             for number, ids in enumerate(prompts)
         ]
-        found = [tuple(t for chunk in one for t in chunk.token_ids) for one in running]
+        chunks = answers(engine, *requests)
+    found = [tuple(t for chunk in one for t in chunk.token_ids) for one in chunks]
     assert found == expected
     assert all(len(tokens) > 5 for tokens in found)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.embedded_steps import VOCAB, Steps, generated, prompt, request
+from tests.helpers.embedded_steps import NO_LOOP, VOCAB, Steps, generated, prompt, request
+from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.embedded.sequence import Sequence, Submission
 from trtllm_bls.engines.sampling import TokenSampler
 from trtllm_bls.messages import (
@@ -174,7 +175,7 @@ def speculated(count: int, by_logits: bool, sampling: Sampling) -> tuple[int, ..
             draft=Draft(token_ids=draft, logits=logits),
         )
         limits = EngineLimits(vocab_size=SIZE, max_sequence_tokens=64)
-        sequence = Sequence(ask, 0, limits, Submission(1, None))
+        sequence = Sequence(ask, 0, limits, Submission(1, QueuedChunks(), NO_LOOP))
         target = rows(TARGET, ids[-1], draft)
         sequence.computed_to(len(ids) + count, target.argmax(axis=1).tolist(), target)
         ids = tuple(sequence.tokens)

@@ -1,11 +1,11 @@
-"""The embedded engine as its users meet it: in plain Python, behind the asyncio seam, refusing."""
+"""The embedded engine as its callers meet it: what it answers, what it refuses, how it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.embedded_steps import VOCAB, checkpoint, generated, prompt, reference, request
-from trtllm_bls.engines.base import Engine
+from tests.helpers.embedded_steps import (
+    VOCAB,
+    answers,
+    checkpoint,
+    generated,
+    prompt,
+    reference,
+    request,
+)
+from trtllm_bls.engines.base import Engine, QueuedChunks
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.embedded.sequence import Sequence, Submission
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,
@@ -42,20 +51,16 @@ def engine() -> Iterator[EmbeddedEngine]:
 
 def read(engine: EmbeddedEngine, asked: EngineRequest) -> tuple[list[int], EngineChunk]:
     """All tokens, and the last chunk."""
-    chunks = list(engine.submit(asked))
+    (chunks,) = answers(engine, asked)
     return [token for chunk in chunks for token in chunk.token_ids], chunks[-1]
 
 
-def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 20))
+# --- the answer -------------------------------------------------------------------------------
 
 
-# --- in plain Python --------------------------------------------------------------------------
-
-
-def test_a_submission_is_read_like_a_list(engine: EmbeddedEngine) -> None:
+def test_an_answer_comes_token_by_token(engine: EmbeddedEngine) -> None:
     """Chunks come as tokens do, the last one says that it is the last and why."""
-    chunks = list(engine.submit(request(IDS, 6)))
+    (chunks,) = answers(engine, request(IDS, 6))
     assert [token for chunk in chunks for token in chunk.token_ids] == TRUTH[:6]
     assert [chunk.final for chunk in chunks] == [False] * 5 + [True]
     assert chunks[-1].finish_reason is FinishReason.LENGTH
@@ -103,39 +108,30 @@ def test_a_text_too_long_for_the_engine_is_cut_with_a_warning(
     assert "170 tokens are cut to 128" in caplog.text
 
 
-def test_a_cancelled_submission_ends_with_what_it_has(engine: EmbeddedEngine) -> None:
-    """Iterating on after a cancel finds the end, with the reason."""
-    submission = engine.submit(request(IDS, 100))
-    chunks = iter(submission)
-    first = next(chunks)
-    submission.cancel()
-    rest = list(chunks)
-    assert first.token_ids == (TRUTH[0],)
-    assert rest[-1].finish_reason is FinishReason.CANCELLED
-
-
-def test_a_full_queue_refuses_at_once() -> None:
+async def test_a_full_queue_refuses_at_once() -> None:
     """Slots and queue taken: the next request is told so in the words tools look for."""
     with open_engine(max_batch=1, max_queue_size=2) as small:
-        kept = [small.submit(request(IDS, 100)) for _ in range(3)]
+        kept = [small.generate(request(IDS, 100)) for _ in range(3)]
+        await kept[0].wait()
         with pytest.raises(Overloaded, match="Maximum queue size of 2"):
-            small.submit(request(IDS, 1))
-        for submission in kept:
-            submission.cancel()
-            list(submission)
-        assert read(small, request(IDS, 2))[0] == TRUTH[:2]
+            await small.generate(request(IDS, 1)).wait()
+        for stream in kept:
+            assert [chunk async for chunk in stream][-1].final
+        assert [chunk.final async for chunk in small.generate(request(IDS, 2))] == [False, True]
 
 
-def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
+async def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
     """Readers get an error instead of waiting for ever, and closing twice is harmless."""
     opened = open_engine()
-    submission = opened.submit(request(IDS, 100))
-    opened.shutdown()
+    stream = opened.generate(request(IDS, 100))
+    await stream.wait()
+    await opened.close()
     opened.shutdown()
     with pytest.raises(EngineError, match="closed"):
-        list(submission)
+        async for _ in stream:
+            pass
     with pytest.raises(EngineUnavailable, match="closed"):
-        opened.submit(request(IDS, 1))
+        await opened.generate(request(IDS, 1)).wait()
 
 
 # --- what may be asked for beside tokens --------------------------------------------------------
@@ -150,7 +146,8 @@ def model_logits(ids: tuple[int, ...]) -> Any:
 def test_logits_and_log_probs_are_the_models_own(engine: EmbeddedEngine) -> None:
     """Raw logits of prompt and completion, and log-probabilities of what was said."""
     wants = Wants(log_probs=True, context_logits=True, generation_logits=True)
-    chunks = list(engine.submit(request(IDS, 4, wants=wants, sampling={"repetition_penalty": 1.1})))
+    asked = request(IDS, 4, wants=wants, sampling={"repetition_penalty": 1.1})
+    (chunks,) = answers(engine, asked)
     said = tuple(token for chunk in chunks for token in chunk.token_ids)
     exact = model_logits((*IDS, *said))
     assert chunks[0].context_logits is not None
@@ -171,7 +168,7 @@ def test_logits_of_a_draft_belong_to_the_tokens_that_came(engine: EmbeddedEngine
     """Two accepted tokens and the correction: three rows."""
     draft = Draft(token_ids=(*TRUTH[:2], (TRUTH[2] + 1) % 90))
     asked = request(IDS, 4, draft=draft, wants=Wants(generation_logits=True), streaming=False)
-    (chunk,) = engine.submit(asked)
+    ((chunk,),) = answers(engine, asked)
     assert chunk.token_ids == tuple(TRUTH[:3])
     exact = model_logits((*IDS, *TRUTH[:3]))[len(IDS) - 1 : -1]
     np.testing.assert_allclose(chunk.generation_logits, exact, atol=1e-4)
@@ -179,7 +176,7 @@ def test_logits_of_a_draft_belong_to_the_tokens_that_came(engine: EmbeddedEngine
 
 def test_nothing_comes_that_was_not_asked_for(engine: EmbeddedEngine) -> None:
     """Chunks of a plain request hold tokens and the end, nothing else."""
-    for chunk in engine.submit(request(IDS, 3)):
+    for chunk in answers(engine, request(IDS, 3))[0]:
         assert replace(chunk, token_ids=(), final=False, finish_reason=None) == EngineChunk(
             token_ids=()
         )
@@ -188,7 +185,7 @@ def test_nothing_comes_that_was_not_asked_for(engine: EmbeddedEngine) -> None:
 def test_an_ending_without_tokens_still_has_its_shapes(engine: EmbeddedEngine) -> None:
     """An end token said first: empty scores, not missing ones."""
     wants = Wants(log_probs=True, generation_logits=True, context_logits=True)
-    (chunk,) = engine.submit(request(IDS, 3, end_id=TRUTH[0], wants=wants))
+    ((chunk,),) = answers(engine, request(IDS, 3, end_id=TRUTH[0], wants=wants))
     assert chunk.generation_logits is not None and chunk.context_logits is not None
     assert chunk.generation_logits.shape == (0, VOCAB)
     assert chunk.context_logits.shape == (len(IDS), VOCAB)
@@ -213,54 +210,30 @@ def test_metrics_tell_times_in_order_and_tokens_reused(engine: EmbeddedEngine) -
     assert metrics.kv_cache_alloc_total_blocks == 34
 
 
-# --- behind the seam ----------------------------------------------------------------------------
+# --- many at once, and those who leave ----------------------------------------------------------
 
 
-def test_the_seam_streams_many_requests_at_once(engine: EmbeddedEngine) -> None:
+async def test_the_seam_streams_many_requests_at_once(engine: EmbeddedEngine) -> None:
     """More requests than slots on one loop: every text is the one it would be alone."""
+    seam: Engine = engine
 
-    async def story() -> None:
-        seam: Engine = engine
+    async def text(start: int) -> list[int]:
+        ids = prompt(10 + start, start=start)
+        asked = request(ids, 8, streaming=start % 2 == 0)
+        async with aclosing(seam.generate(asked)) as chunks:
+            return [token async for chunk in chunks for token in chunk.token_ids]
 
-        async def text(start: int) -> list[int]:
-            ids = prompt(10 + start, start=start)
-            asked = request(ids, 8, streaming=start % 2 == 0)
-            async with aclosing(seam.generate(asked)) as chunks:
-                return [token async for chunk in chunks for token in chunk.token_ids]
-
-        texts = await asyncio.gather(*(text(n) for n in range(10)))
-        assert texts == [generated(prompt(10 + n, start=n), 8) for n in range(10)]
-        limits = await seam.limits()
-        assert (limits.vocab_size, limits.max_sequence_tokens) == (VOCAB, 128)
-        assert limits.max_draft_tokens == engine.settings.max_draft_len
-
-    run(story())
+    texts = await asyncio.gather(*(text(n) for n in range(10)))
+    assert texts == [generated(prompt(10 + n, start=n), 8) for n in range(10)]
+    limits = await seam.limits()
+    assert (limits.vocab_size, limits.max_sequence_tokens) == (VOCAB, 128)
+    assert limits.max_draft_tokens == engine.settings.max_draft_len
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
-def test_leaving_a_stream_frees_its_slot(how: str) -> None:
+async def test_leaving_a_stream_frees_its_slot(how: str) -> None:
     """Three more steps, and the next in line is served: the step under way, and its own two."""
     steps = threading.Semaphore(1)
-
-    async def story(small: EmbeddedEngine) -> None:
-        stream = small.generate(request(IDS, 110))
-        await stream.wait()
-        assert len(stream.take()) == 1
-        if how == "closed":
-            await stream.aclose()
-        else:
-            reader = asyncio.ensure_future(stream.wait())
-            await asyncio.sleep(0)  # lets the reader begin to wait
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
-        following = small.generate(request(prompt(5, start=3), 2))
-        chunks = aiter(following)
-        waiting = asyncio.ensure_future(anext(chunks))
-        await asyncio.sleep(0)  # lets it be submitted
-        steps.release(3)
-        assert not (await waiting).final
-        assert (await anext(chunks)).final
-
     with open_engine(max_batch=1) as small:
         forward = small._runner.forward
 
@@ -270,7 +243,21 @@ def test_leaving_a_stream_frees_its_slot(how: str) -> None:
 
         small._runner.forward = permitted  # type: ignore[method-assign]
         try:
-            run(story(small))
+            stream = small.generate(request(IDS, 110))
+            await stream.wait()
+            assert len(stream.take()) == 1
+            if how == "cancelled":
+                reader = asyncio.ensure_future(stream.wait())
+                await asyncio.sleep(0)  # lets the reader begin to wait
+                reader.cancel()
+            await stream.aclose()
+            following = small.generate(request(prompt(5, start=3), 2))
+            chunks = aiter(following)
+            waiting = asyncio.ensure_future(anext(chunks))
+            await asyncio.sleep(0)  # lets it be submitted
+            steps.release(3)
+            assert not (await waiting).final
+            assert (await anext(chunks)).final
         finally:
             steps.release(1000)
 
@@ -279,15 +266,16 @@ def test_a_reader_whose_loop_is_gone_does_not_hold_the_engine() -> None:
     """Chunks that cannot be delivered end their request at once."""
     gone = asyncio.new_event_loop()
     gone.close()
+    abandoned = Submission(1, QueuedChunks(), gone)
     with open_engine(max_batch=1) as small:
-        abandoned = small.submit(request(IDS, 110), gone)
+        small._add([Sequence(request(IDS, 110), 0, small._limits, abandoned)])
         assert read(small, request(IDS, 2))[0] == TRUTH[:2]
         assert abandoned.cancelled
         assert small._batcher.num_computed_tokens < 20  # one step of it, two of the other
 
 
 def test_requests_from_many_threads_meet_in_one_batch(engine: EmbeddedEngine) -> None:
-    """``submit`` may be called from any thread."""
+    """``generate`` may be called on several event loops, each in a thread of its own."""
     texts: dict[int, list[int]] = {}
 
     def ask(start: int) -> None:
@@ -359,7 +347,7 @@ def test_a_wrong_value_is_refused_by_its_wire_name(
     rest = {name: value for name, value in change.items() if name != "input_ids"}
     asked = request(ids, **{"max_tokens": 5, **rest})
     with pytest.raises(InvalidRequest, match=field) as caught:
-        engine.submit(asked)
+        answers(engine, asked)
     assert caught.value.field == field
     assert not isinstance(caught.value, Unsupported)
 
@@ -367,7 +355,7 @@ def test_a_wrong_value_is_refused_by_its_wire_name(
 def test_a_draft_too_long_names_its_length_and_the_limit(engine: EmbeddedEngine) -> None:
     """Whoever tunes speculation reads the limit in the error."""
     with pytest.raises(InvalidRequest, match="draft_input_ids: 17 tokens; at most 16"):
-        engine.submit(request(IDS, 18, draft=Draft(token_ids=(1,) * 17)))
+        answers(engine, request(IDS, 18, draft=Draft(token_ids=(1,) * 17)))
 
 
 @pytest.mark.parametrize(
@@ -383,17 +371,10 @@ def test_what_cannot_be_honoured_is_refused_not_ignored(
 ) -> None:
     """Known tensors without a meaning here are named."""
     with pytest.raises(Unsupported, match=field):
-        engine.submit(request(IDS, 5, **change))
+        answers(engine, request(IDS, 5, **change))
 
 
 def test_an_empty_extra_is_as_good_as_absent(engine: EmbeddedEngine) -> None:
     """Zero elements ask for nothing."""
     extras = {"lora_weights": np.zeros((0, 0), dtype=np.float16)}
     assert read(engine, request(IDS, 3, extras=extras))[0] == TRUTH[:3]
-
-
-def test_a_refusal_comes_before_the_first_chunk(engine: EmbeddedEngine) -> None:
-    """The error comes out of the first step of the stream."""
-
-    with pytest.raises(InvalidRequest, match="request_output_len"):
-        run(engine.generate(request(IDS, 0)).wait())

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from openai.types import Batch, Completion, FileObject, Image, Model, Moderation, VectorStore
 
-from tests.helpers.embedded_steps import checkpoint
+from tests.helpers.embedded_steps import answers, checkpoint
 from tests.helpers.tools import ping_and_set_tree
 from trtllm_bls.chat_parsing import FORCED, Arguments, ChatParser, ToolCall, forced_calls
 from trtllm_bls.engines.base import join_chunks
@@ -74,13 +74,12 @@ def guided(kind: str | None, guide: str | None = None, **more: Any) -> EngineReq
     return EngineRequest(**fields | {"end_id": 2, "extras": extras} | more)
 
 
-def answers(
+def texts(
     engine: EmbeddedEngine, tokenizer: Tokenizer, *requests: EngineRequest
 ) -> list[tuple[str, FinishReason | None]]:
     """Text and end of every sequence of requests that run side by side."""
     found = []
-    for asked, submission in [(asked, engine.submit(asked)) for asked in requests]:
-        chunks = list(submission)
+    for asked, chunks in zip(requests, answers(engine, *requests), strict=True):
         for index in range(asked.num_return_sequences):
             whole = join_chunks([chunk for chunk in chunks if chunk.sequence_index == index])
             detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
@@ -164,7 +163,7 @@ def test_every_answer_validates(
         guided("json_schema", guide, sampling=sampling, end_id=end_id, max_tokens=120)
         for sampling in SAMPLINGS
     ]
-    for text, reason in answers(engine, tokenizer, *requests):
+    for text, reason in texts(engine, tokenizer, *requests):
         if reason is not FinishReason.LENGTH:
             assert reason is FinishReason.END_ID
             jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
@@ -221,7 +220,7 @@ def test_other_guides_are_kept(
 ) -> None:
     """Regular expressions and grammars, also one that only the empty text follows."""
     asked = [guided(kind, guide, sampling=sampling) for sampling in SAMPLINGS[:2]]
-    told = answers(engine, tokenizer, *asked)
+    told = texts(engine, tokenizer, *asked)
     ended = [text for text, reason in told if reason is FinishReason.END_ID]
     assert ended and all(re.fullmatch(pattern, text) for text in ended)
 
@@ -229,7 +228,7 @@ def test_other_guides_are_kept(
 def test_json_is_an_object(engine: EmbeddedEngine, tokenizer: Tokenizer) -> None:
     """The type without a guide of its own."""
     bias = soon_closed(tokenizer)
-    ((text, reason),) = answers(engine, tokenizer, guided("json", embedding_bias=bias))
+    ((text, reason),) = texts(engine, tokenizer, guided("json", embedding_bias=bias))
     assert reason is FinishReason.END_ID
     assert isinstance(json.loads(text), dict)
 
@@ -240,17 +239,17 @@ def test_a_schema_cannot_loosen_what_is_enforced(
     """The library's own options inside a schema are not the caller's to set."""
     loose = {"type": "object", "not": {"required": ["a"]}, "x-guidance": {"lenient": True}}
     with pytest.raises(InvalidRequest, match="guided_decoding_guide: cannot be enforced"):
-        engine.submit(guided("json_schema", json.dumps(loose)))
+        answers(engine, guided("json_schema", json.dumps(loose)))
 
 
 def test_drafts_that_the_guide_forbids_are_rejected(
     engine: EmbeddedEngine, tokenizer: Tokenizer
 ) -> None:
     """Verification masks each position; a draft that follows the guide is accepted whole."""
-    (whole,) = (join_chunks(list(engine.submit(guided("json_schema", json.dumps(PERSON))))),)
+    whole = join_chunks(*answers(engine, guided("json_schema", json.dumps(PERSON))))
     for draft, accepted in ((whole.token_ids[:6], 6), ((*whole.token_ids[:3], 300, 301), 3)):
         asked = guided("json_schema", json.dumps(PERSON), draft=Draft(token_ids=draft))
-        chunk = join_chunks(list(engine.submit(asked)))
+        chunk = join_chunks(*answers(engine, asked))
         assert chunk.token_ids == whole.token_ids[: accepted + 1]
 
 
@@ -274,7 +273,7 @@ def test_a_bad_guide_is_refused_by_name(
 ) -> None:
     """One line names the field; the next request works."""
     with pytest.raises(InvalidRequest, match=f"^{field}: .*{problem}") as caught:
-        engine.submit(guided(kind, guide))
+        answers(engine, guided(kind, guide))
     assert "\n" not in str(caught.value)
 
 
@@ -284,7 +283,7 @@ def test_a_checkpoint_without_a_tokenizer_cannot_be_guided() -> None:
         EmbeddedEngine(checkpoint(), EmbeddedSettings(max_batch=1, threads=1)) as bare,
         pytest.raises(Unsupported, match=r"guided_decoding_guide_type: .*tokenizer\.json"),
     ):
-        bare.submit(guided("json", end_id=-1, input_ids=(3, 4)))
+        answers(bare, guided("json", end_id=-1, input_ids=(3, 4)))
 
 
 def test_speculation_steps_aside_unless_it_was_asked_for(engine: EmbeddedEngine) -> None:
@@ -312,7 +311,7 @@ def test_a_demanded_call_is_made(
     guide = forced_calls(TOOLS, name, parallel=False)
     sampling, bias = Sampling(top_k=30, seed=4), soon_closed(tokenizer)
     asked = guided("json_schema", guide, sampling=sampling, embedding_bias=bias)
-    for text, reason in answers(engine, tokenizer, replace(asked, num_return_sequences=2)):
+    for text, reason in texts(engine, tokenizer, replace(asked, num_return_sequences=2)):
         assert reason is FinishReason.END_ID
         jsonschema.validate(json.loads(text), json.loads(guide))
         parser = ChatParser(FORCED)

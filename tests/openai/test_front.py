@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import select
@@ -168,6 +169,25 @@ def test_without_file_descriptors_the_oldest_silent_connection_goes(bench: Bench
         late.connect(bench.address)
         assert answered(late, PROBE).startswith(b"HTTP/1.1 200 OK\r\n")
         assert silent[0].recv(1) == b""
+
+
+def test_without_file_descriptors_who_cannot_be_taken_is_told_so(bench: Bench) -> None:
+    """At once, where no connection is silent; the next one is a worker's again."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        late, later = (stack.enter_context(socket.socket()) for _ in range(2))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (later.fileno() + 1, before[1]))
+        late.settimeout(60)
+        late.connect(bench.address)
+        head, _, body = late.makefile("rb").read().partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ") and b"connection: close" in head
+        assert json.loads(body)["error"]["code"] == "overloaded"
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        later.connect(bench.address)
+        later.sendall(OTHER)
+        with bench.taken() as taken:
+            assert taken.recv(4096) == OTHER
 
 
 def test_a_worker_serves_what_it_is_given(bench: Bench) -> None:

@@ -127,31 +127,27 @@ class SlowClient:
         await self.reads.wait()
 
 
-def test_a_reader_that_stalls_gets_what_waits_in_one_event() -> None:
+async def test_a_reader_that_stalls_gets_what_waits_in_one_event() -> None:
     """Nothing is lost, and no event waits behind another."""
-
-    async def scene() -> None:
-        engine = FedByHand()
-        app = create_app(ScriptedBackend(engine), ApiSettings(model_names=(MODEL,)))
-        client = SlowClient(app, max_tokens=500)
-        first, *rest = tokenizer().encode_word(SAYS * 20)
-        engine.give(first)
-        while not client.messages:  # the headers, which are not taken
-            await asyncio.sleep(0)
-        for token in rest:
-            engine.give(token)
-            await asyncio.sleep(0)
-        engine.give(final=True)
-        client.reads.set()
-        await client.done
-        bodies = [m["body"] for m in client.messages if m["type"] == "http.response.body"]
-        assert len(bodies) <= 4
-        events = [e for e in b"".join(bodies).split(b"\n\n") if e.startswith(b"data: {")]
-        texts = [json.loads(event[6:])["choices"][0]["text"] for event in events]
-        assert "".join(texts) == SAYS * 20
-        assert len(texts) <= 3
-
-    asyncio.run(scene())
+    engine = FedByHand()
+    app = create_app(ScriptedBackend(engine), ApiSettings(model_names=(MODEL,)))
+    client = SlowClient(app, max_tokens=500)
+    first, *rest = tokenizer().encode_word(SAYS * 20)
+    engine.give(first)
+    while not client.messages:  # the headers, which are not taken
+        await asyncio.sleep(0)
+    for token in rest:
+        engine.give(token)
+        await asyncio.sleep(0)
+    engine.give(final=True)
+    client.reads.set()
+    await client.done
+    bodies = [m["body"] for m in client.messages if m["type"] == "http.response.body"]
+    assert len(bodies) <= 4
+    events = [e for e in b"".join(bodies).split(b"\n\n") if e.startswith(b"data: {")]
+    texts = [json.loads(event[6:])["choices"][0]["text"] for event in events]
+    assert "".join(texts) == SAYS * 20
+    assert len(texts) <= 3
 
 
 def test_a_server_that_stops_lets_streams_end(connect: Connect) -> None:

@@ -44,6 +44,8 @@ def ask(
     if answer.status >= 400:
         assert found.keys() == {"error"}
         assert found["error"].keys() == {"message", "type", "param", "code"}
+        kind = "invalid_request_error" if answer.status < 500 else "server_error"
+        assert found["error"]["type"] == {429: "rate_limit_error"}.get(answer.status, kind)
         assert answer.headers["x-request-id"]
     return answer.status, found.get("error", found), dict(answer.headers)
 
@@ -141,20 +143,20 @@ def test_bodies_that_are_no_json_of_ours_are_refused(connect: Connect, body: byt
 def test_a_prompt_that_is_too_long_says_so_as_clients_expect(connect: Connect) -> None:
     """The code for some, the sentence for others."""
     _, client = connect(saying(SAYS, max_sequence_tokens=40))
-    for ask_for in (
-        lambda: client.completions.create(model=MODEL, prompt=PROMPT * 50),
-        lambda: client.completions.create(model=MODEL, prompt=[5] * 50),
-        lambda: client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": PROMPT * 50}],
-            stream=True,
+    long = [{"role": "user", "content": PROMPT * 50}]
+    for param, ask_for in (
+        ("prompt", lambda: client.completions.create(model=MODEL, prompt=PROMPT * 50)),
+        ("prompt", lambda: client.completions.create(model=MODEL, prompt=[5] * 50)),
+        (
+            "messages",
+            lambda: client.chat.completions.create(model=MODEL, messages=long, stream=True),
         ),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             ask_for()
         assert caught.value.code == "context_length_exceeded"
         assert "This model's maximum context length is 40 tokens" in str(caught.value)
-        assert caught.value.param in ("prompt", "messages")
+        assert caught.value.param == param
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -219,7 +221,7 @@ def test_unknown_models_paths_and_methods(connect: Connect) -> None:
     api, client = connect()
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="another", prompt="x")
-    assert caught.value.code == "model_not_found"
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("another")
     assert ask(api, "/v1/embeddings", {})[0] == 404
@@ -243,9 +245,11 @@ def test_bodies_have_a_limit_also_in_pieces(connect: Connect) -> None:
 
 
 def test_headers_have_a_limit(connect: Connect) -> None:
-    """A header that never ends is cut off."""
+    """A header that never ends is cut off, also that of a connection's second request."""
     api, client = connect()
     with socket.create_connection((api.host, api.port), timeout=60) as raw:
+        raw.sendall(b"GET /v1/models HTTP/1.1\r\n\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 200")
         raw.sendall(b"GET /health HTTP/1.1\r\nx-long: ")
         with pytest.raises(OSError, match=r"[Bb]roken pipe|reset"):
             while True:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.helpers.loaded_tokenizers import FAMILIES, Counted, loaded, stream
 from tests.helpers.random_cases import CASES, cut_anywhere, run_cases
 from tests.helpers.small_tokenizers import CORPUS
-from trtllm_bls.detokenizer.byte_table import ByteTableDetokenizer
-from trtllm_bls.detokenizer.window import MAX_HELD_IDS, Window, WindowDetokenizer
+from trtllm_bls.detokenizer.byte_table import BYTE_LEVEL, ByteTableDetokenizer
+from trtllm_bls.detokenizer.window import MAX_HELD_IDS, WindowDetokenizer
 from trtllm_bls.tokenizer import Tokenizer
 
 BYTE_FALLBACK = ("sentencepiece", "gemma")
@@ -43,6 +44,16 @@ def test_a_byte_level_character_comes_with_its_last_byte() -> None:
     *begin, last, rest = stream(loaded("byte-level").detokenizer(), ids)
     assert "".join(begin) == rest == ""
     assert last == "🦊"
+
+
+def test_every_byte_has_one_letter_and_other_letters_are_text() -> None:
+    """The alphabet is that of the tokenizers package; an added token may have letters beyond it."""
+    alphabet = ByteLevel.alphabet()
+    spelled_bytes = [BYTE_LEVEL.to_bytes(letter) for letter in alphabet]
+    assert sorted(spelled_bytes) == [bytes([byte]) for byte in range(256)]
+    for letter in map(chr, range(0x250)):
+        if letter not in alphabet:
+            assert BYTE_LEVEL.to_bytes("a" + letter) == ("a" + letter).encode()
 
 
 @pytest.mark.parametrize("family", ["byte-level", "sentencepiece"])
@@ -179,7 +190,9 @@ def test_many_ids_at_once_are_as_one_by_one(family: str, kind: str) -> None:
             begin = chance.randrange(len(ids) + 1)
             ids[begin:begin] = [chance.choice(ids or [1])] * chance.randrange(100)
         skip = chance.random() < 0.7
-        make = Window(tokenizer, skip) if kind == "window" else lambda: tokenizer.detokenizer(skip)
+        make = partial(WindowDetokenizer, tokenizer, skip)
+        if kind != "window":
+            make = partial(tokenizer.detokenizer, skip)
         said = {}
         for way, pieces in all_ways(chance, ids).items():
             detokenizer = make()
@@ -196,7 +209,7 @@ def test_the_window_holds_an_unfinished_character_after_any_number_of_ids(size: 
     tokenizer = loaded("byte-level")
     fox = list(tokenizer.encode_word("🦊"))
     ids = [*tokenizer.encode_word("x") * size, *fox]
-    detokenizer = Window(tokenizer, True)()
+    detokenizer = WindowDetokenizer(tokenizer, True)
     assert detokenizer.feed(ids[:-1]) == "x" * size
     assert detokenizer.feed(ids[-1:]) + detokenizer.flush() == "🦊"
 
@@ -205,7 +218,7 @@ def test_the_window_decodes_many_sound_ids_together() -> None:
     """A long text in one call costs far fewer decodes than two per id."""
     counted = Counted(loaded("wordpiece"))
     ids = counted.encode_word("the dogs jumped ") * 1000
-    Window(counted, True)().feed(ids)
+    WindowDetokenizer(counted, True).feed(ids)
     assert counted.calls < len(ids) / 20
 
 
@@ -263,12 +276,12 @@ def test_the_window_is_exact_for_sound_text(family: str) -> None:
     tokenizer = loaded(family)
     for sample in CORPUS:
         ids = tokenizer.encode_word(sample)
-        assert "".join(stream(Window(tokenizer, True)(), ids)) == tokenizer.decode(ids)
+        assert "".join(stream(WindowDetokenizer(tokenizer, True), ids)) == tokenizer.decode(ids)
 
 
 def test_the_window_holds_broken_bytes_for_a_while_only() -> None:
     """After so many ids they are no unfinished character, and are shown as they stand."""
-    detokenizer = Window(loaded("byte-level"), True)()
+    detokenizer = WindowDetokenizer(loaded("byte-level"), True)
     texts = stream(detokenizer, [spelled("byte-level")["ÿ"]] * 100)
     assert len("".join(texts)) == 100
     assert texts[MAX_HELD_IDS] == BROKEN * (MAX_HELD_IDS + 1)
@@ -279,14 +292,14 @@ def test_the_window_keeps_its_place_through_silence() -> None:
     tokenizer = loaded("wordpiece")
     dog = tokenizer.encode_word("dogs")
     ids = [*dog, *[tokenizer.pad_id] * 3 * MAX_HELD_IDS, *dog]
-    assert "".join(stream(Window(tokenizer, True)(), ids)) == "dogs dogs"
+    assert "".join(stream(WindowDetokenizer(tokenizer, True), ids)) == "dogs dogs"
 
 
 @pytest.mark.parametrize("token", ["ÿ", "a", "<s>"])
 def test_the_window_costs_the_same_for_every_id(token: str) -> None:
     """The ids it decodes stay in proportion to those fed, broken bytes and silence included."""
     counted = Counted(loaded("byte-level"))
-    stream(Window(counted, True)(), [spelled("byte-level")[token]] * 3000)
+    stream(WindowDetokenizer(counted, True), [spelled("byte-level")[token]] * 3000)
     assert counted.decoded <= 3000 * 2 * (MAX_HELD_IDS + 1)
 
 
@@ -299,5 +312,5 @@ def test_the_window_does_not_grow_with_mute_tokens() -> None:
             return ""
 
     counted = Mute(loaded("byte-level"))
-    assert set(stream(Window(counted, True)(), [1] * 3000)) == {""}
+    assert set(stream(WindowDetokenizer(counted, True), [1] * 3000)) == {""}
     assert counted.decoded <= 3000 * 2 * (MAX_HELD_IDS + 1)

@@ -49,6 +49,18 @@ def selectors(node: Any) -> Iterator[Any]:
         yield from selectors(child)
 
 
+def test_every_outcome_has_a_colour_of_its_own() -> None:
+    """Success is green and failure red, whichever Grafana would have taken."""
+    panels = json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]
+    (panel,) = [each for each in panels if each["title"] == "Requests by outcome"]
+    colours = {
+        each["matcher"]["options"]: each["properties"][0]["value"]["fixedColor"]
+        for each in panel["fieldConfig"]["overrides"]
+    }
+    assert colours.keys() == VALUES["outcome"] and len(set(colours.values())) == len(colours)
+    assert (colours["success"], colours["failed"]) == ("green", "red")
+
+
 @pytest.mark.parametrize("expression", expressions())
 def test_an_expression_asks_for_what_there_is(expression: str) -> None:
     """By Prometheus' grammar; its metrics, their labels and the labels' values are ours."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from doubles.scripted_tokens import reciting
-from tests.helpers.fake_engine_server import ASK, Say, Triton, run
+from tests.helpers.fake_engine_server import ASK, Say, Triton
 from tests.helpers.scripted_services import playing
 from tests.unit.test_deployment import deployed, parameters
 from trtllm_bls.bundled import DEMO, REPOSITORY
@@ -87,57 +86,49 @@ def test_the_choice_becomes_an_engine() -> None:
     assert both.resume
 
 
-def test_models_of_other_servers_stand_in_for_each_other() -> None:
+async def test_models_of_other_servers_stand_in_for_each_other() -> None:
     """Where one of them is down, the other answers."""
-
-    async def scenario() -> None:
-        async with Triton(Say((7, 8), final=True)) as one, Triton(Say((7, 8), final=True)) as two:
-            choice = parse_engine(f"triton+grpc://{one.url}/tensorrt_llm,{two.url}")
-            deployment = Deployment(parameters(engine=choice))
-            for _ in range(2):
-                await deployment.engine.limits()
-                chunks = [chunk async for chunk in deployment.engine.generate(ASK)]
-                assert chunks[0].token_ids == (7, 8)
-                await one.__aexit__()
-            await deployment.close()
-
-    run(scenario())
+    async with Triton(Say((7, 8), final=True)) as one, Triton(Say((7, 8), final=True)) as two:
+        choice = parse_engine(f"triton+grpc://{one.url}/tensorrt_llm,{two.url}")
+        deployment = Deployment(parameters(engine=choice))
+        for _ in range(2):
+            await deployment.engine.limits()
+            chunks = [chunk async for chunk in deployment.engine.generate(ASK)]
+            assert chunks[0].token_ids == (7, 8)
+            await one.__aexit__()
+        await deployment.close()
 
 
 @pytest.mark.parametrize("more", [{"draft": "tensorrt_llm_draft"}, {"draft_source": "ngram"}])
-def test_a_service_gets_no_drafts(more: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_service_gets_no_drafts(
+    more: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """It could verify none; the log says which of its own settings do the same."""
-
-    async def made() -> None:
-        deployment = Deployment(parameters(engine=parse_engine(ELSEWHERE), **more))
-        engine: Any = deployment.engine
-        assert engine._draft is None
-        await deployment.close()
-
-    asyncio.run(made())
+    deployment = Deployment(parameters(engine=parse_engine(ELSEWHERE), **more))
+    engine: Any = deployment.engine
+    assert engine._draft is None
+    await deployment.close()
     assert "verifies no drafts" in caplog.text and "speculative_config" in caplog.text
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_a_request_for_drafts_of_a_service_meets_what_the_deployment_says(ignored: bool) -> None:
+async def test_a_request_for_drafts_of_a_service_meets_what_the_deployment_says(
+    ignored: bool,
+) -> None:
     """A refusal that names the service's own settings, or plain decoding."""
     asked = replace(ASK, speculation=SpeculationRequest(num_draft_tokens=3))
-
-    async def scenario() -> None:
-        async with playing(reciting((7, 8), len(ASK.input_ids), then=2)) as (service, url):
-            choice = parse_engine(f"trtllm://{url}")
-            deployment = Deployment(parameters(engine=choice, ignore_unverifiable_drafts=ignored))
-            await deployment.engine.limits()
-            if ignored:
-                chunks = [chunk async for chunk in deployment.engine.generate(asked)]
-                assert [token for chunk in chunks for token in chunk.token_ids][:2] == [7, 8]
-                assert len(service.requests) == 1
-            else:
-                with pytest.raises(Unsupported, match=r"num_draft_tokens: .*speculative_config"):
-                    deployment.engine.generate(asked)
-            await deployment.close()
-
-    run(scenario())
+    async with playing(reciting((7, 8), len(ASK.input_ids), then=2)) as (service, url):
+        choice = parse_engine(f"trtllm://{url}")
+        deployment = Deployment(parameters(engine=choice, ignore_unverifiable_drafts=ignored))
+        await deployment.engine.limits()
+        if ignored:
+            chunks = [chunk async for chunk in deployment.engine.generate(asked)]
+            assert [token for chunk in chunks for token in chunk.token_ids][:2] == [7, 8]
+            assert len(service.requests) == 1
+        else:
+            with pytest.raises(Unsupported, match=r"num_draft_tokens: .*speculative_config"):
+                deployment.engine.generate(asked)
+        await deployment.close()
 
 
 @pytest.mark.parametrize("key", ["tensorrt_llm_model_name", "tensorrt_llm_draft_model_name"])

@@ -46,6 +46,8 @@ GOOD = Observed(progress_at=99.0, loop_at=99.5, shared_memory=2**30)
         (Observed(canary_failures=2, canary_error="no"), "for one token fails: no", False),
         (Observed(processes=("x is dead",)), "x is dead", True),
         (Observed(descriptors=("x has used 9",)), "x has used 9", False),
+        (Observed(descriptors=("x has used 9",), descriptors_at=81.0), "x has used 9", False),
+        (Observed(descriptors=("x has used 9",), descriptors_at=79.0), "x has used 9", True),
         (Observed(models=("tensorrt_llm",)), "model tensorrt_llm is not ready", False),
         (Observed(progress_at=89.0), "no response has left for 11 s", False),
         (Observed(progress_at=79.0), "no response has left for 21 s", True),

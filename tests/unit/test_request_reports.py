@@ -35,7 +35,7 @@ from trtllm_bls.services.request_metrics import (
     RequestMetrics,
 )
 from trtllm_bls.services.request_reports import RequestReports
-from trtllm_bls.speculative import DraftSource, SpeculationStats
+from trtllm_bls.speculative.options import DraftSource, SpeculationStats
 from trtllm_bls.status import CANARY_ID
 
 GOOD = RequestStats(
@@ -127,44 +127,36 @@ def test_what_drafting_did_is_counted() -> None:
     assert found == {"rounds": 1, "drafted": 3, "accepted": 2, "draft_failures": 0}
 
 
-def test_reports_are_read_by_a_thread_and_none_is_lost() -> None:
+async def test_reports_are_read_by_a_thread_and_none_is_lost() -> None:
     """The event loop only queues; what is queued when the server ends is still read."""
     registry, threads = Registry(), set()
     load = [(2, 1)]
-
-    async def run() -> None:
-        reports = RequestReports(
-            TritonMetrics(registry, MODEL), [lambda _: threads.add(threading.get_ident())]
-        )
-        reports.add(GOOD)  # a request may end before reports are read
-        reports.start(asyncio.get_running_loop(), lambda: load[0])
-        await eventually(lambda: registry.of(RUNNING.name, model=MODEL))
-        assert registry.of(WAITING.name, model=MODEL) == 1
-        await eventually(lambda: registry.of(LOOP_LAG.name, model=MODEL))
-        load[0] = (0, 0)
-        for _ in range(100):
-            reports.add(GOOD)
-        reports.close()
-
-    asyncio.run(run())
+    reports = RequestReports(
+        TritonMetrics(registry, MODEL), [lambda _: threads.add(threading.get_ident())]
+    )
+    reports.add(GOOD)  # a request may end before reports are read
+    reports.start(asyncio.get_running_loop(), lambda: load[0])
+    await eventually(lambda: registry.of(RUNNING.name, model=MODEL))
+    assert registry.of(WAITING.name, model=MODEL) == 1
+    await eventually(lambda: registry.of(LOOP_LAG.name, model=MODEL))
+    load[0] = (0, 0)
+    for _ in range(100):
+        reports.add(GOOD)
+    reports.close()
     assert registry.numbers(REQUESTS.name) == {("success", "stop"): 101}
     assert registry.numbers(RUNNING.name) == registry.numbers(WAITING.name) == {}
     assert threads and threading.get_ident() not in threads
 
 
-def test_the_servers_own_requests_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_servers_own_requests_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """``serve`` sends one every few seconds; its id is a secret, so that no caller hides."""
     monkeypatch.setenv(CANARY_ID, "health-secret")
     metrics, seen = RequestMetrics(), list[str]()
     reports = RequestReports(metrics, [lambda stats: seen.append(stats.request_id)])
     for request_id in ("health-secret-1", "health-guess-2", "health-secret-x-3"):
         reports.add(replace(GOOD, request_id=request_id))
-
-    async def run() -> None:
-        reports.start(asyncio.get_running_loop(), lambda: (0, 0))
-        reports.close()
-
-    asyncio.run(run())
+    reports.start(asyncio.get_running_loop(), lambda: (0, 0))
+    reports.close()
     assert seen == ["health-guess-2", "health-secret-x-3"]
 
 

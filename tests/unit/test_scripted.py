@@ -129,24 +129,20 @@ def test_a_stop_inside_an_accepted_draft_ends_it() -> None:
     assert (chunk.token_ids, chunk.finish_reason) == ((3, 4), FinishReason.STOP)
 
 
-def test_a_draft_by_logits_leaves_the_targets_distribution() -> None:
+async def test_a_draft_by_logits_leaves_the_targets_distribution() -> None:
     """Whatever the draft believes, the first token is distributed as the target says."""
     target, drafted = [0.5, 0.3, 0.2], [0.1, 0.2, 0.7]
     engine = ScriptedEngine(lambda _: target, Script(vocab_size=3))
     rng = np.random.default_rng(1)
     counts = np.zeros(3)
-
-    async def run() -> None:
-        for seed in range(2000):
-            guess = int(rng.choice(3, p=drafted))
-            draft = Draft(token_ids=(guess,), logits=np.log([drafted]))
-            sampling = Sampling(temperature=1.0, top_p=1.0, seed=seed)
-            request = EngineRequest(
-                request_id="r", input_ids=(0,), max_tokens=2, draft=draft, sampling=sampling
-            )
-            counts[(await read(engine, request))[0].token_ids[0]] += 1
-
-    asyncio.run(run())
+    for seed in range(2000):
+        guess = int(rng.choice(3, p=drafted))
+        draft = Draft(token_ids=(guess,), logits=np.log([drafted]))
+        sampling = Sampling(temperature=1.0, top_p=1.0, seed=seed)
+        request = EngineRequest(
+            request_id="r", input_ids=(0,), max_tokens=2, draft=draft, sampling=sampling
+        )
+        counts[(await read(engine, request))[0].token_ids[0]] += 1
     expected = np.asarray(target) * 2000
     assert ((counts - expected) ** 2 / expected).sum() < 13.8  # p = 0.001 at 2 degrees
 
@@ -242,21 +238,17 @@ def test_a_fault_comes_after_its_requests_and_tokens() -> None:
     assert (engine.live, engine.cancelled) == (0, [])
 
 
-def test_leaving_a_stream_ends_its_work() -> None:
+async def test_leaving_a_stream_ends_its_work() -> None:
     """Closed after a chunk, or cancelled while the engine is silent: nothing lives on."""
     engine = saying(3, 4)
-
-    async def leave() -> None:
-        async with aclosing(engine.generate(ASK)) as stream:
-            await stream.wait()
-            assert engine.live == 1
-        engine.fault = Fault()
-        reader = asyncio.create_task(read(engine, replace(ASK, request_id="silent")))
-        await asyncio.sleep(0)
-        reader.cancel()
-        await asyncio.wait({reader})
-
-    asyncio.run(leave())
+    async with aclosing(engine.generate(ASK)) as stream:
+        await stream.wait()
+        assert engine.live == 1
+    engine.fault = Fault()
+    reader = asyncio.create_task(read(engine, replace(ASK, request_id="silent")))
+    await asyncio.sleep(0)
+    reader.cancel()
+    await asyncio.wait({reader})
     assert (engine.live, engine.cancelled) == (0, ["r", "silent"])
 
 

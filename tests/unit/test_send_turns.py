@@ -180,38 +180,34 @@ def test_calls_from_other_threads_are_never_lost() -> None:
     loop.close()
 
 
-def test_a_call_is_ready_for_what_would_leave_soon() -> None:
+async def test_a_call_is_ready_for_what_would_leave_soon() -> None:
     """Nothing of its own is under way and there is room, which a first response does not need."""
+    gate, triton = Gate(), FakeTriton()
+    senders = SenderThreads(asyncio.get_running_loop(), 1)
 
-    async def scenario() -> None:
-        gate, triton = Gate(), FakeTriton()
-        senders = SenderThreads(asyncio.get_running_loop(), 1)
+    def made(count: int) -> list[Call]:
+        asks = [triton.ask(ONE, "number") for _ in range(count)]
+        asks[0].on_send = gate
+        return [Call(triton, ask, senders, decoupled=True) for ask in asks]
 
-        def made(count: int) -> list[Call]:
-            asks = [triton.ask(ONE, "number") for _ in range(count)]
-            asks[0].on_send = gate
-            return [Call(triton, ask, senders, decoupled=True) for ask in asks]
-
-        sending, begun, fresh, *others = made(MAX_QUEUED + 3)
-        begun.send(number(0))
-        await eventually(begun.is_ready)
-        sending.send(number(0))
-        await asyncio.to_thread(gate.begun.wait, SECONDS)
-        assert begun.is_ready() and not sending.is_ready()
-        with pytest.raises(StopIteration):  # it does not suspend
-            begun.ready().send(None)
-        for each in others:
-            each.send(number(0), final=True)
-        assert [each.is_ready() for each in (sending, begun, fresh)] == [False, False, True]
-        waiting = asyncio.create_task(begun.ready())
-        await settle()
-        assert not waiting.done()
-        gate.open.set()
-        await asyncio.gather(waiting, sending.ready())
-        assert sending.is_ready() and begun.is_ready()
-        await asyncio.to_thread(senders.close)
-
-    asyncio.run(scenario())
+    sending, begun, fresh, *others = made(MAX_QUEUED + 3)
+    begun.send(number(0))
+    await eventually(begun.is_ready)
+    sending.send(number(0))
+    await asyncio.to_thread(gate.begun.wait, SECONDS)
+    assert begun.is_ready() and not sending.is_ready()
+    with pytest.raises(StopIteration):  # it does not suspend
+        begun.ready().send(None)
+    for each in others:
+        each.send(number(0), final=True)
+    assert [each.is_ready() for each in (sending, begun, fresh)] == [False, False, True]
+    waiting = asyncio.create_task(begun.ready())
+    await settle()
+    assert not waiting.done()
+    gate.open.set()
+    await asyncio.gather(waiting, sending.ready())
+    assert sending.is_ready() and begun.is_ready()
+    await asyncio.to_thread(senders.close)
 
 
 def test_requests_that_arrive_while_the_loop_is_busy_wake_it_once() -> None:

@@ -67,35 +67,30 @@ def settings(options: ConfigureOptions) -> Iterator[Setting]:
     share = "0.45" if with_draft and not options.separate_gpus else "0.9"
     fraction = options.kv_cache_free_gpu_mem_fraction or share
     draft_fraction = options.draft_kv_cache_free_gpu_mem_fraction
-    yield _setting("--kv-cache-free-gpu-mem-fraction", ENGINE.name, _FRACTION, fraction)
-    if options.gpu_device_ids is not None:
-        yield _setting("--gpu-device-ids", ENGINE.name, "gpu_device_ids", options.gpu_device_ids)
-    if options.chunked_context:
-        yield _setting("--chunked-context", ENGINE.name, "enable_chunked_context", "true")
-    if options.engine_url is not None:
-        if "://" in options.engine_url:
-            raise SettingsError(
-                f"--engine-url {options.engine_url}: write HOST:PORT; an engine of another kind "
-                f"needs no repository: trtllm-bls serve --engine {options.engine_url} --model DIR"
-            )
-        yield _setting("--engine-url", BLS.name, "engine_url", options.engine_url)
-    for option, key, value in (
-        ("--draft-kv-cache-free-gpu-mem-fraction", _FRACTION, draft_fraction),
-        ("--draft-gpu-device-ids", "gpu_device_ids", options.draft_gpu_device_ids),
+    if options.engine_url is not None and "://" in options.engine_url:
+        raise SettingsError(
+            f"--engine-url {options.engine_url}: write HOST:PORT; an engine of another kind "
+            f"needs no repository: trtllm-bls serve --engine {options.engine_url} --model DIR"
+        )
+    for option, model, key, value in (
+        ("--kv-cache-free-gpu-mem-fraction", ENGINE.name, _FRACTION, fraction),
+        ("--gpu-device-ids", ENGINE.name, "gpu_device_ids", options.gpu_device_ids),
+        ("--engine-url", BLS.name, "engine_url", options.engine_url),
+        ("--draft-kv-cache-free-gpu-mem-fraction", DRAFT, _FRACTION, draft_fraction),
+        ("--draft-gpu-device-ids", DRAFT, "gpu_device_ids", options.draft_gpu_device_ids),
     ):
-        if value is not None and not with_draft:
-            raise SettingsError(f"{option} {value}: needs --draft-engine-dir")
         if value is not None:
-            yield _setting(option, DRAFT, key, value)
+            if model == DRAFT and not with_draft:
+                raise SettingsError(f"{option} {value}: needs --draft-engine-dir")
+            yield Setting(f"{option} {value}", Override(model, key, value))
+    if options.chunked_context:
+        override = Override(ENGINE.name, "enable_chunked_context", "true")
+        yield Setting("--chunked-context", override)
     if with_draft and draft_fraction is None:
-        yield _setting("--kv-cache-free-gpu-mem-fraction", DRAFT, _FRACTION, fraction)
+        option = f"--kv-cache-free-gpu-mem-fraction {fraction}"
+        yield Setting(option, Override(DRAFT, _FRACTION, fraction))
     for override in options.overrides:
         yield Setting(f"--set {override}", override)
-
-
-def _setting(option: str, model: str, key: str, value: str) -> Setting:
-    shown = option if option == "--chunked-context" else f"{option} {value}"
-    return Setting(shown, Override(model, key, value))
 
 
 def _ids(text: str) -> set[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from trtllm_bls.detokenizer.byte_table import (
@@ -20,7 +21,7 @@ from trtllm_bls.detokenizer.byte_table import (
     sentencepiece,
 )
 from trtllm_bls.detokenizer.vocabulary import Detokenizer, Vocabulary
-from trtllm_bls.detokenizer.window import Window
+from trtllm_bls.detokenizer.window import WindowDetokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def choose_detokenizer(
             spelling.name,
             difference,
         )
-    window = Window(vocabulary, skip_special_tokens)
+    window = partial(WindowDetokenizer, vocabulary, skip_special_tokens)
     difference = _first_difference(window, vocabulary, skip_special_tokens, True)
     if difference is not None:
         logger.warning("streamed text may differ from this tokenizer's decode (%s)", difference)

@@ -6,7 +6,7 @@ than a table (two decodes per feed), but it asks nothing of the tokenizer beyond
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from trtllm_bls.detokenizer.vocabulary import Vocabulary
 
@@ -17,24 +17,6 @@ MAX_HELD_IDS = 16
 _BLOCK = 256  # ids, where many come in one call
 
 
-class Window:
-    """Makes the window detokenizer of one sequence when called."""
-
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
-        skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
-
-        def has_text(token_id: int) -> bool:
-            return token_id not in skipped and vocabulary.token(token_id) is not None
-
-        self.has_text = has_text
-        self.decode: Callable[[list[int]], str] = lambda token_ids: vocabulary.decode(
-            token_ids, skip_special_tokens
-        )
-
-    def __call__(self) -> WindowDetokenizer:
-        return WindowDetokenizer(self)
-
-
 class WindowDetokenizer:
     """The text of one sequence, by window. See ``Detokenizer``.
 
@@ -42,8 +24,9 @@ class WindowDetokenizer:
     decoder may treat the first token of a text otherwise.
     """
 
-    def __init__(self, window: Window) -> None:
-        self._window = window
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+        self._vocabulary = vocabulary
+        self._skips = skip_special_tokens
         self._ids: list[int] = []
         self._shown = 0
         self._shown_text = ""
@@ -51,7 +34,7 @@ class WindowDetokenizer:
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids make certain; a character comes with the id that ends it."""
         # Ids without text would leave a window that begins in the middle looking like a beginning.
-        with_text = list(filter(self._window.has_text, token_ids))
+        with_text = list(filter(self._has_text, token_ids))
         if len(with_text) == 1:
             return self._feed_one(with_text[0])
         blocks = range(0, len(with_text), _BLOCK)
@@ -65,7 +48,7 @@ class WindowDetokenizer:
     def _feed_block(self, token_ids: list[int]) -> str:
         """As ``_feed_one`` for each; sound text costs a few decodes, not two for each id."""
         ids = self._ids + token_ids
-        text = self._window.decode(ids)
+        text = self._decode(ids)
         begin = None if _REPLACEMENT in text else self._begin_of_last(ids, text)
         if begin is None:
             return "".join([self._feed_one(token_id) for token_id in token_ids])
@@ -78,14 +61,14 @@ class WindowDetokenizer:
         for begin in range(len(ids) - 1, self._shown, -1):
             if len(ids) - begin > MAX_HELD_IDS:
                 return None
-            before = self._window.decode(ids[:begin])
+            before = self._decode(ids[:begin])
             if len(before) < len(text) and not before.endswith(_REPLACEMENT):
                 return begin
         return None
 
     def _feed_one(self, token_id: int) -> str:
         self._ids.append(token_id)
-        text = self._window.decode(self._ids)
+        text = self._decode(self._ids)
         held = len(self._ids) - self._shown
         if held <= MAX_HELD_IDS and text.endswith(_REPLACEMENT):
             return ""
@@ -96,10 +79,17 @@ class WindowDetokenizer:
 
     def _show(self, token_ids: list[int]) -> None:
         self._ids, self._shown = token_ids, len(token_ids)
-        self._shown_text = self._window.decode(token_ids)
+        self._shown_text = self._decode(token_ids)
+
+    def _has_text(self, token_id: int) -> bool:
+        skipped = self._skips and token_id in self._vocabulary.special_ids
+        return not skipped and self._vocabulary.token(token_id) is not None
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._vocabulary.decode(token_ids, self._skips)
 
     def flush(self) -> str:
         """The text held back, as it stands."""
-        text = self._window.decode(self._ids)[len(self._shown_text) :]
+        text = self._decode(self._ids)[len(self._shown_text) :]
         self._ids, self._shown, self._shown_text = [], 0, ""
         return text

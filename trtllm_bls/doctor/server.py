@@ -11,8 +11,7 @@ from trtllm_bls.contract import BLS
 from trtllm_bls.doctor.findings import Finding, Findings, check
 from trtllm_bls.doctor.subject import Subject
 from trtllm_bls.engines.triton import listening_processes
-from trtllm_bls.parameters import EngineChoice, parse_engine
-from trtllm_bls.parameters.engine_choice import EngineKind
+from trtllm_bls.parameters import EngineKind, parse_engine
 
 _ANSWER_S = 5.0
 _SERVER = "tritonserver"
@@ -20,8 +19,7 @@ _SERVER = "tritonserver"
 
 def _engine_url(subject: Subject) -> str:
     """Where the engine of this server is; empty where another process has it."""
-    elsewhere = _engines_elsewhere(subject)
-    return "" if elsewhere else subject.values(BLS.name).get("engine_url", "")
+    return "" if _engines_elsewhere(subject) else subject.values(BLS.name).get("engine_url", "")
 
 
 @check("the engine's port belongs to Triton, or to nobody yet", _engine_url)
@@ -33,40 +31,30 @@ def engine_port(subject: Subject) -> Findings:
         yield Finding("error", what, "stop it, or serve on another --grpc-port")
 
 
-def _engine_elsewhere(subject: Subject) -> EngineChoice | None:
-    """Parameter ``engine``, where that is one of another process."""
+def _engines_elsewhere(subject: Subject) -> list[tuple[str, EngineKind]]:
+    """The addresses that parameter ``engine`` names, where it is one of another process."""
     try:
         choice = parse_engine(subject.values(BLS.name).get("engine", ""))
     except ValueError:
-        return None  # none, or told by the check of parameters
-    return choice if choice.is_elsewhere else None
-
-
-def _engines_elsewhere(subject: Subject) -> list[str]:
-    choice = _engine_elsewhere(subject)
-    return [address for address, _ in choice.addresses] if choice else []
+        return []  # none, or told by the check of parameters
+    return [(address, choice.kind) for address, _ in choice.addresses if choice.is_elsewhere]
 
 
 @check("engines elsewhere are there", _engines_elsewhere)
 def engine_addresses(subject: Subject) -> Findings:
     """Each takes a connection; TensorRT-LLM's service is asked for its health."""
-    choice = _engine_elsewhere(subject)
-    for address in _engines_elsewhere(subject):
+    for address, kind in _engines_elsewhere(subject):
         host, _, port = address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
         except OSError as error:
             what = f"engine at {address}: {error.strerror or error}"
-            yield Finding(
-                "error", what, "start it (trtllm-serve MODEL --grpc), or mend the address"
-            )
-        else:
-            if (
-                choice
-                and choice.kind is EngineKind.TRTLLM
-                and (problem := _service_problem(address))
-            ):
-                yield Finding("error", f"engine at {address}: {problem}", "see its own log")
+            mend = "start it (trtllm-serve MODEL --grpc), or mend the address"
+            yield Finding("error", what, mend)
+            continue
+        problem = _service_problem(address) if kind is EngineKind.TRTLLM else ""
+        if problem:
+            yield Finding("error", f"engine at {address}: {problem}", "see its own log")
 
 
 def _service_problem(address: str) -> str:

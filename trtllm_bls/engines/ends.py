@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason
+from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, TokenIds
 from trtllm_bls.stopping import StopSequences
 
 
@@ -38,7 +38,7 @@ class SequenceEnds:
 
     def feed(
         self,
-        ids: Sequence[int],
+        ids: TokenIds,
         log_probs: Sequence[float] | None = None,
         ended: bool = False,
         reason: FinishReason | None = None,
@@ -51,7 +51,7 @@ class SequenceEnds:
         usual = kept == 1 and self._plain and not ended and log_probs is None
         if usual and ids[0] != self._end_id and self._count + 1 < self._most:
             self._count += 1
-            return EngineChunk(token_ids=tuple(ids), sequence_index=self._index)
+            return EngineChunk.of_ids(ids, self._index)
         for place, token in enumerate(ids):
             found = self._end_at(token)
             if found is not None:
@@ -63,7 +63,7 @@ class SequenceEnds:
             log_probs = tuple(log_probs[:kept])
             self._cum_log_prob += sum(log_probs)
         return EngineChunk(
-            token_ids=tuple(ids[:kept]),
+            token_ids=ids[:kept],
             sequence_index=self._index,
             final=ended,
             finish_reason=reason if ended else None,

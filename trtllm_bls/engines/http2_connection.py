@@ -328,11 +328,17 @@ class Http2Connection(asyncio.Protocol):
             if end > size:
                 break
             if kind == DATA and self._blocks.open_on is None:
-                self._receive_data(stream_id, flags, data[body:end])
+                self._received += length
+                call = self._calls.get(stream_id)
+                if call is not None:  # else it is cancelled, and the server did not know yet
+                    self._receive_data(call, flags, data[body:end])
             else:
                 self._receive_frame(kind, flags, stream_id, data[start:end])
             start = end
         self._partial_frame = data[start:]
+        if self._received >= _WINDOW_UPDATE_BYTES:
+            self._open_window(0, self._received)
+            self._received = 0
 
     def _receive_frame(self, kind: int, flags: int, stream_id: int, frame: bytes) -> None:
         payload = frame[FRAME_HEADER.size :]
@@ -354,18 +360,11 @@ class Http2Connection(asyncio.Protocol):
                     self._receive_settings(event)
             self._schedule_flush()
 
-    def _receive_data(self, stream_id: int, flags: int, payload: bytes) -> None:
-        self._received += len(payload)
-        if self._received >= _WINDOW_UPDATE_BYTES:
-            self._open_window(0, self._received)
-            self._received = 0
-        call = self._calls.get(stream_id)
-        if call is None:  # cancelled, and the server did not know yet
-            return
+    def _receive_data(self, call: GrpcCall, flags: int, payload: bytes) -> None:
         splitter = call.splitter
         splitter.received += len(payload)
         if splitter.received >= _WINDOW_UPDATE_BYTES:
-            self._open_window(stream_id, splitter.received)
+            self._open_window(call.stream_id, splitter.received)
             splitter.received = 0
         try:
             messages = splitter.feed(unpadded(payload, PADDED) if flags & PADDED else payload)

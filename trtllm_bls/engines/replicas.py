@@ -88,6 +88,8 @@ class ReplicatedEngine:
         self.resume = resume
         self._replicas = [_Replica(engine) for engine in engines]
         self._opening: asyncio.Task[None] | None = None
+        self._of: list[EngineLimits] = []  # whose least is the next
+        self._least = EngineLimits()
 
     async def limits(self) -> EngineLimits:
         """What all that can be reached can take. Raises ``EngineUnavailable`` if there is none."""
@@ -102,7 +104,9 @@ class ReplicatedEngine:
         for replica in self._replicas:
             if replica.limits is not None:
                 replica.ask_now_and_then()
-        return _least(known)
+        if known != self._of:
+            self._of, self._least = known, _least(known)
+        return self._least
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,18 +71,18 @@ def _check_logits(logits: Array, shape: tuple[int, int]) -> None:
 
 
 def _check_tokens(request: EngineRequest, draft: Draft, vocab_size: int) -> None:
-    given: dict[str, Iterable[int | None]] = {
+    given: dict[str, Collection[Any]] = {
         "input_ids": request.input_ids,
-        "end_id": {request.end_id} - {-1},  # no token ends the text
-        "stop_words_list": (token for word in request.stop_sequences for token in word),
-        "bad_words_list": (token for word in request.bad_sequences for token in word),
-        "embedding_bias": (token for token, _ in request.embedding_bias),
-        "runtime_top_p_reset_ids": {request.sampling.top_p_reset_id},
+        "end_id": {request.end_id} - {-1, None},  # -1: no token ends the text
+        "stop_words_list": [token for word in request.stop_sequences for token in word],
+        "bad_words_list": [token for word in request.bad_sequences for token in word],
+        "embedding_bias": [token for token, _ in request.embedding_bias],
+        "runtime_top_p_reset_ids": {request.sampling.top_p_reset_id} - {None},
         "draft_input_ids": draft.token_ids,
     }
     for name, ids in given.items():
-        for token in ids:
-            if token is not None and not 0 <= token < vocab_size:
+        for token in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token < vocab_size:
                 raise InvalidRequest(name, f"token {token} is not in 0..{vocab_size - 1}")
     if any(math.isnan(bias) or bias == math.inf for _, bias in request.embedding_bias):
         raise InvalidRequest("embedding_bias", "holds NaN or infinity")

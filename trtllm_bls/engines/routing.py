@@ -17,13 +17,9 @@ from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
 from trtllm_bls.engines.speculative import SpeculativeRun
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
 from trtllm_bls.messages import EngineLimits, EngineRequest, SpeculationRequest
-from trtllm_bls.speculative import (
-    SpeculationOptions,
-    SpeculationShared,
-    SpeculationStats,
-    check_speculative,
-    one_step_probe,
-)
+from trtllm_bls.speculative.options import SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.round_requests import check_speculative, one_step_probe
+from trtllm_bls.speculative.shared import SpeculationShared
 
 _NOT_ASKED = SpeculationRequest()
 _PLAIN = SpeculationOptions(num_draft_tokens=0)

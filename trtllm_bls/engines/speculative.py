@@ -20,7 +20,7 @@ from trtllm_bls.errors import (
     Overloaded,
 )
 from trtllm_bls.messages import EngineChunk, EngineRequest
-from trtllm_bls.speculative import SpeculationOptions, SpeculationShared, SpeculationStats
+from trtllm_bls.speculative.options import SpeculationOptions, SpeculationStats
 from trtllm_bls.speculative.rounds import (
     AskDraft,
     Decode,
@@ -30,6 +30,7 @@ from trtllm_bls.speculative.rounds import (
     SpeculativeRounds,
     Verify,
 )
+from trtllm_bls.speculative.shared import SpeculationShared
 
 # A full queue in the middle of an answer is waited for: seconds, doubled each time.
 _FIRST_RETRY_S, _LONGEST_RETRY_S, _RETRIES = 0.02, 1.0, 40

@@ -202,7 +202,7 @@ class GrpcChunks(QueuedChunks):
         try:
             for message in messages:
                 if (ids := self._reader.repeated.next_id(message)) is not None:
-                    chunks.append(EngineChunk(token_ids=ids))
+                    chunks.append(EngineChunk.of_ids(ids))
                     continue
                 reply = service_pb2.ModelStreamInferResponse.FromString(message)
                 if reply.error_message:

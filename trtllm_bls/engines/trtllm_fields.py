@@ -49,9 +49,9 @@ def check(request: EngineRequest, limits: EngineLimits, refused: Mapping[str, st
         "return_perf_metrics": request.wants.perf_metrics,
         "bad_words_list": any(len(words) > 1 for words in request.bad_sequences),
     } | dict.fromkeys(request.extras, True)
-    for name, why in refused.items():
-        if present.get(name):
-            raise Unsupported(name, f"cannot be honoured: {why}")
+    for name, is_there in present.items():
+        if is_there and name in refused:
+            raise Unsupported(name, f"cannot be honoured: {refused[name]}")
     check_request(request, limits)
 
 

@@ -24,7 +24,8 @@ MISSED_TURNS = 60  # three seconds, or longer where there is load
 class Bounds:
     """``stall_s``: without any progress for so long a server is not ready, for twice so long it
     has failed; unless ``engine_elsewhere``, where nothing is mended by another start of the
-    server. ``shared_memory``: the fewest bytes free."""
+    server. It has failed, too, when it had no file descriptors left for twice so long: who connects
+    to it then is neither answered nor refused. ``shared_memory``: the fewest bytes free."""
 
     stall_s: float = 30.0
     shared_memory: int = 4 * 2**20
@@ -35,7 +36,8 @@ class Bounds:
 class Observed:
     """What is known of a server. ``None`` means that it is not looked at.
 
-    ``processes``: what is wrong with them; ``descriptors``: which of them have none left.
+    ``processes``: what is wrong with them; ``descriptors``: which of them have none left, and
+    ``descriptors_at``: when all of them last had some.
     ``progress_at``: when a response last left, an engine made a step or a canary was answered.
     ``loop_at``: when the event loop turned last, of the process where that is longest ago.
     ``missed_turns``: of the event loop that missed most (``status``). ``engine``: what is wrong
@@ -44,6 +46,7 @@ class Observed:
 
     processes: tuple[str, ...] = ()
     descriptors: tuple[str, ...] = ()
+    descriptors_at: float | None = None
     models: tuple[str, ...] = ()
     engine: str | None = None
     progress_at: float | None = None
@@ -82,8 +85,10 @@ def evaluate(observed: Observed, bounds: Bounds, now: float) -> Verdict:
     free = observed.shared_memory
     if free is not None and free < bounds.shared_memory:
         reasons.append(f"/dev/shm is full: {free // 1024} KiB are free")
-    hopeless = max(0.0 if bounds.engine_elsewhere else silent, stuck) > 2 * bounds.stall_s
-    return Verdict(tuple(reasons), failed=bool(observed.processes) or hopeless)
+    exhausted = _age(observed.descriptors_at, now)
+    longest = max(0.0 if bounds.engine_elsewhere else silent, stuck, exhausted)
+    failed = bool(observed.processes) or longest > 2 * bounds.stall_s
+    return Verdict(tuple(reasons), failed)
 
 
 def _age(moment: float | None, now: float) -> float:

@@ -73,8 +73,8 @@ class Watch:
         self._files = StatusDirectory(server.status_dir)
         self._probe = server.probe()
         self._has_canary = self._probe is not None and TEXT_MODEL in server.models
-        self._progress_at = time.monotonic()
-        self._responses = 0
+        self._progress_at = self._descriptors_at = time.monotonic()
+        self._moved = 0  # responses, and tokens of answers in one piece
         self._steps: float | None = None  # of the engines, as last told
         self._failures, self._error = 0, ""
         self._not_ready: tuple[str, ...] = ()
@@ -118,9 +118,13 @@ class Watch:
         self.draining = self._files.drain_deadline() is not None
         statuses = self._files.read()
         self._note_progress(statuses, now)
+        exhausted = self._processes.without_descriptors()
+        if not exhausted:
+            self._descriptors_at = now
         return Observed(
             processes=self._processes.problems(),
-            descriptors=self._processes.without_descriptors(),
+            descriptors=exhausted,
+            descriptors_at=self._descriptors_at,
             models=self._not_ready,
             engine=next((each.engine_problem for each in statuses if each.engine_problem), None),
             progress_at=self._progress_at if self._has_canary else None,
@@ -132,10 +136,10 @@ class Watch:
         )
 
     def _note_progress(self, statuses: list[ProcessStatus], now: float) -> None:
-        responses = sum(status.responses for status in statuses)
-        if responses > self._responses:
+        moved = sum(status.responses + status.tokens for status in statuses)
+        if moved > self._moved:
             self._progress_at = now
-        self._responses = responses
+        self._moved = moved
 
     async def _ask(self, probe: Probe) -> None:
         """Which models are ready, and a canary unless others get answers; over and over."""

@@ -45,7 +45,7 @@ from trtllm_bls.openai.schema import ChatRequest, Common, CompletionRequest, dec
 from trtllm_bls.openai.streams import Outbox, run_all, while_connected
 from trtllm_bls.openai.text_requests import check_stream_options
 from trtllm_bls.orchestrator import Orchestrator
-from trtllm_bls.services.lifecycle import Lifecycle
+from trtllm_bls.services.lifecycle import Drainable, Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _Request = TypeVar("_Request", bound=Common)
 
 
-class Backend(Protocol):
+class Backend(Drainable, Protocol):
     """What answers: ``services.deployment.Deployment`` is one."""
 
     @property
@@ -70,13 +70,6 @@ class Backend(Protocol):
     def reports(self) -> RequestReports: ...
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
-
-    async def engine_problem(self) -> str | None: ...
-
-    def drain(self) -> None: ...
-
-    @property
-    def settled(self) -> bool: ...
 
     async def close(self) -> None: ...
 
@@ -359,7 +352,8 @@ class _Keys:
 
 def unknown_model(name: str) -> ApiError:
     """Another model than this server's."""
-    return ApiError(404, f"The model {name[:200]!r} does not exist", code="model_not_found")
+    problem = f"The model {name[:200]!r} does not exist"
+    return ApiError(404, problem, param="model", code="model_not_found")
 
 
 class _Json(Response):

@@ -78,9 +78,10 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer, and of an event in a stream."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {
             "message": self.message,
-            "type": _TYPES.get(self.status, "server_error"),
+            "type": "rate_limit_error" if self.status == 429 else kind,
             "param": self.param,
             "code": self.code,
         }
@@ -90,12 +91,6 @@ class ApiError(Exception):
     def event(self) -> bytes:
         """The error as the last event of a stream that has begun."""
         return b"data: " + msgspec.json.encode(self.body) + b"\n\n" + DONE
-
-
-_TYPES = {
-    **dict.fromkeys((400, 401, 404, 405, 413, 431), "invalid_request_error"),
-    429: "rate_limit_error",
-}
 
 
 def invalid(param: str, problem: str, code: str | None = None) -> ApiError:

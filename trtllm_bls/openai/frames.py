@@ -53,7 +53,8 @@ class Frames:
 
     def text(self, index: int, text: str) -> bytes:
         """A chunk with text alone."""
-        return b"".join((self._before(index), _encode(text), self._after_text))
+        before = self._before_text.get(index) or self._before(index)
+        return before + _encode(text) + self._after_text
 
     def scored(self, index: int, text: str, logprobs: object) -> bytes:
         """A chunk with text and the log-probs of its tokens."""
@@ -69,9 +70,6 @@ class Frames:
         return b"".join((self._start, b'],"usage":', _encode(usage), b"}\n\n"))
 
     def _before(self, index: int) -> bytes:
-        found = self._before_text.get(index)
-        if found is None:
-            field = b'"delta":{"content":' if self._delta else b'"text":'
-            found = self._start + b'{"index":%d,' % index + field
-            self._before_text[index] = found
+        field = b'"delta":{"content":' if self._delta else b'"text":'
+        found = self._before_text[index] = self._start + b'{"index":%d,' % index + field
         return found

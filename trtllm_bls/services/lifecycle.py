@@ -33,6 +33,10 @@ log = logging.getLogger(__name__)
 class Drainable(Protocol):
     """What sends requests to engines."""
 
+    @property
+    def tokens(self) -> int:
+        """Those taken so far for answers in one piece; any thread may ask."""
+
     async def engine_problem(self) -> str | None:
         """What is wrong with an engine by its own account, in one line."""
 
@@ -154,6 +158,7 @@ class Lifecycle:
                 written_at=now,
                 loop_at=self._loop_at,
                 responses=self._server.responses,
+                tokens=self._sender.tokens,
                 running=len(running),
                 requests=tuple(running[:NAMED]),
                 engine_problem=self._engine_problem,

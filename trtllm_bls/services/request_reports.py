@@ -19,7 +19,7 @@ from typing import Any
 
 from trtllm_bls.request_stats import RequestStats
 from trtllm_bls.services.request_metrics import LOOP_LAG, RUNNING, WAITING, Metrics
-from trtllm_bls.speculative import SpeculationStats
+from trtllm_bls.speculative.options import SpeculationStats
 from trtllm_bls.status import CANARY_ID
 
 EVERY_SECONDS = 0.25

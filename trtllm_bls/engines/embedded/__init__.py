@@ -13,7 +13,6 @@ from trtllm_bls.errors import SetupError
 try:
     from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings
     from trtllm_bls.engines.embedded.engine import EmbeddedEngine
-    from trtllm_bls.engines.embedded.sequence import Submission
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "safetensors"):
         raise
@@ -21,4 +20,4 @@ except ModuleNotFoundError as error:
         f"the embedded engine needs {error.name}: run `pip install 'trtllm-bls[embedded]'`"
     ) from None
 
-__all__ = ["EmbeddedEngine", "EmbeddedSettings", "Submission"]
+__all__ = ["EmbeddedEngine", "EmbeddedSettings"]

@@ -1,6 +1,5 @@
 """The embedded engine: one thread that runs steps, and the streams of its callers.
 
-``submit`` serves plain Python, ``generate`` the asyncio seam; both read the same submissions.
 Owns the thread, the queue limit and delivery (one wake-up per step and event loop, however many
 tokens the step made); what a step computes is the batcher's business.
 """
@@ -10,20 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
+from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.engines.embedded.batcher import Batcher
 from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
-from trtllm_bls.engines.embedded.guides import GUIDE, GUIDE_TYPE, Guide, Guides
+from trtllm_bls.engines.embedded.guides import GUIDE, GUIDE_TYPE, Guides
 from trtllm_bls.engines.embedded.sequence import Event, Sequence, Submission
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
+from trtllm_bls.messages import EngineLimits, EngineRequest
 
 _log = logging.getLogger(__name__)
 
@@ -51,68 +50,48 @@ class EmbeddedEngine:
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
 
-    def submit(
-        self, request: EngineRequest, loop: asyncio.AbstractEventLoop | None = None
-    ) -> Submission:
-        """Start a request, from any thread. ``loop``: the one on which its events are awaited.
-
-        Raises ``InvalidRequest``, ``Unsupported``, ``Overloaded``, or ``EngineUnavailable`` once
-        the engine is closed.
-        """
-        self._check(request)
-        return self._submit(request, self._guides.of(request), loop)
-
-    def _check(self, request: EngineRequest) -> None:
-        check_request(request, self._limits)
-        for name, array in request.extras.items():
-            if np.size(array) and name not in (GUIDE, GUIDE_TYPE):
-                raise Unsupported(name, "this engine cannot honour it")
-
-    def _submit(
-        self,
-        request: EngineRequest,
-        guide: Guide | None,
-        loop: asyncio.AbstractEventLoop | None,
-    ) -> Submission:
-        wanted, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
-        if wanted > length:
-            note = "%s: prompt and completion of %d tokens are cut to %d"
-            _log.warning(note, request.request_id, wanted, length)
-        count, limit = request.num_return_sequences, self.settings.max_queue_size
-        submission = Submission(count, loop)
-        sequences = [
-            Sequence(request, index, self._limits, submission, guide and guide.copy())
-            for index in range(count)
-        ]
-        with self._changed:
-            if self._closing:
-                raise EngineUnavailable("the engine is closed")
-            if self._batcher.num_present + count > self.settings.max_batch + limit:
-                raise Overloaded(f"Maximum queue size of {limit} is reached; try again later")
-            self._batcher.add(sequences)
-            self._changed.notify()
-        return submission
-
     async def limits(self) -> EngineLimits:
         """Known since the load."""
         return self._limits
 
     def generate(self, request: EngineRequest) -> ChunkStream:
-        """See ``Engine.generate``."""
-        return GeneratedChunks(self._chunks(request))
+        """See ``Engine.generate``. May be called on several event loops."""
+        return TaskChunks(partial(self._answer, request))
 
-    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
-        """Leaving it early cancels the request."""
-        self._check(request)
+    async def _answer(self, request: EngineRequest, chunks: QueuedChunks) -> None:
+        """Fill ``chunks``; cancelling it cancels the request."""
+        check_request(request, self._limits)
+        for name, array in request.extras.items():
+            if np.size(array) and name not in (GUIDE, GUIDE_TYPE):
+                raise Unsupported(name, "this engine cannot honour it")
+        wanted, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
+        if wanted > length:
+            note = "%s: prompt and completion of %d tokens are cut to %d"
+            _log.warning(note, request.request_id, wanted, length)
         guide = None
         if request.extras:  # a guide is compiled where it holds up nobody
             guide = await asyncio.to_thread(self._guides.of, request)
-        submission = self._submit(request, guide, asyncio.get_running_loop())
+        submission = Submission(request.num_return_sequences, chunks, asyncio.get_running_loop())
+        self._add(
+            [
+                Sequence(request, index, self._limits, submission, guide and guide.copy())
+                for index in range(request.num_return_sequences)
+            ]
+        )
         try:
-            while submission.unfinished:
-                yield submission.opened(await submission.events.get())
+            await submission.ended.wait()
         finally:
             submission.cancel()
+
+    def _add(self, sequences: list[Sequence]) -> None:
+        limit = self.settings.max_queue_size
+        with self._changed:
+            if self._closing:
+                raise EngineUnavailable("the engine is closed")
+            if self._batcher.num_present + len(sequences) > self.settings.max_batch + limit:
+                raise Overloaded(f"Maximum queue size of {limit} is reached; try again later")
+            self._batcher.add(sequences)
+            self._changed.notify()
 
     async def close(self) -> None:
         """``shutdown`` without blocking the loop."""
@@ -154,15 +133,12 @@ class EmbeddedEngine:
     def _deliver(self) -> None:
         """Hand the step's events over, one wake-up per event loop."""
         events, self._batcher.events = self._batcher.events, []
-        loops: dict[asyncio.AbstractEventLoop | None, list[tuple[Submission, Event]]] = {}
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Submission, Event]]] = {}
         for owner, event in events:
             loops.setdefault(owner.loop, []).append((owner, event))
         for loop, batch in loops.items():
             try:
-                if loop is None:
-                    _deliver_all(batch)
-                else:
-                    loop.call_soon_threadsafe(_deliver_all, batch)
+                loop.call_soon_threadsafe(_deliver_all, batch)
             except RuntimeError:  # the loop is closed: nobody will read
                 for owner, _ in batch:
                     owner.cancel()
@@ -170,4 +146,4 @@ class EmbeddedEngine:
 
 def _deliver_all(batch: list[tuple[Submission, Event]]) -> None:
     for owner, event in batch:
-        owner.events.put_nowait(event)
+        owner.deliver(event)

@@ -1,19 +1,18 @@
-"""One running sequence, and the submission through which its caller reads it.
+"""One running sequence, and the submission through which its chunks reach its caller.
 
 Decides when a sequence ends and what its chunks hold. Where its tokens are computed, and on which
-thread or event loop its chunks are read, is not known here.
+thread, is not known here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
 import time
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
+from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.embedded.guides import Guide
 from trtllm_bls.engines.embedded.runner import Segment
 from trtllm_bls.engines.sampling import TokenSampler, log_prob
@@ -32,33 +31,31 @@ Event: TypeAlias = EngineChunk | EngineError
 
 
 class Submission:
-    """The chunks of one request; iterate over them once.
+    """One request of so many ``sequences``; its events go to ``chunks``, on ``loop``."""
 
-    Iterating waits for the next chunk and raises ``EngineError`` where the engine failed.
-    ``loop``: the event loop of an asynchronous reader, who awaits ``events`` there.
-    """
-
-    def __init__(self, sequences: int, loop: asyncio.AbstractEventLoop | None) -> None:
+    def __init__(
+        self, sequences: int, chunks: QueuedChunks, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.cancelled = False
+        self.ended = asyncio.Event()
         self.loop = loop
-        self.unfinished = sequences
-        self.events: Any = queue.SimpleQueue() if loop is None else asyncio.Queue()
+        self._chunks = chunks
+        self._unfinished = sequences
 
     def cancel(self) -> None:
-        """End the request within a step; its last chunks say so. Harmless when it has ended."""
+        """End the request within a step. Harmless when it has ended."""
         self.cancelled = True  # the engine looks before every step
 
-    def __iter__(self) -> Iterator[EngineChunk]:
-        while self.unfinished:
-            yield self.opened(self.events.get())
-
-    def opened(self, event: Event) -> EngineChunk:
-        """The chunk, counted; raises what is an error."""
+    def deliver(self, event: Event) -> None:
+        """Hand an event on; called on the loop."""
         if isinstance(event, EngineError):
-            self.unfinished = 0
-            raise event
-        self.unfinished -= event.final
-        return event
+            self._chunks.fail(event)
+            self.ended.set()
+            return
+        self._chunks.put([event])
+        self._unfinished -= event.final
+        if not self._unfinished:
+            self.ended.set()
 
 
 class Sequence:

@@ -74,13 +74,12 @@ class ServiceChunks(QueuedChunks):
             self._put(chunks)
             self._fail(error)
             return
-        # Finished first: whoever leaves with a last chunk aborts nothing.
-        finished = not self._unfinished
-        if finished:
-            self._finish()
+        if self._unfinished:
+            self._put(chunks)
+            return
+        self._finish()  # first: whoever leaves with a last chunk aborts nothing
         self._put(chunks)
-        if finished:
-            self.end()
+        self.end()
 
     def on_end(self, error: GrpcError | None) -> None:
         """The call has ended, and some sequence has not."""
@@ -162,15 +161,19 @@ class _Sequence:
 
     def piece(self, part: Any) -> EngineChunk:
         """Of a ``GenerateStreamChunk``, whose ids are new."""
-        ids = tuple(part.token_ids)
+        several = part.token_ids
+        # Iterating over a repeated field takes two microseconds, even of one value.
+        ids = (several[0],) if len(several) == 1 else tuple(several[:])
         self._received += len(ids)
-        return self._chunk(ids, _paired(ids, part.logprobs) if self._scored else None)
+        if not self._scored:
+            return self.ends.feed(ids)
+        return self._chunk(ids, _paired(ids, part.logprobs))
 
     def rest(self, part: Any) -> EngineChunk:
         """Of a ``GenerateComplete``, which repeats all ids, or all but those of a stop."""
         if part.finish_reason == "error":
             raise EngineError("the engine failed while it answered")
-        every: TokenIds = tuple(part.output_token_ids)
+        every: TokenIds = tuple(part.output_token_ids[:])
         scores = _paired(every, part.logprobs)[self._received :] if self._scored else None
         ids, reason = every[self._received :], REASONS.get(part.finish_reason)
         if part.finish_reason == "stop":

@@ -1,0 +1,90 @@
+"""``trtllm-bls serve`` as a process of its own, over a repository of models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.helpers.server_settings import ROOT
+from tests.helpers.waiting import until
+
+
+def good(url: str) -> dict[str, Any]:
+    """A health endpoint's answer, once it is a good one: changes are told within moments."""
+
+    def answer_when_good() -> dict[str, Any] | None:
+        try:
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            error.close()
+            return None
+
+    found = until(answer_when_good)
+    assert found is not None
+    return found
+
+
+class Served:
+    """``trtllm-bls serve`` as a process of its own, ready."""
+
+    def __init__(self, repository: Path, *more: str) -> None:
+        services = ["http", "grpc", "metrics", "health"]
+        ports = [word for name in (*services, "openai") for word in (f"--{name}-port", "0")]
+        services += ["openai"] * ("--openai-port" in more)  # which counts, since it comes later
+        words = [
+            "serve",
+            *ports,
+            "--model-repository",
+            str(repository),
+            "--exit-timeout",
+            "20",
+            *more,
+        ]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trtllm_bls.cli", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        assert self.process.stdout
+        self.urls = dict(self.process.stdout.readline().split() for _ in services)
+        self.process.stdout.readline()
+        self.curl = self.process.stdout.readline()
+        (self.guard,) = self._children(self.process.pid, "guard.py")
+        self.stub, *_ = self._children(self.server.pid, "triton_python")
+        self.prefix = self.stub.cmdline()[2].rsplit("_", 1)[0]
+
+    @property
+    def server(self) -> psutil.Process:
+        """tritonserver, which has another guard each time that it is started again."""
+        (guard,) = self._children(self.process.pid, "guard.py")
+        return self._children(guard.pid, "tritonserver")[0]
+
+    def _children(self, parent: int, word: str) -> list[psutil.Process]:
+        """Those with ``word`` in their command line."""
+        found = []
+        for child in psutil.Process(parent).children():
+            with suppress(psutil.NoSuchProcess):
+                found += [child] if any(word in each for each in child.cmdline()) else []
+        return found
+
+    def wait_for_line(self, word: str) -> str:
+        """Read standard error up to the line that holds ``word``."""
+        assert self.process.stderr
+        return next(line for line in self.process.stderr if word in line)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and remaining standard error."""
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
