@@ -218,8 +218,8 @@ def test_the_longest_sequence_is_a_length() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_several_sequences_end_each_once(stream: bool) -> None:
     """They are told apart by index; none is lost when another ends."""
-    drawn = (*[0.0] * 260, *[1 / 340] * 340)
-    engine = ScriptedEngine(lambda _: drawn, Script(vocab_size=600))
+    drawn = (*[0.0] * 260, *[1 / 340] * 340, *[0.0] * 400)
+    engine = ScriptedEngine(lambda _: drawn, Script(vocab_size=1000))
     sampling = Sampling(top_p=0.9, seed=1)
     request = asking(num_return_sequences=3, max_tokens=6, stream=stream, sampling=sampling)
     chunks = ask(engine, request)

@@ -130,6 +130,14 @@ def test_what_the_orchestrator_refuses_counts_too() -> None:
     assert (stats.outcome, stats.reason, stats.queue_s) == (Outcome.REFUSED, "text_input", None)
 
 
+def test_reasons_are_fields_without_places_in_lists() -> None:
+    """A caller chooses the place, and each reason is a series of the metrics for ever."""
+    error = InvalidRequest("messages[7].content[0]", "is no text")
+    stats = RequestStats.of_refusal("r", error)
+    assert (stats.outcome, stats.reason) == (Outcome.REFUSED, "messages")
+    assert stats.error == "messages[7].content[0]: is no text"
+
+
 def test_drafts_are_counted() -> None:
     """Over all rounds of the request."""
     request = asking(
