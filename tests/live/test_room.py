@@ -99,6 +99,7 @@ def test_a_server_that_stays_without_descriptors_is_started_again(repository: Pa
         assert running.end()[0] == 0
     finally:
         running.process.kill()
+        running.process.communicate()
 
 
 def test_without_shared_memory_who_waits_is_told_and_later_all_is_well() -> None:

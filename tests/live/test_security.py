@@ -20,14 +20,14 @@ from click.testing import CliRunner
 
 from tests.helpers.served import Served, good
 from tests.helpers.server_requests import metric
-from tests.helpers.server_settings import DEMO, ROOT
+from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
-from tests.live.conftest import echo_settings
+from tests.live.conftest import echo_repository, echo_settings
 from trtllm_bls.cli import main
 from trtllm_bls.client import Client, Tls
-from trtllm_bls.errors import ClientError
+from trtllm_bls.errors import ClientError, SetupError
 from trtllm_bls.launcher import Listener, TritonServer
-from trtllm_bls.settings import Override
+from trtllm_bls.settings import Override, ServeSettings
 
 WORDS = "one two three four five"
 ASKED: dict[str, Any] = {"text_input": WORDS, "max_tokens": 40}
@@ -199,8 +199,24 @@ def test_who_leaves_over_https_ends_the_engines_work(
     assert metric(guarded.metrics_url, "echo_tokens") - before < 40_000
 
 
+def test_a_server_that_does_not_start_leaves_no_port_behind(files: dict[str, Files]) -> None:
+    """Whichever of its ports is taken, its option is named."""
+    own = files["server"]
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        ports = (free.getsockname()[1], taken.getsockname()[1])
+        free.close()
+        for http, grpc, name in ((*ports, "grpc"), (*ports[::-1], "http")):
+            settings = ServeSettings(
+                http_port=http, grpc_port=grpc, metrics_port=0, tls_cert=own.cert, tls_key=own.key
+            )
+            with pytest.raises(SetupError, match=rf"port {ports[1]} on .*--{name}-port"):
+                TritonServer(settings).start()
+            socket.create_server(("127.0.0.1", ports[0])).close()
+
+
 def test_serve_speaks_https_alone_and_is_found_again_after_a_restart(
-    files: dict[str, Files],
+    files: dict[str, Files], tmp_path: Path
 ) -> None:
     """To users of Triton's HTTP and of the OpenAI API, on the ports that were asked for; the lines
     that it prints work as they are."""
@@ -208,28 +224,29 @@ def test_serve_speaks_https_alone_and_is_found_again_after_a_restart(
         port = probe.getsockname()[1]
     own = files["server"]
     running = Served(
-        ROOT / "models", "--model", str(DEMO / "target"), "--openai-port", str(port),
-        "--tls-cert", str(own.cert), "--tls-key", str(own.key), "--threads", "1",
+        echo_repository(tmp_path), "--model", str(DEMO / "target"), "--openai-port", str(port),
+        "--tls-cert", str(own.cert), "--tls-key", str(own.key),
     )  # fmt: skip
     try:
         curl, urls = running.curl, running.urls
         assert urls["OpenAI"] == f"https://127.0.0.1:{port}/v1"
         told = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True)
-        assert "108" in json.loads(told.stdout)["choices"][0]["message"]["content"]
+        assert "12 * 9" in json.loads(told.stdout)["choices"][0]["message"]["content"]
         running.server.kill()
         running.wait_for_line("serving again")
         assert good(urls["health"])["ok"]
         with https(urls["HTTP"], files["client"], **ASKED) as answer:
-            assert json.load(answer)["text_output"]
+            assert json.load(answer)["text_output"] == WORDS
         chat(urls["OpenAI"], own)
         running.process.terminate()
         assert running.end()[0] == 0
     finally:
         running.process.kill()
+        running.process.communicate()
 
 
 def chat(url: str, files: Files) -> None:
-    """One question by OpenAI's own client."""
+    """One question by OpenAI's own client, which the scripted engine repeats."""
     context = ssl.create_default_context(cafile=files.ca)
     url = url.replace("127.0.0.1", "localhost")
     with openai.OpenAI(
@@ -237,4 +254,4 @@ def chat(url: str, files: Files) -> None:
     ) as client:
         question: Any = [{"role": "user", "content": "What is 12 * 9?"}]
         answer = client.chat.completions.create(model="target", messages=question, stream=True)
-        assert "108" in "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        assert "12 * 9" in "".join(chunk.choices[0].delta.content or "" for chunk in answer)

@@ -149,23 +149,19 @@ def test_the_deployed_model_decides_what_is_sent() -> None:
     assert run(engine(Child(), model=model).limits()).max_draft_tokens == 4
 
 
-def test_responses_that_arrive_while_the_reader_is_busy_are_all_kept() -> None:
+async def test_responses_that_arrive_while_the_reader_is_busy_are_all_kept() -> None:
     """A stream is taken in turns: wait, then all that is there, until a turn gives nothing."""
     child = Child(say(3), say(4, 5), say(6))
-
-    async def scenario() -> list[int]:
-        stream = engine(child).generate(ASK)
+    stream = engine(child).generate(ASK)
+    await stream.wait()
+    await drained(child)
+    tokens: list[int] = []
+    while chunks := stream.take():
+        tokens += [token for chunk in chunks for token in chunk.token_ids]
         await stream.wait()
-        await drained(child)
-        tokens: list[int] = []
-        while chunks := stream.take():
-            tokens += [token for chunk in chunks for token in chunk.token_ids]
-            await stream.wait()
-        await stream.aclose()
-        await stream.aclose()
-        return tokens
-
-    assert run(scenario()) == [3, 4, 5, 6]
+    await stream.aclose()
+    await stream.aclose()
+    assert tokens == [3, 4, 5, 6]
     assert child.stops == []
 
 
@@ -196,17 +192,13 @@ async def test_streams_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("said", [(), (say(3),)])
-def test_an_error_is_the_engines(said: Any) -> None:
+async def test_an_error_is_the_engines(said: Any) -> None:
     """As the first response or in the middle; its first line is what counts."""
     child = Child(*said, fail("out of blocks\n\nAt:\n  /models/x/1/model.py(48): execute"))
     received: list[EngineChunk] = []
-
-    async def scenario() -> None:
+    with pytest.raises(EngineError) as caught:
         async for chunk in engine(child).generate(ASK):
             received.append(chunk)
-
-    with pytest.raises(EngineError) as caught:
-        run(scenario())
     assert type(caught.value) is EngineError and str(caught.value) == "out of blocks"
     assert len(received) == len(said) and child.stops == []
 
@@ -252,7 +244,7 @@ def test_a_stream_that_speaks_in_time_never_stalls() -> None:
             clock.now = now
             await settle()
             child.released.release()
-        assert (await anext(chunks)).final
+        assert [chunk.final async for chunk in chunks] == [True]
 
     run_by_the_clock(scenario)
 
@@ -321,17 +313,12 @@ async def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
 
 
 @pytest.mark.parametrize("steps", [(say(3),), (say(3), fail("no")), (say(3), RuntimeError("no"))])
-def test_an_iterator_outlives_its_end(steps: Any) -> None:
+async def test_an_iterator_outlives_its_end(steps: Any) -> None:
     """Dropped at once, it would crash the stub of Triton 24.10; so after a failure, too."""
     child = Child(*steps)
-
-    async def scenario() -> BlsEngine:
-        made = engine(child)
-        await asyncio.gather(read(made), return_exceptions=True)
-        await ended(made)
-        return made
-
-    made = run(scenario())
+    made = engine(child)
+    await asyncio.gather(read(made), return_exceptions=True)
+    await ended(made)
     gc.collect()
     assert [iterator() is not None for iterator in child.iterators] == [True]
     del made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 from tests.helpers.fake_grpc_server import FakeGrpcServer, text
 from trtllm_bls.cli import main
 from trtllm_bls.client import Tls
-from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.errors import SettingsError
 from trtllm_bls.health import Probe
 from trtllm_bls.health.command import look
 from trtllm_bls.launcher import TritonServer
@@ -112,25 +113,14 @@ def test_files_that_are_no_pair_are_refused_at_start(tmp_path: Path) -> None:
     assert own_tls(ServeSettings()) is None
 
 
-def test_with_tls_no_port_for_users_is_without(tmp_path: Path) -> None:
-    """Triton's own HTTP is for this machine alone, on a port of its own; what listens with TLS
-    takes its place, or says that it cannot."""
+def test_with_tls_tritons_own_http_is_for_this_machine_alone(tmp_path: Path) -> None:
+    """On a port of its own; what speaks TLS takes the one that was asked for."""
     cert, key = issued(tmp_path, trustme.CA(), "localhost")
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        settings = ServeSettings(
-            host="0.0.0.0",
-            expose=True,
-            http_port=port,
-            grpc_port=0,
-            metrics_port=0,
-            tls_cert=cert,
-            tls_key=key,
-        )
-        ports = choose(settings)
-        assert (ports.plain_host, ports.http == port) == ("127.0.0.1", False)
-        with pytest.raises(SetupError, match=rf"port {port} on 0\.0\.0\.0: .*--http-port"):
-            TritonServer(settings).start()
+        open_to_all = ServeSettings(host="0.0.0.0", expose=True, http_port=port, grpc_port=0)
+        ports = choose(replace(open_to_all, metrics_port=0, tls_cert=cert, tls_key=key))
+    assert (ports.plain_host, ports.http == port) == ("127.0.0.1", False)
 
 
 def test_the_command_asks_over_tls(tmp_path: Path) -> None:

@@ -200,16 +200,14 @@ class TritonServer:
                 self._run = self._launch(server)
                 self._wait_until_ready(self._run)
                 return
-            except (PortTaken, StartStuck) as error:
+            except BaseException as error:
                 self._end()
-                in_vain = isinstance(error, PortTaken) and not self._any_free_port
-                if attempt == START_ATTEMPTS - 1 or in_vain:
+                other_port = isinstance(error, PortTaken) and self._any_free_port
+                may_help = other_port or isinstance(error, StartStuck)
+                if attempt == START_ATTEMPTS - 1 or not may_help:
+                    self._close_forwarder()
                     raise
                 self._listener.warning(f"{error}; starting again")
-            except BaseException:
-                self._end()
-                self._close_forwarder()
-                raise
 
     def request_stop(self) -> bool:
         """Ask the server to stop, without waiting; the second request kills it.

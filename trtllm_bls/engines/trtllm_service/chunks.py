@@ -74,13 +74,12 @@ class ServiceChunks(QueuedChunks):
             self._put(chunks)
             self._fail(error)
             return
-        # Finished first: whoever leaves with a last chunk aborts nothing.
-        finished = not self._unfinished
-        if finished:
-            self._finish()
+        if self._unfinished:
+            self._put(chunks)
+            return
+        self._finish()  # first: whoever leaves with a last chunk aborts nothing
         self._put(chunks)
-        if finished:
-            self.end()
+        self.end()
 
     def on_end(self, error: GrpcError | None) -> None:
         """The call has ended, and some sequence has not."""
