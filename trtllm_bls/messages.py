@@ -160,8 +160,6 @@ class EngineRequest:
         return self.num_return_sequences * rows
 
 
-_new = object.__new__  # fields that an object lacks are found as its class's defaults
-
 # --- from the engine ------------------------------------------------------------------------
 
 
@@ -208,7 +206,7 @@ class EngineChunk:
     ``log_probs``, ``top_log_probs`` and ``generation_logits`` belong to exactly these
     ``token_ids``. ``final`` marks the last chunk of a sequence; ``finish_reason`` is ``None`` even
     there when the engine's wire does not say. ``speculation`` counts all rounds so far; ``None``
-    where there are none.
+    where there are none. ``ids_only`` may be true where all the rest is left out.
     """
 
     token_ids: TokenIds
@@ -222,14 +220,7 @@ class EngineChunk:
     generation_logits: Array | None = None  # [len(token_ids), vocab]
     metrics: EngineMetrics | None = None
     speculation: SpeculationCounts | None = None
-    ids_only: bool = field(default=False, init=False, repr=False, compare=False)
-
-    @staticmethod
-    def of_ids(token_ids: TokenIds, sequence_index: int = 0) -> EngineChunk:
-        """Ids and nothing else, made in a third of the time; ``ids_only`` tells it."""
-        chunk = _new(EngineChunk)
-        chunk.token_ids, chunk.sequence_index, chunk.ids_only = token_ids, sequence_index, True
-        return chunk
+    ids_only: bool = field(default=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,10 +369,3 @@ class TextChunk:
     drafted: tuple[tuple[int, int], ...] = ()
     metrics: EngineMetrics | None = None
     ending: Ending | None = None
-
-    @staticmethod
-    def of_text(text: str, sequence_index: int = 0) -> TextChunk:
-        """Text and nothing else, made in a third of the time."""
-        chunk = _new(TextChunk)
-        chunk.text, chunk.sequence_index, chunk.ending = text, sequence_index, None
-        return chunk

@@ -22,7 +22,7 @@ import ssl
 
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.engines.base import QueuedChunks
+from trtllm_bls.engines.base import QueuedChunks, ids_chunk
 from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
 from trtllm_bls.errors import (
@@ -202,7 +202,7 @@ class GrpcChunks(QueuedChunks):
         try:
             for message in messages:
                 if (ids := self._reader.repeated.next_id(message)) is not None:
-                    chunks.append(EngineChunk.of_ids(ids))
+                    chunks.append(ids_chunk(ids))
                     continue
                 reply = service_pb2.ModelStreamInferResponse.FromString(message)
                 if reply.error_message:
