@@ -104,9 +104,9 @@ _LEAVES = st.one_of(
         lambda pattern: {"type": "string", "pattern": pattern}
     ),
     st.sampled_from(["date", "uuid", "ipv4"]).map(lambda f: {"type": "string", "format": f}),
-    st.lists(st.one_of(st.integers(), st.booleans(), _NAMES), min_size=1, max_size=4).map(
-        lambda values: {"enum": values}
-    ),
+    st.lists(
+        st.one_of(st.integers(1 - 2**53, 2**53 - 1), st.booleans(), _NAMES), min_size=1, max_size=4
+    ).map(lambda values: {"enum": values}),
 )
 
 
@@ -259,8 +259,14 @@ def test_drafts_that_the_guide_forbids_are_rejected(
         ("json_schema", "false", "guided_decoding_guide", "cannot be enforced"),
         ("json_schema", "[" * 100_000, "guided_decoding_guide", "nested too deeply"),
         ("json_schema", '{"not": {}}', "guided_decoding_guide", "not"),
+        ("json_schema", f'{{"enum": [{-(2**63)}]}}', "guided_decoding_guide", f"{-(2**63)} in it"),
+        ("json_schema", f'{{"const": {2**53}}}', "guided_decoding_guide", f"{2**53} in it"),
+        ("json_schema", '{"maximum": 1e308}', "guided_decoding_guide", "1e308 in it is beyond"),
+        ("json_schema", '{"maximum": Infinity}', "guided_decoding_guide", "Infinity in it"),
+        ("json_schema", "9" * 5000, "guided_decoding_guide", "is no json_schema"),
         ("regex", "(", "guided_decoding_guide", "cannot be enforced"),
         ("ebnf_grammar", "root", "guided_decoding_guide", "is no ebnf_grammar"),
+        ("ebnf_grammar", 'start: %json {"enum": [1]}', "guided_decoding_guide", "%json is not"),
         ("xml", "a", "guided_decoding_guide_type", "'xml' is unknown"),
         ("regex", None, "guided_decoding_guide", "is missing"),
         (None, "a", "guided_decoding_guide_type", "is missing"),

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
+import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,11 +26,14 @@ from trtllm_bls.messages import Array, EngineRequest
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_log = logging.getLogger(__name__)
+_Number = TypeVar("_Number", int, float)
 
 GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
 _KINDS = ("json", "json_schema", "regex", "ebnf_grammar")
 _CACHED = 64  # compiled grammars
+# llguidance reads numbers as doubles: a larger integer may come out as another, and the smallest
+# of 64 bits ends the process.
+_MOST_NUMBER = 2**53 - 1
 # JSON on one line: a model may otherwise write white space for ever. A schema's own "x-guidance"
 # could lift what is enforced, so all of it is set.
 _JSON_RULES = {
@@ -144,9 +147,12 @@ def _grammar(kind: str, text: str) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "ebnf_grammar":
-        return grammar_from("ebnf", text)
+        grammar = grammar_from("ebnf", text)
+        if grammar == text and "%json" in text:  # Lark's own, whose schema nobody has checked
+            raise ValueError("%json is not allowed in it; send a json_schema")
+        return grammar
     try:
-        schema = json.loads(text) if kind == "json_schema" else {"type": "object"}
+        schema = _schema(text) if kind == "json_schema" else {"type": "object"}
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(schema, (dict, bool)):
@@ -157,6 +163,21 @@ def _grammar(kind: str, text: str) -> str:
         json.dumps(schema),
         overrides=_JSON_RULES,  # type: ignore[arg-type]
     )
+
+
+def _schema(text: str) -> Any:
+    return json.loads(
+        text,
+        parse_int=lambda digits: _exact(int(digits), digits),
+        parse_float=lambda digits: _exact(float(digits), digits),
+        parse_constant=lambda name: _exact(math.inf, name),
+    )
+
+
+def _exact(number: _Number, written: str) -> _Number:
+    if abs(number) > _MOST_NUMBER:
+        raise ValueError(f"the number {written[:40]} in it is beyond {_MOST_NUMBER}")
+    return number
 
 
 def _first_line(text: str) -> str:
