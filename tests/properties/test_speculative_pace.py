@@ -177,8 +177,8 @@ def test_the_first_rest_is_short_for_one_request_in_so_many() -> None:
 
 @pytest.mark.parametrize("streams", [2, 128])
 def test_speculation_that_does_not_pay_costs_little(streams: int) -> None:
-    """On by default with a draft model that is never right: at most 1 % of the time per token, for
-    engines of 20 ms and 2 ms a step that take 1.5 ms to reach, from a process's first answers on."""
+    """On by default with a draft model that is never right: at most 1 % of the time per token from
+    a process's first answers on, for engines of 20 and 2 ms a step that take 1.5 ms to reach."""
 
     async def story() -> None:
         rule = hashed(1000)
