@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import uvloop
 from bench import repository
 from bench.stepping import Doubles
-from openai_servers import triton_server
+from openai_servers import MOST_STREAMS
+from orchestration import serving
 
 from trtllm_bls.bundled import DEMO
 from trtllm_bls.engines.base import ChunkStream, Engine
@@ -94,8 +95,8 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     if options.triton:
-        with triton_server(options, options.step_ms) as url:
-            run(lambda: GrpcEngine(url, repository.ENGINE, 32_000), options)
+        with serving(["direct"], options.engines, options.step_ms, MOST_STREAMS) as server:
+            run(lambda: GrpcEngine(server.grpc_url, repository.ENGINE, 32_000), options)
     else:
         doubles = Doubles(1, DEMO / "target", options.step_ms / 1000)
         run(lambda: TrtllmServiceEngine(f"127.0.0.1:{doubles.ports[0]}"), options)

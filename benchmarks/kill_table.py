@@ -22,7 +22,6 @@ import math
 import multiprocessing
 import os
 import platform
-import shutil
 import signal
 import statistics
 import subprocess
@@ -39,11 +38,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from bench.repository import ROOT, write_scripted_pair
 
 from trtllm_bls.client import Client
 from trtllm_bls.errors import DeadlineExceeded, TrtllmBlsError
 
-ROOT = Path(__file__).parents[1]
 MODELS = ("tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft", "preprocessing")
 VICTIMS = ("tritonserver", *MODELS, "postprocessing", "guard")
 ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -107,23 +106,12 @@ def serving(step_ms: int = STEP_MS, place: int = 0) -> Iterator[Server]:
     """A ready server on the ports of this place."""
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / "models"
-        shutil.copytree(ROOT / "models", repository)
-        for model in ("tensorrt_llm", "tensorrt_llm_draft"):
-            shutil.rmtree(repository / model, ignore_errors=True)
-            shutil.copytree(ROOT / "models" / "tensorrt_llm", repository / model)
-            scripted = ROOT / "benchmarks/scripted/1"
-            shutil.copytree(scripted, repository / model / "1", dirs_exist_ok=True)
+        write_scripted_pair(repository)
         words = [sys.executable, "-m", "trtllm_bls.cli", "serve", "--exit-timeout", "5"]
         for number, port in enumerate(("http", "grpc", "metrics", "health")):
             words += [f"--{port}-port", str(FIRST_PORT + 10 * place + number)]
-        words += [
-            "--openai-port",
-            "0",
-            "--model",
-            str(ROOT / "assets/demo/target"),
-            "--model-repository",
-            str(repository),
-        ]
+        words += ["--openai-port", "0", "--model", str(ROOT / "assets/demo/target")]
+        words += ["--model-repository", str(repository)]
         for override in (
             f"tensorrt_llm.step_ms={step_ms}",
             "tensorrt_llm_draft.step_ms=2",

@@ -17,11 +17,9 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from bench import repository
@@ -29,7 +27,7 @@ from bench.answers import make_prompts, staggered, text_request
 from bench.figures import Row, steady_row
 from bench.load import Load
 from bench.processes import Processes
-from orchestration import MODEL, console, numbers, serving
+from orchestration import MODEL, console, numbers, parser_of, serving
 from rich.table import Table
 
 from trtllm_bls.client import Client
@@ -103,15 +101,12 @@ def table_of(title: str, first: str, rows: list[tuple[str, Row, str]]) -> Table:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--streams", type=numbers, default=[8], help="busy streams; default 8")
     add("--prompt-tokens", type=numbers, default=[10, 100, 1000, 10_000, 30_000])
     add("--seconds", type=float, default=6.0, help="of each load; default 6")
     options = parser.parse_args()
-    options.targets, options.bursts, options.step_ms = ["bls"], [1], 10
     options.engine_instances = 4 if (os.cpu_count() or 1) >= 8 else 1
     return options
 
@@ -122,10 +117,7 @@ def main() -> int:
     beside: list[tuple[str, Row, str]] = []
     load = Load(2)
     try:
-        with (
-            tempfile.TemporaryDirectory() as directory,
-            serving(options, Path(directory)) as server,
-        ):
+        with serving(["bls"], options.engine_instances, 10, 48) as server:
             processes = Processes(server.region_prefix)
             url = server.grpc_url
             for streams in options.streams:

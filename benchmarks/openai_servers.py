@@ -35,23 +35,29 @@ from typing import Any
 import numpy as np
 import psutil
 from bench import repository
-from bench.answers import Answer, Request, id_request, make_prompts, steady_window, text_request
+from bench.answers import (
+    Answer,
+    Request,
+    id_request,
+    make_prompts,
+    staggered,
+    steady_window,
+    text_request,
+)
 from bench.figures import Row, steady_row
 from bench.http_load import HttpLoad
 from bench.load import Load
 from bench.processes import Processes
 from bench.report import save
 from bench.stepping import Doubles
-from orchestration import MODEL, conditions
+from orchestration import MODEL, conditions, parser_of, serving
 from rich.console import Console
 from rich.table import Table
-
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.settings import Override, ServeSettings
 
 TARGETS = "direct,ours,ours_4,smg,triton_direct,triton_ours,triton_ours_4"
 LOADS = "1,32,128,256,1024@50,1024"
 START_S, PROMPTS, WARM_UP = 120, 64, 20
+MOST_STREAMS = 1100  # of the Triton engine
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
@@ -86,10 +92,9 @@ class Bench:
         length = self._options.tokens
         rate = min(work.streams * 1000 / work.step_ms, self._options.most)
         waves = max(1, round(self._options.seconds * rate / (work.streams * length)))
-        firsts = [-(-length * (stream + 1) // work.streams) for stream in range(work.streams)]
         probe = server.port and work.streams >= self._options.health_at
         health = self._http.health(server.port, self._options.seconds) if probe else None
-        answers = self.ask(server, [[first, *[length] * waves] for first in firsts], ports)
+        answers = self.ask(server, staggered(work.streams, waves, length), ports)
         row = steady_row(server.name, work.streams, answers, None)
         row.mode = f"{work.step_ms:g} ms"
         begin, end = steady_window(answers, work.streams)
@@ -183,26 +188,6 @@ def command_of(target: str, port: int, ports: list[int], triton: str, smg: str) 
     return [*command, "--max-queued-requests", "8192", *engine]
 
 
-@contextmanager
-def triton_server(options: argparse.Namespace, step_ms: float) -> Iterator[str]:
-    """A tritonserver with the scripted model: its gRPC address."""
-    with tempfile.TemporaryDirectory() as directory:
-        models = Path(directory) / "models"
-        repository.write(models, ["direct"], options.engines)
-        settings = ServeSettings(
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            openai_port=0,
-            model=MODEL,
-            model_repository=models,
-            max_streams=1100,
-            overrides=(Override(repository.ENGINE, "step_ms", str(step_ms)),),
-        )
-        with TritonServer(settings) as server:
-            yield server.grpc_url
-
-
 def measure(options: argparse.Namespace, bench: Bench) -> list[Row]:
     rows: list[Row] = []
     for step_ms in dict.fromkeys(work.step_ms for work in options.loads):
@@ -211,7 +196,8 @@ def measure(options: argparse.Namespace, bench: Bench) -> list[Row]:
             stack.callback(doubles.close)
             triton = ""
             if any(target.startswith("triton") for target in options.targets):
-                triton = stack.enter_context(triton_server(options, step_ms))
+                server = serving(["direct"], options.engines, step_ms, MOST_STREAMS)
+                triton = stack.enter_context(server).grpc_url
             servers, ids = [], {"double": doubles.ids}
             for target in options.targets:
                 server = Server(target, triton=triton if target.startswith("triton") else "")
@@ -283,12 +269,7 @@ def show(rows: list[Row]) -> None:
 
 def parse() -> argparse.Namespace:
     cores = os.cpu_count() or 1
-    head, _, rest = (__doc__ or "").partition("\nexamples:")
-    parser = argparse.ArgumentParser(
-        description=head,
-        epilog="examples:" + rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--targets", default=TARGETS, help=f"default {TARGETS}")
     add("--loads", default=LOADS, help=f"STREAMS[@STEP_MS], default {LOADS}")

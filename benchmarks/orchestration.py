@@ -135,21 +135,25 @@ def measure(bench: Bench, options: argparse.Namespace) -> list[Row]:
 
 
 @contextmanager
-def serving(options: argparse.Namespace, scratch: Path) -> Iterator[TritonServer]:
+def serving(
+    targets: list[str], engine_instances: int, step_ms: float, max_streams: int
+) -> Iterator[TritonServer]:
     """A server with every target's models in it."""
-    models = scratch / "models"
-    repository.write(models, options.targets, options.engine_instances)
-    settings = ServeSettings(
-        http_port=0,
-        grpc_port=0,
-        metrics_port=0,
-        model=MODEL,
-        model_repository=models,
-        max_streams=max(*options.streams, *options.bursts, 32) + 16,
-        overrides=(Override(repository.ENGINE, "step_ms", str(options.step_ms)),),
-    )
-    with TritonServer(settings) as server:
-        yield server
+    with tempfile.TemporaryDirectory() as directory:
+        models = Path(directory) / "models"
+        repository.write(models, targets, engine_instances)
+        settings = ServeSettings(
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            openai_port=0,
+            model=MODEL,
+            model_repository=models,
+            max_streams=max_streams,
+            overrides=(Override(repository.ENGINE, "step_ms", str(step_ms)),),
+        )
+        with TritonServer(settings) as server:
+            yield server
 
 
 def conditions(options: argparse.Namespace, client: str) -> dict[str, Any]:
@@ -193,6 +197,16 @@ def choose_client(options: argparse.Namespace, scratch: Path) -> PerfAnalyzer | 
     return Load(options.client_processes)
 
 
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """One whose help is a module's docstring, with its examples last."""
+    head, _, examples = (text or "").partition("\nexamples:")
+    return argparse.ArgumentParser(
+        description=head,
+        epilog="examples:" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def numbers(text: str) -> list[int]:
     values = [int(part) for part in text.split(",") if part]
     if any(value < 1 for value in values):
@@ -202,12 +216,7 @@ def numbers(text: str) -> list[int]:
 
 def parse() -> argparse.Namespace:
     cores = os.cpu_count() or 1
-    head, _, examples = (__doc__ or "").partition("\nexamples:")
-    parser = argparse.ArgumentParser(
-        description=head,
-        epilog="examples:" + examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="1, 8 and 32 streams, four targets, short")
     add("--targets", help=f"default {TARGETS}; bls_N: N processes")
@@ -249,7 +258,7 @@ def main() -> int:
         for name, value in setting.items():
             console.print(f"{name}: {value}", markup=False, soft_wrap=True)
         try:
-            rows = _run(options, client, scratch)
+            rows = _run(options, client)
         except ServerFailed as error:
             raise SystemExit("\n".join([f"error: {error}", *error.log_lines])) from None
         except OSError as error:
@@ -268,10 +277,11 @@ def main() -> int:
     return 1 if any(row.bad for row in rows) else 0
 
 
-def _run(options: argparse.Namespace, client: PerfAnalyzer | Load, scratch: Path) -> list[Row]:
+def _run(options: argparse.Namespace, client: PerfAnalyzer | Load) -> list[Row]:
     if options.url is not None:
         return measure(Bench(options, client, options.url), options)
-    with serving(options, scratch) as server:
+    most = max(*options.streams, *options.bursts, 32) + 16
+    with serving(options.targets, options.engine_instances, options.step_ms, most) as server:
         bench = Bench(options, client, server.grpc_url)
         bench.processes = Processes(server.region_prefix)
         try:

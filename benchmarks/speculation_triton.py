@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import os
 import platform
-import shutil
 import statistics
 import tempfile
 import time
@@ -25,13 +24,13 @@ from pathlib import Path
 import grpc.aio
 import numpy as np
 import psutil
+from bench.repository import ROOT, write_scripted_pair
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from trtllm_bls.client import Client, Result
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.settings import Override, ServeSettings
 
-ROOT = Path(__file__).parents[1]
 TARGET_MS, DRAFT_MS = 20, 2
 BEST = {0.6: 3, 0.8: 5, 0.9: 8}  # draft length that the formula calls best, near enough
 
@@ -40,12 +39,7 @@ def settings(
     repository: Path, agrees: float, transport: str, *, overlap: str = "off"
 ) -> ServeSettings:
     """A server whose two engines are scripts."""
-    shutil.copytree(ROOT / "models", repository)
-    for model in ("tensorrt_llm", "tensorrt_llm_draft"):
-        shutil.rmtree(repository / model, ignore_errors=True)
-        shutil.copytree(ROOT / "models" / "tensorrt_llm", repository / model)
-        scripted = ROOT / "benchmarks/scripted/1"
-        shutil.copytree(scripted, repository / model / "1", dirs_exist_ok=True)
+    write_scripted_pair(repository)
     return ServeSettings(
         http_port=0,
         grpc_port=0,

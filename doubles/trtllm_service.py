@@ -194,7 +194,10 @@ class _Answer:
         self._behaviour = service.behaviour
         self._message = message
         self._request = request
-        self._sequences = [_Sequence() for _ in range(request.num_return_sequences)]
+        self._sequences = [
+            _Sequence(request, message, self._behaviour)
+            for _ in range(request.num_return_sequences)
+        ]
         self._queue: asyncio.Queue[EngineChunk | Exception | None] = asyncio.Queue()
         service.live += 1
         self._task = asyncio.create_task(self._run())
@@ -226,7 +229,7 @@ class _Answer:
             if isinstance(chunk, Exception):
                 raise chunk
             sequence = self._sequences[chunk.sequence_index]
-            pending = sequence.take(chunk, self._request, self._message, self._behaviour)
+            pending = sequence.take(chunk)
             if self._message.streaming:
                 for part in pending:
                     yield self._response(chunk=self._chunk(chunk.sequence_index, part))
@@ -290,7 +293,8 @@ class _Answer:
 class _Sequence:
     """What one sequence has come to: all ids made, how many of the last are cut off, and why."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: EngineRequest, message: Any, behaviour: Behaviour) -> None:
+        self._request, self._message, self._behaviour = request, message, behaviour
         self.ids: list[int] = []
         self.log_probs: list[float] = []
         self._logits: list[Array] = []
@@ -300,18 +304,17 @@ class _Sequence:
         self.matched_text: str | None = None
         self._told = 0
 
-    def take(
-        self, chunk: EngineChunk, request: EngineRequest, message: Any, behaviour: Behaviour
-    ) -> list[tuple[int, int]]:
+    def take(self, chunk: EngineChunk) -> list[tuple[int, int]]:
         """The places of ids that are to be streamed, one pair of bounds per chunk."""
         self.ids += chunk.token_ids
         self.log_probs += chunk.log_probs or [0.0] * len(chunk.token_ids)
         self._logits += [] if chunk.generation_logits is None else list(chunk.generation_logits)
         if chunk.final:
-            self._end(chunk.finish_reason, request, message, behaviour)
-        parts, end = [], max(self._told, len(self.ids) - self.cut)
-        while end - self._told >= behaviour.ids_per_chunk or (chunk.final and end > self._told):
-            upto = min(end, self._told + behaviour.ids_per_chunk)
+            self._end(chunk.finish_reason)
+        most, end = self._behaviour.ids_per_chunk, max(self._told, len(self.ids) - self.cut)
+        parts = []
+        while end - self._told >= most or (chunk.final and end > self._told):
+            upto = min(end, self._told + most)
             parts.append((self._told, upto))
             self._told = upto
         return parts
@@ -325,30 +328,24 @@ class _Sequence:
         scores -= np.log(np.exp(scores).sum())
         return [(int(token), float(scores[token])) for token in np.argsort(-scores)[:count]]
 
-    def _end(
-        self,
-        reason: FinishReason | None,
-        request: EngineRequest,
-        message: Any,
-        behaviour: Behaviour,
-    ) -> None:
+    def _end(self, reason: FinishReason | None) -> None:
         if reason is FinishReason.END_ID:
             self.reason = "stop"
-            self.ids.append(behaviour.eos_id)
+            self.ids.append(self._behaviour.eos_id)
             self.log_probs.append(0.0)
-        elif len(self.ids) >= request.max_tokens or reason is not FinishReason.STOP:
+        elif len(self.ids) >= self._request.max_tokens or reason is not FinishReason.STOP:
             self.reason = "length"
         else:
             self.reason = "stop"
-            self._match(message, behaviour)
-            self.cut *= not message.include_stop_token_in_output
+            self._match()
+            self.cut *= not self._message.include_stop_token_in_output
 
-    def _match(self, message: Any, behaviour: Behaviour) -> None:
-        if self.ids[-1] in message.stop_token_ids:
+    def _match(self) -> None:
+        if self.ids[-1] in self._message.stop_token_ids:
             self.matched, self.cut = self.ids[-1], 1
             return
-        for text in message.stop:
-            ids = _stop_ids(behaviour, text)
+        for text in self._message.stop:
+            ids = _stop_ids(self._behaviour, text)
             if ids and tuple(self.ids[-len(ids) :]) == ids:
                 self.matched_text, self.cut = text, len(ids)
                 return

@@ -171,13 +171,11 @@ def main() -> None:
     "Leave Triton's shared-memory, model-repository, logging and trace APIs open to clients.",
     is_flag=True,
 )
-@_setting(
-    "tls_cert", "Certificate of the gRPC port, in PEM; HTTP then stays on this machine.", type=_PATH
-)
+@_setting("tls_cert", "Certificate of the gRPC, HTTP and OpenAI API ports, in PEM.", type=_PATH)
 @_setting("tls_key", "Key of --tls-cert, in PEM.", type=_PATH)
 @_setting(
     "tls_client_ca",
-    "Whose certificates the gRPC port's clients must show, in PEM.",
+    "Whose certificates the clients of these ports must show, in PEM.",
     type=_PATH,
 )
 @_setting("exit_timeout", "Seconds that running requests have to end when stopping.")

@@ -169,7 +169,8 @@ def _outcome(error: BaseException | None, endings: Sequence[Ending]) -> tuple[Ou
         cause = causes.get(str(error.args[0]) if error.args else "", CancelCause.CALLER_LEFT)
         return Outcome.CANCELLED, cause.value
     if isinstance(error, InvalidRequest):
-        return Outcome.REFUSED, error.limit or error.field
+        # A label of metrics: places in lists would make as many of them as callers like.
+        return Outcome.REFUSED, error.limit or error.field.partition("[")[0]
     if isinstance(error, Overloaded):
         return Outcome.OVERLOADED, error.limit or type(error).__name__
     if error is not None:

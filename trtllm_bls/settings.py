@@ -89,7 +89,8 @@ class ServeSettings:
 
     @property
     def plain_host(self) -> str:
-        """Where all but gRPC listens, without TLS: on this machine alone if gRPC has it."""
+        """Where Triton's HTTP and metrics, which know no TLS, listen: on this machine alone where
+        the others have it."""
         return self.host if self.tls_cert is None else "127.0.0.1"
 
     def __post_init__(self) -> None:

@@ -51,6 +51,16 @@ def write(repository: Path, targets: list[str], engine_instances: int) -> None:
             _copy(ROOT / "models" / BLS, repository / model_of(target), count)
 
 
+def write_scripted_pair(repository: Path) -> None:
+    """Our models, whose target and draft are scripts (``benchmarks/scripted``)."""
+    shutil.copytree(ROOT / "models", repository)
+    for model in (ENGINE, f"{ENGINE}_draft"):
+        shutil.rmtree(repository / model, ignore_errors=True)
+        shutil.copytree(ROOT / "models" / ENGINE, repository / model)
+        scripted = ROOT / "benchmarks" / "scripted" / "1"
+        shutil.copytree(scripted, repository / model / "1", dirs_exist_ok=True)
+
+
 def _copy(source: Path, destination: Path, instances: int | None = None) -> None:
     shutil.copytree(source, destination)
     file = destination / "config.pbtxt"

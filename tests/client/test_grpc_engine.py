@@ -89,7 +89,6 @@ async def test_what_was_asked_for_comes_along() -> None:
         metrics=EngineMetrics(arrival_time_ns=5),
     )
     more = ChunkWriter(EngineCall(request, None), True, None).arrays(said)
-
     async with reaching(Say((3,), final=True, more=more)) as (engine, triton):
         (chunk,) = await read(engine, request)
         assert (chunk.log_probs, chunk.cum_log_prob) == ((-0.5,), -0.5)
@@ -210,7 +209,6 @@ async def test_silence_is_no_stall_while_the_server_answers() -> None:
 async def test_a_server_that_does_not_answer_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests fail, and their calls end."""
     monkeypatch.setattr("trtllm_bls.engines.triton_grpc._PROBE_SECONDS", 0.05)
-
     async with reaching(Say((3,)), HOLD, stall=0.02) as (engine, triton):
         triton.frozen = True
         with pytest.raises(EngineStalled, match="does not answer"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from h2.errors import ErrorCodes
 from h2.events import DataReceived, RequestReceived, StreamReset
 from h2.settings import SettingCodes
 
-from tests.helpers.grpc_calls import Caller, connected, run
+from tests.helpers.grpc_calls import Caller, connected
 from trtllm_bls.engines.grpc_transport import Connection
 
 # A server of h2's, which does what a gRPC server would not
@@ -90,20 +90,14 @@ async def peers(*scripts: Script) -> AsyncIterator[str]:
     await asyncio.gather(*(task for task in running if task), return_exceptions=True)
 
 
-def against(script: Script, *more: Script) -> Callable[[Callable[[Connection], Any]], None]:
-    """Run a scenario with a connection to such a server."""
-
-    def play(scenario: Callable[[Connection], Coroutine[Any, Any, None]]) -> None:
-        async def whole() -> None:
-            async with peers(script, *more) as target, connected(target) as connection:
-                await scenario(connection)
-
-        run(whole())
-
-    return play
+@asynccontextmanager
+async def against(*scripts: Script) -> AsyncIterator[Connection]:
+    """A connection to such a server."""
+    async with peers(*scripts) as target, connected(target) as connection:
+        yield connection
 
 
-def test_messages_may_be_cut_anywhere() -> None:
+async def test_messages_may_be_cut_anywhere() -> None:
     """Frames of single bytes that arrive as single bytes, padding included."""
 
     async def script(peer: Peer) -> None:
@@ -114,15 +108,13 @@ def test_messages_may_be_cut_anywhere() -> None:
         peer.h2.send_headers(stream_id, [("grpc-status", "0")], end_stream=True)
         await peer.trickle()
 
-    async def scenario(connection: Connection) -> None:
+    async with against(script) as connection:
         caller = Caller(connection, "echo", b"a")
         assert await caller.status() == "OK"
         assert caller.messages == [b"hello", b"", b"world"]
 
-    against(script)(scenario)
 
-
-def test_messages_that_arrive_together_are_given_together() -> None:
+async def test_messages_that_arrive_together_are_given_together() -> None:
     """Of each call in one list, before the end of the call."""
 
     async def script(peer: Peer) -> None:
@@ -133,14 +125,12 @@ def test_messages_that_arrive_together_are_given_together() -> None:
         peer.end(first)
         await peer.until(DataReceived)
 
-    async def scenario(connection: Connection) -> None:
+    async with against(script) as connection:
         first, second = Caller(connection, "echo"), Caller(connection, "echo")
         assert await first.status() == "OK"
         assert [len(batch) for batch in first.batches] == [6]
         assert second.batches == [[b"second 0", b"second 1", b"second 2"]]
         second.call.send(b"enough")
-
-    against(script)(scenario)
 
 
 @pytest.mark.parametrize(
@@ -153,20 +143,18 @@ def test_messages_that_arrive_together_are_given_together() -> None:
         (0xBEEF, "INTERNAL"),
     ],
 )
-def test_a_reset_stream_has_the_status_of_its_code(code: int, status: str) -> None:
+async def test_a_reset_stream_has_the_status_of_its_code(code: int, status: str) -> None:
     """gRPC's table."""
 
     async def script(peer: Peer) -> None:
         peer.h2.reset_stream((await peer.until(RequestReceived)).stream_id, code)
         peer.write()
 
-    async def scenario(connection: Connection) -> None:
+    async with against(script) as connection:
         assert await Caller(connection, "echo", b"a").status() == status
 
-    against(script)(scenario)
 
-
-def test_refused_calls_are_sent_again_in_order_until_the_server_takes_them() -> None:
+async def test_refused_calls_are_sent_again_in_order_until_the_server_takes_them() -> None:
     """A refused stream was never looked at; in which order streams are refused plays no part."""
     messages = [b"first", b"second", b"third"]
 
@@ -183,12 +171,10 @@ def test_refused_calls_are_sent_again_in_order_until_the_server_takes_them() -> 
             peer.h2.send_data(stream_id, received.data)
             peer.end(stream_id)
 
-    async def scenario(connection: Connection) -> None:
+    async with against(script) as connection:
         callers = [Caller(connection, "echo", message) for message in messages]
         assert [await caller.status() for caller in callers] == ["OK"] * 3
         assert [caller.messages for caller in callers] == [[message] for message in messages]
-
-    against(script)(scenario)
 
 
 async def test_a_call_that_is_refused_for_long_is_unavailable() -> None:
@@ -219,7 +205,7 @@ async def test_a_call_that_is_refused_for_long_is_unavailable() -> None:
         ([(":status", "200"), ("grpc-status", "99")], b"", "UNKNOWN: "),
     ],
 )
-def test_what_is_no_grpc_response_is_a_clear_error(
+async def test_what_is_no_grpc_response_is_a_clear_error(
     headers: list[tuple[str, str]], body: bytes, error: str
 ) -> None:
     """The connection goes on."""
@@ -234,15 +220,15 @@ def test_what_is_no_grpc_response_is_a_clear_error(
         peer.h2.send_data(stream_id, prefixed(b"next"))
         peer.end(stream_id)
 
-    async def scenario(connection: Connection) -> None:
+    async with against(script) as connection:
         assert str(await Caller(connection, "echo", b"a").end()).startswith(error)
         assert await connection.unary("/test.Service/echo", b"") == b"next"
 
-    against(script)(scenario)
-
 
 @pytest.mark.parametrize(("size", "error"), [(30_000, None), (70_000, "UNAVAILABLE")])
-def test_headers_may_come_in_several_frames_up_to_a_limit(size: int, error: str | None) -> None:
+async def test_headers_may_come_in_several_frames_up_to_a_limit(
+    size: int, error: str | None
+) -> None:
     """Of 64 KB, which a server is told; one that sends more loses its calls."""
 
     async def script(peer: Peer) -> None:
@@ -255,15 +241,13 @@ def test_headers_may_come_in_several_frames_up_to_a_limit(size: int, error: str 
         with suppress(ConnectionError):
             await peer.until(RequestReceived)
 
-    async def scenario(connection: Connection) -> None:
+    async with against(script) as connection:
         caller = Caller(connection, "echo", b"a")
         assert await caller.status() == (error or "OK")
         assert caller.messages == [b"said"]
 
-    against(script)(scenario)
 
-
-def test_an_end_within_a_message_is_an_error() -> None:
+async def test_an_end_within_a_message_is_an_error() -> None:
     """Though the status says OK."""
 
     async def script(peer: Peer) -> None:
@@ -271,15 +255,13 @@ def test_an_end_within_a_message_is_an_error() -> None:
         peer.h2.send_data(stream_id, prefixed(b"whole") + prefixed(b"cut")[:-1])
         peer.end(stream_id)
 
-    async def scenario(connection: Connection) -> None:
+    async with against(script) as connection:
         caller = Caller(connection, "echo", b"a")
         assert await caller.status() == "INTERNAL"
         assert caller.messages == [b"whole"]
 
-    against(script)(scenario)
 
-
-def test_goaway_ends_the_calls_beyond_its_last_stream_alone() -> None:
+async def test_goaway_ends_the_calls_beyond_its_last_stream_alone() -> None:
     """Those go over the next connection, with all that they had sent."""
 
     async def script(peer: Peer) -> None:
@@ -299,29 +281,25 @@ def test_goaway_ends_the_calls_beyond_its_last_stream_alone() -> None:
         peer.h2.send_data(stream_id, again.data)
         peer.end(stream_id)
 
-    async def scenario(connection: Connection) -> None:
+    async with against(script, next_script) as connection:
         first, second = Caller(connection, "echo"), Caller(connection, "echo", b"a")
         assert await second.status() == "OK" and second.messages == [b"a"]
         assert await first.status() == "OK" and first.messages == [b"still here"]
 
-    against(script, next_script)(scenario)
 
-
-def test_a_server_that_never_takes_a_call_is_unavailable() -> None:
+async def test_a_server_that_never_takes_a_call_is_unavailable() -> None:
     """A GOAWAY on each connection: a call is not moved for ever."""
 
     async def script(peer: Peer) -> None:
         peer.write(bytes.fromhex("00000a 07 00 00000000 00000000 00000000") + b"no")
         await peer.until(RequestReceived)
 
-    async def scenario(connection: Connection) -> None:
+    async with against(script, script, script) as connection:
         error = await Caller(connection, "echo", b"a").end()
         assert error and error.status == "UNAVAILABLE" and error.details.endswith(": no")
 
-    against(script, script, script)(scenario)
 
-
-def test_a_server_that_breaks_the_protocol_loses_its_calls() -> None:
+async def test_a_server_that_breaks_the_protocol_loses_its_calls() -> None:
     """What had arrived before is delivered."""
 
     async def script(peer: Peer) -> None:
@@ -329,15 +307,13 @@ def test_a_server_that_breaks_the_protocol_loses_its_calls() -> None:
         peer.h2.send_data(stream_id, prefixed(b"before"))
         peer.write(peer.h2.data_to_send() + bytes.fromhex("000000 08 00 00000000"))
 
-    async def scenario(connection: Connection) -> None:
+    async with against(script) as connection:
         caller = Caller(connection, "echo", b"a")
         assert await caller.status() == "UNAVAILABLE"
         assert caller.messages == [b"before"]
 
-    against(script)(scenario)
 
-
-def test_a_cancelled_stream_is_reset_and_its_late_messages_are_dropped() -> None:
+async def test_a_cancelled_stream_is_reset_and_its_late_messages_are_dropped() -> None:
     """The server may send until it has read the reset."""
 
     async def script(peer: Peer) -> None:
@@ -352,11 +328,9 @@ def test_a_cancelled_stream_is_reset_and_its_late_messages_are_dropped() -> None
         peer.h2.send_data(stream_id, prefixed(b"next"))
         peer.end(stream_id)
 
-    async def scenario(connection: Connection) -> None:
+    async with against(script) as connection:
         caller = Caller(connection, "echo", b"a")
         await caller.until(1)
         caller.call.cancel()
         assert await connection.unary("/test.Service/echo", b"") == b"next"
         assert caller.messages == [b"early"] and not caller.over
-
-    against(script)(scenario)

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 import trustme
 
-from tests.helpers.grpc_calls import MEGABYTE, Caller, Service, connected, grpcio, run
+from tests.helpers.grpc_calls import MEGABYTE, Caller, Service, connected, grpcio
 from trtllm_bls.engines.grpc_transport import Connection, GrpcError
 
 # Against grpcio's server
@@ -235,27 +235,26 @@ async def test_tls_is_verified_and_speaks_h2() -> None:
             assert error and error.status == "UNAVAILABLE" and "certificate" in error.details
 
 
-def test_a_callback_that_raises_costs_its_call_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_callback_that_raises_costs_its_call_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """It is logged, and the server is told."""
 
     def broken(_: object) -> None:
         raise ValueError("broken callback")
 
-    async def scenario() -> None:
-        service = Service()
-        async with grpcio(service) as (_, target), connected(target) as connection:
-            other = Caller(connection, "echo", b"a")
-            call = connection.open("/test.Service/hold", broken, broken)
-            await service.cancelled.wait()
-            assert call.done
-            connection.open("/test.Service/fail", broken, broken).half_close()
-            other.call.send(b"b")
-            assert await other.until(2) == [b"a", b"b"]
-            with pytest.raises(GrpcError):
-                await connection.unary("/test.Service/fail", b"")
-
-    with caplog.at_level(logging.ERROR):
-        run(scenario())
+    service = Service()
+    caplog.set_level(logging.ERROR)
+    async with grpcio(service) as (_, target), connected(target) as connection:
+        other = Caller(connection, "echo", b"a")
+        call = connection.open("/test.Service/hold", broken, broken)
+        await service.cancelled.wait()
+        assert call.done
+        connection.open("/test.Service/fail", broken, broken).half_close()
+        other.call.send(b"b")
+        assert await other.until(2) == [b"a", b"b"]
+        with pytest.raises(GrpcError):
+            await connection.unary("/test.Service/fail", b"")
     assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == [
         "broken callback",
         "broken callback",

@@ -55,22 +55,18 @@ def test_what_became_of_a_canary(script: list[Step], outcome: str) -> None:
     assert asyncio.run(ask()) == outcome
 
 
-def test_models_that_are_not_ready_are_named() -> None:
+async def test_models_that_are_not_ready_are_named() -> None:
     """A server that says nothing is another matter."""
-
-    async def ask() -> None:
-        async with FakeGrpcServer([TOKEN]) as server:
-            async with Probe(server.url) as probe:
-                assert await probe.models_not_ready(["a", "b"], SECONDS) == ()
-                server.loading = True
-                assert await probe.models_not_ready(["a", "b"], SECONDS) == ("a", "b")
-            verdict = await look(server.url, ("a",), SECONDS, canary=True)
-            assert verdict.reasons == ("model a is not ready",)
+    async with FakeGrpcServer([TOKEN]) as server:
         async with Probe(server.url) as probe:
-            with pytest.raises(ConnectionFailed):
-                await probe.models_not_ready(["a"], SECONDS)
-
-    asyncio.run(ask())
+            assert await probe.models_not_ready(["a", "b"], SECONDS) == ()
+            server.loading = True
+            assert await probe.models_not_ready(["a", "b"], SECONDS) == ("a", "b")
+        verdict = await look(server.url, ("a",), SECONDS, canary=True)
+        assert verdict.reasons == ("model a is not ready",)
+    async with Probe(server.url) as probe:
+        with pytest.raises(ConnectionFailed):
+            await probe.models_not_ready(["a"], SECONDS)
 
 
 def test_one_look_tells_whether_a_token_comes_out() -> None:
@@ -113,26 +109,22 @@ def watch(
     return Watch(cast(TritonServer, server), bounds, failed.append, failed.append, QUICK)
 
 
-def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> None:
+async def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> None:
     """Readiness goes and comes back; nothing is ended for a stall that passes."""
-
-    async def run() -> None:
-        stalled = asyncio.Event()
-        steps: list[Step] = [TOKEN]
-        async with FakeGrpcServer(lambda _: steps) as server:
-            watching = watch(server.url, tmp_path, stall_s=1.0, failed=(failed := []))
-            await eventually(lambda: len(server.asked) > 1)
-            assert watching.verdict.ready
-            steps[:] = [Until(stalled), TOKEN]
-            await eventually(lambda: not watching.verdict.ready)
-            assert "no response has left for" in watching.verdict.reasons[0]
-            steps[:] = [TOKEN]
-            stalled.set()
-            await eventually(lambda: watching.verdict.ready)
-            await asyncio.to_thread(watching.close)
-            assert failed == []
-
-    asyncio.run(run())
+    stalled = asyncio.Event()
+    steps: list[Step] = [TOKEN]
+    async with FakeGrpcServer(lambda _: steps) as server:
+        watching = watch(server.url, tmp_path, stall_s=1.0, failed=(failed := []))
+        await eventually(lambda: len(server.asked) > 1)
+        assert watching.verdict.ready
+        steps[:] = [Until(stalled), TOKEN]
+        await eventually(lambda: not watching.verdict.ready)
+        assert "no response has left for" in watching.verdict.reasons[0]
+        steps[:] = [TOKEN]
+        stalled.set()
+        await eventually(lambda: watching.verdict.ready)
+        await asyncio.to_thread(watching.close)
+        assert failed == []
 
 
 class Metrics(BaseHTTPRequestHandler):
@@ -154,101 +146,85 @@ class Metrics(BaseHTTPRequestHandler):
         pass
 
 
-def test_an_engine_that_makes_steps_is_not_stuck(tmp_path: Path) -> None:
+async def test_an_engine_that_makes_steps_is_not_stuck(tmp_path: Path) -> None:
     """Nothing leaves while every place has an answer in one piece; a standstill is still seen."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics:
+        threading.Thread(target=metrics.serve_forever, daemon=True).start()
+        async with FakeGrpcServer([Hold()]) as server:
+            url = f"http://127.0.0.1:{metrics.server_port}/metrics"
+            watching = watch(server.url, tmp_path, 1.5, failed := [], metrics_url=url)
+            begun = time.monotonic()
+            seen: set[bool] = set()
 
-    async def run() -> None:
-        with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics:
-            threading.Thread(target=metrics.serve_forever, daemon=True).start()
-            async with FakeGrpcServer([Hold()]) as server:
-                url = f"http://127.0.0.1:{metrics.server_port}/metrics"
-                watching = watch(server.url, tmp_path, 1.5, failed := [], metrics_url=url)
-                begun = time.monotonic()
-                seen: set[bool] = set()
+            def later() -> bool:
+                seen.add(watching.verdict.ready)
+                return time.monotonic() > begun + 4.5  # a server without steps has failed
 
-                def later() -> bool:
-                    seen.add(watching.verdict.ready)
-                    return time.monotonic() > begun + 4.5  # a server without steps has failed
-
-                await eventually(later)
-                assert (seen, failed) == ({True}, [])
-                Metrics.most = Metrics.asked
-                await eventually(lambda: failed)
-                assert "no response has left for" in failed[0]
-                await asyncio.to_thread(watching.close)
-            metrics.shutdown()
-
-    asyncio.run(run())
+            await eventually(later)
+            assert (seen, failed) == ({True}, [])
+            Metrics.most = Metrics.asked
+            await eventually(lambda: failed)
+            assert "no response has left for" in failed[0]
+            await asyncio.to_thread(watching.close)
+        metrics.shutdown()
 
 
-def test_an_engine_elsewhere_that_is_lost_ends_readiness_alone(tmp_path: Path) -> None:
+async def test_an_engine_elsewhere_that_is_lost_ends_readiness_alone(tmp_path: Path) -> None:
     """At once, and for as long as it takes: another start of this server would mend nothing."""
-
-    async def run() -> None:
-        steps: list[Step] = [LOST]
-        async with FakeGrpcServer(lambda _: steps) as server:
-            failed: list[str] = []
-            watching = watch(server.url, tmp_path, 0.2, failed, engine_here=False)
-            await eventually(lambda: "it is not healthy: NOT_OK" in str(watching.verdict.reasons))
-            assert not watching.verdict.ready
-            enough = time.monotonic() + 1.0  # twice the limit and more
-            await eventually(lambda: time.monotonic() > enough)
-            assert failed == []
-            steps[:] = [TOKEN]
-            await eventually(lambda: watching.verdict.ready)
-            await asyncio.to_thread(watching.close)
-
-    asyncio.run(run())
+    steps: list[Step] = [LOST]
+    async with FakeGrpcServer(lambda _: steps) as server:
+        failed: list[str] = []
+        watching = watch(server.url, tmp_path, 0.2, failed, engine_here=False)
+        await eventually(lambda: "it is not healthy: NOT_OK" in str(watching.verdict.reasons))
+        assert not watching.verdict.ready
+        enough = time.monotonic() + 1.0  # twice the limit and more
+        await eventually(lambda: time.monotonic() > enough)
+        assert failed == []
+        steps[:] = [TOKEN]
+        await eventually(lambda: watching.verdict.ready)
+        await asyncio.to_thread(watching.close)
 
 
-def test_an_engine_that_says_it_is_not_well_ends_readiness(tmp_path: Path) -> None:
+async def test_an_engine_that_says_it_is_not_well_ends_readiness(tmp_path: Path) -> None:
     """As soon as one process has heard so, before any request fails; and only as long."""
-
-    async def run() -> None:
-        files, failed = StatusDirectory(tmp_path), list[str]()
-        ill = "trtllm://gpu:50051: it is not healthy: NOT_OK"
-        now = time.monotonic()
-        well = ProcessStatus(os.getpid(), now, now, 0, 0)
-        async with FakeGrpcServer([TOKEN]) as server:
-            watching = watch(server.url, tmp_path, SECONDS, failed, engine_here=False)
-            files.write(replace(well, engine_problem=ill))
-            await eventually(lambda: watching.verdict.reasons == (ill,))
-            files.write(well)
-            await eventually(lambda: watching.verdict.ready)
-            await asyncio.to_thread(watching.close)
-            assert failed == []
-
-    asyncio.run(run())
+    files, failed = StatusDirectory(tmp_path), list[str]()
+    ill = "trtllm://gpu:50051: it is not healthy: NOT_OK"
+    now = time.monotonic()
+    well = ProcessStatus(os.getpid(), now, now, 0, 0)
+    async with FakeGrpcServer([TOKEN]) as server:
+        watching = watch(server.url, tmp_path, SECONDS, failed, engine_here=False)
+        files.write(replace(well, engine_problem=ill))
+        await eventually(lambda: watching.verdict.reasons == (ill,))
+        files.write(well)
+        await eventually(lambda: watching.verdict.ready)
+        await asyncio.to_thread(watching.close)
+        assert failed == []
 
 
 @pytest.mark.parametrize("moving", ["responses", "tokens"])
-def test_load_alone_does_not_make_a_server_unready(tmp_path: Path, moving: str) -> None:
+async def test_load_alone_does_not_make_a_server_unready(tmp_path: Path, moving: str) -> None:
     """No canary gets through, but others get tokens, or their answers in one piece grow; when they
     no longer do, it has failed."""
+    files, failed = StatusDirectory(tmp_path), list[str]()
+    moved = 0
 
-    async def run() -> None:
-        files, failed = StatusDirectory(tmp_path), list[str]()
-        moved = 0
+    def progress() -> None:
+        nonlocal moved
+        moved += 1
+        now = time.monotonic()
+        status = ProcessStatus(os.getpid(), now, now, responses=0, running=256)
+        files.write(replace(status, **{moving: moved}))
 
-        def progress() -> None:
-            nonlocal moved
-            moved += 1
-            now = time.monotonic()
-            status = ProcessStatus(os.getpid(), now, now, responses=0, running=256)
-            files.write(replace(status, **{moving: moved}))
+    async with FakeGrpcServer([BUSY]) as server:
+        watching = watch(server.url, tmp_path, stall_s=1.0, failed=failed)
+        enough = time.monotonic() + 2.0  # twice the limit: without progress it would fail
 
-        async with FakeGrpcServer([BUSY]) as server:
-            watching = watch(server.url, tmp_path, stall_s=1.0, failed=failed)
-            enough = time.monotonic() + 2.0  # twice the limit: without progress it would fail
+        def kept_ready() -> bool:
+            progress()
+            assert watching.verdict.ready
+            return time.monotonic() > enough and len(server.asked) >= 5
 
-            def kept_ready() -> bool:
-                progress()
-                assert watching.verdict.ready
-                return time.monotonic() > enough and len(server.asked) >= 5
-
-            await eventually(kept_ready)
-            await eventually(lambda: bool(failed))
-            assert "no response has left for" in failed[0]
-            await asyncio.to_thread(watching.close)
-
-    asyncio.run(run())
+        await eventually(kept_ready)
+        await eventually(lambda: bool(failed))
+        assert "no response has left for" in failed[0]
+        await asyncio.to_thread(watching.close)

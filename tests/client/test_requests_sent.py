@@ -99,7 +99,6 @@ async def test_both_sides_of_a_tls_connection_show_their_certificate(tmp_path: P
     command = ["openssl", "req", "-x509", *kind, *name, "-keyout", str(key), "-out", str(chain)]
     subprocess.run(command, check=True, capture_output=True)
     pair = [(key.read_bytes(), chain.read_bytes())]
-
     credentials = grpc.ssl_server_credentials(pair, chain.read_bytes(), True)
     tls = Tls(root_certificates=chain, private_key=key, certificate_chain=chain)
     async with FakeGrpcServer([text("Hi", final=True)], credentials) as server:

@@ -39,7 +39,6 @@ ANSWER = [text("Hi", final=True)]
 async def test_what_failed_before_its_first_response_is_sent_again(failure: Sequence[Any]) -> None:
     """A connection that broke, a server without room; under the same id, to one answer."""
     scripts = iter([failure, failure, ANSWER])
-
     server = FakeGrpcServer(lambda _: next(scripts))
     async with server, Client(server.url, retries=2) as client:
         assert (await client.generate(**ASK, request_id="7")).text == "Hi"

@@ -94,7 +94,6 @@ async def test_tensors_are_read_from_the_repository_where_nobody_can_be_asked(
     config.input.extend(kept)
     (tmp_path / "tensorrt_llm").mkdir()
     (tmp_path / "tensorrt_llm" / "config.pbtxt").write_text(text_format.MessageToString(config))
-
     there = replace(route("127.0.0.1:1"), repository=tmp_path)
     model = TritonEngine("tensorrt_llm", there)
     assert (await model.limits()).max_sequence_tokens == 77
@@ -129,7 +128,6 @@ async def test_a_model_that_cannot_serve_us_is_an_error_on_any_transport(
     """Not decoupled, or not there: another way to reach it would not help."""
     config = model_config(ENGINE, {})
     config.model_transaction_policy.decoupled = False
-
     async with Triton(config=config) as triton:
         model = TritonEngine(name, route(triton.url, transport))
         with pytest.raises(EngineError, match=r"decoupled|misspelt"):

@@ -12,7 +12,7 @@ import pytest
 
 from doubles.scripted import Fault
 from doubles.trtllm_service import Behaviour
-from tests.helpers.fake_engine_server import Triton, run
+from tests.helpers.fake_engine_server import Triton
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.scripted_services import (
     ANSWER,
@@ -69,25 +69,20 @@ def test_a_stream_without_its_end_is_an_error() -> None:
     assert chunks[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_server_that_is_down_is_unavailable_and_comes_back() -> None:
-    async def scenario() -> None:
-        async with playing(RULE) as (_, url):
-            port = int(url.rpartition(":")[2])
-            engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
-            assert tuple(ids(await read_again(engine))) == ANSWER
-        with pytest.raises(EngineUnavailable):
-            await read(engine, ASK)
-        with pytest.raises(EngineUnavailable):
-            await engine.limits()
-        async with playing(RULE, port=port):
-            assert tuple(ids(await read_again(engine))) == ANSWER
-            await engine.close()
-
-    async def read_again(engine: Any) -> list[EngineChunk]:
+async def test_a_server_that_is_down_is_unavailable_and_comes_back() -> None:
+    async with playing(RULE) as (_, url):
+        port = int(url.rpartition(":")[2])
+        engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
         await engine.limits()
-        return await read(engine, ASK)
-
-    run(scenario())
+        assert tuple(ids(await read(engine, ASK))) == ANSWER
+    with pytest.raises(EngineUnavailable):
+        await read(engine, ASK)
+    with pytest.raises(EngineUnavailable):
+        await engine.limits()
+    async with playing(RULE, port=port):
+        await engine.limits()
+        assert tuple(ids(await read(engine, ASK))) == ANSWER
+        await engine.close()
 
 
 def test_a_server_that_is_not_healthy_is_not_ready() -> None:

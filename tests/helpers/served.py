@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ class Served:
     """``trtllm-bls serve`` as a process of its own, ready."""
 
     def __init__(self, repository: Path, *more: str) -> None:
-        services = ("http", "grpc", "metrics", "health")
+        services = ["http", "grpc", "metrics", "health"]
         ports = [word for name in (*services, "openai") for word in (f"--{name}-port", "0")]
+        services += ["openai"] * ("--openai-port" in more)  # which counts, since it comes later
         words = [
             "serve",
             *ports,
@@ -59,10 +61,23 @@ class Served:
         self.urls = dict(self.process.stdout.readline().split() for _ in services)
         self.process.stdout.readline()
         self.curl = self.process.stdout.readline()
-        everything = psutil.Process(self.process.pid).children(recursive=True)
-        self.guard = next(p for p in everything if any("guard.py" in w for w in p.cmdline()))
-        self.stub = next(p for p in everything if p.name().startswith("triton_python"))
+        (self.guard,) = self._children(self.process.pid, "guard.py")
+        self.stub, *_ = self._children(self.server.pid, "triton_python")
         self.prefix = self.stub.cmdline()[2].rsplit("_", 1)[0]
+
+    @property
+    def server(self) -> psutil.Process:
+        """tritonserver, which has another guard each time that it is started again."""
+        (guard,) = self._children(self.process.pid, "guard.py")
+        return self._children(guard.pid, "tritonserver")[0]
+
+    def _children(self, parent: int, word: str) -> list[psutil.Process]:
+        """Those with ``word`` in their command line."""
+        found = []
+        for child in psutil.Process(parent).children():
+            with suppress(psutil.NoSuchProcess):
+                found += [child] if any(word in each for each in child.cmdline()) else []
+        return found
 
     def wait_for_line(self, word: str) -> str:
         """Read standard error up to the line that holds ``word``."""

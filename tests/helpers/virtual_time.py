@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -49,14 +50,28 @@ def run_skipping_waits(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _run(clock: Clock, work: Coroutine[Any, Any, T]) -> T:
+    failed: list[dict[str, Any]] = []  # callbacks, which asyncio would only log
+    clock.set_exception_handler(lambda _, context: failed.append(context))
     try:
-        return clock.run_until_complete(work)
+        result = clock.run_until_complete(work)
     finally:
         clock.run_until_complete(clock.shutdown_asyncgens())
         clock.close()
+    assert failed == []
+    return result
 
 
 async def settle() -> None:
     """Let everything run that is due now."""
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+def skipping_waits(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine; sleeping takes no time in it."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **fixtures: Any) -> None:
+        run_skipping_waits(test(*arguments, **fixtures))
+
+    return run

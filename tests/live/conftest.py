@@ -54,14 +54,18 @@ def echo(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         yield running
 
 
-def echo_settings(scratch: Path, transport: str, **more: Any) -> ServeSettings:
+def echo_repository(scratch: Path) -> Path:
     repository = scratch / "models"
     shutil.copytree(ROOT / "models", repository)
     shutil.rmtree(repository / "tensorrt_llm" / "1")
     shutil.copytree(ROOT / "tests" / "live" / "scripted" / "1", repository / "tensorrt_llm" / "1")
+    return repository
+
+
+def echo_settings(scratch: Path, transport: str, **more: Any) -> ServeSettings:
     return free_ports(
         model=DEMO / "target",
-        model_repository=repository,
+        model_repository=echo_repository(scratch),
         **more,
         overrides=(
             Override("tensorrt_llm_bls", "engine_transport", transport),

@@ -72,7 +72,8 @@ def test_a_prompt_longer_than_the_model_names_the_field(server: TritonServer) ->
     error = json.loads(text)["error"]
     assert error.startswith("INVALID_ARG: text_input: ")
     assert "tokens" in error
-    assert generate(server.http_url, text_input="What is 3 * 4?", max_tokens=40)["text_output"]
+    answer = generate(server.http_url, text_input="What is 3 * 4?", max_tokens=40)
+    assert "12" in answer["text_output"]
 
 
 def test_chat_is_rendered_by_the_models_own_template(server: TritonServer) -> None:

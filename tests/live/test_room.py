@@ -85,7 +85,7 @@ def test_a_server_that_stays_without_descriptors_is_started_again(repository: Pa
     """Whoever connected meanwhile, and was neither answered nor refused, has an end."""
     running = Served(repository, "--stall-timeout", "2")
     try:
-        server = running.guard.children()[0]
+        server = running.server
         host, _, port = running.urls["HTTP"].removeprefix("http://").partition(":")
         server.rlimit(psutil.RLIMIT_NOFILE, (0, server.rlimit(psutil.RLIMIT_NOFILE)[1]))
         with socket.create_connection((host, int(port)), timeout=60) as waiting:
@@ -99,6 +99,7 @@ def test_a_server_that_stays_without_descriptors_is_started_again(repository: Pa
         assert running.end()[0] == 0
     finally:
         running.process.kill()
+        running.process.communicate()
 
 
 def test_without_shared_memory_who_waits_is_told_and_later_all_is_well() -> None:

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import ssl
+import subprocess
+import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 import trustme
 from click.testing import CliRunner
 
-from tests.helpers.server_requests import generate
-from tests.helpers.server_settings import DEMO, free_ports
+from tests.helpers.served import Served, good
+from tests.helpers.server_requests import metric
+from tests.helpers.server_settings import DEMO
+from tests.helpers.waiting import until
+from tests.live.conftest import echo_repository, echo_settings
 from trtllm_bls.cli import main
 from trtllm_bls.client import Client, Tls
-from trtllm_bls.errors import ClientError
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.settings import Override
+from trtllm_bls.errors import ClientError, SetupError
+from trtllm_bls.launcher import Listener, TritonServer
+from trtllm_bls.settings import Override, ServeSettings
+
+WORDS = "one two three four five"
+ASKED: dict[str, Any] = {"text_input": WORDS, "max_tokens": 40}
 
 
 @dataclass(frozen=True)
@@ -62,23 +75,43 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
 
 
 @pytest.fixture(scope="module")
-def guarded(files: dict[str, Files]) -> Iterator[TritonServer]:
-    """TLS in both directions, also between the orchestrator and its engine."""
-    own = files["models"]
-    settings = free_ports(
-        model=DEMO / "target",
-        threads=1,
+def guarded(
+    files: dict[str, Files], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """TLS in both directions, also between the orchestrator and its engine, which is a script."""
+    settings, own = echo_settings(tmp_path_factory.mktemp("echo"), "grpc"), files["models"]
+    shown = (
+        Override("tensorrt_llm_bls", "engine_tls_cert", str(own.cert)),
+        Override("tensorrt_llm_bls", "engine_tls_key", str(own.key)),
+    )
+    settings = replace(
+        settings,
         tls_cert=files["server"].cert,
         tls_key=files["server"].key,
         tls_client_ca=files["server"].ca,
-        overrides=(
-            Override("tensorrt_llm_bls", "engine_transport", "grpc"),
-            Override("tensorrt_llm_bls", "engine_tls_cert", str(own.cert)),
-            Override("tensorrt_llm_bls", "engine_tls_key", str(own.key)),
-        ),
+        overrides=(*settings.overrides, *shown),
     )
-    with TritonServer(settings) as running:
+    with TritonServer(settings, Told()) as running:
         yield running
+
+
+WARNINGS: list[str] = []  # of the server
+
+
+class Told(Listener):
+    def warning(self, text: str) -> None:
+        WARNINGS.append(text)
+
+
+def https(url: str, files: Files | None, **body: Any) -> Any:
+    """An open answer of ``tensorrt_llm_bls``, to who shows the certificate of ``files``."""
+    context = ssl.create_default_context(cafile=files and files.ca)
+    if files is not None:
+        context.load_cert_chain(files.cert, files.key)
+    url = f"{url.replace('127.0.0.1', 'localhost')}/v2/models/tensorrt_llm_bls/generate"
+    url += "_stream" if body.get("stream") else ""
+    asked = urllib.request.Request(url, json.dumps(body).encode())
+    return urllib.request.urlopen(asked, timeout=60, context=context)
 
 
 def ask(url: str, tls: Tls | None) -> str:
@@ -123,7 +156,102 @@ def test_the_server_is_watched_over_tls(guarded: TritonServer, files: dict[str, 
     assert (told.exit_code, told.output) == (0, "ready\n")
 
 
-def test_http_stays_on_this_machine(guarded: TritonServer) -> None:
-    """Triton's HTTP port knows no TLS: a proxy beside it does."""
-    assert guarded.http_url.startswith("http://127.0.0.1:")
-    assert generate(guarded.http_url, text_input="Once", max_tokens=4)["text_output"]
+def test_https_answers_who_shows_a_certificate(
+    guarded: TritonServer, files: dict[str, Files]
+) -> None:
+    """In one piece and as a stream; curl too."""
+    assert guarded.http_url.startswith("https://127.0.0.1:")
+    with https(guarded.http_url, files["client"], **ASKED) as answer:
+        assert json.load(answer)["text_output"] == WORDS
+    with https(guarded.http_url, files["client"], **ASKED, stream=True) as answer:
+        events = [json.loads(line[6:]) for line in answer.read().splitlines() if line]
+    assert "".join(event["text_output"] for event in events) == WORDS and len(events) > 3
+    own = files["client"]
+    url = f"{guarded.http_url.replace('127.0.0.1', 'localhost')}/v2/health/ready"
+    words = ["curl", "-si", "--cacert", own.ca, "--cert", own.cert, "--key", own.key, url]
+    told = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert told.stdout.startswith("HTTP/1.1 200")
+
+
+def test_https_refuses_who_shows_none(guarded: TritonServer, files: dict[str, Files]) -> None:
+    """By TLS, and the log tells why."""
+    host, _, port = guarded.http_url.removeprefix("https://").partition(":")
+    context = ssl.create_default_context(cafile=files["client"].ca)
+    with (
+        socket.create_connection((host, int(port)), timeout=60) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as connection,
+        pytest.raises(ssl.SSLError, match="certificate required"),
+    ):
+        connection.recv(1)
+    until(lambda: "was refused: peer did not return a certificate" in "".join(WARNINGS))
+
+
+def test_who_leaves_over_https_ends_the_engines_work(
+    guarded: TritonServer, files: dict[str, Files]
+) -> None:
+    """As soon as it is gone."""
+    asked = {"text_input": WORDS * 20, "max_tokens": 40_000, "end_id": -1, "stream": True}
+    until(lambda: metric(guarded.metrics_url, "echo_live_requests") == 0)
+    before = metric(guarded.metrics_url, "echo_tokens")
+    with https(guarded.http_url, files["client"], **asked) as answer:
+        assert answer.readline().startswith(b"data: ")
+    until(lambda: metric(guarded.metrics_url, "echo_live_requests") == 0)
+    assert metric(guarded.metrics_url, "echo_tokens") - before < 40_000
+
+
+def test_a_server_that_does_not_start_leaves_no_port_behind(files: dict[str, Files]) -> None:
+    """Whichever of its ports is taken, its option is named."""
+    own = files["server"]
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        ports = (free.getsockname()[1], taken.getsockname()[1])
+        free.close()
+        for http, grpc, name in ((*ports, "grpc"), (*ports[::-1], "http")):
+            settings = ServeSettings(
+                http_port=http, grpc_port=grpc, metrics_port=0, tls_cert=own.cert, tls_key=own.key
+            )
+            with pytest.raises(SetupError, match=rf"port {ports[1]} on .*--{name}-port"):
+                TritonServer(settings).start()
+            socket.create_server(("127.0.0.1", ports[0])).close()
+
+
+def test_serve_speaks_https_alone_and_is_found_again_after_a_restart(
+    files: dict[str, Files], tmp_path: Path
+) -> None:
+    """To users of Triton's HTTP and of the OpenAI API, on the ports that were asked for; the lines
+    that it prints work as they are."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    own = files["server"]
+    running = Served(
+        echo_repository(tmp_path), "--model", str(DEMO / "target"), "--openai-port", str(port),
+        "--tls-cert", str(own.cert), "--tls-key", str(own.key),
+    )  # fmt: skip
+    try:
+        curl, urls = running.curl, running.urls
+        assert urls["OpenAI"] == f"https://127.0.0.1:{port}/v1"
+        told = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True)
+        assert "12 * 9" in json.loads(told.stdout)["choices"][0]["message"]["content"]
+        running.server.kill()
+        running.wait_for_line("serving again")
+        assert good(urls["health"])["ok"]
+        with https(urls["HTTP"], files["client"], **ASKED) as answer:
+            assert json.load(answer)["text_output"] == WORDS
+        chat(urls["OpenAI"], own)
+        running.process.terminate()
+        assert running.end()[0] == 0
+    finally:
+        running.process.kill()
+        running.process.communicate()
+
+
+def chat(url: str, files: Files) -> None:
+    """One question by OpenAI's own client, which the scripted engine repeats."""
+    context = ssl.create_default_context(cafile=files.ca)
+    url = url.replace("127.0.0.1", "localhost")
+    with openai.OpenAI(
+        base_url=url, api_key="any", http_client=openai.DefaultHttpxClient(verify=context)
+    ) as client:
+        question: Any = [{"role": "user", "content": "What is 12 * 9?"}]
+        answer = client.chat.completions.create(model="target", messages=question, stream=True)
+        assert "12 * 9" in "".join(chunk.choices[0].delta.content or "" for chunk in answer)

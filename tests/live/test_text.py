@@ -312,7 +312,9 @@ def test_a_missing_input_is_an_error_that_names_it(
 def test_wrong_type_and_shape_are_refused_by_triton(echo: TritonServer) -> None:
     """A wrong JSON type or an unknown shape never reaches the model; the server goes on."""
     for body in ({"text_input": 5, "max_tokens": 5}, {"text_input": "a", "max_tokens": "five"}):
-        assert post(echo.http_url, "tensorrt_llm_bls", "generate", **body)[0] >= 400
+        status, text = post(echo.http_url, "tensorrt_llm_bls", "generate", **body)
+        assert status == 500 and "Unable to parse" in text
     body = {"text_input": ["a", "b"], "max_tokens": 5}
-    assert "error" in post(echo.http_url, "tensorrt_llm_bls", "generate", **body)[1]
+    status, text = post(echo.http_url, "tensorrt_llm_bls", "generate", **body)
+    assert status == 400 and "'text_input' batch size does not match" in text
     assert generate(echo.http_url, text_input="ok", max_tokens=9)["text_output"] == "ok"

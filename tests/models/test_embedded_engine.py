@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -53,10 +53,6 @@ def read(engine: EmbeddedEngine, asked: EngineRequest) -> tuple[list[int], Engin
     """All tokens, and the last chunk."""
     (chunks,) = answers(engine, asked)
     return [token for chunk in chunks for token in chunk.token_ids], chunks[-1]
-
-
-def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 20))
 
 
 # --- the answer -------------------------------------------------------------------------------
@@ -112,20 +108,16 @@ def test_a_text_too_long_for_the_engine_is_cut_with_a_warning(
     assert "170 tokens are cut to 128" in caplog.text
 
 
-def test_a_full_queue_refuses_at_once() -> None:
+async def test_a_full_queue_refuses_at_once() -> None:
     """Slots and queue taken: the next request is told so in the words tools look for."""
-
-    async def story(small: EmbeddedEngine) -> None:
+    with open_engine(max_batch=1, max_queue_size=2) as small:
         kept = [small.generate(request(IDS, 100)) for _ in range(3)]
         await kept[0].wait()
         with pytest.raises(Overloaded, match="Maximum queue size of 2"):
             await small.generate(request(IDS, 1)).wait()
         for stream in kept:
             assert [chunk async for chunk in stream][-1].final
-
-    with open_engine(max_batch=1, max_queue_size=2) as small:
-        run(story(small))
-        assert read(small, request(IDS, 2))[0] == TRUTH[:2]
+        assert [chunk.final async for chunk in small.generate(request(IDS, 2))] == [False, True]
 
 
 async def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
@@ -239,27 +231,9 @@ async def test_the_seam_streams_many_requests_at_once(engine: EmbeddedEngine) ->
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
-def test_leaving_a_stream_frees_its_slot(how: str) -> None:
+async def test_leaving_a_stream_frees_its_slot(how: str) -> None:
     """Three more steps, and the next in line is served: the step under way, and its own two."""
     steps = threading.Semaphore(1)
-
-    async def story(small: EmbeddedEngine) -> None:
-        stream = small.generate(request(IDS, 110))
-        await stream.wait()
-        assert len(stream.take()) == 1
-        if how == "cancelled":
-            reader = asyncio.ensure_future(stream.wait())
-            await asyncio.sleep(0)  # lets the reader begin to wait
-            reader.cancel()
-        await stream.aclose()
-        following = small.generate(request(prompt(5, start=3), 2))
-        chunks = aiter(following)
-        waiting = asyncio.ensure_future(anext(chunks))
-        await asyncio.sleep(0)  # lets it be submitted
-        steps.release(3)
-        assert not (await waiting).final
-        assert (await anext(chunks)).final
-
     with open_engine(max_batch=1) as small:
         forward = small._runner.forward
 
@@ -269,7 +243,21 @@ def test_leaving_a_stream_frees_its_slot(how: str) -> None:
 
         small._runner.forward = permitted  # type: ignore[method-assign]
         try:
-            run(story(small))
+            stream = small.generate(request(IDS, 110))
+            await stream.wait()
+            assert len(stream.take()) == 1
+            if how == "cancelled":
+                reader = asyncio.ensure_future(stream.wait())
+                await asyncio.sleep(0)  # lets the reader begin to wait
+                reader.cancel()
+            await stream.aclose()
+            following = small.generate(request(prompt(5, start=3), 2))
+            chunks = aiter(following)
+            waiting = asyncio.ensure_future(anext(chunks))
+            await asyncio.sleep(0)  # lets it be submitted
+            steps.release(3)
+            assert not (await waiting).final
+            assert (await anext(chunks)).final
         finally:
             steps.release(1000)
 

@@ -90,6 +90,16 @@ def test_a_call_is_text_where_no_tool_may_be_called(connect: Connect) -> None:
         assert answer.choices[0].finish_reason == "stop"
 
 
+def test_what_may_become_a_call_and_does_not_is_text(connect: Connect) -> None:
+    """It is held back until the answer ends, and not lost."""
+    _, client = connect(chatting("I look. <tool_c"), tool_parser="hermes")
+    ask: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER]}
+    (choice,) = client.chat.completions.create(**ask).choices
+    assert (choice.finish_reason, choice.message.content) == ("stop", "I look. <tool_c")
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**ask, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look. <tool_c"
+
+
 def test_one_call_where_parallel_ones_are_not_wanted(connect: Connect) -> None:
     """Further ones are left out."""
     _, client = connect(chatting(CALL + CALL), tool_parser="hermes")

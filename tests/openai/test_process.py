@@ -34,17 +34,19 @@ def authority() -> trustme.CA:
 def process(
     authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Two workers with HTTPS and a key, whose engine cannot be reached."""
+    """Two workers with HTTPS in both directions and a key, whose engine cannot be reached."""
     scratch = tmp_path_factory.mktemp("process")
     issued = authority.issue_cert("127.0.0.1")
     issued.private_key_pem.write_to_path(str(scratch / "key.pem"))
     issued.cert_chain_pems[0].write_to_path(str(scratch / "cert.pem"))
+    authority.cert_pem.write_to_path(str(scratch / "ca.pem"))
     (scratch / "keys").write_text("mine\n")
     command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0", "--workers", "2"]
     command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
     command += ["--served-model-name", MODEL, "--api-keys-file", str(scratch / "keys")]
     command += ["--ssl-certfile", str(scratch / "cert.pem")]
     command += ["--ssl-keyfile", str(scratch / "key.pem")]
+    command += ["--ssl-ca-certs", str(scratch / "ca.pem")]
     pipe = subprocess.PIPE
     running = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
     assert running.stdout
@@ -54,9 +56,11 @@ def process(
     running.communicate()
 
 
-def get(url: str, authority: trustme.CA, **headers: str) -> int:
+def get(url: str, authority: trustme.CA, issuer: trustme.CA | None = None, **headers: str) -> int:
+    """The status; who asks shows a certificate of ``issuer``, or of ``authority``."""
     context = ssl.create_default_context()
     authority.configure_trust(context)
+    (issuer or authority).issue_cert("client").configure_cert(context)
     request = urllib.request.Request(url, headers=headers)
     try:
         with urllib.request.urlopen(request, context=context, timeout=120) as answer:
@@ -78,6 +82,17 @@ def test_workers_answer_over_https_to_who_has_a_key(
     assert get(f"{url}/metrics", authority) == 200
     names = [child.cmdline() for child in psutil.Process(running.pid).children()]
     assert sum("spawn_main" in " ".join(name) for name in names) == 2
+
+
+def test_who_shows_no_certificate_of_the_authority_is_not_answered(
+    process: tuple[subprocess.Popen[str], str], authority: trustme.CA
+) -> None:
+    """Nor who speaks plain HTTP, not even a probe; the next request is."""
+    _, url = process
+    for asked in (url, url.replace("https", "http")):
+        with pytest.raises(OSError):
+            get(f"{asked}/health", authority, trustme.CA())
+    assert get(f"{url}/metrics", authority) == 200
 
 
 def test_sigterm_ends_all_workers(process: tuple[subprocess.Popen[str], str]) -> None:

@@ -143,20 +143,20 @@ def test_bodies_that_are_no_json_of_ours_are_refused(connect: Connect, body: byt
 def test_a_prompt_that_is_too_long_says_so_as_clients_expect(connect: Connect) -> None:
     """The code for some, the sentence for others."""
     _, client = connect(saying(SAYS, max_sequence_tokens=40))
-    for ask_for in (
-        lambda: client.completions.create(model=MODEL, prompt=PROMPT * 50),
-        lambda: client.completions.create(model=MODEL, prompt=[5] * 50),
-        lambda: client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": PROMPT * 50}],
-            stream=True,
+    long = [{"role": "user", "content": PROMPT * 50}]
+    for param, ask_for in (
+        ("prompt", lambda: client.completions.create(model=MODEL, prompt=PROMPT * 50)),
+        ("prompt", lambda: client.completions.create(model=MODEL, prompt=[5] * 50)),
+        (
+            "messages",
+            lambda: client.chat.completions.create(model=MODEL, messages=long, stream=True),
         ),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             ask_for()
         assert caught.value.code == "context_length_exceeded"
         assert "This model's maximum context length is 40 tokens" in str(caught.value)
-        assert caught.value.param in ("prompt", "messages")
+        assert caught.value.param == param
 
 
 @pytest.mark.parametrize("stream", [False, True])

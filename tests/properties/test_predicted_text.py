@@ -10,7 +10,7 @@ from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.scripted_pairs import hashed_pair, ids, pair, read, told
-from tests.helpers.virtual_time import run_skipping_waits as run
+from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import Unsupported
 from trtllm_bls.messages import EngineRequest, Sampling, SpeculationCounts, SpeculationRequest
@@ -89,31 +89,26 @@ def edited(answer: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
     return tuple(text)
 
 
-def test_the_answer_is_the_targets_own() -> None:
+@skipping_waits
+async def test_the_answer_is_the_targets_own() -> None:
     """Greedy or sampled by position, with any prediction, of any length."""
-
-    async def compare() -> None:
-        rng = random.Random(3)
-        for case in range(60):
-            engines = hashed_pair()
-            request = ask(max_tokens=rng.randrange(1, 60), end_id=0 if case % 3 == 0 else None)
-            plain = await read(engines.target, request)
-            asked = SpeculationRequest(
-                prediction=edited(tuple(ids(plain)), rng),
-                draft_source=rng.choice((None, "prediction", "ngram", "mixed")),
-                num_draft_tokens=rng.choice((None, 3)),
-            )
-            engine = engines.speculative()
-            drafted = await read(
-                engine,
-                ask(
-                    request.input_ids, request.max_tokens, end_id=request.end_id, speculation=asked
-                ),
-            )
-            assert told(drafted) == told(plain)
-            assert engines.live == (0, 0)
-
-    run(compare())
+    rng = random.Random(3)
+    for case in range(60):
+        engines = hashed_pair()
+        request = ask(max_tokens=rng.randrange(1, 60), end_id=0 if case % 3 == 0 else None)
+        plain = await read(engines.target, request)
+        asked = SpeculationRequest(
+            prediction=edited(tuple(ids(plain)), rng),
+            draft_source=rng.choice((None, "prediction", "ngram", "mixed")),
+            num_draft_tokens=rng.choice((None, 3)),
+        )
+        engine = engines.speculative()
+        drafted = await read(
+            engine,
+            ask(request.input_ids, request.max_tokens, end_id=request.end_id, speculation=asked),
+        )
+        assert told(drafted) == told(plain)
+        assert engines.live == (0, 0)
 
 
 def reciter(**sizes: int) -> ScriptedEngine:
@@ -127,31 +122,25 @@ def predicting(**fields: object) -> EngineRequest:
     return ask(PROMPT, 80, end_id=END, speculation=speculation, **fields)
 
 
-def test_a_deployment_without_drafts_uses_a_prediction() -> None:
+@skipping_waits
+async def test_a_deployment_without_drafts_uses_a_prediction() -> None:
     """No draft model and no default are needed; the counts tell what came of it."""
-
-    async def story() -> None:
-        target = reciter()
-        chunks = await read(RoutingEngine(target), predicting())
-        counts = chunks[-1].speculation
-        assert ids(chunks) == list(TEXT)
-        assert isinstance(counts, SpeculationCounts)
-        assert counts.predicted == counts.drafted >= counts.predicted_accepted == counts.accepted
-        assert counts.accepted > 60
-        assert len(target.requests) < 14
-
-    run(story())
+    target = reciter()
+    chunks = await read(RoutingEngine(target), predicting())
+    counts = chunks[-1].speculation
+    assert ids(chunks) == list(TEXT)
+    assert isinstance(counts, SpeculationCounts)
+    assert counts.predicted == counts.drafted >= counts.predicted_accepted == counts.accepted
+    assert counts.accepted > 60
+    assert len(target.requests) < 14
 
 
-def test_a_useless_prediction_leaves_one_plain_request() -> None:
+@skipping_waits
+async def test_a_useless_prediction_leaves_one_plain_request() -> None:
     """Nothing of it is ever verified."""
-
-    async def story() -> None:
-        target = reciter()
-        chunks = await read(RoutingEngine(target), predicting(prediction=(5, 6, 7) * 20))
-        assert ids(chunks) == list(TEXT) and len(target.requests) == 1
-
-    run(story())
+    target = reciter()
+    chunks = await read(RoutingEngine(target), predicting(prediction=(5, 6, 7) * 20))
+    assert ids(chunks) == list(TEXT) and len(target.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -172,29 +161,23 @@ def test_a_prediction_is_no_demand(fields: dict[str, object]) -> None:
     engine.generate(predicting(**fields))
 
 
-def test_it_can_be_switched_off() -> None:
+@skipping_waits
+async def test_it_can_be_switched_off() -> None:
     """``num_draft_tokens`` 0 and ``draft_source`` off hold for predictions too."""
-
-    async def story() -> None:
-        for off in ({"num_draft_tokens": 0}, {"draft_source": "off"}):
-            target = reciter()
-            asked = SpeculationRequest(prediction=TEXT, **off)  # type: ignore[arg-type]
-            chunks = await read(RoutingEngine(target), ask(PROMPT, 80, speculation=asked))
-            assert chunks[-1].speculation is None and len(target.requests) == 1
-
-    run(story())
+    for off in ({"num_draft_tokens": 0}, {"draft_source": "off"}):
+        target = reciter()
+        asked = SpeculationRequest(prediction=TEXT, **off)  # type: ignore[arg-type]
+        chunks = await read(RoutingEngine(target), ask(PROMPT, 80, speculation=asked))
+        assert chunks[-1].speculation is None and len(target.requests) == 1
 
 
-def test_after_the_prediction_other_sources_go_on() -> None:
+@skipping_waits
+async def test_after_the_prediction_other_sources_go_on() -> None:
     """The deployment's draft model writes what the prediction has not."""
-
-    async def story() -> None:
-        rule = reciting(TEXT, len(PROMPT), END)
-        engines = pair(rule, rule, vocab_size=100)
-        request = predicting(prediction=TEXT[:40])
-        chunks = await read(engines.speculative(), request)
-        counts = chunks[-1].speculation
-        assert ids(chunks) == list(TEXT) and counts is not None
-        assert 0 < counts.predicted_accepted < counts.accepted
-
-    run(story())
+    rule = reciting(TEXT, len(PROMPT), END)
+    engines = pair(rule, rule, vocab_size=100)
+    request = predicting(prediction=TEXT[:40])
+    chunks = await read(engines.speculative(), request)
+    counts = chunks[-1].speculation
+    assert ids(chunks) == list(TEXT) and counts is not None
+    assert 0 < counts.predicted_accepted < counts.accepted

@@ -14,6 +14,7 @@ from doubles.scripted_tokens import table
 from tests.helpers.scripted_pairs import Pair, RedrawingEngine, ids, pair, read
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
+from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.messages import Sampling
 from trtllm_bls.speculative.options import DraftSource
 from trtllm_bls.speculative.shared import SpeculationShared
@@ -56,45 +57,37 @@ def test_pairs_of_tokens_are_distributed_as_the_target_says(options: dict[str, o
     assert run(chi_square(None, **options)) < P_001_AT_6_DEGREES
 
 
-def test_without_a_seed_no_round_repeats_another() -> None:
+@skipping_waits
+async def test_without_a_seed_no_round_repeats_another() -> None:
     """The engine's own default would draw the same numbers in every round."""
-
-    async def listen() -> None:
-        engines = pair(lambda _: [0.5, 0.5], lambda _: 0, vocab_size=2)
-        request = ask((0,), max_tokens=80, sampling=Sampling(temperature=1.0, top_p=1.0))
-        answer = ids(await read(engines.speculative(num_draft_tokens=1), request))
-        seeds = [request.sampling.seed for request in engines.target.requests]
-        assert None not in seeds and len(set(seeds)) == len(seeds)
-        assert set(answer) == {0, 1}
-
-    run(listen())
+    engines = pair(lambda _: [0.5, 0.5], lambda _: 0, vocab_size=2)
+    request = ask((0,), max_tokens=80, sampling=Sampling(temperature=1.0, top_p=1.0))
+    answer = ids(await read(engines.speculative(num_draft_tokens=1), request))
+    seeds = [request.sampling.seed for request in engines.target.requests]
+    assert None not in seeds and len(set(seeds)) == len(seeds)
+    assert set(answer) == {0, 1}
 
 
-def test_the_draft_decodes_greedily_unless_its_logits_are_used() -> None:
+@skipping_waits
+async def test_the_draft_decodes_greedily_unless_its_logits_are_used() -> None:
     """Its likeliest token is accepted most often; but logits must belong to the tokens drawn."""
-
-    async def listen() -> None:
-        for by_logits in (False, True):
-            engines = pair(table(TARGET), table(GUESS), Script(vocab_size=3), vocab_size=3)
-            sampling = Sampling(temperature=0.9, top_p=0.95, seed=3)
-            engine = engines.speculative(
-                num_draft_tokens=2, use_draft_logits=by_logits, overlap=True
-            )
-            await read(engine, ask((0,), max_tokens=60, sampling=sampling))
-            assert engine.stats.overlap_used > 0
-            asked = engines.draft.requests[0]
-            drawn = (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p)
-            assert drawn == ((0.9, None, 0.95) if by_logits else (None, 1, None))
-            assert asked.wants.generation_logits is by_logits
-            for request in engines.target.requests:
-                if request.draft is None or request.draft.logits is None:
-                    assert request.draft is None or not by_logits
-                    continue
-                text = (request.input_ids[-1], *request.draft.token_ids)
-                believed = [GUESS[token] for token in text[:-1]]
-                assert np.exp(request.draft.logits) == pytest.approx(np.asarray(believed))
-
-    run(listen())
+    for by_logits in (False, True):
+        engines = pair(table(TARGET), table(GUESS), Script(vocab_size=3), vocab_size=3)
+        sampling = Sampling(temperature=0.9, top_p=0.95, seed=3)
+        engine = engines.speculative(num_draft_tokens=2, use_draft_logits=by_logits, overlap=True)
+        await read(engine, ask((0,), max_tokens=60, sampling=sampling))
+        assert engine.stats.overlap_used > 0
+        asked = engines.draft.requests[0]
+        drawn = (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p)
+        assert drawn == ((0.9, None, 0.95) if by_logits else (None, 1, None))
+        assert asked.wants.generation_logits is by_logits
+        for request in engines.target.requests:
+            if request.draft is None or request.draft.logits is None:
+                assert request.draft is None or not by_logits
+                continue
+            text = (request.input_ids[-1], *request.draft.token_ids)
+            believed = [GUESS[token] for token in text[:-1]]
+            assert np.exp(request.draft.logits) == pytest.approx(np.asarray(believed))
 
 
 @pytest.mark.parametrize("ends", [0.0, 0.5, 0.9])
@@ -132,19 +125,16 @@ def test_answers_are_as_long_as_plain_ones(options: dict[str, object], ends: flo
     assert ((counts - expected) ** 2 / expected).sum() < P_001_AT_3_DEGREES
 
 
-def test_a_rejected_token_that_is_drawn_again_ends_no_answer() -> None:
+@skipping_waits
+async def test_a_rejected_token_that_is_drawn_again_ends_no_answer() -> None:
     """On runtimes that draw from the whole distribution after a rejection, as some do."""
-
-    async def listen() -> None:
-        script = Script(vocab_size=3, tells_reason=False)
-        target = RedrawingEngine(table(TARGET), script)
-        draft = pair(table(TARGET), table(GUESS), script).draft
-        engines = Pair(target, draft, SpeculationShared())
-        for seed in range(ANSWERS):
-            sampling = Sampling(temperature=1.0, top_p=1.0, seed=seed)
-            request = ask((0,), max_tokens=TOKENS, sampling=sampling)
-            engine = engines.speculative(num_draft_tokens=3, use_draft_logits=True)
-            assert len(ids(await read(engine, request))) == TOKENS
-        assert target.redrawn > 0
-
-    run(listen())
+    script = Script(vocab_size=3, tells_reason=False)
+    target = RedrawingEngine(table(TARGET), script)
+    draft = pair(table(TARGET), table(GUESS), script).draft
+    engines = Pair(target, draft, SpeculationShared())
+    for seed in range(ANSWERS):
+        sampling = Sampling(temperature=1.0, top_p=1.0, seed=seed)
+        request = ask((0,), max_tokens=TOKENS, sampling=sampling)
+        engine = engines.speculative(num_draft_tokens=3, use_draft_logits=True)
+        assert len(ids(await read(engine, request))) == TOKENS
+    assert target.redrawn > 0

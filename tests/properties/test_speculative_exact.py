@@ -12,7 +12,7 @@ import pytest
 from doubles.scripted_tokens import agreeing, hashed, reciting
 from tests.helpers.scripted_pairs import GREEDY, VOCAB, hashed_pair, ids, pair, read, told
 from tests.helpers.scripted_pairs import engine_request as ask
-from tests.helpers.virtual_time import run_skipping_waits as run
+from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.messages import EngineRequest, FinishReason, Sampling, Wants
 from trtllm_bls.speculative.options import DraftSource
 
@@ -24,45 +24,37 @@ ANSWER = (3, 4, 5, 3, 4, 6, 7, 8)
 
 @pytest.mark.parametrize("source", DraftSource)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_greedy_output_is_the_targets_own(source: DraftSource, overlap: bool) -> None:
+@skipping_waits
+async def test_greedy_output_is_the_targets_own(source: DraftSource, overlap: bool) -> None:
     """For every draft length, fixed or adaptive, and every limit."""
-
-    async def compare() -> None:
-        for count, limit in product(FIXED_OR_ADAPTIVE, LENGTHS):
-            engines = hashed_pair()
-            request = ask(max_tokens=limit, end_id=0 if limit % 3 == 0 else None)
-            plain = await read(engines.target, request)
-            engine = engines.speculative(
-                num_draft_tokens=count, draft_source=source, overlap=overlap
-            )
-            assert told(await read(engine, request)) == told(plain), (count, limit)
-            assert engines.live == (0, 0)
-
-    run(compare())
+    for count, limit in product(FIXED_OR_ADAPTIVE, LENGTHS):
+        engines = hashed_pair()
+        request = ask(max_tokens=limit, end_id=0 if limit % 3 == 0 else None)
+        plain = await read(engines.target, request)
+        engine = engines.speculative(num_draft_tokens=count, draft_source=source, overlap=overlap)
+        assert told(await read(engine, request)) == told(plain), (count, limit)
+        assert engines.live == (0, 0)
 
 
 @pytest.mark.parametrize("wrong_at", [None, 0, 3, 5])
 @pytest.mark.parametrize("kind", ["end", "stop", "long stop", "limit", "model's limit"])
-def test_an_end_falls_anywhere_inside_a_round(kind: str, wrong_at: int | None) -> None:
+@skipping_waits
+async def test_an_end_falls_anywhere_inside_a_round(kind: str, wrong_at: int | None) -> None:
     """At every position, in rounds of every length, with drafts right or wrong before it.
 
     Also on a wire that never tells why a request ended.
     """
-
-    async def compare() -> None:
-        guesses = tuple(1 if place == wrong_at else token for place, token in enumerate(ANSWER))
-        for count, place in product((1, 2, 3, 8), range(1, 8)):
-            tells = (count + place) % 2 == 0
-            request, target = _ending(kind, place)
-            known = reciting((*ANSWER[:place], END) if kind == "end" else ANSWER, 2, END)
-            engines = pair(known, reciting(guesses, 2, END), tells_reason=tells, **target)
-            plain_ids, plain_reason = told(await read(engines.target, request))
-            said, reason = told(await read(engines.speculative(num_draft_tokens=count), request))
-            assert (count, place, said) == (count, place, plain_ids)
-            assert plain_reason is (_reason(kind) if tells else None)
-            assert reason is _reason(kind)
-
-    run(compare())
+    guesses = tuple(1 if place == wrong_at else token for place, token in enumerate(ANSWER))
+    for count, place in product((1, 2, 3, 8), range(1, 8)):
+        tells = (count + place) % 2 == 0
+        request, target = _ending(kind, place)
+        known = reciting((*ANSWER[:place], END) if kind == "end" else ANSWER, 2, END)
+        engines = pair(known, reciting(guesses, 2, END), tells_reason=tells, **target)
+        plain_ids, plain_reason = told(await read(engines.target, request))
+        said, reason = told(await read(engines.speculative(num_draft_tokens=count), request))
+        assert (count, place, said) == (count, place, plain_ids)
+        assert plain_reason is (_reason(kind) if tells else None)
+        assert reason is _reason(kind)
 
 
 def _ending(kind: str, place: int) -> tuple[EngineRequest, dict[str, int]]:
@@ -96,205 +88,165 @@ def _reason(kind: str) -> FinishReason:
         {"embedding_bias": ((2, 1e5), (4, -1e5))},
     ],
 )
-def test_fields_mean_over_all_rounds_what_they_say(
+@skipping_waits
+async def test_fields_mean_over_all_rounds_what_they_say(
     source: DraftSource, fields: dict[str, object]
 ) -> None:
     """Minimum length, penalties, forbidden ids and bias do not start afresh in a round."""
-
-    async def compare() -> None:
-        for count, start in product((1, 3, None), (0, 3)):
-            engines = hashed_pair()
-            request = ask((start, 1, 2, 3, 1, 2), max_tokens=14, end_id=0, **fields)
-            plain = await read(engines.target, request)
-            engine = engines.speculative(num_draft_tokens=count, draft_source=source)
-            assert told(await read(engine, request)) == told(plain)
-
-    run(compare())
+    for count, start in product((1, 3, None), (0, 3)):
+        engines = hashed_pair()
+        request = ask((start, 1, 2, 3, 1, 2), max_tokens=14, end_id=0, **fields)
+        plain = await read(engines.target, request)
+        engine = engines.speculative(num_draft_tokens=count, draft_source=source)
+        assert told(await read(engine, request)) == told(plain)
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_a_target_that_ends_after_every_step_is_not_taken_to_have_ended(tells: bool) -> None:
+@skipping_waits
+async def test_a_target_that_ends_after_every_step_is_not_taken_to_have_ended(tells: bool) -> None:
     """Engines built for external drafts do; one request finds out, and later ones know."""
-
-    async def compare() -> None:
-        plain = await read(hashed_pair().target, ask(max_tokens=9))
-        engines = hashed_pair(one_step=True, tells_reason=tells)
-        for _ in range(2):
-            engine = engines.speculative(num_draft_tokens=0)
-            assert told(await read(engine, ask(max_tokens=9))) == told(plain)
-        probes = [
-            request.request_id for request in engines.target.requests if request.max_tokens > 1
-        ]
-        assert probes == ["r-target-1", "r-steps"]
-
-    run(compare())
-
-
-def test_an_end_after_one_token_is_not_taken_for_such_a_target() -> None:
-    """The same silence on the wire, and nothing more to come."""
-
-    async def listen() -> None:
-        engines = pair(reciting((3,), 2, END), reciting((), 2, END), tells_reason=False)
+    plain = await read(hashed_pair().target, ask(max_tokens=9))
+    engines = hashed_pair(one_step=True, tells_reason=tells)
+    for _ in range(2):
         engine = engines.speculative(num_draft_tokens=0)
-        assert told(await read(engine, ask((1, 2), end_id=END))) == ([3], FinishReason.END_ID)
+        assert told(await read(engine, ask(max_tokens=9))) == told(plain)
+    probes = [request.request_id for request in engines.target.requests if request.max_tokens > 1]
+    assert probes == ["r-target-1", "r-steps"]
 
-    run(listen())
+
+@skipping_waits
+async def test_an_end_after_one_token_is_not_taken_for_such_a_target() -> None:
+    """The same silence on the wire, and nothing more to come."""
+    engines = pair(reciting((3,), 2, END), reciting((), 2, END), tells_reason=False)
+    engine = engines.speculative(num_draft_tokens=0)
+    assert told(await read(engine, ask((1, 2), end_id=END))) == ([3], FinishReason.END_ID)
 
 
-def test_a_target_that_ignores_drafts_is_still_believed() -> None:
+@skipping_waits
+async def test_a_target_that_ignores_drafts_is_still_believed() -> None:
     """It answers with plain tokens, more than a round could give; all of them are its own."""
-
-    async def listen() -> None:
-        engines = pair(reciting(ANSWER, 2, END), reciting((1,) * 9, 2, END))
-        inner = engines.target.generate
-        engines.target.generate = lambda request: inner(  # type: ignore[method-assign]
-            replace(request, draft=None)
-        )
-        engine = engines.speculative(num_draft_tokens=3)
-        request = ask((1, 2), max_tokens=20, end_id=END)
-        assert told(await read(engine, request)) == (list(ANSWER), FinishReason.END_ID)
-
-    run(listen())
+    engines = pair(reciting(ANSWER, 2, END), reciting((1,) * 9, 2, END))
+    inner = engines.target.generate
+    engines.target.generate = lambda request: inner(  # type: ignore[method-assign]
+        replace(request, draft=None)
+    )
+    engine = engines.speculative(num_draft_tokens=3)
+    request = ask((1, 2), max_tokens=20, end_id=END)
+    assert told(await read(engine, request)) == (list(ANSWER), FinishReason.END_ID)
 
 
 @pytest.mark.parametrize("source", DraftSource)
-def test_figures_cover_every_token_of_every_round(source: DraftSource) -> None:
+@skipping_waits
+async def test_figures_cover_every_token_of_every_round(source: DraftSource) -> None:
     """Log-probs, their sum, logits and metrics are the plain answer's; the prompt's logits once."""
     wants = Wants(log_probs=True, context_logits=True, generation_logits=True, perf_metrics=True)
-
-    async def compare() -> None:
-        engines = pair(
-            lambda context: [0.1 + 0.05 * (context[-1] == token) for token in range(VOCAB)],
-            lambda context: context[-1],
-        )
-        request = ask(max_tokens=11, wants=wants, stop_sequences=((2,) * 9,))
-        (plain,) = await read(engines.target, replace(request, streaming=False))
-        engine = engines.speculative(num_draft_tokens=3, draft_source=source)
-        chunks = await read(engine, request)
-        log_probs = [value for chunk in chunks for value in chunk.log_probs or ()]
-        assert (ids(chunks), log_probs) == (list(plain.token_ids), list(plain.log_probs or ()))
-        assert len(log_probs) == 9  # the stop cuts a round in two
-        assert chunks[-1].cum_log_prob == pytest.approx(sum(log_probs))
-        logits = [chunk.generation_logits for chunk in chunks]
-        assert plain.generation_logits is not None
-        assert np.array_equal(np.concatenate(logits), plain.generation_logits)  # type: ignore[arg-type]
-        assert [chunk.context_logits is not None for chunk in chunks].count(True) == 1
-        assert chunks[0].context_logits is not None and len(chunks[0].context_logits) == 5
-        metrics, stats = chunks[-1].metrics, engine.stats
-        assert metrics is not None and metrics.total_draft_tokens == stats.drafted
-        if source is DraftSource.MODEL:  # a plain stretch that is left early never tells its own
-            assert metrics.kv_cache_alloc_new_blocks == len(engines.target.requests) - 1
-        (whole,) = await read(
-            engines.speculative(num_draft_tokens=3), replace(request, streaming=False)
-        )
-        assert (whole.token_ids, whole.log_probs) == (plain.token_ids, plain.log_probs)
-        assert whole.context_logits is not None
-        assert whole.cum_log_prob == pytest.approx(chunks[-1].cum_log_prob)
-        assert np.array_equal(whole.generation_logits, plain.generation_logits)  # type: ignore[arg-type]
-
-    run(compare())
+    engines = pair(
+        lambda context: [0.1 + 0.05 * (context[-1] == token) for token in range(VOCAB)],
+        lambda context: context[-1],
+    )
+    request = ask(max_tokens=11, wants=wants, stop_sequences=((2,) * 9,))
+    (plain,) = await read(engines.target, replace(request, streaming=False))
+    engine = engines.speculative(num_draft_tokens=3, draft_source=source)
+    chunks = await read(engine, request)
+    log_probs = [value for chunk in chunks for value in chunk.log_probs or ()]
+    assert (ids(chunks), log_probs) == (list(plain.token_ids), list(plain.log_probs or ()))
+    assert len(log_probs) == 9  # the stop cuts a round in two
+    assert chunks[-1].cum_log_prob == pytest.approx(sum(log_probs))
+    logits = [chunk.generation_logits for chunk in chunks]
+    assert plain.generation_logits is not None
+    assert np.array_equal(np.concatenate(logits), plain.generation_logits)  # type: ignore[arg-type]
+    assert [chunk.context_logits is not None for chunk in chunks].count(True) == 1
+    assert chunks[0].context_logits is not None and len(chunks[0].context_logits) == 5
+    metrics, stats = chunks[-1].metrics, engine.stats
+    assert metrics is not None and metrics.total_draft_tokens == stats.drafted
+    if source is DraftSource.MODEL:  # a plain stretch that is left early never tells its own
+        assert metrics.kv_cache_alloc_new_blocks == len(engines.target.requests) - 1
+    (whole,) = await read(
+        engines.speculative(num_draft_tokens=3), replace(request, streaming=False)
+    )
+    assert (whole.token_ids, whole.log_probs) == (plain.token_ids, plain.log_probs)
+    assert whole.context_logits is not None
+    assert whole.cum_log_prob == pytest.approx(chunks[-1].cum_log_prob)
+    assert np.array_equal(whole.generation_logits, plain.generation_logits)  # type: ignore[arg-type]
 
 
-def test_a_first_token_waits_for_no_draft_model() -> None:
+@skipping_waits
+async def test_a_first_token_waits_for_no_draft_model() -> None:
     """The target is asked at once; the draft model only when that token is there."""
-
-    async def listen() -> None:
-        engines = hashed_pair()
-        stream = engines.speculative(num_draft_tokens=4).generate(ask())
-        first = await anext(aiter(stream))
-        assert (len(first.token_ids), len(engines.draft.requests)) == (1, 0)
-        await stream.aclose()
-
-    run(listen())
+    engines = hashed_pair()
+    stream = engines.speculative(num_draft_tokens=4).generate(ask())
+    first = await anext(aiter(stream))
+    assert (len(first.token_ids), len(engines.draft.requests)) == (1, 0)
+    await stream.aclose()
 
 
-def test_rounds_go_on_while_their_chunks_wait_to_be_read() -> None:
+@skipping_waits
+async def test_rounds_go_on_while_their_chunks_wait_to_be_read() -> None:
     """A reader that is held up holds up neither engine, and finds all chunks at once."""
-
-    async def listen() -> None:
-        engines = hashed_pair()
-        stream = engines.speculative(num_draft_tokens=4).generate(ask())
-        await stream.wait()
-        assert len(stream.take()) == 1  # the first token
-        for _ in range(200):
-            await asyncio.sleep(0)
-        assert len(stream.take()) > 1
-        await stream.aclose()
-        assert engines.draft.live == 0
-
-    run(listen())
+    engines = hashed_pair()
+    stream = engines.speculative(num_draft_tokens=4).generate(ask())
+    await stream.wait()
+    assert len(stream.take()) == 1  # the first token
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert len(stream.take()) > 1
+    await stream.aclose()
+    assert engines.draft.live == 0
 
 
-def test_an_ngram_may_come_with_the_first_request() -> None:
+@skipping_waits
+async def test_an_ngram_may_come_with_the_first_request() -> None:
     """It costs nothing, so the first answer can already hold several tokens."""
-
-    async def listen() -> None:
-        engines = pair(reciting((3, 4, 5), 7, END), reciting((), 7, END))
-        engine = engines.speculative(draft_source=DraftSource.NGRAM, num_draft_tokens=2)
-        request = ask((1, 2, 0, 3, 1, 2, 0), max_tokens=3)
-        assert (await read(engine, request))[0].token_ids == (3, 4)
-
-    run(listen())
+    engines = pair(reciting((3, 4, 5), 7, END), reciting((), 7, END))
+    engine = engines.speculative(draft_source=DraftSource.NGRAM, num_draft_tokens=2)
+    request = ask((1, 2, 0, 3, 1, 2, 0), max_tokens=3)
+    assert (await read(engine, request))[0].token_ids == (3, 4)
 
 
-def test_mixed_drafts_use_the_text_where_it_repeats_and_the_model_elsewhere() -> None:
+@skipping_waits
+async def test_mixed_drafts_use_the_text_where_it_repeats_and_the_model_elsewhere() -> None:
     """Both sources in one answer; the draft model is not asked where an n-gram matched."""
-
-    async def listen() -> None:
-        answer = (3, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7, 8, 3, 4, 5, 6)
-        engines = pair(reciting(answer, 2, END), reciting(answer, 2, END))
-        engine = engines.speculative(draft_source=DraftSource.MIXED, num_draft_tokens=3)
-        assert ids(await read(engine, ask((1, 2), max_tokens=16))) == list(answer)
-        stats = engine.stats
-        assert 0 < stats.ngram_drafted < stats.drafted
-        assert stats.acceptance_rate == 1.0
-        assert len(engines.draft.requests) < stats.rounds
-
-    run(listen())
+    answer = (3, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7, 8, 3, 4, 5, 6)
+    engines = pair(reciting(answer, 2, END), reciting(answer, 2, END))
+    engine = engines.speculative(draft_source=DraftSource.MIXED, num_draft_tokens=3)
+    assert ids(await read(engine, ask((1, 2), max_tokens=16))) == list(answer)
+    stats = engine.stats
+    assert 0 < stats.ngram_drafted < stats.drafted
+    assert stats.acceptance_rate == 1.0
+    assert len(engines.draft.requests) < stats.rounds
 
 
-def test_a_right_guess_ahead_makes_the_next_draft_free() -> None:
+@skipping_waits
+async def test_a_right_guess_ahead_makes_the_next_draft_free() -> None:
     """With overlap and a perfect draft, every round after the first token finds its draft ready."""
-
-    async def listen() -> None:
-        engines = hashed_pair(rate=1.0)
-        engine = engines.speculative(num_draft_tokens=3, overlap=True)
-        await read(engine, ask(max_tokens=40))
-        assert engine.stats.overlap_wasted == 0
-        assert engine.stats.overlap_used >= engine.stats.rounds - 1
-
-    run(listen())
+    engines = hashed_pair(rate=1.0)
+    engine = engines.speculative(num_draft_tokens=3, overlap=True)
+    await read(engine, ask(max_tokens=40))
+    assert engine.stats.overlap_wasted == 0
+    assert engine.stats.overlap_used >= engine.stats.rounds - 1
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.9])
-def test_a_wrong_guess_ahead_is_never_verified(rate: float) -> None:
+@skipping_waits
+async def test_a_wrong_guess_ahead_is_never_verified(rate: float) -> None:
     """Every draft is what the draft model says after the true text, ahead or not."""
-
-    async def listen() -> None:
-        engines = hashed_pair(rate)
-        engine = engines.speculative(num_draft_tokens=2, overlap=True)
-        await read(engine, ask(max_tokens=40))
-        for request in engines.target.requests:
-            text = list(request.input_ids)
-            for token in request.draft.token_ids if request.draft else ():
-                assert token == agreeing(hashed(6), rate, 6)(text)
-                text.append(token)
-        assert engine.stats.overlap_used and engine.stats.overlap_wasted
-
-    run(listen())
+    engines = hashed_pair(rate)
+    engine = engines.speculative(num_draft_tokens=2, overlap=True)
+    await read(engine, ask(max_tokens=40))
+    for request in engines.target.requests:
+        text = list(request.input_ids)
+        for token in request.draft.token_ids if request.draft else ():
+            assert token == agreeing(hashed(6), rate, 6)(text)
+            text.append(token)
+    assert engine.stats.overlap_used and engine.stats.overlap_wasted
 
 
-def test_sampling_by_one_seed_repeats() -> None:
+@skipping_waits
+async def test_sampling_by_one_seed_repeats() -> None:
     """Round seeds derive from the caller's: the same seed gives the same answer again."""
-
-    async def listen() -> None:
-        engines = pair(lambda _: [0.25] * 4, lambda _: 0, vocab_size=4)
-        answers = []
-        for seed in (5, 5, 6):
-            request = ask(
-                (1,), max_tokens=30, sampling=Sampling(temperature=1.0, top_p=1.0, seed=seed)
-            )
-            answers.append(ids(await read(engines.speculative(num_draft_tokens=2), request)))
-        assert answers[0] == answers[1] != answers[2]
-
-    run(listen())
+    engines = pair(lambda _: [0.25] * 4, lambda _: 0, vocab_size=4)
+    answers = []
+    for seed in (5, 5, 6):
+        request = ask((1,), max_tokens=30, sampling=Sampling(temperature=1.0, top_p=1.0, seed=seed))
+        answers.append(ids(await read(engines.speculative(num_draft_tokens=2), request)))
+    assert answers[0] == answers[1] != answers[2]

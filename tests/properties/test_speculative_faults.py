@@ -26,6 +26,7 @@ from tests.helpers.scripted_pairs import (
 )
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
+from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -45,6 +46,7 @@ ERRORS = (
     ZeroDivisionError("of any kind"),
     None,
 )
+KINDS = {InvalidRequest: "refused", type(None): "deadline"}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -67,7 +69,7 @@ def test_a_draft_that_fails_at_any_point_costs_nothing_but_speed(
             if not overlap:  # a draft ahead is often cancelled before its fault shows
                 assert len(engines.draft.requests) <= request + 1
             if engine.stats.draft_failures:
-                assert engine.stats.fallback in ("error", "refused", "deadline")
+                assert engine.stats.fallback == KINDS.get(type(error), "error")
                 assert engine.stats.draft_failures == 1
 
     with caplog.at_level(logging.WARNING, "trtllm_bls.speculation"):
@@ -75,154 +77,124 @@ def test_a_draft_that_fails_at_any_point_costs_nothing_but_speed(
     assert "decoding plainly" in caplog.text
 
 
-def test_a_silent_draft_is_waited_for_once() -> None:
+@skipping_waits
+async def test_a_silent_draft_is_waited_for_once() -> None:
     """Its deadline is paid by one request; the next ones leave it alone for a while."""
-
-    async def listen() -> None:
-        loop = asyncio.get_running_loop()
-        engines = hashed_pair()
-        engines.draft.fault = Fault()
-        for waited in (0.25, 0.0, 0.0):
-            begun = loop.time()
-            engine = engines.speculative(num_draft_tokens=2, draft_deadline_s=0.25)
-            async with aclosing(engine.generate(ask(max_tokens=8))) as stream:
-                assert [engines.draft.live async for _ in stream] == [0] * 8
-            assert loop.time() - begun == pytest.approx(waited)
-        engines.draft.fault = None
-        await asyncio.sleep(5.0)
-        engine = engines.speculative(num_draft_tokens=2)
-        await read(engine, ask(max_tokens=8))
-        assert engine.stats.rounds > 0
-
-    run(listen())
+    loop = asyncio.get_running_loop()
+    engines = hashed_pair()
+    engines.draft.fault = Fault()
+    for waited in (0.25, 0.0, 0.0):
+        begun = loop.time()
+        engine = engines.speculative(num_draft_tokens=2, draft_deadline_s=0.25)
+        async with aclosing(engine.generate(ask(max_tokens=8))) as stream:
+            assert [engines.draft.live async for _ in stream] == [0] * 8
+        assert loop.time() - begun == pytest.approx(waited)
+    engines.draft.fault = None
+    await asyncio.sleep(5.0)
+    engine = engines.speculative(num_draft_tokens=2)
+    await read(engine, ask(max_tokens=8))
+    assert engine.stats.rounds > 0
 
 
-def test_a_draft_of_another_vocabulary_is_never_asked() -> None:
+@skipping_waits
+async def test_a_draft_of_another_vocabulary_is_never_asked() -> None:
     """Its ids mean other words: drafting is off for good, and says why."""
-
-    async def listen() -> None:
-        engines = pair(hashed(6), hashed(6), Script(vocab_size=VOCAB + 1))
-        for why in ("vocabulary", None):
-            engine = engines.speculative(num_draft_tokens=2)
-            plain = await read(engines.target, ask())
-            assert told(await read(engine, ask())) == told(plain)
-            assert engine.stats.fallback == why
-            await asyncio.sleep(60.0)
-        assert engines.draft.requests == []
-
-    run(listen())
+    engines = pair(hashed(6), hashed(6), Script(vocab_size=VOCAB + 1))
+    for why in ("vocabulary", None):
+        engine = engines.speculative(num_draft_tokens=2)
+        plain = await read(engines.target, ask())
+        assert told(await read(engine, ask())) == told(plain)
+        assert engine.stats.fallback == why
+        await asyncio.sleep(60.0)
+    assert engines.draft.requests == []
 
 
-def test_ids_that_the_target_does_not_know_are_not_sent() -> None:
+@skipping_waits
+async def test_ids_that_the_target_does_not_know_are_not_sent() -> None:
     """A draft that does not tell its vocabulary may guess outside the target's."""
-
-    async def listen() -> None:
-        engines = pair(hashed(6), hashed(6))
-        guess = Script(name="draft", vocab_size=99)
-        engines.draft = TellsLess(lambda c: VOCAB if len(c) % 2 else 1, guess, "vocab_size")
-        engine = engines.speculative(num_draft_tokens=3)
-        plain = await read(engines.target, ask(max_tokens=20))
-        assert told(await read(engine, ask(max_tokens=20))) == told(plain)
-        assert engine.stats.draft_failures == 0 < engine.stats.rounds
-
-    run(listen())
+    engines = pair(hashed(6), hashed(6))
+    guess = Script(name="draft", vocab_size=99)
+    engines.draft = TellsLess(lambda c: VOCAB if len(c) % 2 else 1, guess, "vocab_size")
+    engine = engines.speculative(num_draft_tokens=3)
+    plain = await read(engines.target, ask(max_tokens=20))
+    assert told(await read(engine, ask(max_tokens=20))) == told(plain)
+    assert engine.stats.draft_failures == 0 < engine.stats.rounds
 
 
-def test_a_target_that_refuses_drafts_decodes_plainly() -> None:
+@skipping_waits
+async def test_a_target_that_refuses_drafts_decodes_plainly() -> None:
     """It may not be built for them; the request never fails for that."""
-
-    async def listen() -> None:
-        engines = pair(lambda _: 1, lambda _: 1)
-        takes_one = Script(vocab_size=VOCAB, max_draft_tokens=1)
-        engines.target = TellsLess(lambda _: 1, takes_one, "max_draft_tokens")
-        engine = engines.speculative(num_draft_tokens=4, draft_source=DraftSource.MIXED)
-        assert ids(await read(engine, ask())) == [1] * 12
-        assert (engine.stats.fallback, engine.stats.rounds) == ("refused", 0)
-        assert [request.draft is not None for request in engines.target.requests].count(True) == 1
-
-    run(listen())
+    engines = pair(lambda _: 1, lambda _: 1)
+    takes_one = Script(vocab_size=VOCAB, max_draft_tokens=1)
+    engines.target = TellsLess(lambda _: 1, takes_one, "max_draft_tokens")
+    engine = engines.speculative(num_draft_tokens=4, draft_source=DraftSource.MIXED)
+    assert ids(await read(engine, ask())) == [1] * 12
+    assert (engine.stats.fallback, engine.stats.rounds) == ("refused", 0)
+    assert [request.draft is not None for request in engines.target.requests].count(True) == 1
 
 
-def test_an_end_id_is_never_drafted() -> None:
+@skipping_waits
+async def test_an_end_id_is_never_drafted() -> None:
     """Nothing can follow it; here the text itself proposes it."""
-
-    async def listen() -> None:
-        engines = pair(lambda _: 4, lambda _: 4)
-        engine = engines.speculative(num_draft_tokens=3, draft_source=DraftSource.NGRAM)
-        await read(engine, ask((1, 2, 3, 4, 9, 5, 1, 2, 3), max_tokens=4, end_id=9))
-        drafts = [request.draft for request in engines.target.requests if request.draft]
-        assert drafts[0] == Draft(token_ids=(4,))
-
-    run(listen())
+    engines = pair(lambda _: 4, lambda _: 4)
+    engine = engines.speculative(num_draft_tokens=3, draft_source=DraftSource.NGRAM)
+    await read(engine, ask((1, 2, 3, 4, 9, 5, 1, 2, 3), max_tokens=4, end_id=9))
+    drafts = [request.draft for request in engines.target.requests if request.draft]
+    assert drafts[0] == Draft(token_ids=(4,))
 
 
-def test_no_draft_is_longer_than_the_target_takes() -> None:
+@skipping_waits
+async def test_no_draft_is_longer_than_the_target_takes() -> None:
     """The engine's own maximum counts, also for a caller who asks for more."""
-
-    async def listen() -> None:
-        engines = hashed_pair(rate=1.0, max_draft_tokens=3, max_sequence_tokens=40)
-        await read(engines.speculative(num_draft_tokens=9), ask(max_tokens=60))
-        asked = [request for request in engines.target.requests if request.draft]
-        drafts = [request.draft for request in asked if request.draft]
-        assert max(len(draft.token_ids) for draft in drafts) == 3
-        for request, draft in zip(asked, drafts, strict=True):  # as the engine counts
-            tokens = len(request.input_ids) + request.max_tokens + len(draft.token_ids)
-            assert tokens <= 40
-
-    run(listen())
+    engines = hashed_pair(rate=1.0, max_draft_tokens=3, max_sequence_tokens=40)
+    await read(engines.speculative(num_draft_tokens=9), ask(max_tokens=60))
+    asked = [request for request in engines.target.requests if request.draft]
+    drafts = [request.draft for request in asked if request.draft]
+    assert max(len(draft.token_ids) for draft in drafts) == 3
+    for request, draft in zip(asked, drafts, strict=True):  # as the engine counts
+        tokens = len(request.input_ids) + request.max_tokens + len(draft.token_ids)
+        assert tokens <= 40
 
 
-def test_a_draft_model_with_a_shorter_memory_stops_where_it_ends() -> None:
+@skipping_waits
+async def test_a_draft_model_with_a_shorter_memory_stops_where_it_ends() -> None:
     """Beyond the draft model's longest sequence the target goes on alone; no failure is counted."""
-
-    async def listen() -> None:
-        rule = hashed(6)
-        engines = pair(rule, rule, Script(vocab_size=VOCAB, max_sequence_tokens=12))
-        engine = engines.speculative(num_draft_tokens=4)
-        assert len(ids(await read(engine, ask(max_tokens=20)))) == 20
-        assert (engine.stats.draft_failures, engines.draft.cancelled) == (0, [])
-
-    run(listen())
+    rule = hashed(6)
+    engines = pair(rule, rule, Script(vocab_size=VOCAB, max_sequence_tokens=12))
+    engine = engines.speculative(num_draft_tokens=4)
+    assert len(ids(await read(engine, ask(max_tokens=20)))) == 20
+    assert (engine.stats.draft_failures, engines.draft.cancelled) == (0, [])
 
 
 @pytest.mark.parametrize("after", range(4))
-def test_the_targets_failure_is_the_requests(after: int) -> None:
+@skipping_waits
+async def test_the_targets_failure_is_the_requests(after: int) -> None:
     """At any request: the error goes to the caller, and the draft's work ends."""
-
-    async def listen() -> None:
-        engines = hashed_pair()
-        engines.target.fault = Fault(error=EngineStalled("silent"), after_requests=after)
-        with pytest.raises(EngineStalled):
-            await read(engines.speculative(num_draft_tokens=2, overlap=True), ask())
-        assert engines.live == (0, 0)
-        assert len(engines.target.requests) == after + 1  # and is not tried again
-
-    run(listen())
+    engines = hashed_pair()
+    engines.target.fault = Fault(error=EngineStalled("silent"), after_requests=after)
+    with pytest.raises(EngineStalled):
+        await read(engines.speculative(num_draft_tokens=2, overlap=True), ask())
+    assert engines.live == (0, 0)
+    assert len(engines.target.requests) == after + 1  # and is not tried again
 
 
-def test_a_broken_target_is_not_taken_to_refuse_drafts_only() -> None:
+@skipping_waits
+async def test_a_broken_target_is_not_taken_to_refuse_drafts_only() -> None:
     """The plain request that follows fails as well, and so does the caller's."""
-
-    async def listen() -> None:
-        engines = hashed_pair()
-        engines.target.fault = Fault(error=BROKEN, after_requests=1)
-        with pytest.raises(EngineError, match="broken"):
-            await read(engines.speculative(num_draft_tokens=2), ask())
-
-    run(listen())
+    engines = hashed_pair()
+    engines.target.fault = Fault(error=BROKEN, after_requests=1)
+    with pytest.raises(EngineError, match="broken"):
+        await read(engines.speculative(num_draft_tokens=2), ask())
 
 
-def test_a_target_that_does_not_tell_its_limits_fails() -> None:
+@skipping_waits
+async def test_a_target_that_does_not_tell_its_limits_fails() -> None:
     """As it would for a plain request."""
-
-    async def listen() -> None:
-        engines = hashed_pair()
-        engines.target.fault = Fault(error=BROKEN, after_requests=99, limits=True)
-        limits = engines.speculative()
-        with pytest.raises(EngineError):
-            await limits.limits()
-
-    run(listen())
+    engines = hashed_pair()
+    engines.target.fault = Fault(error=BROKEN, after_requests=99, limits=True)
+    limits = engines.speculative()
+    with pytest.raises(EngineError):
+        await limits.limits()
 
 
 # --- leaving ----------------------------------------------------------------------------------
@@ -237,45 +209,39 @@ def slow_pair() -> Pair:
 
 @pytest.mark.parametrize("source", DraftSource)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_closing_after_any_chunk_ends_both_engines_work(source: DraftSource, overlap: bool) -> None:
+@skipping_waits
+async def test_closing_after_any_chunk_ends_both_engines_work(
+    source: DraftSource, overlap: bool
+) -> None:
     """As the orchestrator does on a stop string."""
-
-    async def leave() -> None:
-        for count, chunks in product((None, 0, 3), range(1, 6)):
-            engines = slow_pair()
-            engine = engines.speculative(
-                num_draft_tokens=count, draft_source=source, overlap=overlap
-            )
-            async with aclosing(engine.generate(ask(max_tokens=40))) as stream:
-                reader = aiter(stream)
-                for _ in range(chunks):
-                    await anext(reader)
-            assert (*engines.live, engines.shared.in_flight) == (0, 0, 0)
-            assert len(asyncio.all_tasks()) == 1
-
-    run(leave())
+    for count, chunks in product((None, 0, 3), range(1, 6)):
+        engines = slow_pair()
+        engine = engines.speculative(num_draft_tokens=count, draft_source=source, overlap=overlap)
+        async with aclosing(engine.generate(ask(max_tokens=40))) as stream:
+            reader = aiter(stream)
+            for _ in range(chunks):
+                await anext(reader)
+        assert (*engines.live, engines.shared.in_flight) == (0, 0, 0)
+        assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_cancelling_at_any_time_ends_both_engines_work(overlap: bool) -> None:
+@skipping_waits
+async def test_cancelling_at_any_time_ends_both_engines_work(overlap: bool) -> None:
     """Before, in and between drafting and verifying, and while a silent draft is waited for."""
-
-    async def leave() -> None:
-        times = random.Random(4)
-        for attempt in range(60):
-            engines = slow_pair()
-            if attempt % 3 == 0:
-                engines.draft.fault = Fault(after_requests=attempt % 4)
-            engine = engines.speculative(num_draft_tokens=attempt % 5 or None, overlap=overlap)
-            reader = asyncio.create_task(read(engine, ask(max_tokens=200)))
-            await asyncio.sleep(times.uniform(0.0, 0.3))
-            reader.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reader
-            assert (*engines.live, engines.shared.in_flight) == (0, 0, 0)
-            assert len(asyncio.all_tasks()) == 1
-
-    run(leave())
+    times = random.Random(4)
+    for attempt in range(60):
+        engines = slow_pair()
+        if attempt % 3 == 0:
+            engines.draft.fault = Fault(after_requests=attempt % 4)
+        engine = engines.speculative(num_draft_tokens=attempt % 5 or None, overlap=overlap)
+        reader = asyncio.create_task(read(engine, ask(max_tokens=200)))
+        await asyncio.sleep(times.uniform(0.0, 0.3))
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert (*engines.live, engines.shared.in_flight) == (0, 0, 0)
+        assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.parametrize(
@@ -291,30 +257,26 @@ def test_cancelling_at_any_time_ends_both_engines_work(overlap: bool) -> None:
         ({"extras": {"prompt_table_extra_ids": b""}}, "prompt_table_extra_ids"),
     ],
 )
-def test_what_rounds_cannot_keep_is_refused_by_name(fields: dict[str, object], name: str) -> None:
+@skipping_waits
+async def test_what_rounds_cannot_keep_is_refused_by_name(
+    fields: dict[str, object], name: str
+) -> None:
     """Before any work is done; the name is the wire's."""
-
-    async def listen() -> None:
-        engines = hashed_pair()
-        with pytest.raises(InvalidRequest, match=name) as refusal:
-            asked = SpeculationRequest(num_draft_tokens=2)
-            await read(engines.speculative(), ask(speculation=asked, **fields))
-        assert refusal.value.field == name
-        assert engines.target.requests == []
-
-    run(listen())
+    engines = hashed_pair()
+    with pytest.raises(InvalidRequest, match=name) as refusal:
+        asked = SpeculationRequest(num_draft_tokens=2)
+        await read(engines.speculative(), ask(speculation=asked, **fields))
+    assert refusal.value.field == name
+    assert engines.target.requests == []
 
 
-def test_a_prompt_with_a_table_of_its_own_is_not_shown_to_the_draft() -> None:
+@skipping_waits
+async def test_a_prompt_with_a_table_of_its_own_is_not_shown_to_the_draft() -> None:
     """Ids beyond the vocabulary mean nothing to it; n-grams still work."""
-
-    async def listen() -> None:
-        engines = hashed_pair()
-        extras = {"prompt_embedding_table": b"", "lora_task_id": b""}
-        engine = engines.speculative(num_draft_tokens=2, draft_source=DraftSource.MIXED)
-        await read(engine, ask((1, 2, 3, 4, 1, 2, 3), extras=extras))
-        assert engines.draft.requests == []
-        assert engine.stats.ngram_drafted > 0
-        assert all(request.extras == extras for request in engines.target.requests)
-
-    run(listen())
+    engines = hashed_pair()
+    extras = {"prompt_embedding_table": b"", "lora_task_id": b""}
+    engine = engines.speculative(num_draft_tokens=2, draft_source=DraftSource.MIXED)
+    await read(engine, ask((1, 2, 3, 4, 1, 2, 3), extras=extras))
+    assert engines.draft.requests == []
+    assert engine.stats.ngram_drafted > 0
+    assert all(request.extras == extras for request in engines.target.requests)

@@ -13,6 +13,7 @@ from doubles.scripted_tokens import Rule, agreeing, hashed
 from tests.helpers.scripted_pairs import VOCAB, Pair, ids, pair, read
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
+from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest
@@ -176,28 +177,25 @@ def test_the_first_rest_is_short_for_one_request_in_so_many() -> None:
 
 
 @pytest.mark.parametrize("streams", [2, 128])
-def test_speculation_that_does_not_pay_costs_little(streams: int) -> None:
-    """On by default with a draft model that is never right: at most 1 % of the time per token from
-    a process's first answers on, for engines of 20 and 2 ms a step that take 1.5 ms to reach."""
-
-    async def story() -> None:
-        rule = hashed(1000)
-        target, draft = (
-            Distant(played, Script(vocab_size=1000, step_seconds=step))
-            for played, step in ((rule, 0.020), (agreeing(rule, 0.0, 1000), 0.002))
-        )
-        engines = Pair(target, draft, SpeculationShared())
-        took = []
-        for engine in (engines.speculative(), target, engines.speculative()):
-            loop, tokens = asyncio.get_running_loop(), 200 if streams == 2 else 24
-            begun = loop.time()
-            requests = [ask((1, 2, 3 + n), tokens) for n in range(streams)]
-            await asyncio.gather(*(read(engine, request) for request in requests))
-            took.append(loop.time() - begun)
-        first, plain, useless = took
-        assert max(first, useless) <= 1.01 * plain
-
-    run(story())
+@skipping_waits
+async def test_speculation_that_does_not_pay_costs_little(streams: int) -> None:
+    """On by default with a draft model that is never right: at most 1 % of the time per token, for
+    engines of 20 ms and 2 ms a step, 1.5 ms away, from a process's first answers on."""
+    rule = hashed(1000)
+    target, draft = (
+        Distant(played, Script(vocab_size=1000, step_seconds=step))
+        for played, step in ((rule, 0.020), (agreeing(rule, 0.0, 1000), 0.002))
+    )
+    engines = Pair(target, draft, SpeculationShared())
+    took = []
+    for engine in (engines.speculative(), target, engines.speculative()):
+        loop, tokens = asyncio.get_running_loop(), 200 if streams == 2 else 24
+        begun = loop.time()
+        requests = [ask((1, 2, 3 + n), tokens) for n in range(streams)]
+        await asyncio.gather(*(read(engine, request) for request in requests))
+        took.append(loop.time() - begun)
+    first, plain, useless = took
+    assert max(first, useless) <= 1.01 * plain
 
 
 class Distant(ScriptedEngine):
@@ -244,36 +242,30 @@ async def seconds(engine: Engine, tokens: int) -> float:
 
 
 @pytest.mark.parametrize("rate", [0.6, 0.8, 0.9])
-def test_adaptive_drafts_are_nearly_as_fast_as_the_best_fixed_length(rate: float) -> None:
+@skipping_waits
+async def test_adaptive_drafts_are_nearly_as_fast_as_the_best_fixed_length(rate: float) -> None:
     """Within five percent, cold start included, and near what the formula allows."""
     rule = hashed(VOCAB)
-
-    async def compare() -> None:
-        plain = 0.02 * 250
-        fixed = []
-        for count in (2, 3, 6, 10):
-            engines = timed(rule, agreeing(rule, rate, VOCAB))
-            fixed.append(plain / await seconds(engines.speculative(num_draft_tokens=count), 250))
+    plain = 0.02 * 250
+    fixed = []
+    for count in (2, 3, 6, 10):
         engines = timed(rule, agreeing(rule, rate, VOCAB))
-        adaptive = plain / await seconds(engines.speculative(), 250)
-        best = max((1 - rate ** (k + 1)) / (1 - rate) / (0.1 * k + 1) for k in range(1, 13))
-        assert adaptive >= 0.95 * max(fixed)
-        assert max(fixed) >= 0.9 * best
+        fixed.append(plain / await seconds(engines.speculative(num_draft_tokens=count), 250))
+    engines = timed(rule, agreeing(rule, rate, VOCAB))
+    adaptive = plain / await seconds(engines.speculative(), 250)
+    best = max((1 - rate ** (k + 1)) / (1 - rate) / (0.1 * k + 1) for k in range(1, 13))
+    assert adaptive >= 0.95 * max(fixed)
+    assert max(fixed) >= 0.9 * best
 
-    run(compare())
 
-
-def test_a_useless_draft_costs_next_to_nothing() -> None:
+@skipping_waits
+async def test_a_useless_draft_costs_next_to_nothing() -> None:
     """Nothing is ever accepted: a few probes, then the target's own speed; from the first answer
     of a process on."""
     rule = hashed(VOCAB)
-
-    async def compare() -> None:
-        engines = timed(rule, agreeing(rule, 0.0, VOCAB))
-        assert await seconds(engines.speculative(), 100) <= 1.02 * 0.02 * 100
-        assert engines.target.cancelled == []  # a rest ends by itself, which keeps its cache
-
-    run(compare())
+    engines = timed(rule, agreeing(rule, 0.0, VOCAB))
+    assert await seconds(engines.speculative(), 100) <= 1.02 * 0.02 * 100
+    assert engines.target.cancelled == []  # a rest ends by itself, which keeps its cache
 
 
 def test_a_crowd_on_a_full_target_is_served_as_without_speculation() -> None:
@@ -290,39 +282,33 @@ def test_a_crowd_on_a_full_target_is_served_as_without_speculation() -> None:
     assert run(crowd(True)) <= 1.03 * run(crowd(False))
 
 
-def test_drafting_begins_within_a_stream_when_the_crowd_has_gone() -> None:
+@skipping_waits
+async def test_drafting_begins_within_a_stream_when_the_crowd_has_gone() -> None:
     """A plain stretch is left half-way, and no token is lost or said twice."""
     rule = hashed(VOCAB)
-
-    async def listen() -> None:
-        engines = timed(rule, rule)
-        engine = engines.speculative()
-        engines.shared.in_flight = 99
-        said: list[int] = []
-        async with aclosing(engine.generate(ask(max_tokens=40))) as stream:
-            async for chunk in stream:
-                said += chunk.token_ids
-                if len(said) == 10:
-                    assert chunk.speculation is not None and chunk.speculation.rounds == 0
-                    engines.shared.in_flight = 1
-        assert engine.stats.rounds > 0
-        assert said == ids(await read(engines.target, ask(max_tokens=40)))
-
-    run(listen())
+    engines = timed(rule, rule)
+    engine = engines.speculative()
+    engines.shared.in_flight = 99
+    said: list[int] = []
+    async with aclosing(engine.generate(ask(max_tokens=40))) as stream:
+        async for chunk in stream:
+            said += chunk.token_ids
+            if len(said) == 10:
+                assert chunk.speculation is not None and chunk.speculation.rounds == 0
+                engines.shared.in_flight = 1
+    assert engine.stats.rounds > 0
+    assert said == ids(await read(engines.target, ask(max_tokens=40)))
 
 
-def test_a_request_that_does_not_stream_asks_again_often_enough() -> None:
+@skipping_waits
+async def test_a_request_that_does_not_stream_asks_again_often_enough() -> None:
     """What cannot be left half-way is asked for in parts, so that drafting can still begin."""
     rule = hashed(VOCAB)
-
-    async def listen() -> None:
-        engines = timed(rule, rule)
-        engines.shared.in_flight = 99
-        request = ask(max_tokens=150, streaming=False)
-        assert len((await read(engines.speculative(), request))[0].token_ids) == 150
-        assert [asked.max_tokens for asked in engines.target.requests] == [FIRST_PLAIN, 64, 64, 17]
-
-    run(listen())
+    engines = timed(rule, rule)
+    engines.shared.in_flight = 99
+    request = ask(max_tokens=150, streaming=False)
+    assert len((await read(engines.speculative(), request))[0].token_ids) == 150
+    assert [asked.max_tokens for asked in engines.target.requests] == [FIRST_PLAIN, 64, 64, 17]
 
 
 def test_overlap_gains_where_it_saves_more_than_it_slows() -> None:
@@ -352,29 +338,23 @@ def test_overlap_is_measured_and_then_chosen(beside: float, share: float) -> Non
     assert not any(paced.overlaps(4) for _ in range(32))
 
 
-def test_overlap_is_chosen_by_itself_where_the_draft_has_a_device_of_its_own() -> None:
+@skipping_waits
+async def test_overlap_is_chosen_by_itself_where_the_draft_has_a_device_of_its_own() -> None:
     """All but the turns that learn find their draft ready."""
     rule = hashed(VOCAB)
-
-    async def compare() -> None:
-        engines = timed(rule, rule)
-        took = {
-            overlap: await seconds(engines.speculative(num_draft_tokens=4, overlap=overlap), 401)
-            for overlap in (False, True, None)
-        }
-        assert took[True] < took[None] < took[False]
-        assert took[None] - took[True] < 0.25 * (took[False] - took[True])
-
-    run(compare())
+    engines = timed(rule, rule)
+    took = {
+        overlap: await seconds(engines.speculative(num_draft_tokens=4, overlap=overlap), 401)
+        for overlap in (False, True, None)
+    }
+    assert took[True] < took[None] < took[False]
+    assert took[None] - took[True] < 0.25 * (took[False] - took[True])
 
 
-def test_overlap_hides_the_drafting_of_a_good_draft() -> None:
+@skipping_waits
+async def test_overlap_hides_the_drafting_of_a_good_draft() -> None:
     """With a perfect draft and time to spare, every round takes one verification."""
     rule = hashed(VOCAB)
-
-    async def compare() -> None:
-        engines = timed(rule, rule)
-        took = await seconds(engines.speculative(num_draft_tokens=4, overlap=True), 101)
-        assert took == pytest.approx(0.02 * (1 + 100 / 5), rel=0.02)
-
-    run(compare())
+    engines = timed(rule, rule)
+    took = await seconds(engines.speculative(num_draft_tokens=4, overlap=True), 101)
+    assert took == pytest.approx(0.02 * (1 + 100 / 5), rel=0.02)

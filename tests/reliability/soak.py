@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tests.helpers.server_requests import metric
+from tests.helpers.waiting import until
 from tests.reliability.fuzz import serving
 from tests.reliability.processes import held
 from trtllm_bls.client import Client
@@ -51,6 +52,7 @@ class Soak:
             sampling = asyncio.create_task(self._sample())
             await asyncio.gather(*(self._streams(client) for _ in range(at_once)))
             sampling.cancel()
+        until(lambda: not any(self._running().values()))  # the server tells once a second
         self._take_sample()
 
     async def _streams(self, client: Client) -> None:
@@ -84,9 +86,10 @@ class Soak:
             await asyncio.sleep(SAMPLE_S)
 
     def _take_sample(self) -> None:
-        figures = held(self._server)
-        figures |= {name: metric(self._server.metrics_url, name) for name in GAUGES}
-        self.samples.append((self.done, figures))
+        self.samples.append((self.done, held(self._server) | self._running()))
+
+    def _running(self) -> dict[str, float]:
+        return {name: metric(self._server.metrics_url, name) for name in GAUGES}
 
     def slopes(self) -> dict[str, float]:
         """Of each figure, per 10,000 streams, once the first fifth is over."""

@@ -29,6 +29,7 @@ WAYS = ("cancel", "disconnect", "deadline", "stop word")
 PROMPT, TEXT = next(iter(TEXTS.items()))
 DRAFTS = {"draft_source": "model", "num_draft_tokens": 4}
 PLAIN = {"draft_source": "off"}
+WAITING = "trtllm_bls_num_requests_waiting"  # told once a second
 BLOCKER = "blocker"  # begins the ids of requests that fill the server
 
 
@@ -79,7 +80,7 @@ class Cell:
     async def reached(self, metrics_url: str) -> None:
         """Wait until the request is in its state, or over."""
         if self.state == "queued":
-            waiting = partial(metric, metrics_url, "trtllm_bls_num_requests_waiting")
+            waiting = partial(metric, metrics_url, WAITING)
             await asyncio.to_thread(until, lambda: waiting() > 0 or self.reading.done())
             return
         self.reading.add_done_callback(lambda _: self.engine.changed.set())
@@ -109,7 +110,7 @@ async def reached_cell(parts: World, client: Client, state: str, **more: Any) ->
 
 
 async def fill(parts: World, stack: AsyncExitStack) -> None:
-    """As many requests as may run, which never end by themselves."""
+    """As many requests as may run, which never end by themselves, and none that waits."""
     parts.engine.plan = plan("queued", asyncio.Event())
     for number in range(MAX_RUNNING):
         stream = parts.client.stream(
@@ -121,6 +122,8 @@ async def fill(parts: World, stack: AsyncExitStack) -> None:
     await parts.engine.until(
         lambda: sum(seen.id.startswith(BLOCKER) for seen in parts.engine.running) == MAX_RUNNING
     )
+    waiting = partial(metric, parts.server.metrics_url, WAITING)
+    await asyncio.to_thread(until, lambda: waiting() == 0)  # also of an earlier test
 
 
 async def _drain(stream: Stream) -> None:

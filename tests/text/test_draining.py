@@ -62,48 +62,38 @@ def test_rounds_become_one_plain_request(
     asyncio.run(drained())
 
 
-def test_a_process_has_not_handed_over_while_rounds_run() -> None:
+async def test_a_process_has_not_handed_over_while_rounds_run() -> None:
     """Only a request that asks for all the rest needs nothing more from a server that stops."""
     engines = hashed_pair(rate=0.8)
-
-    async def run() -> None:
-        engine = engines.speculative(num_draft_tokens=3)
-        async with aclosing(
-            engine.generate(engine_request(max_tokens=60, streaming=True))
-        ) as stream:
-            await stream.wait()
-            assert not engine.settled
-            engine.drain()
-            while not engine.settled:
-                await asyncio.sleep(0)
-            assert engine.shared.in_flight == 1  # still running: it settled before its end
-            assert [chunk async for chunk in stream]
-
-    asyncio.run(run())
+    engine = engines.speculative(num_draft_tokens=3)
+    async with aclosing(engine.generate(engine_request(max_tokens=60, streaming=True))) as stream:
+        await stream.wait()
+        assert not engine.settled
+        engine.drain()
+        while not engine.settled:
+            await asyncio.sleep(0)
+        assert engine.shared.in_flight == 1  # still running: it settled before its end
+        assert [chunk async for chunk in stream]
 
 
-def test_what_waits_for_a_place_is_refused() -> None:
+async def test_what_waits_for_a_place_is_refused() -> None:
     """It has no token yet, so another server can do it as well."""
+    admission = Admission(max_running=1, max_queued=9, max_queue_s=None)
 
-    async def run() -> None:
-        admission = Admission(max_running=1, max_queued=9, max_queue_s=None)
-
-        async def wait() -> None:
-            async with admission.place(1):
-                raise AssertionError("it got a place")
-
+    async def wait() -> None:
         async with admission.place(1):
-            waiting = [asyncio.create_task(wait()) for _ in range(3)]
-            while admission.queued < 3:
-                await asyncio.sleep(0)
-            admission.refuse_waiting("ask another")
-            ended = await asyncio.gather(*waiting, return_exceptions=True)
-            assert [type(each) for each in ended] == [Overloaded] * 3
-            assert (admission.running, admission.queued) == (1, 0)
-        async with admission.place(1):
-            pass
+            raise AssertionError("it got a place")
 
-    asyncio.run(run())
+    async with admission.place(1):
+        waiting = [asyncio.create_task(wait()) for _ in range(3)]
+        while admission.queued < 3:
+            await asyncio.sleep(0)
+        admission.refuse_waiting("ask another")
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(each) for each in ended] == [Overloaded] * 3
+        assert (admission.running, admission.queued) == (1, 0)
+    async with admission.place(1):
+        pass
 
 
 # --- the process ----------------------------------------------------------------------------
@@ -285,7 +275,7 @@ class Looked(RunningRequests):
         until(lambda: self.looks >= wanted)
 
 
-def test_a_process_that_outlives_its_server_says_nothing_of_it(
+async def test_a_process_that_outlives_its_server_says_nothing_of_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The directory goes with the server; while nobody drains, that is a warning by name."""
@@ -305,11 +295,8 @@ def test_a_process_that_outlives_its_server_says_nothing_of_it(
             server.look_again()
             assert "No such file" not in caplog.text
 
-    async def run() -> None:
-        server.loop = asyncio.get_running_loop()
-        await asyncio.to_thread(live_on)
-
-    asyncio.run(run())
+    server.loop = asyncio.get_running_loop()
+    await asyncio.to_thread(live_on)
 
 
 def test_a_shell_can_ask_too(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from doubles.scripted import Fault
+from doubles.scripted import Fault, ScriptedEngine
+from doubles.scripted_tokens import hashed
 from tests.helpers.fake_python_backend import SECONDS
 from tests.helpers.scripted_text import (
     Collected,
@@ -22,7 +23,7 @@ from tests.helpers.scripted_text import (
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.errors import EngineUnavailable
-from trtllm_bls.messages import FinishReason
+from trtllm_bls.messages import EngineLimits, FinishReason
 from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.tokenizer import Tokenizer
 
@@ -200,3 +201,18 @@ def test_a_timeout_that_is_not_the_requests_own_is_an_error(timeout_s: float | N
     engine.fault = Fault(error=TimeoutError("the socket's"), after_tokens=2)
     with pytest.raises(TimeoutError, match="the socket's"):
         asyncio.run(read(engine, asking(timeout_s=timeout_s)))
+
+
+def test_an_engine_that_fails_when_the_time_is_up_has_failed() -> None:
+    """What went wrong is told, also where the event loop was late."""
+
+    async def scenario(clock: Clock) -> None:
+        class Late(ScriptedEngine):
+            async def limits(self) -> EngineLimits:
+                clock.now = 6
+                raise EngineUnavailable("gone")
+
+        with pytest.raises(EngineUnavailable):
+            await read(Late(hashed(1)), asking(timeout_s=5))
+
+    run_by_the_clock(scenario)

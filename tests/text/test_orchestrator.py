@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from doubles.scripted import Fault, Script, ScriptedEngine
-from doubles.scripted_tokens import hashed
 from tests.helpers.scripted_text import (
     PROMPT,
     Collected,
@@ -147,6 +146,8 @@ def test_a_stop_string_ends_the_engines_work_at_once(stream: bool) -> None:
     assert text_of(chunks) == "a qui" and ending(chunks)[:2] == (STOP, "ck bro")
     assert engine.cancelled == [engine.requests[0].request_id]
     assert engine.live == 0
+    request = asking(stop_words=("ck bro",), include_stop=True, stream=stream)
+    assert text_of(ask(engine, request)) == "a quick bro"
 
 
 def test_a_length_limit_does_not_cancel() -> None:
@@ -217,11 +218,16 @@ def test_the_longest_sequence_is_a_length() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_several_sequences_end_each_once(stream: bool) -> None:
     """They are told apart by index; none is lost when another ends."""
-    engine = ScriptedEngine(hashed(600, first=260), Script(vocab_size=1000))
-    sampling = Sampling(temperature=1.0, seed=1)
+    drawn = (*[0.0] * 260, *[1 / 340] * 340, *[0.0] * 400)
+    engine = ScriptedEngine(lambda _: drawn, Script(vocab_size=1000))
+    sampling = Sampling(top_p=0.9, seed=1)
     request = asking(num_return_sequences=3, max_tokens=6, stream=stream, sampling=sampling)
     chunks = ask(engine, request)
     assert sorted(c.sequence_index for c in chunks if c.ending is not None) == [0, 1, 2]
+    texts = [text_of(chunks, index) for index in range(3)]
+    assert len(set(texts)) == 3
+    assert texts == [text_of(ask(engine, replace(request, stream=not stream)), i) for i in range(3)]
+    assert {c.ending.completion_tokens for c in chunks if c.ending is not None} == {6}
     assert stream or len(chunks) == 3
 
 

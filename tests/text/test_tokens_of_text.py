@@ -23,8 +23,10 @@ from tests.helpers.scripted_text import (
     tokenizer,
 )
 from tests.helpers.small_tokenizers import MAKERS, directory
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import InvalidRequest, PromptTooLong
 from trtllm_bls.messages import ChatOptions, FinishReason, TextChunk, TokenText, Wants
+from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.tokenizer import load_tokenizer
 
 SAYS = "jumped over 🙂 and 你好, twice."
@@ -92,6 +94,11 @@ def test_open_token_limit_is_what_the_model_has_room_for() -> None:
     """Where the request sets none."""
     chunks = ask(saying("x" * 200, max_sequence_tokens=40), asking(max_tokens=None))
     assert ending(chunks) == (FinishReason.LENGTH, None, 40 - len(prompt_ids()))
+    for most in (7, 1000):  # the operator's limit where it is the smaller one
+        defaults = Defaults(limits=RequestLimits(max_output_tokens=most))
+        engine = saying("x" * 200, max_sequence_tokens=40)
+        chunks = ask(engine, asking(max_tokens=None), defaults=defaults)
+        assert ending(chunks)[2] == min(most, 40 - len(prompt_ids()))
 
 
 def test_stop_token_ids_end_beside_the_models_own() -> None:

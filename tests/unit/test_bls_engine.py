@@ -149,30 +149,25 @@ def test_the_deployed_model_decides_what_is_sent() -> None:
     assert run(engine(Child(), model=model).limits()).max_draft_tokens == 4
 
 
-def test_responses_that_arrive_while_the_reader_is_busy_are_all_kept() -> None:
+async def test_responses_that_arrive_while_the_reader_is_busy_are_all_kept() -> None:
     """A stream is taken in turns: wait, then all that is there, until a turn gives nothing."""
     child = Child(say(3), say(4, 5), say(6))
-
-    async def scenario() -> list[int]:
-        stream = engine(child).generate(ASK)
+    stream = engine(child).generate(ASK)
+    await stream.wait()
+    await drained(child)
+    tokens: list[int] = []
+    while chunks := stream.take():
+        tokens += [token for chunk in chunks for token in chunk.token_ids]
         await stream.wait()
-        await drained(child)
-        tokens: list[int] = []
-        while chunks := stream.take():
-            tokens += [token for chunk in chunks for token in chunk.token_ids]
-            await stream.wait()
-        await stream.aclose()
-        await stream.aclose()
-        return tokens
-
-    assert run(scenario()) == [3, 4, 5, 6]
+    await stream.aclose()
+    await stream.aclose()
+    assert tokens == [3, 4, 5, 6]
     assert child.stops == []
 
 
 async def test_a_child_that_has_ended_is_not_stopped() -> None:
     """A stop for an id that is gone costs a request, and might meet another's."""
     child = Child(say(3), say(4))
-
     made = engine(child)
     for _ in range(60):
         await read(made)
@@ -183,7 +178,6 @@ async def test_a_child_that_has_ended_is_not_stopped() -> None:
 async def test_streams_do_not_wait_for_each_other() -> None:
     """One that is silent has a thread of its own."""
     child = Child(say(3), silent=[Child.STOPPED, say(9)])
-
     made = engine(child)
     waiting = asyncio.create_task(read(made, replace(ASK, request_id="silent")))
     await eventually(lambda: child.asked)
@@ -198,17 +192,13 @@ async def test_streams_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("said", [(), (say(3),)])
-def test_an_error_is_the_engines(said: Any) -> None:
+async def test_an_error_is_the_engines(said: Any) -> None:
     """As the first response or in the middle; its first line is what counts."""
     child = Child(*said, fail("out of blocks\n\nAt:\n  /models/x/1/model.py(48): execute"))
     received: list[EngineChunk] = []
-
-    async def scenario() -> None:
+    with pytest.raises(EngineError) as caught:
         async for chunk in engine(child).generate(ASK):
             received.append(chunk)
-
-    with pytest.raises(EngineError) as caught:
-        run(scenario())
     assert type(caught.value) is EngineError and str(caught.value) == "out of blocks"
     assert len(received) == len(said) and child.stops == []
 
@@ -236,7 +226,6 @@ def test_no_response_at_all_is_an_error() -> None:
 async def test_silence_is_a_stall_and_the_child_is_stopped() -> None:
     """Triton 24.10 loses a mid-stream error; the timer is what notices."""
     child = Child(say(3), Child.STOPPED, say(4))
-
     made = engine(child, stall=0.03)
     with pytest.raises(EngineStalled, match=r"nothing for 0\.03 s"):
         await read(made)
@@ -255,7 +244,7 @@ def test_a_stream_that_speaks_in_time_never_stalls() -> None:
             clock.now = now
             await settle()
             child.released.release()
-        assert (await anext(chunks)).final
+        assert [chunk.final async for chunk in chunks] == [True]
 
     run_by_the_clock(scenario)
 
@@ -286,7 +275,6 @@ def test_a_request_that_waits_for_its_first_response_never_stalls(streaming: boo
 async def test_leaving_early_stops_the_child_and_reads_it_to_its_end() -> None:
     """By a stop request of its id, which needs no outputs; an iterator left behind would leak."""
     child = Child(say(3), Child.STOPPED, say(4), say(5))
-
     made = engine(child)
     async with aclosing(made.generate(ASK)) as stream:
         assert (await anext(aiter(stream))).token_ids == (3,)
@@ -299,7 +287,6 @@ async def test_leaving_early_stops_the_child_and_reads_it_to_its_end() -> None:
 async def test_a_reader_cancelled_while_waiting_stops_the_child() -> None:
     """Also before the first response."""
     child = Child(Child.STOPPED, say(4))
-
     reader = asyncio.create_task(read(engine(child)))
     await eventually(lambda: child.asked)
     reader.cancel()
@@ -315,7 +302,6 @@ async def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
     """The first stop may have come before the child knew its request; no thread waits for ever."""
     monkeypatch.setattr("trtllm_bls.engines.triton_bls._STOP_WAIT_SECONDS", 0.001)
     child = Child(say(3), Child.SILENCE)
-
     made = engine(child)
     async with aclosing(made.generate(ASK)) as stream:
         await stream.wait()
@@ -327,17 +313,12 @@ async def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
 
 
 @pytest.mark.parametrize("steps", [(say(3),), (say(3), fail("no")), (say(3), RuntimeError("no"))])
-def test_an_iterator_outlives_its_end(steps: Any) -> None:
+async def test_an_iterator_outlives_its_end(steps: Any) -> None:
     """Dropped at once, it would crash the stub of Triton 24.10; so after a failure, too."""
     child = Child(*steps)
-
-    async def scenario() -> BlsEngine:
-        made = engine(child)
-        await asyncio.gather(read(made), return_exceptions=True)
-        await ended(made)
-        return made
-
-    made = run(scenario())
+    made = engine(child)
+    await asyncio.gather(read(made), return_exceptions=True)
+    await ended(made)
     gc.collect()
     assert [iterator() is not None for iterator in child.iterators] == [True]
     del made

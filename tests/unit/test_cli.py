@@ -20,8 +20,8 @@ from trtllm_bls.cli import main
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher import ServerFailed
 from trtllm_bls.launcher.demo import prompts
-from trtllm_bls.launcher.logs import parse
-from trtllm_bls.launcher.terminal import LinePace, Terminal, show_error
+from trtllm_bls.launcher.logs import LinePace, parse
+from trtllm_bls.launcher.terminal import Terminal, show_error
 from trtllm_bls.settings import ServeSettings
 
 

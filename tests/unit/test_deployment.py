@@ -13,7 +13,7 @@ import trustme
 
 from doubles.scripted import Fault
 from doubles.scripted_tokens import hashed
-from tests.helpers.fake_engine_server import Triton, run
+from tests.helpers.fake_engine_server import Triton
 from tests.helpers.fake_metrics import Registry
 from tests.helpers.scripted_services import playing
 from tests.helpers.scripted_text import Collected, padded_model, tokenizer
@@ -66,7 +66,7 @@ def test_engines_are_sent_a_bias_for_each_of_the_models_logits() -> None:
     assert made._target._route.vocab_size == tokenizer().vocab_size + 64
 
 
-def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not() -> None:
+async def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not() -> None:
     """By whoever tells of readiness; both addresses must be ill, where there are two."""
 
     async def problem_of(deployment: Deployment, ill: bool) -> str | None:
@@ -76,50 +76,45 @@ def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not() -> None:
         await eventually(known)
         return await deployment.engine_problem()
 
-    async def scenario() -> None:
-        async with playing(hashed(10)) as (one, first), playing(hashed(10)) as (two, second):
-            choice = parse_engine(f"trtllm://{first},{second}")
-            made = Deployment(parameters(engine=choice), Registry())
-            await problem_of(made, ill=False)
-            ill = replace(one.behaviour, health="RuntimeError: dead")
-            one.behaviour = two.behaviour = ill
-            told = await problem_of(made, ill=True)
-            assert told and first in told and told.endswith("not healthy: RuntimeError: dead")
-            one.behaviour = replace(ill, health="OK")
-            await problem_of(made, ill=False)
-            await made.close()
-        made = Deployment(parameters(engine_url="localhost:1"), Registry())
-        assert await made.engine_problem() is None
+    async with playing(hashed(10)) as (one, first), playing(hashed(10)) as (two, second):
+        choice = parse_engine(f"trtllm://{first},{second}")
+        made = Deployment(parameters(engine=choice), Registry())
+        await problem_of(made, ill=False)
+        ill = replace(one.behaviour, health="RuntimeError: dead")
+        one.behaviour = two.behaviour = ill
+        told = await problem_of(made, ill=True)
+        assert told and first in told and told.endswith("not healthy: RuntimeError: dead")
+        one.behaviour = replace(ill, health="OK")
+        await problem_of(made, ill=False)
         await made.close()
+    made = Deployment(parameters(engine_url="localhost:1"), Registry())
+    assert await made.engine_problem() is None
+    await made.close()
 
-    run(scenario())
 
-
-def test_an_engine_elsewhere_shows_that_it_goes_on() -> None:
+async def test_an_engine_elsewhere_shows_that_it_goes_on() -> None:
     """Though every answer is to be in one piece and none has ended: a few are read as they grow."""
-
-    async def scenario() -> None:
-        asked = TextRequest(request_id="r", text="The quick", max_tokens=100)
-        async with playing(hashed(10)) as (service, url):
-            choice = parse_engine(f"trtllm://{url}")
-            made = Deployment(parameters(engine=choice), Registry())
-            service.engine.fault = Fault(error=None, after_tokens=5)
-            sinks = [Collected() for _ in range(6)]
-            running = [
-                asyncio.create_task(made.orchestrator.run(replace(asked, request_id=str(n)), sink))
-                for n, sink in enumerate(sinks)
-            ]
-            await eventually(lambda: made.tokens == 4 * 5 and len(service.requests) == 6)
-            assert sum(message.streaming for message in service.requests) == 4
-            assert not any(sink.chunks for sink in sinks)
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
-            assert made.tokens == 4 * 5
-            await made.close()
-
-    run(scenario())
-    assert deployed().orchestrator._defaults.shown == 0  # an engine here tells its steps
+    asked = TextRequest(request_id="r", text="The quick", max_tokens=100)
+    async with playing(hashed(10)) as (service, url):
+        choice = parse_engine(f"trtllm://{url}")
+        made = Deployment(parameters(engine=choice), Registry())
+        service.engine.fault = Fault(error=None, after_tokens=5)
+        sinks = [Collected() for _ in range(6)]
+        running = [
+            asyncio.create_task(made.orchestrator.run(replace(asked, request_id=str(n)), sink))
+            for n, sink in enumerate(sinks)
+        ]
+        await eventually(lambda: made.tokens == 4 * 5 and len(service.requests) == 6)
+        assert sum(message.streaming for message in service.requests) == 4
+        assert not any(sink.chunks for sink in sinks)
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        assert made.tokens == 4 * 5
+        await made.close()
+    made = Deployment(parameters(), Registry())
+    assert made.orchestrator._defaults.shown == 0  # an engine here tells its steps
+    await made.close()
 
 
 @pytest.mark.parametrize("source", ["off", "model", "ngram", "mixed"])
@@ -162,7 +157,7 @@ class Certificates:
         )
 
 
-def test_an_engine_behind_tls_is_reached_by_who_shows_its_certificate(tmp_path: Path) -> None:
+async def test_an_engine_behind_tls_is_reached_by_who_shows_its_certificate(tmp_path: Path) -> None:
     """And the server's has to be of the authority that the parameter names."""
     known = Certificates(tmp_path)
     (tmp_path / "others").mkdir()
@@ -175,22 +170,19 @@ def test_an_engine_behind_tls_is_reached_by_who_shows_its_certificate(tmp_path: 
         finally:
             await made.close()
 
-    async def dialogue() -> None:
-        triton = Triton()
-        triton.credentials = known.server
-        async with triton:
-            mine = {"tls_ca": known.ca, "tls_cert": known.cert, "tls_key": known.key}
-            assert await ask(triton.url, **mine) == 64
-            for wrong in (
-                {},
-                {"tls_ca": known.ca},
-                {**mine, "tls_ca": other.ca},
-                {**mine, "tls_cert": other.cert, "tls_key": other.key},
-            ):
-                with pytest.raises(EngineUnavailable):
-                    await ask(triton.url, **wrong)
-
-    run(dialogue())
+    triton = Triton()
+    triton.credentials = known.server
+    async with triton:
+        mine = {"tls_ca": known.ca, "tls_cert": known.cert, "tls_key": known.key}
+        assert await ask(triton.url, **mine) == 64
+        for wrong in (
+            {},
+            {"tls_ca": known.ca},
+            {**mine, "tls_ca": other.ca},
+            {**mine, "tls_cert": other.cert, "tls_key": other.key},
+        ):
+            with pytest.raises(EngineUnavailable):
+                await ask(triton.url, **wrong)
 
 
 def test_tls_that_is_half_configured_is_refused_at_load(tmp_path: Path) -> None:
@@ -236,7 +228,7 @@ def test_a_tokenizer_that_is_not_there_is_told_at_load(tmp_path: Path) -> None:
         Deployment(parameters(tokenizer_dir=tmp_path), Registry())
 
 
-def test_an_engine_that_is_not_there_is_told_at_the_request() -> None:
+async def test_an_engine_that_is_not_there_is_told_at_the_request() -> None:
     """While models load, the server's own port is not open yet, so loading cannot wait for it."""
 
     class Nowhere:
@@ -246,11 +238,8 @@ def test_an_engine_that_is_not_there_is_told_at_the_request() -> None:
         def send(self, chunk: TextChunk) -> None:
             raise AssertionError(chunk)
 
-    async def ask() -> None:
-        made = Deployment(parameters(), Registry())
-        request = TextRequest(request_id="r", text="hi", max_tokens=5)
-        with pytest.raises(EngineUnavailable, match="tensorrt_llm"):
-            await made.orchestrator.run(request, Nowhere())
-        await made.close()
-
-    asyncio.run(ask())
+    made = Deployment(parameters(), Registry())
+    request = TextRequest(request_id="r", text="hi", max_tokens=5)
+    with pytest.raises(EngineUnavailable, match="tensorrt_llm"):
+        await made.orchestrator.run(request, Nowhere())
+    await made.close()

@@ -117,7 +117,6 @@ async def test_a_request_for_drafts_of_a_service_meets_what_the_deployment_says(
 ) -> None:
     """A refusal that names the service's own settings, or plain decoding."""
     asked = replace(ASK, speculation=SpeculationRequest(num_draft_tokens=3))
-
     async with playing(reciting((7, 8), len(ASK.input_ids), then=2)) as (service, url):
         choice = parse_engine(f"trtllm://{url}")
         deployment = Deployment(parameters(engine=choice, ignore_unverifiable_drafts=ignored))

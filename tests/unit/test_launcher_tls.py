@@ -1,8 +1,10 @@
-"""How ``serve`` reaches its own gRPC port where that has TLS."""
+"""The certificates of ``serve``: who is asked with them, and which ports have them."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from trtllm_bls.health import Probe
 from trtllm_bls.health.command import look
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.certificates import own_tls
+from trtllm_bls.launcher.ports import choose
 from trtllm_bls.settings import Override, ServeSettings
 
 SECONDS = 20
@@ -99,10 +102,25 @@ def test_a_server_that_asks_for_certificates_is_shown_that_of_its_models(tmp_pat
 def test_files_that_are_no_pair_are_refused_at_start(tmp_path: Path) -> None:
     """In one line, before any model loads."""
     cert, key = issued(tmp_path, trustme.CA(), "localhost")
+    mutual = ServeSettings(
+        tls_cert=cert, tls_key=key, tls_client_ca=key, engine="trtllm://x:1", model=tmp_path
+    )
+    with pytest.raises(SettingsError, match=r"--tls-client-ca .*key\.pem: not usable: "):
+        TritonServer(mutual).start()
     key.write_text("")
     with pytest.raises(SettingsError, match=r"--tls-key .*key\.pem: not usable: "):
         TritonServer(ServeSettings(tls_cert=cert, tls_key=key)).start()
     assert own_tls(ServeSettings()) is None
+
+
+def test_with_tls_tritons_own_http_is_for_this_machine_alone(tmp_path: Path) -> None:
+    """On a port of its own; what speaks TLS takes the one that was asked for."""
+    cert, key = issued(tmp_path, trustme.CA(), "localhost")
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        open_to_all = ServeSettings(host="0.0.0.0", expose=True, http_port=port, grpc_port=0)
+        ports = choose(replace(open_to_all, metrics_port=0, tls_cert=cert, tls_key=key))
+    assert (ports.plain_host, ports.http == port) == ("127.0.0.1", False)
 
 
 def test_the_command_asks_over_tls(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from trtllm_bls.parameters import (
     GRPC_URL,
     MAX_STREAMS,
     MODEL_DIR,
-    TABLE,
     THREADS,
     BlsParameters,
     EngineParameters,
@@ -27,6 +26,7 @@ from trtllm_bls.parameters import (
 )
 from trtllm_bls.parameters.__main__ import as_markdown
 from trtllm_bls.parameters.kinds import DIRECTORY, FILE, FLAG, NUMBER, TEXT, Kind, choice, count
+from trtllm_bls.parameters.table import TABLE
 
 DOCS = Path(__file__).parents[2] / "docs" / "parameters.md"
 

@@ -191,6 +191,8 @@ def test_a_call_that_cannot_be_ended_is_tried_less_and_less_often(
     assert threads.seconds == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
     call.send_queued()
     assert ask.wait().error is not None
+    call.finish()
+    assert call.send_queued() == [] and len(threads.seconds) == 8  # it has ended: not tried again
     assert [record.getMessage() for record in caplog.records] == [
         f"{call.id}: a response could not be sent: no space left in shared memory"
     ]

@@ -131,7 +131,6 @@ async def test_reports_are_read_by_a_thread_and_none_is_lost() -> None:
     """The event loop only queues; what is queued when the server ends is still read."""
     registry, threads = Registry(), set()
     load = [(2, 1)]
-
     reports = RequestReports(
         TritonMetrics(registry, MODEL), [lambda _: threads.add(threading.get_ident())]
     )
@@ -156,7 +155,6 @@ async def test_the_servers_own_requests_are_not_reported(monkeypatch: pytest.Mon
     reports = RequestReports(metrics, [lambda stats: seen.append(stats.request_id)])
     for request_id in ("health-secret-1", "health-guess-2", "health-secret-x-3"):
         reports.add(replace(GOOD, request_id=request_id))
-
     reports.start(asyncio.get_running_loop(), lambda: (0, 0))
     reports.close()
     assert seen == ["health-guess-2", "health-secret-x-3"]

@@ -14,6 +14,7 @@ from doubles.scripted import Fault, ScriptedEngine
 from tests.helpers.scripted_pairs import GREEDY, Pair, hashed_pair, ids, read, told
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
+from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import (
@@ -185,27 +186,24 @@ def test_a_draft_model_that_is_not_there_fails_no_request(
     assert missing or "draft: gone" in caplog.text
 
 
-def test_the_end_of_a_speculating_request_is_told_once_however_it_ends() -> None:
+@skipping_waits
+async def test_the_end_of_a_speculating_request_is_told_once_however_it_ends() -> None:
     """Well, by an error or by its reader; never for plain requests."""
-
-    async def listen() -> None:
-        engines = hashed_pair()
-        routed = Routed(engines, engines.draft)
+    engines = hashed_pair()
+    routed = Routed(engines, engines.draft)
+    await routed.read(asking(2))
+    await routed.read(asking())
+    assert len(routed.ended) == 1
+    async with aclosing(routed.engine.generate(asking(2, max_tokens=90))) as stream:
+        await stream.wait()
+    await stream.aclose()
+    assert len(routed.ended) == 2
+    so_far = len(engines.target.requests)
+    engines.target.fault = Fault(error=EngineError("broken"), after_requests=so_far + 2)
+    with pytest.raises(EngineError, match="broken"):
         await routed.read(asking(2))
-        await routed.read(asking())
-        assert len(routed.ended) == 1
-        async with aclosing(routed.engine.generate(asking(2, max_tokens=90))) as stream:
-            await stream.wait()
-        await stream.aclose()
-        assert len(routed.ended) == 2
-        so_far = len(engines.target.requests)
-        engines.target.fault = Fault(error=EngineError("broken"), after_requests=so_far + 2)
-        with pytest.raises(EngineError, match="broken"):
-            await routed.read(asking(2))
-        assert len(routed.ended) == 3
-        assert (engines.live, engines.shared.in_flight) == ((0, 0), 0)
-
-    run(listen())
+    assert len(routed.ended) == 3
+    assert (engines.live, engines.shared.in_flight) == ((0, 0), 0)
 
 
 async def test_closing_closes_both_engines() -> None:
@@ -280,17 +278,14 @@ def untold_pair(one_step: bool) -> Pair:
 
 
 @pytest.mark.parametrize("one_step", [True, False])
-def test_an_engine_that_does_not_say_is_tried_once(one_step: bool) -> None:
+@skipping_waits
+async def test_an_engine_that_does_not_say_is_tried_once(one_step: bool) -> None:
     """Before the first plain requests are answered, however many there are."""
     engines = untold_pair(one_step)
     routed = Routed(engines)
-    expected = plain_answer(ask(max_tokens=9))
-
-    async def listen() -> None:
-        answers = await asyncio.gather(*(routed.read(ask(max_tokens=9)) for _ in range(5)))
-        assert [told(answer) for answer in answers] == [expected] * 5
-
-    run(listen())
+    expected = told(await read(hashed_pair().target, ask(max_tokens=9)))
+    answers = await asyncio.gather(*(routed.read(ask(max_tokens=9)) for _ in range(5)))
+    assert [told(answer) for answer in answers] == [expected] * 5
     probes = [request for request in engines.target.requests if request.max_tokens == 2]
     assert len(probes) == 1 and probes[0].end_id is None
     assert engines.shared.one_step is one_step
@@ -322,7 +317,6 @@ async def test_what_cannot_be_decoded_token_by_token_is_refused_by_name(field: s
     """With the reason: speculation was not asked for."""
     engines = one_step_pair()
     routed = Routed(engines)
-
     await routed.engine.limits()
     with pytest.raises(Unsupported) as caught:
         routed.engine.generate(ask(**{"sampling": GREEDY, **CANNOT[field]}))
@@ -331,22 +325,19 @@ async def test_what_cannot_be_decoded_token_by_token_is_refused_by_name(field: s
     assert engines.target.requests == []
 
 
-def test_a_target_that_verifies_nothing_is_asked_plainly() -> None:
+@skipping_waits
+async def test_a_target_that_verifies_nothing_is_asked_plainly() -> None:
     """By default; a request that asks for drafts is told by name that there are none."""
-
-    async def scenario() -> None:
-        both = hashed_pair(max_draft_tokens=0)
-        engine = RoutingEngine(both.target, both.draft, OPTIONS, by_default=True)
-        await engine.limits()
-        plain = ids(await read(engine, asking()))
-        assert plain == ids(await read(both.target, ask()))
-        assert not both.draft.requests
-        for field, request in {
-            "num_draft_tokens": asking(3),
-            "draft_source": asking(source="ngram"),
-        }.items():
-            with pytest.raises(Unsupported, match=f"^{field}: .*verifies no drafts"):
-                engine.generate(request)
-        assert ids(await read(engine, asking(0))) == plain
-
-    run(scenario())
+    both = hashed_pair(max_draft_tokens=0)
+    engine = RoutingEngine(both.target, both.draft, OPTIONS, by_default=True)
+    await engine.limits()
+    plain = ids(await read(engine, asking()))
+    assert plain == ids(await read(both.target, ask()))
+    assert not both.draft.requests
+    for field, request in {
+        "num_draft_tokens": asking(3),
+        "draft_source": asking(source="ngram"),
+    }.items():
+        with pytest.raises(Unsupported, match=f"^{field}: .*verifies no drafts"):
+            engine.generate(request)
+    assert ids(await read(engine, asking(0))) == plain

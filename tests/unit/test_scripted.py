@@ -135,7 +135,6 @@ async def test_a_draft_by_logits_leaves_the_targets_distribution() -> None:
     engine = ScriptedEngine(lambda _: target, Script(vocab_size=3))
     rng = np.random.default_rng(1)
     counts = np.zeros(3)
-
     for seed in range(2000):
         guess = int(rng.choice(3, p=drafted))
         draft = Draft(token_ids=(guess,), logits=np.log([drafted]))
@@ -242,7 +241,6 @@ def test_a_fault_comes_after_its_requests_and_tokens() -> None:
 async def test_leaving_a_stream_ends_its_work() -> None:
     """Closed after a chunk, or cancelled while the engine is silent: nothing lives on."""
     engine = saying(3, 4)
-
     async with aclosing(engine.generate(ASK)) as stream:
         await stream.wait()
         assert engine.live == 1

@@ -80,9 +80,10 @@ def test_both_spellings_may_agree_but_not_contradict() -> None:
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: float) -> None:
     """NaN, infinity and numbers an engine would choke on; what would fill memory included."""
-    dtype = BLS.input_named[name].numpy_type
-    with pytest.raises(InvalidRequest, match=f"^{name}: .* is not allowed"):
-        text(**{name: column(value, dtype=dtype)})
+    tensor = BLS.input_named[name]
+    must = tensor.bounds if np.isfinite(value) else "finite"
+    with pytest.raises(InvalidRequest, match=f"^{name}: .* is not allowed; it must be {must}$"):
+        text(**{name: column(value, dtype=tensor.numpy_type)})
 
 
 def test_what_was_not_sent_stays_unsaid() -> None:

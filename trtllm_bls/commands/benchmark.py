@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from trtllm_bls.client import Client, Tls
 from trtllm_bls.commands.benchmark_figures import Outcome, problem_of
 from trtllm_bls.commands.benchmark_report import Report, Run, check_outputs
-from trtllm_bls.commands.openai_stream import OpenAIClient
-from trtllm_bls.commands.servers import (
-    OpenAIModel,
-    Question,
-    Reply,
-    Server,
-    TritonTextModel,
-    is_openai,
-)
-from trtllm_bls.commands.terminal import EXIT_CODES, Exit, Program, assignments, open_client, run
+from trtllm_bls.commands.servers import Question, Reply, Server, server_at
+from trtllm_bls.commands.terminal import EXIT_CODES, Exit, Program, assignments, run
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 
 if sys.version_info >= (3, 11):
@@ -40,6 +34,7 @@ if sys.version_info >= (3, 11):
 else:
     from async_timeout import timeout
 
+_URL = "localhost:8001"
 _PROMPTS = (
     "Once upon a time",
     "What is machine learning?",
@@ -78,7 +73,7 @@ class Plan:
     rounds: int
     warmup: int
     timeout_s: float
-    ignore_eos: bool = field(default=False)
+    ignore_eos: bool = False
 
 
 @click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
@@ -138,8 +133,9 @@ async def _measure(given: dict[str, Any]) -> Exit:
     plans = {mode: _plan(given, 128 if mode == "batch" else 20) for mode in modes}
     console = Console(stderr=True)
     async with AsyncExitStack() as stack:
-        servers = [await _opened(stack, server) for server in _servers(given)]
-        names = _names(given, servers)
+        places = [*itertools.product(given["urls"] or [_URL], given["models"] or [None])]
+        servers = [await _opened(stack, _server(*place, given)) for place in places]
+        names = _names([url for url, _ in places], servers)
         runs = []
         for mode, plan in plans.items():
             with _progress(console, given["quiet"]) as bar:
@@ -215,28 +211,14 @@ def _prompt(file: Path, entry: Any) -> str | list[dict[str, str]]:
     return str(entry)
 
 
-def _servers(given: dict[str, Any]) -> list[Server]:
-    return [
-        _server(url, model, given)
-        for url in given["urls"] or ("localhost:8001",)
-        for model in given["models"] or (None,)
-    ]
-
-
 def _server(url: str, model: str | None, given: dict[str, Any]) -> Server:
-    if is_openai(url):
-        return OpenAIModel(OpenAIClient(url, given["api_key"]), model)
-    files = dict.fromkeys(("root_certificates", "private_key", "certificate_chain"))
-    return TritonTextModel(
-        open_client({"url": url, "ssl": given["ssl"], "retries": 0, **files}), model
-    )
+    tls = Tls() if given["ssl"] else None
+    return server_at(url, model, given["api_key"], partial(Client, url, tls=tls))
 
 
-def _names(given: dict[str, Any], servers: Sequence[Server]) -> tuple[str, ...]:
-    """Of the servers, in the order that ``_servers`` gives; equal ones get numbers."""
-    urls = given["urls"] or ("localhost:8001",)
-    each = len(servers) // len(urls)
-    found = [f"{server.model} at {urls[n // each]}" for n, server in enumerate(servers)]
+def _names(urls: Sequence[str], servers: Sequence[Server]) -> tuple[str, ...]:
+    """Of the servers at ``urls``; equal ones get numbers."""
+    found = [f"{server.model} at {url}" for url, server in zip(urls, servers, strict=True)]
     return tuple(
         f"{name} ({n})" if found.count(name) > 1 else name for n, name in enumerate(found, 1)
     )

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,7 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.text import Text
 
-from trtllm_bls.commands.openai_stream import OpenAIClient
-from trtllm_bls.commands.servers import (
-    OpenAIModel,
-    Question,
-    Reply,
-    Server,
-    TritonTextModel,
-    is_openai,
-)
+from trtllm_bls.commands.servers import Question, Reply, Server, server_at
 from trtllm_bls.commands.terminal import (
     EXIT_CODES,
     Exit,
@@ -82,7 +75,8 @@ Examples:
 def main(**given: Any) -> None:
     """Open the server, talk, close it."""
     try:
-        server = _server(given)
+        triton = partial(open_client, given)
+        server = server_at(given["url"], given["model"], given["api_key"], triton)
     except TrtllmBlsError as error:
         sys.exit(complain(error))
     loop = asyncio.new_event_loop()
@@ -97,12 +91,6 @@ def main(**given: Any) -> None:
         loop.run_until_complete(server.close())
         loop.close()
     sys.exit(code)
-
-
-def _server(given: dict[str, Any]) -> Server:
-    if is_openai(given["url"]):
-        return OpenAIModel(OpenAIClient(given["url"], given["api_key"]), given["model"])
-    return TritonTextModel(open_client(given), given["model"])
 
 
 class Conversation:

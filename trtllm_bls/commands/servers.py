@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,6 +169,10 @@ def _event(event: Mapping[str, Any]) -> Event:
     )
 
 
-def is_openai(url: str) -> bool:
-    """Whether the address is one of OpenAI's API."""
-    return "://" in url
+def server_at(
+    url: str, model: str | None, api_key: str | None, triton: Callable[[], Client]
+) -> Server:
+    """The server at ``url``; ``triton`` makes the client of Triton's gRPC port, if it is one."""
+    if "://" in url:
+        return OpenAIModel(OpenAIClient(url, api_key), model)
+    return TritonTextModel(triton(), model)

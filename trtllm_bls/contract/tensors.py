@@ -75,7 +75,8 @@ class Tensor:
     def check(self, value: float) -> None:
         """Raises ``InvalidRequest`` where the value is outside the tensor's bounds."""
         if self.bounds is not None and not self.bounds.allow(value):
-            raise InvalidRequest(self.name, f"{value} is not allowed; it must be {self.bounds}")
+            must = self.bounds if math.isfinite(value) else "finite"
+            raise InvalidRequest(self.name, f"{value} is not allowed; it must be {must}")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How ``serve`` reaches its own gRPC port where that has TLS."""
+"""The certificates of ``serve``: how its ports show them, and how it reaches those itself."""
 
 from __future__ import annotations
 
@@ -31,26 +31,64 @@ def own_tls(settings: ServeSettings) -> Tls | None:
         if settings.tls_client_ca is not None and parameter in named
     }
     try:
+        server_context(settings)
         return Tls(root_certificates=cert, server_name=_named_by(cert, key), **shown)
     except (OSError, ValueError) as error:  # of which ssl's own are kinds
-        raise SettingsError(f"--tls-cert {cert}, --tls-key {key}: not usable: {error}") from error
+        ca = settings.tls_client_ca
+        files = f"--tls-cert {cert}, --tls-key {key}" + (f", --tls-client-ca {ca}" if ca else "")
+        raise SettingsError(f"{files}: not usable: {error}") from error
+
+
+def server_context(settings: ServeSettings) -> ssl.SSLContext:
+    """The server's side of TLS. Raises ``OSError`` and ``ValueError`` for files of no use."""
+    assert settings.tls_cert is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    if settings.tls_client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(settings.tls_client_ca)
+    return context
+
+
+def client_context(settings: ServeSettings) -> ssl.SSLContext | None:
+    """How ``serve`` asks its own HTTPS port: it trusts what ``own_tls`` does."""
+    tls = own_tls(settings)
+    if tls is None or settings.tls_cert is None:
+        return None
+    context = _trusting(settings.tls_cert)
+    if tls.certificate_chain is not None:
+        context.load_cert_chain(tls.certificate_chain, tls.private_key)
+    return context
+
+
+def curl_tls(settings: ServeSettings) -> str:
+    """What curl needs for a port with TLS, whose certificate need not name its address."""
+    if settings.tls_cert is None:
+        return ""
+    return " -k" if settings.tls_client_ca is None else ' -k --cert "$CERT" --key "$CERT_KEY"'
 
 
 def _named_by(cert: Path, key: Path) -> str | None:
     """A name in the certificate, which need not be the address that the server listens at."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert, key)
-    text = cert.read_text(encoding="ascii")
-    first, end, _ = text[text.find("-----BEGIN CERT") :].partition("-----END CERTIFICATE-----")
-    client = ssl.create_default_context(cadata=first + end)
-    client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    peer: dict[str, Any] = _handshake(server, client).getpeercert() or {}
+    peer: dict[str, Any] = _handshake(server, _trusting(cert)).getpeercert() or {}
     names = [name for _, name in peer.get("subjectAltName", ())]
     names += [
         name for part in peer.get("subject", ()) for kind, name in part if kind == "commonName"
     ]
     return str(names[0]).replace("*", "any") if names else None
+
+
+def _trusting(cert: Path) -> ssl.SSLContext:
+    """The first certificate of the file alone, whatever it names."""
+    text = cert.read_text(encoding="ascii")
+    first, end, _ = text[text.find("-----BEGIN CERT") :].partition("-----END CERTIFICATE-----")
+    client = ssl.create_default_context(cadata=first + end)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return client
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLObject:

@@ -18,6 +18,7 @@ import psutil
 
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher.back_off import BackOff
+from trtllm_bls.launcher.certificates import client_context, curl_tls
 from trtllm_bls.launcher.ports import listen
 from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit, relay_lines
 from trtllm_bls.launcher.server import TritonServer
@@ -36,7 +37,7 @@ def check(settings: ServeSettings) -> bool:
     """
     if not settings.openai_port or find_spec("uvicorn") is None:
         return False
-    listen(settings.plain_host, settings.openai_port, "--openai-port", "no OpenAI API").close()
+    listen(settings.host, settings.openai_port, "--openai-port", "no OpenAI API").close()
     return True
 
 
@@ -54,7 +55,7 @@ def chat_curl(url: str, settings: ServeSettings) -> str:
     headers = "-H 'Content-Type: application/json'"
     if settings.api_keys_file is not None:
         headers += ' -H "Authorization: Bearer $KEY"'
-    return f"curl -s {url}/v1/chat/completions {headers} -d '{request}'"
+    return f"curl -s{curl_tls(settings)} {url}/v1/chat/completions {headers} -d '{request}'"
 
 
 class OpenAIProcess:
@@ -72,11 +73,17 @@ class OpenAIProcess:
         on_line: Callable[[str], object],
     ) -> None:
         settings = server.settings
-        host = server.host if settings.tls_cert is None else settings.plain_host
-        self.url = f"http://{host}:{settings.openai_port}"
+        scheme = "http" if settings.tls_cert is None else "https"
+        self.url = f"{scheme}://{server.host}:{settings.openai_port}"
         self.curl = chat_curl(self.url, settings)
         command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
-        command += ["--host", settings.plain_host, "--port", str(settings.openai_port)]
+        command += ["--host", settings.host, "--port", str(settings.openai_port)]
+        for option, file in (
+            ("--ssl-certfile", settings.tls_cert),
+            ("--ssl-keyfile", settings.tls_key),
+            ("--ssl-ca-certs", settings.tls_client_ca),
+        ):
+            command += [] if file is None else [option, str(file)]
         command += ["--model-repository", str(server.repository)]
         command += ["--workers", str(settings.openai_workers)]
         command += ["--exit-timeout", str(settings.exit_timeout)]
@@ -89,6 +96,7 @@ class OpenAIProcess:
         command += ["--reasoning-parser", settings.reasoning_parser]
         self._server, self._on_problem, self._on_line = server, on_problem, on_line
         self._command, self._environment = command, server.environment
+        self._context = client_context(settings)
         self._limit = settings.exit_timeout + GRACE_MARGIN
         self._closing = threading.Event()
         self._keeping = threading.Thread(target=self._keep, name="openai-api", daemon=True)
@@ -181,9 +189,11 @@ class OpenAIProcess:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=15):
+            with urllib.request.urlopen(f"{self.url}/health", timeout=15, context=self._context):
                 return True
         except urllib.error.HTTPError:
             return self._server.settings.engine_is_elsewhere  # which may be lost for a while
-        except OSError:
+        except urllib.error.URLError:
             return False
+        except OSError:  # after the handshake: it wants a certificate, of which there is none here
+            return self._server.settings.tls_client_ca is not None

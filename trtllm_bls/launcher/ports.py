@@ -18,7 +18,7 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Ports:
-    """Where one server listens; HTTP and metrics at ``plain_host``, if that is another."""
+    """Where Triton listens; for HTTP and metrics at ``plain_host``, if that is another."""
 
     host: str
     http: int
@@ -48,7 +48,9 @@ def choose(settings: ServeSettings) -> Ports:
     with ExitStack() as held:  # all at once, so that no port is chosen twice
         for field in ("http_port", "grpc_port", "metrics_port"):
             host = settings.host if field == "grpc_port" else settings.plain_host
-            listening = held.enter_context(listen(host, getattr(settings, field), option(field)))
+            forwarded = field == "http_port" and settings.tls_cert is not None
+            port = 0 if forwarded else getattr(settings, field)
+            listening = held.enter_context(listen(host, port, option(field)))
             chosen.append(int(listening.getsockname()[1]))
     http, grpc, metrics = chosen
     return Ports(settings.host, http, grpc, metrics, settings.plain_host)

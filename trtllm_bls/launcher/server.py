@@ -24,13 +24,14 @@ import psutil
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Probe
 from trtllm_bls.launcher import checks, command, workdir
-from trtllm_bls.launcher.certificates import own_tls
+from trtllm_bls.launcher.certificates import own_tls, server_context
 from trtllm_bls.launcher.find import PACKAGE, Installation, find_server
 from trtllm_bls.launcher.listener import Listener
 from trtllm_bls.launcher.logs import LogBook
-from trtllm_bls.launcher.ports import Ports, choose
+from trtllm_bls.launcher.ports import Ports, choose, listen
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
 from trtllm_bls.launcher.readiness import Readiness, StartProgress
+from trtllm_bls.launcher.tls_forwarder import TlsForwarder
 from trtllm_bls.parameters import DRAFT_MODEL_DIR, MODEL_DIR, STATUS_DIR
 from trtllm_bls.settings import ServeSettings
 from trtllm_bls.status import CANARY_ID
@@ -91,6 +92,7 @@ class TritonServer:
         self._run: _RunningServer | None = None
         self._stop_requests = 0
         self._failure: str | None = None
+        self._forwarder: TlsForwarder | None = None  # stays while the server is started again
 
     def __enter__(self) -> TritonServer:
         self.start()
@@ -101,8 +103,11 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        """``http://host:port``, reachable from this machine."""
-        return f"http://{self._running.ports.reachable_plain_host}:{self._running.ports.http}"
+        """``http://host:port``, or https where there is TLS, reachable from this machine."""
+        ports = self._running.ports
+        if self._forwarder is not None:
+            return f"https://{ports.reachable_host}:{self._forwarder.port}"
+        return f"http://{ports.reachable_plain_host}:{ports.http}"
 
     @property
     def host(self) -> str:
@@ -185,20 +190,24 @@ class TritonServer:
         did not get ready, ``Stopped`` if it was asked to stop meanwhile.
         """
         server = self._checked_installation()
+        settings = self.settings
+        if settings.tls_cert is not None and self._forwarder is None:
+            listening = listen(settings.host, settings.http_port, "--http-port")
+            context = server_context(settings)
+            self._forwarder = TlsForwarder(listening, context, self._listener.warning)
         for attempt in range(START_ATTEMPTS):
             try:
                 self._run = self._launch(server)
                 self._wait_until_ready(self._run)
                 return
-            except (PortTaken, StartStuck) as error:
+            except BaseException as error:
                 self._end()
-                in_vain = isinstance(error, PortTaken) and not self._any_free_port
-                if attempt == START_ATTEMPTS - 1 or in_vain:
+                other_port = isinstance(error, PortTaken) and self._any_free_port
+                may_help = other_port or isinstance(error, StartStuck)
+                if attempt == START_ATTEMPTS - 1 or not may_help:
+                    self._close_forwarder()
                     raise
                 self._listener.warning(f"{error}; starting again")
-            except BaseException:
-                self._end()
-                raise
 
     def request_stop(self) -> bool:
         """Ask the server to stop, without waiting; the second request kills it.
@@ -215,8 +224,9 @@ class TritonServer:
     def keep_ports(self) -> None:
         """Start again where it is now: ports that were free to choose are no more."""
         ports = self._running.ports
+        http = ports.http if self._forwarder is None else self._forwarder.port
         self.settings = replace(
-            self.settings, http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics
+            self.settings, http_port=http, grpc_port=ports.grpc, metrics_port=ports.metrics
         )
 
     def fail(self, problem: str) -> None:
@@ -253,19 +263,20 @@ class TritonServer:
 
     def stop(self) -> None:
         """Let running requests end, at most ``exit_timeout`` seconds, and clean up."""
-        if self._run is None:
-            return
-        if not self._stop_requests:
-            self.request_stop()
-        with suppress(TimeoutExpired):
-            self._run.process.wait(self.settings.exit_timeout + 2 * GRACE_MARGIN)
-        self._end()
-        self._stop_requests = 0
+        if self._run is not None:
+            if not self._stop_requests:
+                self.request_stop()
+            with suppress(TimeoutExpired):
+                self._run.process.wait(self.settings.exit_timeout + 2 * GRACE_MARGIN)
+            self._end()
+            self._stop_requests = 0
+        self._close_forwarder()
 
     @property
     def _any_free_port(self) -> bool:
         settings = self.settings
-        return 0 in (settings.http_port, settings.grpc_port, settings.metrics_port)
+        ports = (settings.http_port, settings.grpc_port, settings.metrics_port)
+        return 0 in ports or settings.tls_cert is not None  # then Triton's own HTTP port is free
 
     def _checked_installation(self) -> Installation:
         checks.check_platform()
@@ -314,6 +325,8 @@ class TritonServer:
         except BaseException:
             scratch.remove()
             raise
+        if self._forwarder is not None:
+            self._forwarder.upstream = (ports.plain_host, ports.http)
         return _RunningServer(ports, served, environment, models, scratch, book, process)
 
     def _hear(self, book: LogBook) -> Callable[[str], None]:
@@ -364,7 +377,14 @@ class TritonServer:
     def _end(self) -> None:
         """Whatever state it is in: no process, no file remains."""
         run, self._run = self._run, None
+        if self._forwarder is not None:
+            self._forwarder.upstream = None
         if run is not None:
             run.process.kill()
             run.process.close()
             run.scratch.remove()
+
+    def _close_forwarder(self) -> None:
+        forwarder, self._forwarder = self._forwarder, None
+        if forwarder is not None:
+            forwarder.close()

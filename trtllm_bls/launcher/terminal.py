@@ -17,35 +17,13 @@ from rich.status import Status
 from rich.text import Text
 
 from trtllm_bls.errors import TrtllmBlsError
+from trtllm_bls.launcher.certificates import curl_tls
 from trtllm_bls.launcher.listener import Listener
-from trtllm_bls.launcher.logs import TAIL_LINES, LogLine
+from trtllm_bls.launcher.logs import TAIL_LINES, LinePace, LogLine
 from trtllm_bls.launcher.server import ServerFailed, TritonServer
 
 _STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
 _TEXT_MODEL = "tensorrt_llm_bls"
-
-
-class LinePace:
-    """Which of Triton's own lines are shown: a burst, then so many a second.
-
-    A server without file descriptors warns thousands of times a second.
-    """
-
-    def __init__(self, burst: int = 200, per_second: float = 20.0) -> None:
-        self._burst, self._per_second = burst, per_second
-        self._room, self._at = float(burst), 0.0
-        self._left_out = 0
-
-    def take(self, now: float) -> int | None:
-        """How many lines were left out before this one; ``None`` if it is left out too."""
-        self._room = min(self._burst, self._room + (now - self._at) * self._per_second)
-        self._at = now
-        if self._room < 1:
-            self._left_out += 1
-            return None
-        self._room -= 1
-        left_out, self._left_out = self._left_out, 0
-        return left_out
 
 
 class Terminal(Listener):
@@ -154,7 +132,7 @@ def announcement(server: TritonServer, health_port: int, api: tuple[str, str] | 
 
     ``api`` is the same of the OpenAI API beside it.
     """
-    health = f"{server.http_url.rpartition(':')[0]}:{health_port}/health/ready"
+    health = f"http://{server.host}:{health_port}/health/ready"
     return "\n".join(
         (
             *([] if api is None else [f"OpenAI   {api[0]}/v1"]),
@@ -170,12 +148,13 @@ def announcement(server: TritonServer, health_port: int, api: tuple[str, str] | 
 
 def _curl(server: TritonServer) -> str:
     if _TEXT_MODEL not in server.models:
-        return f"curl -i {server.http_url}/v2/health/ready"
+        return f"curl -i{curl_tls(server.settings)} {server.http_url}/v2/health/ready"
     url = f"{server.http_url}/v2/models/{_TEXT_MODEL}/generate"
     request = '"text_input": "Once upon a time", "max_tokens": 32'
     if server.settings.decoupled is not False:  # else there are no streams
         url, request = url + "_stream", request + ', "stream": true'
-    return f"curl -sN {url} -H 'Content-Type: application/json' -d '{{{request}}}'"
+    url = f"{curl_tls(server.settings)} {url}"
+    return f"curl -sN{url} -H 'Content-Type: application/json' -d '{{{request}}}'"
 
 
 def show_error(console: Console, error: TrtllmBlsError) -> None:

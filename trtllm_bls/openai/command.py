@@ -63,6 +63,7 @@ def _parameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--ssl-certfile", type=_PATH, help="Serve HTTPS with this certificate, in PEM.")
 @click.option("--ssl-keyfile", type=_PATH, help="Key of --ssl-certfile, in PEM.")
+@click.option("--ssl-ca-certs", type=_PATH, help="Whose certificates clients must show, in PEM.")
 @click.option(
     "--exit-timeout",
     default=30,
@@ -133,6 +134,7 @@ def main(context: click.Context, /, **options: Any) -> None:
         exit_timeout=options["exit_timeout"],
         certificate=options["ssl_certfile"],
         key=options["ssl_keyfile"],
+        client_ca=options["ssl_ca_certs"],
     )
     sys.exit(serve(parameters, api, server))
 

@@ -34,6 +34,7 @@ _LOOK_S = 0.2  # between looks at whether to stop
 RENEW_S = 0.5  # after which a worker renews its proof
 _PROVEN_S = 2.5  # so long a proof holds; a loop with more to do than it can is late
 _HEAD_BYTES = 2048
+_HANDSHAKE_S = 10  # of TLS
 _MOST_READ = 1 << 20  # of what is refused
 _HARMLESS = rb"(?:host|user-agent|accept[a-z-]*|cache-control):[^\r\n]*\r\n"
 _PROBE = re.compile(
@@ -74,15 +75,16 @@ class Front(threading.Thread):
     """Accepts from ``listening``, which it closes at the end, until ``stopping``.
 
     ``workers``: a pair of SOCK_SEQPACKET sockets; connections go into the first, and the workers
-    read the second. ``healthy``: whether to say so. ``silent_s``: after so many seconds in which it
-    asks nothing a connection is closed.
+    read the second. ``healthy``: whether to say so; ``None``: what is asked cannot be read here,
+    nor an answer be written. ``silent_s``: after so many seconds in which it asks nothing a
+    connection is closed.
     """
 
     def __init__(
         self,
         listening: socket.socket,
         workers: tuple[socket.socket, socket.socket],
-        healthy: Callable[[], bool],
+        healthy: Callable[[], bool] | None,
         stopping: Callable[[], bool],
         silent_s: float = 75,
     ) -> None:
@@ -140,7 +142,7 @@ class Front(threading.Thread):
             connection, _ = self._listening.accept()
             with connection:
                 connection.setblocking(False)
-                connection.send(_REFUSAL)
+                connection.send(_REFUSAL if self._healthy else b"")
                 connection.shutdown(socket.SHUT_WR)
                 connection.recv(_MOST_READ)  # what is left unread would take the answer back
         self._reserve = os.open(os.devnull, os.O_RDONLY)
@@ -157,8 +159,8 @@ class Front(threading.Thread):
     def _look_at(self, connection: socket.socket) -> None:
         try:
             head = connection.recv(_HEAD_BYTES, socket.MSG_PEEK)
-            probe = _PROBE.fullmatch(head) if head else None
-            if probe is not None and self._healthy():
+            probe = _PROBE.fullmatch(head) if head and self._healthy else None
+            if probe is not None and self._healthy and self._healthy():
                 connection.send(_answer(closes=bool(probe[1])))
                 connection.recv(len(head))
                 head = b"" if probe[1] else head
@@ -211,14 +213,15 @@ class WorkerLoop(Loop):
         sock = options.get("sock")
         if sock is None or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
             return await super().create_server(protocol_factory, *args, **options)
-        return _Given(self, protocol_factory, sock)
+        return _Given(self, protocol_factory, sock, options.get("ssl"))
 
 
 class _Given:
     """As much of an ``asyncio.Server`` as uvicorn uses."""
 
-    def __init__(self, loop: WorkerLoop, factory: Any, sock: socket.socket) -> None:
+    def __init__(self, loop: WorkerLoop, factory: Any, sock: socket.socket, tls: Any) -> None:
         self._loop, self._factory, self._sock = loop, factory, sock
+        self._options = {"ssl": tls, "ssl_handshake_timeout": _HANDSHAKE_S} if tls else {}
         self._beginning: set[asyncio.Task[Any]] = set()
         sock.setblocking(False)
         loop.add_reader(sock, self._take)
@@ -232,10 +235,13 @@ class _Given:
             self.close()  # nobody is in front any more
         for fd in fds:
             connection = socket.socket(fileno=fd)
-            begin = self._loop.connect_accepted_socket(self._factory, connection)
-            task = self._loop.create_task(begin)
+            task = self._loop.create_task(self._begin(connection))
             self._beginning.add(task)
             task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        with suppress(OSError):  # it has left, or its handshake failed
+            await self._loop.connect_accepted_socket(self._factory, connection, **self._options)
 
     def close(self) -> None:
         self._loop.remove_reader(self._sock)

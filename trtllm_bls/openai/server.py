@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +42,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How the API is served. ``port`` 0: any free one; ``exit_timeout``: seconds."""
+    """How the API is served. ``port`` 0: any free one; ``exit_timeout``: seconds; ``client_ca``:
+    whose certificates clients must show, with TLS."""
 
     host: str = "127.0.0.1"
     port: int = 9000
@@ -49,6 +51,7 @@ class ServerSettings:
     exit_timeout: int = 30
     certificate: Path | None = None
     key: Path | None = None
+    client_ca: Path | None = None
 
 
 class LimitedHeaders(HttpToolsProtocol):
@@ -71,10 +74,6 @@ class LimitedHeaders(HttpToolsProtocol):
         super().on_headers_complete()
         scope = cast("dict[str, Any]", self.scope)
         scope[BODY_WRITE] = partial(self._write_body, self.cycle)
-
-    def on_message_complete(self) -> None:
-        self._in_headers, self._header_bytes = True, 0  # of the connection's next request
-        super().on_message_complete()
 
     def _write_body(self, cycle: RequestResponseCycle, data: bytes) -> bool:
         """What ``cycle.send`` does with a part of a chunked body, in a third of its time."""
@@ -124,21 +123,21 @@ def _serve(
         workers=server.workers,
         ssl_certfile=server.certificate,
         ssl_keyfile=server.key,
+        ssl_ca_certs=str(server.client_ca) if server.client_ca is not None else None,
+        ssl_cert_reqs=ssl.CERT_NONE if server.client_ca is None else ssl.CERT_REQUIRED,
         **options,
     )
     print(f"OpenAI API: {scheme}://{shown}:{port}/v1", flush=True)
     if not _SUPERVISES:
         _serve_with_older(config, listening)
         return
-    if server.certificate is not None:  # nobody but a worker can read what is asked
-        workers = _Workers(config, [listening])
-    else:
-        assert api.shared is not None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        config.loop = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
-        workers = _Workers(config, [theirs])
-        healthy = SharedProofs(api.shared).hold
-        Front(listening, (ours, theirs), healthy, workers.should_exit.is_set).start()
+    assert api.shared is not None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    config.loop = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
+    workers = _Workers(config, [theirs])
+    # With TLS nobody but a worker can read what is asked.
+    healthy = None if server.certificate else SharedProofs(api.shared).hold
+    Front(listening, (ours, theirs), healthy, workers.should_exit.is_set).start()
     workers.run()
     if any(process.exitcode == _STARTUP_FAILURE for process in workers.processes):
         raise SetupError("the API did not start; the log says why")

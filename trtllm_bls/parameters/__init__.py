@@ -15,30 +15,25 @@ from trtllm_bls.parameters.reading import (
 )
 from trtllm_bls.parameters.table import (
     DRAFT_MODEL_DIR,
-    ENGINE_FACTS,
     ENGINE_TLS_PIN,
     GIVEN,
     GRPC_URL,
     MAX_STREAMS,
     MODEL_DIR,
     STATUS_DIR,
-    TABLE,
     THREADS,
     check,
     rows_of,
-    suggestion,
 )
 
 __all__ = [
     "DRAFT_MODEL_DIR",
-    "ENGINE_FACTS",
     "ENGINE_TLS_PIN",
     "GIVEN",
     "GRPC_URL",
     "MAX_STREAMS",
     "MODEL_DIR",
     "STATUS_DIR",
-    "TABLE",
     "THREADS",
     "BlsParameters",
     "EngineChoice",
@@ -51,5 +46,4 @@ __all__ = [
     "parse_engine",
     "request_limits",
     "rows_of",
-    "suggestion",
 ]
