@@ -309,7 +309,8 @@ class Http2Connection(asyncio.Protocol):
         if transport is not None and not transport.is_closing():
             transport.pause_reading()
             # All connections at the same times: one turn of the event loop reads them all.
-            turn = self._loop.time() // _GATHER_SECONDS + 1
+            # Not one that is nearly due: uvloop's timers, of whole milliseconds, would not wait.
+            turn = round(self._loop.time() / _GATHER_SECONDS) + 1
             self._loop.call_at(turn * _GATHER_SECONDS, self._read_on, transport)
 
     def _read_on(self, transport: asyncio.Transport) -> None:
