@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from trtllm_bls.errors import InvalidRequest, Overloaded
@@ -37,13 +35,16 @@ class Admission:
         self.running = 0  # sequences
         self.queued = 0
 
-    @asynccontextmanager
-    async def place(self, sequences: int) -> AsyncIterator[None]:
+    def place(self, sequences: int) -> _Place:
         """Hold places for as long as the context is entered; waits for them before that.
 
-        Raises ``InvalidRequest`` for more sequences than may ever run at once, and ``Overloaded``
-        at once where as many wait as may, or after waiting too long.
+        Entering raises ``InvalidRequest`` for more sequences than may ever run at once, and
+        ``Overloaded`` at once where as many wait as may, or after waiting too long.
         """
+        return _Place(self, sequences)
+
+    async def enter(self, sequences: int) -> None:
+        """Take places; each must be left."""
         if sequences > self._max_running:
             raise _limited(
                 "num_return_sequences",
@@ -54,15 +55,12 @@ class Admission:
             await self._wait(sequences)
         else:
             self.running += sequences
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            yield
-        finally:
-            took = loop.time() - began
-            self._average_s += _NEW * (took - self._average_s) if self._average_s else took
-            self.running -= sequences
-            self._admit()
+
+    def leave(self, sequences: int, took: float) -> None:
+        """Give places back, after ``took`` seconds."""
+        self._average_s += _NEW * (took - self._average_s) if self._average_s else took
+        self.running -= sequences
+        self._admit()
 
     def refuse_waiting(self, problem: str) -> None:
         """Raise ``Overloaded(problem)`` in all that wait for a place."""
@@ -85,7 +83,7 @@ class Admission:
             await entry[0]
         except BaseException:
             if entry in self._waiting:
-                self._leave(entry)
+                self._stop_waiting(entry)
             elif not entry[0].cancelled() and entry[0].exception() is None:
                 self.running -= sequences  # admitted, and cancelled before it went on
             self._admit()
@@ -103,12 +101,12 @@ class Admission:
         """Give free places to those that have waited longest."""
         while self._waiting and self.running + self._waiting[0][1] <= self._max_running:
             entry = self._waiting[0]
-            self._leave(entry)
+            self._stop_waiting(entry)
             if not entry[0].done():  # else it is about to leave
                 self.running += entry[1]
                 entry[0].set_result(None)
 
-    def _leave(self, entry: tuple[asyncio.Future[None], int]) -> None:
+    def _stop_waiting(self, entry: tuple[asyncio.Future[None], int]) -> None:
         self._waiting.remove(entry)
         self.queued -= entry[1]
 
@@ -119,6 +117,20 @@ class Admission:
             f"try again in about {max(1, seconds)} s",
             parameter,
         )
+
+
+class _Place:
+    """What ``Admission.place`` gives; made by a generator it would cost four times as much."""
+
+    def __init__(self, admission: Admission, sequences: int) -> None:
+        self._admission, self._sequences = admission, sequences
+
+    async def __aenter__(self) -> None:
+        await self._admission.enter(self._sequences)
+        self._began = asyncio.get_running_loop().time()
+
+    async def __aexit__(self, *error: object) -> None:
+        self._admission.leave(self._sequences, asyncio.get_running_loop().time() - self._began)
 
 
 @dataclass(frozen=True, kw_only=True)

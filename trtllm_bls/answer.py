@@ -30,7 +30,7 @@ from trtllm_bls.messages import (
 from trtllm_bls.stopping import StopMatcher
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class TextRules:
     """What ends a sequence and what its caller wants to see of it.
 
@@ -100,7 +100,7 @@ class Answer:
             text = sequence.plain_text(chunks[0].token_ids)
             if text is not None:
                 self.begun = True
-                return [TextChunk.of_text(text, chunks[0].sequence_index)] if text else []
+                return [_text_chunk(text, chunks[0].sequence_index)] if text else []
         touched: dict[int, SequenceText] = {}
         for chunk in chunks if len(self._sequences) > 1 else _joined(chunks):
             sequence = self._sequences[chunk.sequence_index]
@@ -447,3 +447,10 @@ def too_late(sequences: int) -> Sequence[TextChunk]:
     """The answer to a request whose time was up before its prompt's tokens were counted."""
     ending = Ending(finish_reason=FinishReason.TIMEOUT, prompt_tokens=0, completion_tokens=0)
     return [TextChunk(text="", sequence_index=i, ending=ending) for i in range(sequences)]
+
+
+def _text_chunk(text: str, sequence_index: int) -> TextChunk:
+    """Text and nothing else, as ``engines.base.ids_chunk`` is ids alone."""
+    chunk = object.__new__(TextChunk)
+    chunk.text, chunk.sequence_index, chunk.ending = text, sequence_index, None
+    return chunk

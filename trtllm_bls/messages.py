@@ -122,7 +122,7 @@ class SpeculationRequest:
     prediction: TokenIds = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class EngineRequest:
     """One prompt as token ids, for any engine.
 
@@ -159,8 +159,6 @@ class EngineRequest:
         rows = context * self.wants.context_logits + new * self.wants.generation_logits
         return self.num_return_sequences * rows
 
-
-_new = object.__new__  # fields that an object lacks are found as its class's defaults
 
 # --- from the engine ------------------------------------------------------------------------
 
@@ -201,14 +199,14 @@ class SpeculationCounts:
     predicted_accepted: int = 0
 
 
-@dataclass(kw_only=True)  # as frozen it would take four times as long to make, for each token
+@dataclass(kw_only=True)  # as frozen it would take four times as long to make
 class EngineChunk:
     """Tokens new since the last chunk of the same sequence; may be none.
 
     ``log_probs``, ``top_log_probs`` and ``generation_logits`` belong to exactly these
     ``token_ids``. ``final`` marks the last chunk of a sequence; ``finish_reason`` is ``None`` even
     there when the engine's wire does not say. ``speculation`` counts all rounds so far; ``None``
-    where there are none.
+    where there are none. ``ids_only`` may be true where all the rest is left out.
     """
 
     token_ids: TokenIds
@@ -222,14 +220,7 @@ class EngineChunk:
     generation_logits: Array | None = None  # [len(token_ids), vocab]
     metrics: EngineMetrics | None = None
     speculation: SpeculationCounts | None = None
-    ids_only: bool = field(default=False, init=False, repr=False, compare=False)
-
-    @staticmethod
-    def of_ids(token_ids: TokenIds, sequence_index: int = 0) -> EngineChunk:
-        """Ids and nothing else, made in a third of the time; ``ids_only`` tells it."""
-        chunk = _new(EngineChunk)
-        chunk.token_ids, chunk.sequence_index, chunk.ids_only = token_ids, sequence_index, True
-        return chunk
+    ids_only: bool = field(default=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +261,7 @@ class ChatOptions:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class TextRequest:
     """One prompt with everything asked of it.
 
@@ -286,6 +277,7 @@ class TextRequest:
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
     ``traceparent`` is the caller's trace context (W3C).
+    ``text_ids``: what ``text`` is in token ids, where it has been tokenised already.
     """
 
     request_id: str
@@ -319,12 +311,13 @@ class TextRequest:
     prompt_table_extra_id: int | None = None
     traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
+    text_ids: PromptIds | None = field(default=None, compare=False, repr=False)
 
 
 # --- from the orchestrator ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class Ending:
     """How one sequence ended; every sequence has exactly one, on its last chunk.
 
@@ -376,10 +369,3 @@ class TextChunk:
     drafted: tuple[tuple[int, int], ...] = ()
     metrics: EngineMetrics | None = None
     ending: Ending | None = None
-
-    @staticmethod
-    def of_text(text: str, sequence_index: int = 0) -> TextChunk:
-        """Text and nothing else, made in a third of the time."""
-        chunk = _new(TextChunk)
-        chunk.text, chunk.sequence_index, chunk.ending = text, sequence_index, None
-        return chunk

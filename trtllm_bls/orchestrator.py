@@ -91,6 +91,7 @@ class Orchestrator:
         self._admission = admission
         self._on_end = on_end
         self._open: set[RequestRecord] = set()
+        self.encode_ahead = self._prompts.encode_ahead  # of requests that are about to be run
         self._tokens = 0
 
     def load(self) -> tuple[int, int]:

@@ -29,7 +29,7 @@ _LONG = 4096  # characters
 _WORD = 256  # characters of a prompt that are tokenised in the time that a short word takes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class Prompt:
     """One prompt, tokenised, and what the engine is sent of its ends and of the caller's words.
 
@@ -80,6 +80,15 @@ class PromptMaker:
             len(prompt) + len(tools) + len(prediction) + number * _WORD + sum(map(len, words))
             >= _LONG
         )
+
+    def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
+        """Tokenise together what ``make`` is about to be asked for; in any thread."""
+        short = [request for request in requests if request.text and not self.is_long(request)]
+        for adds in (True, False):
+            found = [request for request in short if self._adds_special(request) is adds]
+            texts = [request.text or "" for request in found]
+            for request, ids in zip(found, self._tokenizer.encode_all(texts, adds), strict=True):
+                request.text_ids = ids
 
     def make(
         self,
@@ -148,6 +157,10 @@ class PromptMaker:
             ends = () if request.end_id < 0 else (request.end_id,)
         return tuple(dict.fromkeys((*ends, *request.stop_token_ids)))
 
+    def _adds_special(self, request: TextRequest) -> bool:
+        asked = request.add_special_tokens
+        return self._add_special_tokens if asked is None else asked
+
     def _prediction(self, request: TextRequest) -> TokenIds:
         text = request.prediction
         if not text:
@@ -175,9 +188,6 @@ class PromptMaker:
             return self._given_ids(request.prompt_ids, most)
         if (request.text is None) == (request.messages is None):
             raise InvalidRequest("text_input", "send either text_input or messages, exactly one")
-        add_special = request.add_special_tokens
-        if add_special is None:
-            add_special = self._add_special_tokens
         field = "text_input" if request.messages is None else "messages"
         if request.messages is not None:
             text = self._tokenizer.render_chat(
@@ -194,7 +204,9 @@ class PromptMaker:
         if request.messages is not None:
             ids = self._tokenizer.encode_chat(text)
         else:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special, field=field)
+            ids = request.text_ids or self._tokenizer.encode(
+                text, self._adds_special(request), field
+            )
         if not ids:
             raise InvalidRequest(field, "the tokenizer makes no token of it")
         if most is not None:

@@ -39,7 +39,7 @@ class CancelCause(str, Enum):
     BATCH = "batch"  # another prompt of its batch failed
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # see EngineChunk
 class RequestStats:
     """One request (one prompt) that is over. Times are seconds from its arrival.
 

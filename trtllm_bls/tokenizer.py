@@ -85,11 +85,15 @@ class Tokenizer:
         Very many are packed, while other threads run in between. Raises ``InvalidRequest`` on
         ``field`` for text that is not valid Unicode.
         """
-        token_ids = _packed(self._encode(text, add_special_tokens, field))
+        return self._begun_once(_packed(self._encode(text, add_special_tokens, field)))
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[PromptIds]:
+        """What ``encode`` gives for each; leaves other threads the interpreter's lock meanwhile."""
+        return [self._begun_once(ids) for ids in self._encode_all(texts, add_special_tokens)]
+
+    def _begun_once(self, token_ids: PromptIds) -> PromptIds:
         bos = self._bos_id
-        begins = next(
-            (n for n, token_id in enumerate(token_ids) if token_id != bos), len(token_ids)
-        )
+        begins = next((n for n, token in enumerate(token_ids) if token != bos), len(token_ids))
         if begins > 1 and not self._warned_of_bos:
             self._warned_of_bos = True
             logger.warning("a prompt begins with the begin-of-sequence token itself; kept one")
@@ -255,7 +259,9 @@ class Tokenizer:
         for before in ("\n", "a", "."):
             anchor = tuple(self._encode(before, False, "messages"))
             missing = [text for text in texts if text not in found]
-            for text, ids in zip(missing, self._encode_all(before, missing), strict=True):
+            for text, ids in zip(
+                missing, self._encode_all([before + text for text in missing], False), strict=True
+            ):
                 if ids[: len(anchor)] == anchor:  # else the border fell inside a token
                     found[text] = ids[len(anchor) :]
         if wrong := next((text for text in texts if text not in found), None):
@@ -263,11 +269,10 @@ class Tokenizer:
             raise InvalidRequest("messages", problem)
         return found
 
-    def _encode_all(self, before: str, texts: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    def _encode_all(self, texts: Sequence[str], special: bool) -> Iterator[tuple[int, ...]]:
         if self._backend is None:
-            return (tuple(self._encode(before + text, False, "messages")) for text in texts)
-        whole = [before + text for text in texts]
-        made = self._backend.encode_batch_fast(whole, add_special_tokens=False)
+            return (tuple(self._encode(text, special, "messages")) for text in texts)
+        made = self._backend.encode_batch_fast(texts, add_special_tokens=special)
         return (tuple(encoding.ids) for encoding in made)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:

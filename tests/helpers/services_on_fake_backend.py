@@ -16,6 +16,7 @@ from tests.helpers.scripted_text import orchestrator
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.text_service import TextService
+from trtllm_bls.tokenizer import Tokenizer
 
 END = 0
 SILENT = Fault(after_tokens=2)  # two tokens, then nothing
@@ -58,10 +59,12 @@ STREAM = {"stream": np.array([[True]])}
 
 
 @contextmanager
-def serving(engine: Any, handle: Any, *, decoupled: bool = True) -> Iterator[Bench]:
+def serving(
+    engine: Any, handle: Any, *, decoupled: bool = True, together: Any = bool
+) -> Iterator[Bench]:
     """Every rule of Triton is kept, and in the end nothing runs any more."""
     triton, left = FakeTriton(), []
-    server = RequestServer(triton, handle, decoupled=decoupled)
+    server = RequestServer(triton, handle, decoupled=decoupled, together=together)
 
     async def finish() -> None:
         left.extend(asyncio.all_tasks() - {asyncio.current_task()})  # type: ignore[arg-type]
@@ -82,9 +85,11 @@ def engine_service(*answer: int, exclude: bool = True, **script: Any) -> Iterato
 
 
 @contextmanager
-def text_service(engine: Any, *, decoupled: bool = True) -> Iterator[Bench]:
-    service = TextService(orchestrator(engine), decoupled=decoupled)
-    with serving(engine, service.handle, decoupled=decoupled) as bench:
+def text_service(
+    engine: Any, *, decoupled: bool = True, other: Tokenizer | None = None
+) -> Iterator[Bench]:
+    service = TextService(orchestrator(engine, other=other), decoupled=decoupled)
+    with serving(engine, service.handle, decoupled=decoupled, together=service.arrived) as bench:
         yield bench
 
 

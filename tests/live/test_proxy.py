@@ -107,17 +107,14 @@ def test_text_goes_through_over_http(proxy: Proxy) -> None:
     assert "".join(event["text_output"] for event in events) == direct
 
 
-def test_text_goes_through_over_grpc(proxy: Proxy) -> None:
+async def test_text_goes_through_over_grpc(proxy: Proxy) -> None:
     """Streamed, and several requests at once."""
-
-    async def ask() -> list[str]:
-        async with Client(proxy.grpc_url) as client:
-            results = await asyncio.gather(
-                *(client.generate(text_input="Once", max_tokens=4) for _ in range(4))
-            )
-            return [result.text for result in results]
-
-    assert set(asyncio.run(ask())) == {generate(proxy.server.http_url, **BODY)["text_output"]}
+    async with Client(proxy.grpc_url) as client:
+        results = await asyncio.gather(
+            *(client.generate(text_input="Once", max_tokens=4) for _ in range(4))
+        )
+    direct = generate(proxy.server.http_url, **BODY)["text_output"]
+    assert {result.text for result in results} == {direct}
 
 
 def test_what_is_not_for_users_does_not(proxy: Proxy) -> None:

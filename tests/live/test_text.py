@@ -75,20 +75,16 @@ def test_128_streams_are_each_exactly_their_own_text(echo: TritonServer) -> None
     assert [result.text for result in ask_all(echo.grpc_url, requests)] == texts
 
 
-def test_no_stream_waits_for_another(echo: TritonServer) -> None:
+async def test_no_stream_waits_for_another(echo: TritonServer) -> None:
     """While one stream hangs in its engine, others begin and end."""
-
-    async def run() -> list[str]:
-        async with Client(echo.grpc_url) as client:
-            hanging = client.stream(text_input=WORLD, max_tokens=90, seed=SILENT_AFTER_3)
-            async with hanging:
-                await anext(aiter(hanging))
-                results = await asyncio.gather(
-                    *(client.generate(text_input=text, max_tokens=400) for text in prompts(40))
-                )
-                return [result.text for result in results]
-
-    assert asyncio.run(run()) == prompts(40)
+    async with Client(echo.grpc_url) as client:
+        hanging = client.stream(text_input=WORLD, max_tokens=90, seed=SILENT_AFTER_3)
+        async with hanging:
+            await anext(aiter(hanging))
+            results = await asyncio.gather(
+                *(client.generate(text_input=text, max_tokens=400) for text in prompts(40))
+            )
+    assert [result.text for result in results] == prompts(40)
 
 
 def test_64_streams_take_far_less_than_64_times_one(echo: TritonServer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -28,7 +27,6 @@ from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.messages import (
     Draft,
-    EngineChunk,
     EngineRequest,
     FinishReason,
     Sampling,
@@ -286,15 +284,11 @@ def test_a_checkpoint_without_a_tokenizer_cannot_be_guided() -> None:
         answers(bare, guided("json", end_id=-1, input_ids=(3, 4)))
 
 
-def test_speculation_steps_aside_unless_it_was_asked_for(engine: EmbeddedEngine) -> None:
+async def test_speculation_steps_aside_unless_it_was_asked_for(engine: EmbeddedEngine) -> None:
     """A deployment that speculates by default decodes a guided request plainly."""
     routing = RoutingEngine(engine, by_default=True)
-
-    async def whole() -> EngineChunk:
-        async with aclosing(routing.generate(guided("json_schema", json.dumps(PERSON)))) as stream:
-            return join_chunks([chunk async for chunk in stream])
-
-    chunk = asyncio.run(whole())
+    async with aclosing(routing.generate(guided("json_schema", json.dumps(PERSON)))) as stream:
+        chunk = join_chunks([chunk async for chunk in stream])
     assert chunk.finish_reason is FinishReason.END_ID and chunk.speculation is None
     with pytest.raises(Unsupported, match="guided_decoding_guide"):
         routing.generate(guided("json", speculation=SpeculationRequest(num_draft_tokens=3)))

@@ -130,6 +130,16 @@ def test_ids_are_the_librarys(name: str) -> None:
         assert tokenizer.encode(text, special) == tuple(expected)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_encoded_together_have_the_ids_of_each_alone(name: str) -> None:
+    """Whatever their lengths, and though one begins with the begin-of-sequence token itself."""
+    tokenizer, chance = of(name), random.Random(9)
+    texts = ["".join(chance.choices(PIECES, k=chance.randint(1, 60))) for _ in range(50)]
+    texts += [f"{tokenizer._hf.bos_token or ''}{texts[0]}", texts[0]]
+    for special in (True, False):
+        assert tokenizer.encode_all(texts, special) == [tokenizer.encode(t, special) for t in texts]
+
+
 # --- how many tokens a text must have -------------------------------------------------------
 
 

@@ -101,25 +101,21 @@ async def test_the_draft_decodes_greedily_unless_its_logits_are_used() -> None:
     ],
     ids=str,
 )
-def test_answers_are_as_long_as_plain_ones(options: dict[str, object], ends: float) -> None:
+@skipping_waits
+async def test_answers_are_as_long_as_plain_ones(options: dict[str, object], ends: float) -> None:
     """The target ends after each token with probability 1/2, whatever the draft model believes."""
-
-    async def lengths() -> list[int]:
-        engines = pair(
-            lambda _: (0.3, 0.2, 0.5),
-            lambda _: ((1 - ends) / 2, (1 - ends) / 2, ends),
-            Script(vocab_size=3),
-            vocab_size=3,
-            tells_reason=False,
-        )
-        found = []
-        for seed in range(300):
-            sampling = Sampling(temperature=1.0, top_p=1.0, seed=seed)
-            request = ask((0, 1, 0, 1, 0), max_tokens=40, sampling=sampling, end_id=END)
-            found.append(len(ids(await read(engines.speculative(**options), request))))
-        return found
-
-    found = run(lengths())
+    engines = pair(
+        lambda _: (0.3, 0.2, 0.5),
+        lambda _: ((1 - ends) / 2, (1 - ends) / 2, ends),
+        Script(vocab_size=3),
+        vocab_size=3,
+        tells_reason=False,
+    )
+    found = []
+    for seed in range(300):
+        sampling = Sampling(temperature=1.0, top_p=1.0, seed=seed)
+        request = ask((0, 1, 0, 1, 0), max_tokens=40, sampling=sampling, end_id=END)
+        found.append(len(ids(await read(engines.speculative(**options), request))))
     counts = np.bincount(np.minimum(found, 3), minlength=4)
     expected = len(found) * np.array([1 / 2, 1 / 4, 1 / 8, 1 / 8])
     assert ((counts - expected) ** 2 / expected).sum() < P_001_AT_3_DEGREES

@@ -25,7 +25,6 @@ from tests.helpers.scripted_pairs import (
     told,
 )
 from tests.helpers.scripted_pairs import engine_request as ask
-from tests.helpers.virtual_time import run_skipping_waits as run
 from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.errors import (
     EngineError,
@@ -51,29 +50,26 @@ KINDS = {InvalidRequest: "refused", type(None): "deadline"}
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_draft_that_fails_at_any_point_costs_nothing_but_speed(
+@skipping_waits
+async def test_a_draft_that_fails_at_any_point_costs_nothing_but_speed(
     error: Exception | None, overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Error, refusal or silence, at any request and token: the plain answer, and it is told."""
-
-    async def compare() -> None:
-        plain = told(await read(hashed_pair().target, ask(max_tokens=10)))
-        for source, request, token in product(
-            (DraftSource.MODEL, DraftSource.MIXED), range(3), range(3)
-        ):
-            engines = hashed_pair(rate=0.5)
-            engines.draft.fault = Fault(error=error, after_requests=request, after_tokens=token)
-            engine = engines.speculative(num_draft_tokens=3, draft_source=source, overlap=overlap)
-            assert told(await read(engine, ask(max_tokens=10))) == plain
-            assert engines.live == (0, 0)
-            if not overlap:  # a draft ahead is often cancelled before its fault shows
-                assert len(engines.draft.requests) <= request + 1
-            if engine.stats.draft_failures:
-                assert engine.stats.fallback == KINDS.get(type(error), "error")
-                assert engine.stats.draft_failures == 1
-
-    with caplog.at_level(logging.WARNING, "trtllm_bls.speculation"):
-        run(compare())
+    caplog.set_level(logging.WARNING, "trtllm_bls.speculation")
+    plain = told(await read(hashed_pair().target, ask(max_tokens=10)))
+    for source, request, token in product(
+        (DraftSource.MODEL, DraftSource.MIXED), range(3), range(3)
+    ):
+        engines = hashed_pair(rate=0.5)
+        engines.draft.fault = Fault(error=error, after_requests=request, after_tokens=token)
+        engine = engines.speculative(num_draft_tokens=3, draft_source=source, overlap=overlap)
+        assert told(await read(engine, ask(max_tokens=10))) == plain
+        assert engines.live == (0, 0)
+        if not overlap:  # a draft ahead is often cancelled before its fault shows
+            assert len(engines.draft.requests) <= request + 1
+        if engine.stats.draft_failures:
+            assert engine.stats.fallback == KINDS.get(type(error), "error")
+            assert engine.stats.draft_failures == 1
     assert "decoding plainly" in caplog.text
 
 

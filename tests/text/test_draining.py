@@ -35,31 +35,26 @@ from trtllm_bls.status import ProcessStatus, StatusDirectory
 @pytest.mark.parametrize("source", ["model", "ngram", "mixed"])
 @pytest.mark.parametrize("length", [None, 3])
 @pytest.mark.parametrize("after", [1, 2, 3, 5, 8])
-def test_rounds_become_one_plain_request(
+async def test_rounds_become_one_plain_request(
     streaming: bool, source: str, length: int | None, after: int
 ) -> None:
     """At whatever moment it comes: the text is the same, and one request brings all the rest."""
     engines = hashed_pair(rate=0.8)
     request = engine_request(max_tokens=60, streaming=streaming)
-
-    async def drained() -> list[int]:
-        expected = ids(await read(engines.target, request))
-        engines.target.requests.clear()
-        engine = engines.speculative(draft_source=source, num_draft_tokens=length)
-        async with aclosing(engine.generate(request)) as stream:
-            while len(engines.target.requests) < after and not engine.ended:
-                await asyncio.sleep(0)
-            asked = len(engines.target.requests)
-            engine.drain()
-            got = ids([chunk async for chunk in stream])
-        assert got == expected
-        later = engines.target.requests[asked:]
-        assert all(each.draft is None for each in later[1:])  # a guess may have been at hand
-        assert len(later) <= 2
-        assert engine.settled
-        return got
-
-    asyncio.run(drained())
+    expected = ids(await read(engines.target, request))
+    engines.target.requests.clear()
+    engine = engines.speculative(draft_source=source, num_draft_tokens=length)
+    async with aclosing(engine.generate(request)) as stream:
+        while len(engines.target.requests) < after and not engine.ended:
+            await asyncio.sleep(0)
+        asked = len(engines.target.requests)
+        engine.drain()
+        got = ids([chunk async for chunk in stream])
+    assert got == expected
+    later = engines.target.requests[asked:]
+    assert all(each.draft is None for each in later[1:])  # a guess may have been at hand
+    assert len(later) <= 2
+    assert engine.settled
 
 
 async def test_a_process_has_not_handed_over_while_rounds_run() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.helpers.services_on_fake_backend import SILENT, STREAM, text_service,
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks, QueuedChunks, TaskChunks
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.messages import EngineChunk, EngineRequest
+from trtllm_bls.tokenizer import Tokenizer
 
 # --- tensorrt_llm_bls -----------------------------------------------------------------------
 
@@ -54,6 +55,39 @@ def test_texts_have_one_dimension() -> None:
         assert words(ask) == "one two"
         assert ask.responses[-1]["finish_reason"].tolist() == [b"stop"]
         assert ask.responses[-1]["stop_reason"].tolist() == [b"!"]
+
+
+def test_prompts_that_come_together_are_tokenised_together() -> None:
+    """All but a refused and a long one; each request has the answer that it would have alone."""
+    together: list[list[str]] = []
+    alone: list[str] = []
+
+    class Noting(Tokenizer):
+        def encode(self, text: str, *arguments: Any, **more: Any) -> Any:
+            alone.append(text)
+            return super().encode(text, *arguments, **more)
+
+        def encode_all(self, texts: Sequence[str], *arguments: Any) -> Any:
+            together.append(list(texts))
+            return super().encode_all(texts, *arguments)
+
+    engine = saying("one two")
+    with text_service(engine, other=Noting(tokenizer()._hf)) as bench:
+        bare = {"add_special_tokens": np.array([[False]])}
+        asks = [bench.text(PROMPT), bench.text(PROMPT), bench.text("The slow", **bare)]
+        asks.append(bench.text("a fox " * 1000))
+        wrong = bench.text(PROMPT, top_p=np.array([[7]], np.float32))
+        bench.accept(*asks, wrong)
+        for ask in (*asks, wrong):
+            ask.wait()
+        bench.accept(bench.text("Tell me")).wait()
+        broken = wrong.error
+    assert [set(texts) for texts in together] == [{PROMPT}, {"The slow"}]
+    assert alone == ["a fox " * 1000, "Tell me"]
+    assert [words(ask) for ask in asks[:2]] == ["one two", "one two"]
+    assert broken is not None and "top_p" in broken.message()
+    prompts = {request.input_ids for request in engine.requests}
+    assert {prompt_ids(), tokenizer().encode("The slow", False), prompt_ids("Tell me")} < prompts
 
 
 class Eager:

@@ -6,7 +6,12 @@ import asyncio
 
 import pytest
 
-from tests.helpers.virtual_time import Clock, run_by_the_clock, run_skipping_waits, settle
+from tests.helpers.virtual_time import (
+    Clock,
+    run_by_the_clock,
+    settle,
+    skipping_waits,
+)
 from trtllm_bls.admission import Admission
 from trtllm_bls.errors import InvalidRequest, Overloaded
 
@@ -44,72 +49,58 @@ def test_sequences_above_the_limit_wait_and_above_that_are_refused_at_once() -> 
     run_by_the_clock(scenario)
 
 
-def test_a_refusal_tells_how_long_requests_take_here() -> None:
+@skipping_waits
+async def test_a_refusal_tells_how_long_requests_take_here() -> None:
     """30 s, and a fifth of the 10 s more that a newer one took; one waits for two places."""
-
-    async def scenario() -> None:
-        admission = Admission(2, 1, None)
-        await hold(admission, seconds=30)
-        await hold(admission, seconds=40)
-        waiting = [asyncio.create_task(hold(admission)) for _ in range(3)]
-        await settle()
-        with pytest.raises(Overloaded, match="try again in about 32 s"):
-            await hold(admission)
-        await asyncio.gather(*waiting)
-
-    run_skipping_waits(scenario())
+    admission = Admission(2, 1, None)
+    await hold(admission, seconds=30)
+    await hold(admission, seconds=40)
+    waiting = [asyncio.create_task(hold(admission)) for _ in range(3)]
+    await settle()
+    with pytest.raises(Overloaded, match="try again in about 32 s"):
+        await hold(admission)
+    await asyncio.gather(*waiting)
 
 
-def test_each_sequence_of_a_request_counts() -> None:
+@skipping_waits
+async def test_each_sequence_of_a_request_counts() -> None:
     """Three take three places; more than there are would wait for ever and are refused by name."""
-
-    async def scenario() -> None:
-        admission = Admission(4, 4, None)
-        three = asyncio.create_task(hold(admission, sequences=3))
-        two = asyncio.create_task(hold(admission, sequences=2))
-        await settle()
-        assert figures(admission) == (3, 2)
-        with pytest.raises(InvalidRequest, match=r"^num_return_sequences: 5 .* at most 4"):
-            await hold(admission, sequences=5)
-        await asyncio.gather(three, two)
-
-    run_skipping_waits(scenario())
+    admission = Admission(4, 4, None)
+    three = asyncio.create_task(hold(admission, sequences=3))
+    two = asyncio.create_task(hold(admission, sequences=2))
+    await settle()
+    assert figures(admission) == (3, 2)
+    with pytest.raises(InvalidRequest, match=r"^num_return_sequences: 5 .* at most 4"):
+        await hold(admission, sequences=5)
+    await asyncio.gather(three, two)
 
 
-def test_first_come_first_served() -> None:
+@skipping_waits
+async def test_first_come_first_served() -> None:
     """A small request does not overtake a large one that waits, so none waits for ever."""
+    admission = Admission(2, 9, None)
+    order: list[int] = []
 
-    async def scenario() -> None:
-        admission = Admission(2, 9, None)
-        order: list[int] = []
+    async def one(number: int, sequences: int) -> None:
+        async with admission.place(sequences):
+            order.append(number)
+            await asyncio.sleep(1)
 
-        async def one(number: int, sequences: int) -> None:
-            async with admission.place(sequences):
-                order.append(number)
-                await asyncio.sleep(1)
-
-        sizes = [1, 2, 1, 2, 1]
-        await asyncio.gather(*(one(number, size) for number, size in enumerate(sizes)))
-        assert order == [0, 1, 2, 3, 4]
-
-    run_skipping_waits(scenario())
+    sizes = [1, 2, 1, 2, 1]
+    await asyncio.gather(*(one(number, size) for number, size in enumerate(sizes)))
+    assert order == [0, 1, 2, 3, 4]
 
 
-def test_waiting_too_long_is_refused() -> None:
+@skipping_waits
+async def test_waiting_too_long_is_refused() -> None:
     """After the queue's own limit, whatever time the request has left."""
-
-    async def scenario() -> None:
-        admission = Admission(1, 1, 5)
-        running = asyncio.create_task(hold(admission, seconds=60))
-        await settle()
-        with pytest.raises(
-            Overloaded, match=r"this one waited 5 s \(parameter max_queue_seconds\)"
-        ):
-            await hold(admission)
-        assert figures(admission) == (1, 0)
-        await running
-
-    run_skipping_waits(scenario())
+    admission = Admission(1, 1, 5)
+    running = asyncio.create_task(hold(admission, seconds=60))
+    await settle()
+    with pytest.raises(Overloaded, match=r"this one waited 5 s \(parameter max_queue_seconds\)"):
+        await hold(admission)
+    assert figures(admission) == (1, 0)
+    await running
 
 
 def test_who_is_admitted_in_the_moment_in_which_its_wait_is_over_runs() -> None:

@@ -160,22 +160,19 @@ async def test_the_servers_own_requests_are_not_reported(monkeypatch: pytest.Mon
     assert seen == ["health-guess-2", "health-secret-x-3"]
 
 
-def test_reports_outlive_a_reader_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+async def test_reports_outlive_a_reader_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     """Triton raises what it likes; the log tells, and the next request is reported."""
 
     def fail(stats: RequestStats) -> None:
         raise RuntimeError("from Triton")
 
-    async def run() -> RequestMetrics:
-        metrics = RequestMetrics()
-        reports = RequestReports(metrics, [fail])
-        reports.add(GOOD)
-        reports.add(GOOD)
-        reports.start(asyncio.get_running_loop(), lambda: (0, 0))
-        reports.close()
-        return metrics
-
-    assert asyncio.run(run()).numbers[REQUESTS, ("success", "stop")] == 2
+    metrics = RequestMetrics()
+    reports = RequestReports(metrics, [fail])
+    reports.add(GOOD)
+    reports.add(GOOD)
+    reports.start(asyncio.get_running_loop(), lambda: (0, 0))
+    reports.close()
+    assert metrics.numbers[REQUESTS, ("success", "stop")] == 2
     assert "from Triton" in caplog.text
 
 

@@ -221,19 +221,15 @@ def test_what_it_cannot_do_it_refuses(change: dict[str, object], error: type[Exc
     assert engine.live == 0
 
 
-def test_a_fault_comes_after_its_requests_and_tokens() -> None:
+async def test_a_fault_comes_after_its_requests_and_tokens() -> None:
     """The first request is answered, the second breaks after one token."""
     engine = saying(3, 4)
     engine.fault = Fault(error=EngineError("broken"), after_requests=1, after_tokens=1)
-    assert ids(ask(engine)) == [3, 4]
+    assert ids(await read(engine, ASK)) == [3, 4]
     received = []
-
-    async def listen() -> None:
+    with pytest.raises(EngineError, match="broken"):
         async for chunk in engine.generate(ASK):
             received.append(chunk.token_ids)
-
-    with pytest.raises(EngineError, match="broken"):
-        asyncio.run(listen())
     assert received == [(3,)]
     assert (engine.live, engine.cancelled) == (0, [])
 

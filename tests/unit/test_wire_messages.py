@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2
 
 from tests.helpers.random_cases import run_cases
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import EngineRequest, Wants
+from trtllm_bls.messages import EngineChunk, EngineRequest, Wants
 from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, wire_id
 
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
@@ -117,8 +117,8 @@ def test_values_are_checked_in_the_middle_of_a_stream(outputs: list[Output]) -> 
 
 def random_outputs(chance: random.Random, turned: bool, headers: bool) -> list[Output]:
     """Of one response; mostly well formed, with broken ``headers`` only where they may be."""
-    tokens = [chance.randrange(50) for _ in range(chance.randrange(4))]
-    lengths = [None, None, None, -1, 0, 1, len(tokens) + 1, 2**31 - 1]
+    tokens = [chance.randrange(50) for _ in range(chance.choice([0, 1, 1, 1, 2, 3]))]
+    lengths = [*[None] * 6, -1, 0, 1, len(tokens) + 1, 2**31 - 1]
     outputs = token_outputs(*tokens, length=chance.choice(lengths), pad=chance.choice([0, 0, 2]))
     if chance.random() < 0.1:
         outputs.append(Output("cum_log_probs", "FP32", [1, 1], b"abcd"))
@@ -151,9 +151,13 @@ def test_what_is_read_in_a_hurry_is_what_is_read_with_care() -> None:
                 turned = bool(outputs) and outputs[0].name == "sequence_length"
             reply = message(outputs, last=number == count - 1, raws=raws)
             found: list[Any] = []
-            for reader in (hasty, careful):
+            packed = service_pb2.ModelStreamInferResponse(infer_response=reply).SerializeToString()
+            if (ids := hasty.repeated.next_id(packed)) is not None:
+                outcomes["repeated"] += 1
+                found.append(([EngineChunk(token_ids=ids)], False))
+            for reader in (hasty, careful)[len(found) :]:
                 try:
-                    found.append(reader.read(reply))
+                    found.append(reader.read(reply, packed))
                 except EngineError:
                     found.append(None)
             assert found[0] == found[1], outputs
@@ -163,6 +167,22 @@ def test_what_is_read_in_a_hurry_is_what_is_read_with_care() -> None:
 
     run_cases(case, 4000)
     assert min(outcomes["error"], outcomes["chunks"]) > 1000
+    assert outcomes["repeated"] > 50
+
+
+def test_only_the_id_of_a_repeated_message_may_differ() -> None:
+    """Any other byte, and a number below 0, has the message read with care."""
+    reader = ResponseReader(ASK, LAST_FORM)
+    five, six, wrong = (message(token_outputs(id)).SerializeToString() for id in (5, 6, -6))
+    assert reader.repeated.next_id(five) is None
+    reader.read(service_pb2.ModelInferResponse.FromString(five), five)
+    assert (reader.repeated.next_id(six), reader.repeated.next_id(wrong)) == ((6,), None)
+    (place,) = (n for n, (a, b) in enumerate(zip(five, six, strict=True)) if a != b)
+    for n in set(range(len(five))) - set(range(place, place + 4)):
+        other = bytearray(five)
+        other[n] ^= 1
+        assert reader.repeated.next_id(bytes(other)) is None
+    assert reader.repeated.next_id(b"") is reader.repeated.next_id(five + b"!") is None
 
 
 def test_ids_on_the_wire_begin_with_a_number_of_their_own() -> None:

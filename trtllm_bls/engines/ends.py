@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trtllm_bls.engines.base import ids_chunk
 from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, TokenIds
 from trtllm_bls.stopping import StopSequences
 
@@ -51,7 +52,7 @@ class SequenceEnds:
         usual = kept == 1 and self._plain and not ended and log_probs is None
         if usual and ids[0] != self._end_id and self._count + 1 < self._most:
             self._count += 1
-            return EngineChunk.of_ids(ids, self._index)
+            return ids_chunk(ids, self._index)
         for place, token in enumerate(ids):
             found = self._end_at(token)
             if found is not None:

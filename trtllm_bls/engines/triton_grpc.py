@@ -22,7 +22,7 @@ import ssl
 
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.engines.base import QueuedChunks
+from trtllm_bls.engines.base import QueuedChunks, ids_chunk
 from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
 from trtllm_bls.errors import (
@@ -201,6 +201,9 @@ class GrpcChunks(QueuedChunks):
         last = False
         try:
             for message in messages:
+                if (ids := self._reader.repeated.next_id(message)) is not None:
+                    chunks.append(ids_chunk(ids))
+                    continue
                 reply = service_pb2.ModelStreamInferResponse.FromString(message)
                 if reply.error_message:
                     # It does not say whether more is to come, so the call is not used again.
@@ -209,7 +212,7 @@ class GrpcChunks(QueuedChunks):
                     raise from_wire(reply.error_message)
                 if reply.infer_response.id != self._id:
                     raise EngineError(f"{self._engine.name} answered to another request's id")
-                new, last = self._reader.read(reply.infer_response)
+                new, last = self._reader.read(reply.infer_response, message)
                 chunks += new
                 if last:
                     break

@@ -8,7 +8,7 @@ import gc
 import logging
 import selectors
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import Context
 from typing import Any
 
@@ -73,6 +73,7 @@ class RequestServer:
 
     ``decoupled``: the model may send any number of responses to one request; otherwise exactly one.
     ``senders``: the threads that send. ``log_ends``: log each request that ends without an answer.
+    ``together``: is told, in Triton's thread, which calls have come in one ``execute``, if several.
     """
 
     def __init__(
@@ -83,10 +84,12 @@ class RequestServer:
         decoupled: bool = True,
         senders: int = SENDERS,
         log_ends: bool = True,
+        together: Callable[[Sequence[Call]], object] = bool,
     ) -> None:
         self._pb = pb_utils
         self._handle = handle
         self._decoupled = decoupled
+        self._together = together
         self._end_level = logging.INFO if log_ends else logging.DEBUG
         self._open: dict[asyncio.Task[None], Call] = {}
         self._arrived: collections.deque[Call] = collections.deque()
@@ -113,6 +116,7 @@ class RequestServer:
 
     def accept(self, requests: Iterable[Any]) -> None:
         """Take requests from Triton's ``execute``; returns at once."""
+        calls = []
         for request in requests:
             call = Call(self._pb, request, self._senders, self._decoupled)
             try:
@@ -122,7 +126,13 @@ class RequestServer:
             except Exception as error:  # raised to Triton, it would answer the whole batch twice
                 call.fail(error)
             else:
-                self._arrived.append(call)
+                calls.append(call)
+        if len(calls) > 1:
+            try:
+                self._together(calls)
+            except Exception:
+                log.exception("requests that came together are read one by one")
+        self._arrived.extend(calls)
         if self._arrived and not self._waking:  # one wake-up serves all that have come by then
             self._waking = True
             self._loop.call_soon_threadsafe(self._start_arrived)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from trtllm_bls.admission import RequestLimits
@@ -31,11 +34,28 @@ class TextService:
         self._orchestrator = orchestrator
         self._limits = limits
         self._decoupled = decoupled
+        self._read_ahead: dict[Call, list[TextRequest]] = {}
+
+    def arrived(self, calls: Sequence[Call]) -> None:
+        """Read the inputs of calls that have come together, and tokenise their prompts at once.
+
+        In the thread that brings them: tokenising takes long, and leaves the interpreter's lock to
+        the event loop.
+        """
+        found = {}
+        for call in calls:
+            with suppress(InvalidRequest):  # which ``handle`` raises
+                found[call] = self._requests(call)
+        self._orchestrator.encode_ahead(itertools.chain.from_iterable(found.values()))
+        self._read_ahead |= found
+
+    def _requests(self, call: Call) -> list[TextRequest]:
+        return text_requests(call.arrays, call.id, self._limits, call.parameters)
 
     async def handle(self, call: Call) -> None:
         """Answer one call; Triton's final flag is on the last chunk of the last sequence."""
         try:
-            requests = text_requests(call.arrays, call.id, self._limits, call.parameters)
+            requests = self._read_ahead.pop(call, None) or self._requests(call)
             if not self._decoupled:
                 _check_single(requests)
         except InvalidRequest as error:

@@ -9,9 +9,10 @@ import itertools
 import secrets
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -26,18 +27,16 @@ from trtllm_bls.messages import (
     EngineMetrics,
     EngineRequest,
     PromptIds,
-    Sampling,
     TokenIds,
     Wants,
 )
 from trtllm_bls.parameters import is_true
-from trtllm_bls.wire.infer_message import is_final, output_arrays
+from trtllm_bls.wire.infer_message import RepeatedMessage, is_final, output_arrays
 from trtllm_bls.wire.scores import METRICS
 from trtllm_bls.wire.words import pack_words
 
 _NUMBERS = itertools.count(secrets.randbits(62))  # of 63 bits, however long it counts
-_SAMPLING = tuple(option.name for option in fields(Sampling))
-_WANTS = tuple(option.name for option in fields(Wants))
+_NO_WANTS = Wants()
 _SPELLINGS = {
     tensor.key: tuple(other for other in ENGINE.inputs if other.key == tensor.key)
     for tensor in ENGINE.inputs
@@ -78,6 +77,11 @@ class DeployedModel:
         if is_true(parameters.get("exclude_input_in_output", "")):
             inputs.pop("exclude_input_in_output", None)  # nothing to ask for: it is so by default
         return cls(inputs, frozenset(tensor.name for tensor in config.output), parameters)
+
+    @cached_property
+    def input_names(self) -> frozenset[str]:
+        """Of all that can be sent."""
+        return frozenset(self.inputs)
 
     @cached_property
     def limits(self) -> EngineLimits:
@@ -141,11 +145,8 @@ def request_inputs(
     option that this engine has no input for: never dropped in silence.
     """
     declared = model.inputs
-    names = frozenset(declared)
-    arrays: dict[str, Array] = {}
-    for key, value in _plain_values(request):
-        name = _spelling(key, names)
-        arrays[name] = _one_of(name, value)
+    arrays = dict(_plain_arrays(model.input_names, *_PLAIN(request)))
+    arrays["input_lengths"] = _one_of("input_lengths", len(request.input_ids))
     arrays["input_ids"] = _ids_row(request.input_ids)
     arrays |= {name: array[None] for name, array in request.extras.items()}
     if request.stop_sequences:
@@ -167,26 +168,37 @@ def request_inputs(
     return [(name, declared[name], array) for name, array in arrays.items()]
 
 
-def _plain_values(request: EngineRequest) -> Iterable[tuple[str, Any]]:
-    yield "input_lengths", len(request.input_ids)
-    yield "max_tokens", request.max_tokens
-    if request.streaming:  # absent means no
+@lru_cache(maxsize=1024)
+def _plain_arrays(names: frozenset[str], *values: Any) -> Mapping[str, Array]:
+    """The inputs of one number each that are not the prompt's own; ``values`` are ``_PLAIN``'s.
+
+    Kept, since most requests of a deployment differ in nothing but their prompts.
+    """
+    return {(name := _spelling(key, names)): _one_of(name, value) for key, value in _plain(*values)}
+
+
+_PLAIN = attrgetter(
+    "max_tokens", "streaming", "num_return_sequences", "end_id", "pad_id", "sampling", "wants"
+)
+
+
+def _plain(
+    max_tokens: int, streaming: bool, sequences: int, *more: Any
+) -> Iterator[tuple[str, Any]]:
+    end_id, pad_id, sampling, wants = more
+    yield "max_tokens", max_tokens
+    if streaming:  # absent means no
         yield "streaming", True
-    if request.num_return_sequences > 1:
-        yield "num_return_sequences", request.num_return_sequences
-    for name in ("end_id", "pad_id"):
-        if (value := getattr(request, name)) is not None:
-            yield name, value
-    for name in _SAMPLING:
-        if (value := getattr(request.sampling, name)) is not None:
-            yield name, value
-    for name in _WANTS:
+    if sequences > 1:
+        yield "num_return_sequences", sequences
+    given = {"end_id": end_id, "pad_id": pad_id} | vars(sampling)
+    yield from ((name, value) for name, value in given.items() if value is not None)
+    for name, wanted in vars(wants).items():
         # Counts are the caller's own business; the engine need not send them.
-        if getattr(request.wants, name) and not name.startswith("num_"):
+        if wanted and not name.startswith("num_"):
             yield f"return_{name}", True
 
 
-@lru_cache(maxsize=1024)
 def _spelling(key: str, declared: frozenset[str]) -> str:
     spellings = _SPELLINGS[key]
     for tensor in spellings:
@@ -239,15 +251,17 @@ class ResponseReader:
         self._skip = len(request.input_ids) if model.prompt_included(request) else 0
         self._unfinished = set(range(request.num_return_sequences))
         self._single = request.num_return_sequences == 1
-        self._plain = self._single and request.wants == Wants() and not self._skip
+        self._plain = self._single and request.wants == _NO_WANTS and not self._skip
         self._ids_at: int | None = None  # which of two outputs holds the ids, once it is known
+        self.repeated = RepeatedMessage()
         self._log_probs_read: dict[int, int] = {}
         self._last_metrics: dict[int, EngineMetrics | None] = {}
 
-    def read(self, response: Any) -> tuple[list[EngineChunk], bool]:
+    def read(self, response: Any, packed: bytes = b"") -> tuple[list[EngineChunk], bool]:
         """The chunks of one ``ModelInferResponse``, and whether it is the last of the request.
 
-        Raises ``EngineError`` for a response that breaks the contract.
+        ``packed``: the message that it came in, for ``repeated``. Raises ``EngineError`` for a
+        response that breaks the contract.
         """
         last = is_final(response)
         ids = self._plain_ids(response, last) if self._plain else None
@@ -255,7 +269,9 @@ class ResponseReader:
             if last or not self._request.streaming:
                 self._unfinished.clear()
                 return [EngineChunk(token_ids=ids, final=True)], last
-            return [EngineChunk.of_ids(ids)], False
+            if len(ids) == 1:
+                self.repeated.note(packed, response.raw_output_contents, self._ids_at or 0)
+            return [EngineChunk(token_ids=ids, ids_only=True)], False
         try:
             arrays = output_arrays(response)
         except _UNREADABLE as error:

@@ -29,6 +29,7 @@ class TritonPythonModel:
             service.handle,
             decoupled=parameters.decoupled,
             log_ends=not parameters.log_requests,  # which has a line for them, too
+            together=service.arrived,
         )
         self._lifecycle: Lifecycle | None = None
         if parameters.status_dir:
