@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 _TRIES = 3  # of a call that connections have refused unseen by their GOAWAY
 _LOOKS = 4  # in the time of a stall; an arrival resets their count, which costs no clock
 _MESSAGE_PREFIX = struct.Struct(">BI")  # compressed flag, length
+_PREFIX_SIZE, _unpack_prefix = _MESSAGE_PREFIX.size, _MESSAGE_PREFIX.unpack_from
 _STATUSES = {str(code.value[0]).encode(): str(code.name) for code in grpc.StatusCode}
 
 OnMessages = Callable[[list[bytes]], None]
@@ -155,10 +156,10 @@ class MessageSplitter:
     def feed(self, payload: bytes) -> list[bytes]:
         """The messages that ``payload`` completes. Raises ``GrpcError`` for a compressed one."""
         source: bytes | memoryview = payload
-        if not self._partial and len(payload) >= _MESSAGE_PREFIX.size:  # nearly always one, whole
-            compressed, length = _MESSAGE_PREFIX.unpack_from(payload)
-            if not compressed and length == len(payload) - _MESSAGE_PREFIX.size:
-                return [payload[_MESSAGE_PREFIX.size :]]
+        if not self._partial and len(payload) >= _PREFIX_SIZE:  # nearly always one, whole
+            compressed, length = _unpack_prefix(payload)
+            if not compressed and length == len(payload) - _PREFIX_SIZE:
+                return [payload[_PREFIX_SIZE:]]
         elif self._partial:
             self._partial += payload
             if len(self._partial) < self._partial_needs:

@@ -56,6 +56,7 @@ _LAST_STREAM_ID = (1 << 31) - 1
 _WINDOW = (1 << 31) - 1  # the largest: callbacks never wait, so nothing is gained by holding back
 _WINDOW_UPDATE_BYTES = 1 << 24  # received before the window is opened again by as much
 
+_HEADER_SIZE, _unpack_header = FRAME_HEADER.size, FRAME_HEADER.unpack_from
 _GOAWAY_FIELDS = struct.Struct(">II")  # last stream that the server accepts, error code
 
 _STATUS_OF_RESET: dict[int, str] = {
@@ -308,7 +309,8 @@ class Http2Connection(asyncio.Protocol):
         if transport is not None and not transport.is_closing():
             transport.pause_reading()
             # All connections at the same times: one turn of the event loop reads them all.
-            turn = self._loop.time() // _GATHER_SECONDS + 1
+            # Not one that is nearly due: uvloop's timers, of whole milliseconds, would not wait.
+            turn = round(self._loop.time() / _GATHER_SECONDS) + 1
             self._loop.call_at(turn * _GATHER_SECONDS, self._read_on, transport)
 
     def _read_on(self, transport: asyncio.Transport) -> None:
@@ -318,12 +320,12 @@ class Http2Connection(asyncio.Protocol):
     def _parse(self, data: bytes) -> None:
         """Take whole frames off ``data``. Raises ``ProtocolError``."""
         start, size = 0, len(data)
-        while size - start >= FRAME_HEADER.size:
-            high, low, kind, flags, stream_id = FRAME_HEADER.unpack_from(data, start)
+        while size - start >= _HEADER_SIZE:
+            high, low, kind, flags, stream_id = _unpack_header(data, start)
             length = high << 8 | low
             if length > _MAX_FRAME_BYTES or not (self._ready or kind == SETTINGS):
                 raise ProtocolError("this is not an HTTP/2 server")
-            body = start + FRAME_HEADER.size
+            body = start + _HEADER_SIZE
             end = body + length
             if end > size:
                 break
