@@ -75,6 +75,10 @@ class LimitedHeaders(HttpToolsProtocol):
         scope = cast("dict[str, Any]", self.scope)
         scope[BODY_WRITE] = partial(self._write_body, self.cycle)
 
+    def on_message_complete(self) -> None:
+        self._in_headers, self._header_bytes = True, 0  # of the connection's next request
+        super().on_message_complete()
+
     def _write_body(self, cycle: RequestResponseCycle, data: bytes) -> bool:
         """What ``cycle.send`` does with a part of a chunked body, in a third of its time."""
         if self.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
