@@ -19,8 +19,8 @@ _MEMORY = 0.97  # weight kept per guessed token: about the last 33 count
 # A process's first answer finds out whether drafts pay: little is lost where they do not, and as
 # little where they do. Guessed tokens that a prior counts for, and the length before any cost is
 # known.
-_PRIOR_WEIGHT = 2.0
-FIRST_LENGTH = 1
+_PRIOR_WEIGHT = 3.0
+FIRST_LENGTH = 2
 
 
 class Acceptance:

@@ -18,29 +18,16 @@ EARLY_INTERVAL, EARLY_PAUSE = 8, 16
 # To measure overlap, rounds with and without it are needed: of the first so many rounds every
 # second one overlaps, later one in so many goes against the better choice.
 TRIAL_ROUNDS, TRIAL_INTERVAL = 8, 16
-PROBE = 1  # tokens drafted to see whether acceptance has changed
-FIRST_PLAIN = 5  # tokens of a process's first answers before drafts, to know what they cost
-YOUNG = 6  # guessed tokens of a request before its own count; those of all requests do till then
+PROBE = 2  # tokens drafted to see whether acceptance has changed
 
 
 @dataclass
 class _SourceState:
     """Of one draft source, in one request."""
 
-    own: Acceptance
-    all: Acceptance
-    guessed: int = 0
+    rate: Acceptance
     pause: int = 0  # length of the current or last pause; 0: none since drafting paid off
     paused_until: int = 0  # generated tokens
-
-    @property
-    def rate(self) -> float:
-        return (self.all if self.guessed < YOUNG else self.own).rate
-
-    def add(self, drafted: int, accepted: int) -> None:
-        self.guessed += min(drafted, accepted + 1)
-        self.own.add(drafted, accepted)
-        self.all.add(drafted, accepted)
 
 
 class DraftLength:
@@ -49,11 +36,8 @@ class DraftLength:
     def __init__(self, options: SpeculationOptions, shared: SpeculationShared) -> None:
         self._options = options
         self._shared = shared
-        learns = options.num_draft_tokens is None and shared.plain_times.at(0) is None
-        begin = FIRST_PLAIN if learns else 0
         self._sources = {
-            source: _SourceState(Acceptance(rate.rate), rate, paused_until=begin)
-            for source, rate in shared.rates.items()
+            source: _SourceState(Acceptance(shared.rates[source].rate)) for source in DraftSource
         }
         limits = shared.target_limits
         engine_most = limits.max_draft_tokens if limits else None
@@ -80,9 +64,9 @@ class DraftLength:
             return 0
         if self._options.num_draft_tokens is not None:
             return most
-        best = best_length(own.rate, self._shared.costs(source), most)
+        best = best_length(own.rate.rate, self._shared.costs(source), most)
         if best == 0 and own.pause == 0:
-            early = self._shared.pauses % EARLY_INTERVAL == EARLY_INTERVAL - 1
+            early = self._shared.pauses % EARLY_INTERVAL == 0
             self._shared.pauses += 1
             self._pause(own, generated, EARLY_PAUSE if early else FIRST_PAUSE)
         elif best == 0:
@@ -103,7 +87,7 @@ class DraftLength:
         shared.overlap_rounds += 1
         if shared.overlap_rounds <= TRIAL_ROUNDS:
             return shared.overlap_rounds % 2 == 0
-        rate, costs = self._sources[DraftSource.MODEL].rate, shared.costs(DraftSource.MODEL)
+        rate, costs = self._sources[DraftSource.MODEL].rate.rate, shared.costs(DraftSource.MODEL)
         gains = overlap_gains(rate, length, costs, shared.overlapped_times)
         return bool(gains) != (shared.overlap_rounds % TRIAL_INTERVAL == 0)
 
@@ -114,10 +98,11 @@ class DraftLength:
     def add_round(self, source: DraftSource, drafted: int, accepted: int, generated: int) -> None:
         """Learn from a round that ended at ``generated`` tokens."""
         own = self._sources[source]
-        own.add(drafted, accepted)
+        own.rate.add(drafted, accepted)
+        self._shared.rates[source].add(drafted, accepted)
         if own.pause == 0:
             return
-        pays = best_length(own.rate, self._shared.costs(source), max(1, self.most()))
+        pays = best_length(own.rate.rate, self._shared.costs(source), max(1, self.most()))
         if pays:
             own.pause = 0
         else:
