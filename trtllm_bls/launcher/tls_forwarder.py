@@ -127,7 +127,10 @@ class TlsForwarder:
 
 
 class _TlsStream:
-    """The server's side of TLS over one connection. What is wrong with it raises ``OSError``."""
+    """The server's side of TLS over one connection. What is wrong with it raises ``OSError``.
+
+    asyncio's own would close without the alert that tells a client why it is refused.
+    """
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext
