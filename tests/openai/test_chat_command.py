@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -65,7 +66,15 @@ def start() -> Iterator[Start]:
         def spawn(*words: str) -> pexpect.spawn:
             command = [str(CHAT), *words]
             env = {**os.environ, "TERM": "xterm-256color"}
-            child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=60, env=env)
+            child = pexpect.spawn(
+                sys.executable,
+                command,
+                encoding="utf-8",
+                timeout=60,
+                env=env,
+                # Tests that a shell runs in the background ignore Ctrl-C, and what they start too.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )
             stack.callback(child.close, force=True)
             child.expect("> ")
             return child
@@ -137,23 +146,14 @@ def test_a_pasted_text_is_one_message_and_markdown_is_rendered(
     assert len(triton.asked) == 1
 
 
-def drop_line(child: pexpect.spawn) -> None:
-    """Ctrl-C at the prompt, again if it was lost: Python's ``input`` misses one that comes between
-    its look at the signals and its wait for a key."""
-    child.send("\x03")
-    while child.expect(["Ctrl-D leaves", pexpect.TIMEOUT], timeout=10):
-        child.send("\x03")
-
-
 def test_ctrl_c_with_an_openai_api(start: Start) -> None:
     """Ctrl-C at the prompt drops the line; during an answer it frees the engine."""
     script = Script(vocab_size=tokenizer().vocab_size, step_seconds=0.002)
     engine = ScriptedEngine(hashed(600, first=10), script)
     with serving(engine) as api:
         child = start("--url", f"{api.url}/v1", "-o", "100000", "--plain")
-        child.send("unfinished")
-        child.expect("unfinished")
-        drop_line(child)
+        child.send("unfinished\x03")
+        child.expect("Ctrl-D leaves")
         child.sendline("Hi")
         until(lambda: engine.live == 1)
         child.send("\x03")
