@@ -23,6 +23,7 @@ from trtllm_bls.health.command import look
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.certificates import own_tls
 from trtllm_bls.launcher.ports import choose
+from trtllm_bls.parameters.engine_tls import trusting
 from trtllm_bls.settings import Override, ServeSettings
 
 SECONDS = 20
@@ -136,3 +137,15 @@ def test_the_command_asks_over_tls(tmp_path: Path) -> None:
             return plain.ready, told.exit_code == 0
 
     assert asyncio.run(ask()) == (False, True)
+
+
+def test_of_a_file_the_first_certificate_alone_is_trusted(tmp_path: Path) -> None:
+    """Whatever stands before it, such as its key and words for people, and after it."""
+    leaf, other = (trustme.CA().issue_cert(name) for name in ("first", "other"))
+    parts = (leaf.private_key_pem, leaf.cert_chain_pems[0], other.cert_chain_pems[0])
+    file = tmp_path / "all.pem"
+    file.write_bytes(b"\n".join(part.bytes() for part in parts))
+    tls = own_tls(ServeSettings(tls_cert=file, tls_key=file))
+    assert tls is not None and tls.server_name == "first"
+    file.write_bytes(b"-----BEGIN HERE-----\n" + file.read_bytes())
+    assert trusting(file).cert_store_stats()["x509"] == 1

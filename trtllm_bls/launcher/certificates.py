@@ -9,6 +9,7 @@ from typing import Any
 
 from trtllm_bls.client import Tls
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters.engine_tls import trusting
 from trtllm_bls.settings import ServeSettings
 
 
@@ -56,7 +57,7 @@ def client_context(settings: ServeSettings) -> ssl.SSLContext | None:
     tls = own_tls(settings)
     if tls is None or settings.tls_cert is None:
         return None
-    context = _trusting(settings.tls_cert)
+    context = trusting(settings.tls_cert)
     if tls.certificate_chain is not None:
         context.load_cert_chain(tls.certificate_chain, tls.private_key)
     return context
@@ -73,22 +74,12 @@ def _named_by(cert: Path, key: Path) -> str | None:
     """A name in the certificate, which need not be the address that the server listens at."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert, key)
-    peer: dict[str, Any] = _handshake(server, _trusting(cert)).getpeercert() or {}
+    peer: dict[str, Any] = _handshake(server, trusting(cert)).getpeercert() or {}
     names = [name for _, name in peer.get("subjectAltName", ())]
     names += [
         name for part in peer.get("subject", ()) for kind, name in part if kind == "commonName"
     ]
     return str(names[0]).replace("*", "any") if names else None
-
-
-def _trusting(cert: Path) -> ssl.SSLContext:
-    """The first certificate of the file alone, whatever it names."""
-    text = cert.read_text(encoding="ascii")
-    first, end, _ = text[text.find("-----BEGIN CERT") :].partition("-----END CERTIFICATE-----")
-    client = ssl.create_default_context(cadata=first + end)
-    client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return client
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLObject:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
-from pathlib import Path
 from typing import Any
 
 from trtllm_bls.admission import Admission
@@ -13,9 +11,10 @@ from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import Route, TritonEngine
 from trtllm_bls.engines.trtllm_fields import SPECULATES
-from trtllm_bls.errors import EngineError, SettingsError
+from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters
+from trtllm_bls.parameters.engine_tls import engine_tls
 from trtllm_bls.services.metrics import TritonMetrics
 from trtllm_bls.services.request_log import RequestLog
 from trtllm_bls.services.request_metrics import RequestMetrics
@@ -118,7 +117,7 @@ def _engine(
         vocab_size=tokenizer.model_vocab_size,
         max_streams=parameters.max_streams,
         stall_seconds=parameters.stall_seconds,
-        tls=_tls(parameters),
+        tls=engine_tls(parameters),
         repository=parameters.repository,
     )
     draft: Engine | None = None
@@ -150,35 +149,6 @@ def _default_timeout(parameters: BlsParameters) -> float | None:
     """Seconds; the longest that a request may name bounds one that names none, too."""
     known = (parameters.timeout_seconds, parameters.limits.max_timeout_s)
     return min((seconds for seconds in known if seconds), default=None)
-
-
-def _tls(parameters: BlsParameters) -> ssl.SSLContext | None:
-    ca, cert, key = parameters.tls_ca, parameters.tls_cert, parameters.tls_key
-    pin = parameters.tls_pin
-    if ca is None and cert is None and key is None and pin is None:
-        return None
-    if ca is None and pin is None:
-        raise SettingsError("parameter engine_tls_ca is empty: name whom to trust at engine_url")
-    if (cert is None) != (key is None):
-        raise SettingsError("parameters engine_tls_cert and engine_tls_key: set both or neither")
-    try:
-        context = ssl.create_default_context(cafile=ca) if pin is None else _pinned(pin)
-        if cert is not None:
-            context.load_cert_chain(cert, key)
-    except (OSError, ValueError) as error:  # of which ssl's own are kinds
-        files = ", ".join(str(path) for path in (pin, ca, cert, key) if path)
-        raise SettingsError(f"parameters engine_tls_*: {files}: not usable: {error}") from error
-    return context
-
-
-def _pinned(path: Path) -> ssl.SSLContext:
-    """Trusts the first certificate of the file alone, so its names need not be looked at."""
-    text = path.read_text(encoding="ascii")
-    first, end, _ = text[text.find("-----BEGIN") :].partition("-----END CERTIFICATE-----")
-    context = ssl.create_default_context(cadata=first + end)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return context
 
 
 def _same_vocabulary(parameters: BlsParameters, tokenizer: Tokenizer) -> bool:

@@ -1,0 +1,42 @@
+"""Whom to trust at an engine behind TLS, and as whom to come."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters.reading import BlsParameters
+
+
+def engine_tls(parameters: BlsParameters) -> ssl.SSLContext | None:
+    """As the parameters ``engine_tls_*`` say; ``None`` = no TLS. Raises ``SettingsError``."""
+    ca, cert, key = parameters.tls_ca, parameters.tls_cert, parameters.tls_key
+    pin = parameters.tls_pin
+    if ca is None and cert is None and key is None and pin is None:
+        return None
+    if ca is None and pin is None:
+        raise SettingsError("parameter engine_tls_ca is empty: name whom to trust at engine_url")
+    if (cert is None) != (key is None):
+        raise SettingsError("parameters engine_tls_cert and engine_tls_key: set both or neither")
+    try:
+        context = ssl.create_default_context(cafile=ca) if pin is None else trusting(pin)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except (OSError, ValueError) as error:  # of which ssl's own are kinds
+        files = ", ".join(str(path) for path in (pin, ca, cert, key) if path)
+        raise SettingsError(f"parameters engine_tls_*: {files}: not usable: {error}") from error
+    return context
+
+
+def trusting(certificate: Path) -> ssl.SSLContext:
+    """Trusts the first certificate of the file alone, so its names need not be looked at.
+
+    Raises ``OSError`` and ``ValueError`` for a file of no use.
+    """
+    text = certificate.read_text(encoding="ascii")
+    first, end, _ = text[text.find("-----BEGIN CERT") :].partition("-----END CERTIFICATE-----")
+    context = ssl.create_default_context(cadata=first + end)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
