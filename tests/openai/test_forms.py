@@ -185,6 +185,29 @@ def real() -> Iterator[openai.OpenAI]:
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
+def called(
+    client: openai.OpenAI, stream: bool, **asked: Any
+) -> tuple[str | None, str, str, str | None]:
+    """The name and arguments of the one call, ``None`` and none where there is none; the content;
+    and why the answer ended."""
+    asked = {"model": MODEL, "messages": HELLO, "temperature": 0, **asked}
+    calls: list[Any]
+    if stream:
+        chunks = [
+            chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)
+        ]
+        calls = [each.function for chunk in chunks for each in chunk.delta.tool_calls or ()]
+        content, reason = "".join(c.delta.content or "" for c in chunks), chunks[-1].finish_reason
+    else:
+        (answer,) = client.chat.completions.create(**asked).choices
+        calls = [each.function for each in answer.message.tool_calls or ()]
+        content, reason = answer.message.content or "", answer.finish_reason
+    names = [call.name for call in calls if call.name]
+    assert len(names) <= 1
+    arguments = "".join(call.arguments or "" for call in calls)
+    return (names[0] if names else None), arguments, content, reason
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("tools", "choice"),
@@ -198,21 +221,36 @@ def test_a_demanded_call_is_made(
     real: openai.OpenAI, tools: list[Any], choice: Any, stream: bool
 ) -> None:
     """By a model that would not: its arguments are valid, and there is no other text."""
-    asked: Any = {"model": MODEL, "messages": HELLO, "tools": tools, "tool_choice": choice}
-    asked |= {"parallel_tool_calls": False, "max_tokens": 100, "temperature": 0}
-    if stream:
-        chunks = [chunk.choices[0] for chunk in real.chat.completions.create(**asked, stream=True)]
-        calls = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
-        name = calls[0].function.name if calls[0].function else None
-        arguments = "".join(each.function.arguments or "" for each in calls if each.function)
-        content, reason = "".join(c.delta.content or "" for c in chunks), chunks[-1].finish_reason
-    else:
-        (answer,) = real.chat.completions.create(**asked).choices
-        (call,) = answer.message.tool_calls or ()
-        name, arguments = call.function.name, call.function.arguments
-        content, reason = answer.message.content or "", answer.finish_reason
-    assert (name, content, reason) == ("weather", "", "tool_calls")
+    asked: Any = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    name, arguments, *rest = called(real, stream, max_tokens=100, **asked)
+    assert (name, *rest) == ("weather", "", "tool_calls")
     jsonschema.validate(json.loads(arguments), WEATHER["function"]["parameters"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("tools", "choice"), [([PING, WEATHER], NAMED), ([WEATHER], "required"), ([PING], "required")]
+)
+def test_a_demanded_call_that_is_cut_is_a_call_without_its_end(
+    real: openai.OpenAI, tools: list[Any], choice: Any, stream: bool
+) -> None:
+    """As OpenAI and vLLM send it: the name, what there is of the arguments, ``length``."""
+    asked: Any = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    wanted, whole, *_ = called(real, False, max_tokens=100, **asked)
+    cut = [called(real, stream, max_tokens=most, **asked) for most in (1, 2, 4, 7, 10, 12)]
+    for name, arguments, content, reason in cut:
+        assert (name, content, reason) == (wanted, "", "length")
+        assert whole.startswith(arguments)
+    assert cut[0][1] == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_several_tools_one_is_called_once_its_name_is_there(
+    real: openai.OpenAI, stream: bool
+) -> None:
+    """Until then there is neither a call nor content."""
+    asked: Any = {"tools": [PING, WEATHER], "tool_choice": "required"}
+    assert called(real, stream, max_tokens=3, **asked) == (None, "", "", "length")
 
 
 def test_a_schema_is_kept(real: openai.OpenAI) -> None:

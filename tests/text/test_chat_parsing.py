@@ -317,6 +317,7 @@ def test_forced_calls_are_parsed() -> None:
         ToolCall(1, "id1", "weather"),
     ]
     assert events[1] == Arguments(0, ARGS)
+    assert joined(parse(f'[{CALL}, {{"na', [], "forced")) == events[:2]  # cut
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Text to events. How the text is cut makes no difference to what the events add up to.
 
-What turns out not to be a call is content, so nothing is lost.
+What turns out not to be a call is content, so nothing is lost; but of a text that a guide holds to
+calls alone (``FORCED``), which can only have been cut.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class ChatParser:
         self._tools = tools or ToolFormat()
         self._reasoning = reasoning
         self._schemas = schemas
+        self._calls_alone = tools is not None and not tools.begin
         self._new_id = new_id
         self._num_calls = 0
         self._call: Reader | None = None
@@ -93,7 +95,7 @@ class ChatParser:
         self._state = _State.START
         if opened and reasoning:
             self._state, self._strips = _State.REASONING, True
-        elif tools is not None and not tools.begin:
+        elif self._calls_alone:
             self._state, self._drops = _State.BETWEEN, True
 
     @property
@@ -116,6 +118,9 @@ class ChatParser:
         else:
             if self._state in (_State.START, _State.CONTENT):
                 self._say(Content, self._buffer)
+            elif self._calls_alone:
+                if not self.has_calls and len(self._schemas or ()) == 1:  # which it has to be
+                    self._begin(*(self._schemas or ()))
             elif not begun and (self._held or self._state is not _State.BETWEEN):
                 self._say(Content, self._held + self._buffer)
             if self._blank and not self.has_calls:

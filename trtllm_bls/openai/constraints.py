@@ -81,6 +81,8 @@ class AnswerForm:
         if choice not in (None, "none", "auto"):
             self.guide = _forced_guide(request, forced, self.guide)
             self._tools = FORCED
+            if forced is not None:
+                self._schemas = {forced: self._schemas[forced]}
         elif tools and choice != "none":
             self._tools = formats.tools
             if self.guide is not None:
