@@ -113,7 +113,8 @@ class Admission:
     def _overloaded(self, why: str, parameter: str) -> Overloaded:
         seconds = math.ceil(self._average_s * (self.queued + 1) / self._max_running)
         return Overloaded(
-            f"{self.running} sequences run and {self.queued} wait, {why} (parameter {parameter}); "
+            f"sequences running: {self.running}, waiting: {self.queued}, {why} "
+            f"(parameter {parameter}); "
             f"try again in about {max(1, seconds)} s",
             parameter,
         )

@@ -28,7 +28,9 @@ from trtllm_bls.status import ProcessStatus, StatusDirectory
 
 SECONDS = 20
 TOKEN = text("x", final=True)
-BUSY = Fail("UNAVAILABLE: 256 sequences run and 512 wait, the most; try again in about 2 s")
+BUSY = Fail(
+    "UNAVAILABLE: sequences running: 256, waiting: 512, as many as may; try again in about 2 s"
+)
 LOST = Fail("UNAVAILABLE: trtllm://gpu:50051: it is not healthy: NOT_OK")
 
 

@@ -138,4 +138,4 @@ def test_a_drain_can_be_asked_for_from_outside(server: TritonServer) -> None:
                 await running
             return drained.output
 
-    assert "handed over, 1 requests run" in asyncio.run(ask())
+    assert "handed over, requests running: 1" in asyncio.run(ask())

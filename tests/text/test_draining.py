@@ -214,9 +214,9 @@ def test_the_command_waits_until_nothing_runs(tmp_path: Path) -> None:
         running.wait(responses=1)
         words = ["drain", "--dir", str(tmp_path)]
         told = CliRunner().invoke(main, words)
-        assert (told.exit_code, "handed over, 1 requests run" in told.output) == (0, True)
+        assert (told.exit_code, "handed over, requests running: 1" in told.output) == (0, True)
         told = CliRunner().invoke(main, [*words, "--deadline", "0.1", "--wait"])
-        assert (told.exit_code, "handed over, 0 requests run" in told.output) == (0, True)
+        assert (told.exit_code, "handed over, requests running: 0" in told.output) == (0, True)
         lifecycle.close()
 
 

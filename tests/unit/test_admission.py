@@ -36,7 +36,7 @@ def test_sequences_above_the_limit_wait_and_above_that_are_refused_at_once() -> 
         with pytest.raises(Overloaded) as refused:
             await hold(admission)
         assert str(refused.value) == (
-            "2 sequences run and 1 wait, as many as may (parameter max_queued_requests); "
+            "sequences running: 2, waiting: 1, as many as may (parameter max_queued_requests); "
             "try again in about 1 s"
         )
         clock.now = 10

@@ -62,7 +62,7 @@ def command(directory: Path, timeout: float, deadline: float, wait: bool) -> Non
         _sleep_until(lambda: not any(s.running for s in files.read()), asked_at + deadline + 2.0)
     for status in files.read():
         state = "handed over" if status.handed_over else "not handed over"
-        click.echo(f"process {status.pid}: {state}, {status.running} requests run")
+        click.echo(f"process {status.pid}: {state}, requests running: {status.running}")
     sys.exit(0 if handed_over else 1)
 
 

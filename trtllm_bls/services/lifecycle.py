@@ -129,13 +129,13 @@ class Lifecycle:
             self._server.refusal = Overloaded(SHUTTING_DOWN)
             self._told = self._begin(self._drain_sender())
             running = self._server.running
-            log.info("draining: %d requests run%s", len(running), _named(running))
+            log.info("draining; %s", _named(running))
         if not (self._told and self._told.done() and self._sender.settled):
             self._unsettled_at = now
         if now >= deadline and not self._cut:
             self._cut = True
             if running := self._server.running:
-                log.warning("time is up for %d requests%s", len(running), _named(running))
+                log.warning("time is up; %s", _named(running))
             self._begin(self._server.end_all())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> Future[None]:
@@ -169,7 +169,5 @@ class Lifecycle:
 
 
 def _named(running: list[str]) -> str:
-    if not running:
-        return ""
-    more = ", ..." if len(running) > NAMED else ""
-    return f": {', '.join(running[:NAMED])}{more}"
+    shown = [*running[:NAMED], *["..."] * (len(running) > NAMED)]
+    return f"requests running: {len(running)} ({', '.join(shown)})" if running else "none runs"
