@@ -119,6 +119,7 @@ def is_for_room(error: Overloaded) -> bool:
     return "try again" in str(error) or any(words in str(error) for words in _FULL_QUEUE)
 
 
+HALF_CHARACTER = "is half of a character (a lone surrogate); send both halves, or leave it out"
 MAX_LINE = 2000  # characters of an error or of a log line
 
 

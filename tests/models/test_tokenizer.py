@@ -63,12 +63,13 @@ def test_odd_text_is_encoded(family: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["a\ud83d", "\udc80", "\udfff\ud800"])
 def test_lone_surrogates_are_refused(bytes_made: Tokenizer, text: str) -> None:
-    """They are no text, and would crash the tokenizer; the error names the field."""
-    with pytest.raises(InvalidRequest, match=r"^text_input: not valid Unicode at character \d"):
+    """They are no text, and would crash the tokenizer; the error names field, value and mend."""
+    said = r"'\\ud\w{3}' at character \d is half of a character \(a lone surrogate\); send both"
+    with pytest.raises(InvalidRequest, match=f"^text_input: {said}"):
         bytes_made.encode(text, add_special_tokens=True)
-    with pytest.raises(InvalidRequest, match=r"^stop_words: not valid Unicode"):
+    with pytest.raises(InvalidRequest, match=f"^stop_words: {said}"):
         bytes_made.encode_word(text)
-    with pytest.raises(InvalidRequest, match=r"^bad_words: not valid Unicode"):
+    with pytest.raises(InvalidRequest, match=f"^bad_words: {said}"):
         bytes_made.word_variants(text)
 
 

@@ -140,6 +140,24 @@ def test_bodies_that_are_no_json_of_ours_are_refused(connect: Connect, body: byt
     assert ask(api, COMPLETIONS, body)[0] == 400
 
 
+HALF = "is half of a character (a lone surrogate); send both halves, or leave it out"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        (rb'{"model": "scripted", "prompt": "a\ud83d"}', "prompt", r"'\ud83d'"),
+        (rb'{"model": "scripted", "prompt": "\uDC80 \ud83d\ude42"}', "prompt", r"'\udc80'"),
+        (rb'{"model": "scripted", "prompt": ["x", "\ud83d"]}', "prompt", r"'\ud83d'"),
+        (rb'{"model": "scripted", "prompt": "x", "\ud83d": 1}', "body", r"'\ud83d'"),
+    ],
+)
+def test_half_a_character_is_named(connect: Connect, body: bytes, param: str, said: str) -> None:
+    """With its field and what to do; beside whole ones."""
+    status, error, _ = ask(connect()[0], COMPLETIONS, body)
+    assert (status, error["param"], error["message"]) == (400, param, f"{param}: {said} {HALF}")
+
+
 def test_a_prompt_that_is_too_long_says_so_as_clients_expect(connect: Connect) -> None:
     """The code for some, the sentence for others."""
     _, client = connect(saying(SAYS, max_sequence_tokens=40))
