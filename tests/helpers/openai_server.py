@@ -20,6 +20,7 @@ from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.deployment import SHUTTING_DOWN
+from trtllm_bls.services.request_log import RequestLog
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ class ScriptedBackend:
     admission: Admission | None = None
 
     def __post_init__(self) -> None:
-        self.reports = RequestReports(RequestMetrics())
+        self.reports = RequestReports(RequestMetrics(), [RequestLog().add])
         self.orchestrator = Orchestrator(
             self.tokenizer,
             self.engine,

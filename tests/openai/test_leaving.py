@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import http.client
 import json
+import logging
 import os
 import signal
 import socket
@@ -251,24 +253,49 @@ def test_health_is_the_engines(connect: Connect) -> None:
     assert len(engine.requests) == asked  # proven a moment ago
 
 
+def requests_over(api: RunningApi, **labels: str) -> float:
+    """How many have these labels, as Prometheus reads them."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(get(api, "/metrics")[1])
+        for sample in family.samples
+        if sample.name == "trtllm_bls_requests_total" and labels.items() <= sample.labels.items()
+    )
+
+
 def test_metrics_count_what_was_answered(connect: Connect) -> None:
-    """As Prometheus reads them."""
+    """And what was refused, by the field."""
     api, client = connect(saying(SAYS))
     client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5)
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=MODEL, prompt=PROMPT, temperature=9)
+    until(lambda: requests_over(api, outcome="success") == 1)
+    until(lambda: requests_over(api, reason="temperature") == 1)
 
-    def total(name: str, **labels: str) -> float:
-        families = text_string_to_metric_families(get(api, "/metrics")[1])
-        return sum(
-            sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
 
-    until(lambda: total("trtllm_bls_requests_total", outcome="success") == 1)
-    until(lambda: total("trtllm_bls_requests_total", reason="temperature") == 1)
+def test_what_is_refused_unread_is_counted_and_logged(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its header or limit; no label is of the caller's choosing."""
+    caplog.set_level(logging.INFO, "trtllm_bls")
+    keys = (hashlib.sha256(b"mine").digest(),)
+    api, client = connect(key="mine", keys=keys, max_body_bytes=200)
+    ask = client.completions.create
+    refusals: list[tuple[str, Any]] = [
+        ("authorization", lambda: client.with_options(api_key="x").models.list()),
+        ("max_request_bytes", lambda: ask(model=MODEL, prompt="x" * 200)),
+        (
+            "content-type",
+            lambda: ask(model=MODEL, prompt="x", extra_headers={"content-type": "text/x"}),
+        ),
+    ]
+    for reason, refused in refusals:
+        with pytest.raises(openai.APIStatusError) as caught:
+            refused()
+        until(lambda reason=reason: requests_over(api, outcome="refused", reason=reason) == 1)
+        named = f"id={caught.value.response.headers['x-request-id']} outcome=refused"
+        assert f"{named} reason={reason}" in caplog.text
+    assert requests_over(api, outcome="refused") == len(refusals)
 
 
 def test_many_clients_at_once_get_their_own_text(connect: Connect) -> None:

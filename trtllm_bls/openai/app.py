@@ -51,6 +51,7 @@ from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.tokenizer import Tokenizer
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_REFUSED_FOR = {401: "authorization", 415: "content-type"}  # headers, where no field is to blame
 _Request = TypeVar("_Request", bound=Common)
 
 
@@ -111,7 +112,7 @@ def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
         Route("/metrics", api.metrics),
         Route("/openapi.json", api.openapi),
     ]
-    middleware = [Middleware(_Keys, keys=settings.keys)] if settings.keys else []
+    middleware = [Middleware(_Keys, api=api)] if settings.keys else []
     if settings.allowed_origins:  # in front: a browser asks without a key first
         cors = Middleware(
             CORSMiddleware,
@@ -191,6 +192,13 @@ class _Api:
                 self._proofs.renew()
             await asyncio.sleep(RENEW_S)
 
+    def refused(self, reply: Reply, error: ApiError) -> None:
+        """Count and log a request that is refused before it is run."""
+        field = error.param or _REFUSED_FOR.get(error.status, "body")
+        limit = "max_request_bytes" if error.status == 413 else None
+        refusal = InvalidRequest(field, error.message.removeprefix(f"{field}: "), limit)
+        self.backend.orchestrator.refused(reply.request_id.decode(), refusal)
+
     async def longest(self) -> int | None:
         """The model's limit on prompt and answer together, in tokens, where it is known."""
         with suppress(TrtllmBlsError):
@@ -256,13 +264,11 @@ class _Generate(Generic[_Request]):
         reply = Reply(scope, send)
         guide = ""
         try:
-            body = await read_body(scope, receive, self._api.settings.max_body_bytes)
             try:
+                body = await read_body(scope, receive, self._api.settings.max_body_bytes)
                 answer, stream = self._asked(scope, body)
             except ApiError as error:
-                field = error.param or "body"
-                refusal = InvalidRequest(field, error.message.removeprefix(f"{field}: "))
-                self._api.backend.orchestrator.refused(reply.request_id.decode(), refusal)
+                self._api.refused(reply, error)
                 raise
             guide = answer.guide_field
             with self._api.requests.one(reply.request_id.decode()):
@@ -335,19 +341,21 @@ class _Generate(Generic[_Request]):
 class _Keys:
     """Lets requests for ``/v1`` pass that bring a key."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
+    def __init__(self, app: ASGIApp, api: _Api) -> None:
         self._app = app
-        self._keys = keys
+        self._api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         free = scope["type"] != "http" or not scope["path"].startswith("/v1")
-        if free or is_allowed(self._keys, header(scope, b"authorization")):
+        if free or is_allowed(self._api.settings.keys, header(scope, b"authorization")):
             await self._app(scope, receive, send)
             return
         message = "no valid API key; send Authorization: Bearer KEY"
         challenge = {"www-authenticate": "Bearer"}
         error = ApiError(401, message, code="invalid_api_key", headers=challenge)
-        await Reply(scope, send).error(error)
+        reply = Reply(scope, send)
+        self._api.refused(reply, error)
+        await reply.error(error)
 
 
 def unknown_model(name: str) -> ApiError:
