@@ -88,9 +88,11 @@ def test_what_the_server_leaves_behind_is_killed(tmp_path: Path) -> None:
 
 
 def test_the_servers_own_end_is_the_guards(tmp_path: Path) -> None:
-    """Exit codes pass through, and nobody has to ask."""
+    """Exit codes pass through, and nobody has to ask. What else the launcher has started may still
+    use the directory, which is left to it."""
     process = guarded(tmp_path, "echo up; exit 7")
     assert process.wait(20) == 7
+    assert list(tmp_path.iterdir()) == [tmp_path / "work"]
     end_of(process)
 
 

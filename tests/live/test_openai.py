@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import jsonschema
 import openai
@@ -29,28 +30,32 @@ class Served:
     process: subprocess.Popen[str]
     url: str
     curl: str
+    log: Path
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """With two workers, which share the port."""
+    log = tmp_path_factory.mktemp("served") / "log"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     services = ("http", "grpc", "metrics", "health")
     ports = [word for name in services for word in (f"--{name}-port", "0")]
     api = ["--openai-port", str(port), "--openai-workers", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trtllm_bls.cli", "serve", *ports, *api],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        start_new_session=True,
-    )
+    with log.open("w") as written:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trtllm_bls.cli", "serve", *ports, *api],
+            stdout=subprocess.PIPE,
+            stderr=written,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+        )
     assert process.stdout
     name, url = process.stdout.readline().split()
     assert name == "OpenAI"
     *_, curl = (process.stdout.readline() for _ in range(6))
-    yield Served(process, url, curl)
+    yield Served(process, url, curl, log)
     process.kill()
     process.communicate()
 
@@ -190,6 +195,19 @@ def test_an_api_that_dies_or_stops_is_started_again(
 
     until(answers_again, seconds=120)
     assert api.completions.create(model="demo", prompt="Once", max_tokens=4).choices
+
+
+def test_a_killed_server_comes_back_with_its_api(served: Served, api: openai.OpenAI) -> None:
+    """The API ends before what it shares with the server is removed, so it has nothing to say."""
+    (guard,) = (
+        c for c in psutil.Process(served.process.pid).children() if "guard" in str(c.cmdline())
+    )
+    before = api_process(served)
+    guard.children()[0].kill()
+    until(lambda: "serving again" in served.log.read_text(), seconds=120)
+    assert api_process(served) not in (None, before)
+    assert api.completions.create(model="demo", prompt="Once", max_tokens=4).choices
+    assert "status_dir" not in served.log.read_text()
 
 
 def test_sigterm_ends_the_api_with_the_server(served: Served, api: openai.OpenAI) -> None:

@@ -6,8 +6,9 @@
 Standard input is the control pipe from the launcher: ``s`` asks the server to stop (it drains what
 runs), ``k`` kills it, end of file means that the launcher is gone and counts as ``s``. What keeps a
 status in the directory ``status`` is asked to drain before the server is told to stop. After the
-server, whatever it started is killed, its shared memory and the working directory are removed,
-and the exit code is the server's (128 + n for signal n).
+server, whatever it started is killed and its shared memory removed; the working directory too where
+the launcher is gone, which else has other processes that use it. The exit code is the server's
+(128 + n for signal n).
 
 Why a process of its own: the launcher may be killed at any moment, the kernel's parent-death
 signal reaches only direct children and is tied to the starting *thread*, and a stub that hangs
@@ -53,7 +54,9 @@ def main(
         os.dup2(devnull, descriptor)
     code = _watch(server, control, wake, _Stop(server, Path(status), drain, grace))
     _kill_children()
-    remove_traces(Path(workdir), shared_memory)
+    gone = select.poll()
+    gone.register(control, 0)  # tells of the end of file alone
+    remove_traces(Path(workdir) if gone.poll(0) else None, shared_memory)
     return code if code >= 0 else 128 - code
 
 
@@ -166,9 +169,10 @@ def _children(parent: int) -> list[int]:
     return found
 
 
-def remove_traces(workdir: Path, shared_memory: str) -> None:
+def remove_traces(workdir: Path | None, shared_memory: str) -> None:
     """Remove the working directory and the shared memory; ``shared_memory`` is a path prefix."""
-    shutil.rmtree(workdir, ignore_errors=True)
+    if workdir is not None:
+        shutil.rmtree(workdir, ignore_errors=True)
     prefix = Path(shared_memory)
     for region in prefix.parent.glob(prefix.name + "*"):
         region.unlink(missing_ok=True)

@@ -56,7 +56,7 @@ class Scratch:
             raise SettingsError(f"status_dir {self.status}: {error.strerror}") from error
 
     def remove(self) -> None:
-        """Remove all of it; the guard has usually done so."""
+        """Remove all of it."""
         guard.remove_traces(self.workdir, self.regions)
 
 
@@ -75,7 +75,7 @@ class GuardedProcess:
         exit_timeout: float,
         on_line: Callable[[str], None],
     ) -> None:
-        self._workdir = str(scratch.workdir)
+        self._scratch, self._workdir = scratch, str(scratch.workdir)
         order = {
             "command": command,
             "workdir": self._workdir,
@@ -137,13 +137,15 @@ class GuardedProcess:
         return code if code >= 0 else 128 - code
 
     def close(self) -> None:
-        """Close the control pipe and the log; the process has ended or is about to."""
+        """Close the control pipe and the log, and remove what was the run's; the process has ended
+        or is about to."""
         if self._guard.stdin:
             self._guard.stdin.close()
         self._kill_what_is_left(self._guard.wait())
         self._reader.join(LAST_LINES_S)
         if self._guard.stdout:
             self._guard.stdout.close()
+        self._scratch.remove()
 
     def _kill_what_is_left(self, code: int) -> None:
         """Where the guard itself was killed, nobody else ends what the server started.

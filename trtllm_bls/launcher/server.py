@@ -245,12 +245,12 @@ class TritonServer:
     def wait(self) -> bool:
         """Return when the server has ended as requested: whether requests were cut off.
 
-        Raises ``ServerFailed`` if it ended by itself or failed; nothing of it is left then.
+        Raises ``ServerFailed`` if it ended by itself or failed. Its files stay until it is stopped
+        or discarded: other processes may use them.
         """
         run = self._running
         code = run.process.wait()
         if not self._stop_requests:
-            self._end()
             problem, self._failure = self._failure, None
             raise ServerFailed(
                 problem or f"the server ended by itself ({describe_exit(code)})", run.book.tail()
@@ -382,7 +382,6 @@ class TritonServer:
         if run is not None:
             run.process.kill()
             run.process.close()
-            run.scratch.remove()
 
     def _close_forwarder(self) -> None:
         forwarder, self._forwarder = self._forwarder, None

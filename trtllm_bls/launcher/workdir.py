@@ -1,6 +1,6 @@
 """What one server run needs on disk: a backend directory, the right libpython, changed models.
 
-Owns the layout of a temporary directory, mostly links; the guard removes it after the server.
+Owns the layout of a temporary directory, mostly links; it is removed after the server.
 """
 
 from __future__ import annotations
