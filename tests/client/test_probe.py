@@ -11,7 +11,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import psutil
@@ -85,7 +85,7 @@ def test_one_look_tells_whether_a_token_comes_out() -> None:
 
 # --- the watch ------------------------------------------------------------------------------
 
-QUICK = Pace(look_s=0.01, canary_s=0.02, answer_s=0.1)
+QUICK = Pace(look_s=0.01, canary_s=0.02, answer_s=0.1, kept_s=0.2)
 
 
 def watch(
@@ -95,6 +95,7 @@ def watch(
     failed: list[str],
     engine_here: bool = True,
     metrics_url: str = "http://127.0.0.1:1/metrics",
+    **more: Any,
 ) -> Watch:
     """Over a server whose processes are this one."""
     me = psutil.Process()
@@ -105,7 +106,7 @@ def watch(
         process=me,
         status_dir=status,
         metrics_url=metrics_url,
-        stop_requested=False,
+        **{"stop_requested": False, "unloaded": set(), **more},
     )
     bounds = Bounds(stall_s=stall_s)
     return Watch(cast(TritonServer, server), bounds, failed.append, failed.append, QUICK)
@@ -201,6 +202,40 @@ async def test_an_engine_that_says_it_is_not_well_ends_readiness(tmp_path: Path)
         await eventually(lambda: watching.verdict.ready)
         await asyncio.to_thread(watching.close)
         assert failed == []
+
+
+@pytest.mark.parametrize(
+    ("stop", "unloaded", "state", "ends"),
+    [
+        (True, {"tensorrt_llm"}, {}, True),
+        (False, {"tensorrt_llm"}, {}, False),
+        (True, set(), {}, False),
+        (True, {"tensorrt_llm"}, {"running": 1}, False),
+        (True, {"tensorrt_llm"}, {"handed_over": False}, False),
+        (True, {"tensorrt_llm"}, {"loop_at": -9.0}, False),
+        (True, {"tensorrt_llm"}, None, False),
+    ],
+)
+async def test_a_stop_waits_for_requests_and_not_for_triton_to_forget_them(
+    tmp_path: Path, stop: bool, unloaded: set[str], state: dict[str, Any] | None, ends: bool
+) -> None:
+    """Where all models but one are unloaded, and the processes of that one have nothing to do."""
+    files, ended = StatusDirectory(tmp_path), threading.Event()
+
+    def looked() -> bool:
+        now = time.monotonic()
+        if state is not None:
+            idle = ProcessStatus(os.getpid(), now, now, 0, running=0, handed_over=True)
+            files.write(replace(idle, **state))
+        return ended.is_set() or now > enough
+
+    async with FakeGrpcServer([LOST]) as server:
+        more = {"stop_requested": stop, "unloaded": unloaded, "end_unloading": ended.set}
+        enough = time.monotonic() + (SECONDS if ends else 0.5)
+        watching = watch(server.url, tmp_path, SECONDS, [], **more)
+        await eventually(looked)
+        await asyncio.to_thread(watching.close)
+    assert ended.is_set() == ends
 
 
 @pytest.mark.parametrize("moving", ["responses", "tokens"])

@@ -135,6 +135,12 @@ def test_the_tail_prefers_what_matters() -> None:
     assert book(LOADED).tail() == ("01:56:47 successfully loaded 'echo'",)
 
 
+def test_a_stopping_server_tells_which_models_are_unloaded() -> None:
+    """As its log does, model by model."""
+    line = "I1122 03:01:05.9 8 model_lifecycle.cc:624] \"successfully unloaded 'echo' version 1\""
+    assert (book(LOADED).unloaded, book(LOADED, line).unloaded) == (set(), {"echo"})
+
+
 def test_a_stopping_server_tells_when_requests_have_ended() -> None:
     """What it says of models afterwards is no longer about requests."""
     line = (

@@ -24,6 +24,7 @@ _SEVERITIES = {"I": "info", "W": "warning", "E": "error", "F": "fatal"}
 _FURNITURE = re.compile(r"\s*(?:[+|].*)?|At:|  .+\(\d+\): .+|Signal \(\d+\) received\.")
 
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
+_UNLOADED = re.compile(r"successfully unloaded '([^']+)' version \d+")
 _FAILED = (
     re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.+)", re.DOTALL),
     re.compile(r"failed to load model '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
@@ -143,6 +144,7 @@ class LogBook:
 
     def __init__(self) -> None:
         self.loaded: set[str] = set()
+        self.unloaded: set[str] = set()
         self.failures: dict[str, str] = {}  # model -> reason, with its traceback
         self.port_taken: str | None = None  # the service that could not listen
         self.lines = 0
@@ -156,6 +158,8 @@ class LogBook:
         self.lines += 1
         if loaded := _LOADED.fullmatch(line.text):
             self.loaded.add(loaded[1])
+        if unloaded := _UNLOADED.fullmatch(line.text):
+            self.unloaded.add(unloaded[1])
         if in_flight := _IN_FLIGHT.search(line.text):
             self.drained = in_flight[1] == "0"
         if taken := _PORT_TAKEN.search(line.text):

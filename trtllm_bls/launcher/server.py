@@ -141,6 +141,11 @@ class TritonServer:
         return self._running.models
 
     @property
+    def unloaded(self) -> set[str]:
+        """The models that it has unloaded, since it stops."""
+        return self._running.book.unloaded
+
+    @property
     def pid(self) -> int | None:
         """tritonserver's own process; ``None`` when it has ended."""
         server = self._running.process.server
@@ -237,6 +242,10 @@ class TritonServer:
             if run is not None and server and server.status() != psutil.STATUS_ZOMBIE:
                 self._failure = problem  # otherwise it has ended by itself
                 run.process.kill()
+
+    def end_unloading(self) -> None:
+        """End a server that was asked to stop and serves nobody any more; ``wait`` returns."""
+        self._running.process.kill()
 
     def discard(self) -> None:
         """End it at once, whatever state it is in."""

@@ -34,11 +34,13 @@ _ENGINE = "tensorrt_llm"
 @dataclass(frozen=True)
 class Pace:
     """Seconds. ``canary_s``: without progress for so long, a canary is sent; after a failure the
-    next one follows in a fifth of that. ``answer_s``: what an answer may take."""
+    next one follows in a fifth of that. ``answer_s``: what an answer may take. ``kept_s``: what a
+    stopping server has to unload a model whose requests are over."""
 
     look_s: float = 0.5
     canary_s: float = 5.0
     answer_s: float = 10.0
+    kept_s: float = 8.0
 
     @classmethod
     def within(cls, stall_s: float) -> Pace:
@@ -73,7 +75,7 @@ class Watch:
         self._files = StatusDirectory(server.status_dir)
         self._probe = server.probe()
         self._has_canary = self._probe is not None and TEXT_MODEL in server.models
-        self._progress_at = self._descriptors_at = time.monotonic()
+        self._progress_at = self._descriptors_at = self._busy_at = time.monotonic()
         self._moved = 0  # responses, and tokens of answers in one piece
         self._steps: float | None = None  # of the engines, as last told
         self._failures, self._error = 0, ""
@@ -101,22 +103,38 @@ class Watch:
             asking = asyncio.create_task(self._ask(probe) if probe else asyncio.sleep(0))
             while not self._closing.is_set():
                 self.looked_at = now = time.monotonic()
-                self.verdict = evaluate(self._observe(now), self._bounds, now)
+                statuses = self._files.read()
+                self.verdict = evaluate(self._observe(statuses, now), self._bounds, now)
                 # A server that stops ends its processes one by one; its own time limit holds then.
                 if self.verdict.failed and not self._server.stop_requested:
                     self._on_failed("; ".join(self.verdict.reasons))
+                    break
+                if self._is_busy(statuses, now):
+                    self._busy_at = now
+                elif now - self._busy_at > self._pace.kept_s:
+                    self._server.end_unloading()
                     break
                 await asyncio.sleep(self._pace.look_s)
             asking.cancel()
             await asyncio.wait({asking})
 
-    def _observe(self, now: float) -> Observed:
+    def _is_busy(self, statuses: list[ProcessStatus], now: float) -> bool:
+        """Whether a stop has anything to wait for but Triton.
+
+        Triton 24.10 never unloads a model of which a client cancelled a request as its last
+        response left. Here that is one whose own processes all say, and have just said, that
+        nothing runs; every other model is unloaded, so nothing new can come.
+        """
+        left = set(self._server.models) - self._server.unloaded
+        idle = all(s.handed_over and not s.running and now - s.loop_at < 1 for s in statuses)
+        return not (self._server.stop_requested and left == {TEXT_MODEL} and statuses and idle)
+
+    def _observe(self, statuses: list[ProcessStatus], now: float) -> Observed:
         if self._processes is None:
             return Observed(processes=("the server is dead",))
         if self._guard is not None and self._processes.wake(self._guard):
             self._warn("the server's guard was stopped; it goes on")
         self.draining = self._files.drain_deadline() is not None
-        statuses = self._files.read()
         self._note_progress(statuses, now)
         exhausted = self._processes.without_descriptors()
         if not exhausted:
