@@ -177,7 +177,8 @@ async def test_calls_beyond_the_servers_limit_wait_in_order() -> None:
 
 
 async def test_a_server_that_stops_ends_its_calls_and_is_found_again_on_its_port() -> None:
-    """UNAVAILABLE in mid-stream, UNAVAILABLE while it is gone, and then as before."""
+    """In mid-stream by its connection (UNAVAILABLE) or by itself (CANCELLED), as it happens;
+    UNAVAILABLE while it is gone, and then as before."""
     async with grpcio(Service()) as (server, target), connected(target) as connection:
         caller = Caller(connection, "hold")
         await caller.until(1)

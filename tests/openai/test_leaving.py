@@ -32,6 +32,7 @@ from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.exposition import SharedSamples, samples, written
+from trtllm_bls.openai.streams import Outbox
 from trtllm_bls.services.request_metrics import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
 from trtllm_bls.status import StatusDirectory
 
@@ -150,6 +151,30 @@ async def test_a_reader_that_stalls_gets_what_waits_in_one_event() -> None:
     texts = [json.loads(event[6:])["choices"][0]["text"] for event in events]
     assert "".join(texts) == SAYS * 20
     assert len(texts) <= 3
+
+
+async def test_a_write_that_waits_ends_when_its_outbox_is_closed() -> None:
+    """What is put behind it does not leave, and nobody waits any more."""
+    begun: list[bytes] = []
+    ended = asyncio.Event()
+
+    async def send(part: bytes) -> None:
+        begun.append(part)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    outbox = Outbox(send)
+    outbox.put(b"first")
+    outbox.put(b"second")
+    waiting = asyncio.create_task(outbox.ready())
+    await asyncio.sleep(0)
+    assert (outbox.is_ready(), waiting.done(), ended.is_set()) == (False, False, False)
+    await outbox.close()
+    await waiting
+    assert (begun, outbox.is_ready(), ended.is_set()) == ([b"first"], True, True)
+    await outbox.close()
 
 
 def test_a_server_that_stops_lets_streams_end(connect: Connect) -> None:
