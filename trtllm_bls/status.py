@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 DRAIN = "drain"
+_LONGEST = ".longest"
 _NO_DEADLINE = 1e9  # more is what ``touch`` leaves: the time of day, not of a machine that runs
 _CANNOT_BE_WRITTEN, _WRITABLE = 0o400, 0o200
 
@@ -122,8 +123,19 @@ class StatusDirectory:
 
     def clear(self) -> None:
         """Remove all that an earlier server left: its processes' numbers come again."""
-        for file in (*self.path.glob("*.json"), self.path / DRAIN):
+        for file in (*self.path.glob("*.json"), *self.path.glob(f"*{_LONGEST}"), self.path / DRAIN):
             file.unlink(missing_ok=True)
+
+    def tell_longest(self, model: str, tokens: int) -> None:
+        """Say how long a sequence an engine of this server takes, where its configuration leaves
+        that to it. Raises ``OSError``."""
+        (self.path / f"{model}{_LONGEST}").write_text(str(tokens), encoding="ascii")
+
+    def longest(self, model: str) -> int | None:
+        """What ``model`` has told."""
+        with suppress(OSError, ValueError):
+            return int((self.path / f"{model}{_LONGEST}").read_text(encoding="ascii"))
+        return None
 
     def forget_drain(self) -> None:
         """Remove what was left by an earlier server, and be ready for one. Raises ``OSError``."""

@@ -161,6 +161,11 @@ def test_a_client_that_leaves_ends_its_request(served: Served, api: openai.OpenA
     assert api.completions.create(model="demo", prompt="Once", max_tokens=4).choices
 
 
+def test_the_engines_longest_sequence_is_told(api: openai.OpenAI) -> None:
+    """Though the engine itself has chosen it."""
+    assert api.models.retrieve("demo").to_dict()["max_model_len"] == 2048
+
+
 def test_a_prompt_that_is_too_long_is_refused_as_clients_expect(api: openai.OpenAI) -> None:
     """Also where only the engine knows how much it takes."""
     with pytest.raises(openai.BadRequestError) as caught:

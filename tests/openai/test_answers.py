@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import urllib.request
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -20,6 +23,9 @@ from tests.helpers.openai_server import MODEL
 from tests.helpers.scripted_text import PROMPT, drafted, prompt_ids, saying, tokenizer
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
+from trtllm_bls.parameters import STATUS_DIR
+from trtllm_bls.services.engine_steps import tell_longest
+from trtllm_bls.status import StatusDirectory
 
 HELLO = [{"role": "user", "content": "Hi"}]
 TOKENS = len(tokenizer().encode_word(SAYS))
@@ -309,6 +315,24 @@ def test_models_are_listed_and_found(connect: Connect) -> None:
     assert [model.id for model in client.models.list()] == ["org/name", "alias"]
     card = client.models.retrieve("org/name")
     assert (card.object, card.to_dict()["max_model_len"]) == ("model", 99)
+
+
+async def test_an_engine_of_this_server_tells_how_long_a_sequence_it_takes(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its configuration does not say."""
+    monkeypatch.setenv(STATUS_DIR, str(tmp_path))
+    engine = saying(SAYS)
+    _, client = connect(engine, status_dir=str(tmp_path))
+    assert (await card_of(client))["max_model_len"] is None
+    await tell_longest(saying(SAYS, max_sequence_tokens=77), engine.name)
+    assert (await card_of(client))["max_model_len"] == 77
+    StatusDirectory(tmp_path).clear()
+    assert (await card_of(client))["max_model_len"] is None
+
+
+async def card_of(client: openai.OpenAI) -> dict[str, object]:
+    return (await asyncio.to_thread(client.models.retrieve, MODEL)).to_dict()
 
 
 def test_a_stream_tells_which_text_accepted_drafts_wrote(connect: Connect) -> None:

@@ -45,6 +45,7 @@ from trtllm_bls.openai.schema import ChatRequest, Common, CompletionRequest, dec
 from trtllm_bls.openai.streams import Outbox, run_all, while_connected
 from trtllm_bls.openai.text_requests import check_stream_options
 from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.services.engine_steps import told_longest
 from trtllm_bls.services.lifecycle import Drainable, Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestReports
@@ -203,8 +204,9 @@ class _Api:
         """The model's limit on prompt and answer together, in tokens, where it is known."""
         with suppress(TrtllmBlsError):
             limits = await self.backend.engine.limits()
-            return limits.max_sequence_tokens or limits.max_prompt_tokens
-        return None
+            if longest := limits.max_sequence_tokens or limits.max_prompt_tokens:
+                return longest
+        return told_longest(self.settings.status_dir, self.backend.engine.name)
 
     async def models(self, request: Request) -> Response:
         cards = [await self._card(name) for name in self.settings.model_names]

@@ -1,4 +1,5 @@
-"""How far an engine in Python has come, on Triton's ``/metrics`` as the C++ backend shows it.
+"""What an engine in Python tells of itself: how far it has come, on Triton's ``/metrics`` as the
+C++ backend shows it, and how long a sequence it takes.
 
 ``serve`` reads it to tell an engine at work from one that stands still: requests that do not stream
 leave no other trace until they end.
@@ -7,15 +8,30 @@ leave no other trace until they end.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL
+from trtllm_bls.engines.base import Engine
+from trtllm_bls.parameters import STATUS_DIR
+from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, StatusDirectory
 
 EVERY_SECONDS = 1.0  # telling is a round trip to the server
 
 log = logging.getLogger(__name__)
+
+
+async def tell_longest(engine: Engine, model: str) -> None:
+    """Tell the other processes of ``serve``, which keep a status directory."""
+    directory, longest = os.environ.get(STATUS_DIR), (await engine.limits()).max_sequence_tokens
+    if directory and longest:
+        StatusDirectory(directory).tell_longest(model, longest)
+
+
+def told_longest(directory: str, model: str) -> int | None:
+    """What ``model`` has told there, if there is a status directory."""
+    return StatusDirectory(directory).longest(model) if directory else None
 
 
 class EngineSteps:

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.engines.local import local_engine
 from trtllm_bls.parameters import EngineParameters, Parameters
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
-from trtllm_bls.services.engine_steps import EngineSteps
+from trtllm_bls.services.engine_steps import EngineSteps, tell_longest
 from trtllm_bls.services.triton_log import log_to_triton
 from trtllm_bls.tokenizer import load_tokenizer
 
@@ -38,6 +40,8 @@ class TritonPythonModel:
         self._steps = EngineSteps(pb_utils, args, lambda: service.chunks)
         self._server = RequestServer(pb_utils, service.handle, senders=1)
         self.execute = self._server.accept  # Triton calls it with its requests
+        told = tell_longest(self._engine, args["model_name"])
+        asyncio.run_coroutine_threadsafe(told, self._server.loop)
 
     def finalize(self) -> None:
         self._server.close(self._engine.close)
