@@ -11,7 +11,6 @@ from trtllm_bls.messages import Ending, FinishReason, TextChunk, TextRequest
 from trtllm_bls.openai.frames import Frames, Head, head_fields
 from trtllm_bls.openai.schema import Common
 from trtllm_bls.openai.streams import is_end
-from trtllm_bls.openai.text_requests import wants_usage
 
 # A time limit has no word there; the answer was cut, as by max_tokens.
 _FINISH = {
@@ -38,7 +37,8 @@ class Answer(ABC):
         self.requests = requests
         self._head = head
         self._per_prompt = request.n or 1
-        self._usage_wanted = wants_usage(request)
+        options = request.stream_options
+        self._usage_wanted = options is not None and bool(options.include_usage)
         self._frames = Frames(
             head,
             self.chunk_object,

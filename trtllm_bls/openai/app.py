@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,7 +24,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
-from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError
 from trtllm_bls.messages import TextChunk
 from trtllm_bls.openai.answers import Answer
@@ -32,48 +31,25 @@ from trtllm_bls.openai.chat import ChatAnswer
 from trtllm_bls.openai.completions import CompletionAnswer
 from trtllm_bls.openai.constraints import ChatFormats
 from trtllm_bls.openai.document import document
-from trtllm_bls.openai.errors import ApiError, api_error, is_too_long
+from trtllm_bls.openai.errors import RETRY, ApiError, api_error, invalid, is_too_long
 from trtllm_bls.openai.exposition import CONTENT_TYPE, SharedSamples, samples, written
 from trtllm_bls.openai.frames import DONE, Head
 from trtllm_bls.openai.front import RENEW_S, SharedProofs
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.keys import is_allowed
 from trtllm_bls.openai.page import page
-from trtllm_bls.openai.replies import BODY_SEND, ClientGone, Reply, header, read_body
+from trtllm_bls.openai.replies import ClientGone, Reply, header, read_body
 from trtllm_bls.openai.running import RunningRequests
 from trtllm_bls.openai.schema import ChatRequest, Common, CompletionRequest, decode
-from trtllm_bls.openai.streams import Outbox, run_all, while_connected
-from trtllm_bls.openai.text_requests import check_stream_options
-from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.openai.streams import Outbox, run_all
+from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.engine_steps import told_longest
-from trtllm_bls.services.lifecycle import Drainable, Lifecycle
+from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.services.request_reports import RequestReports
-from trtllm_bls.tokenizer import Tokenizer
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _REFUSED_FOR = {401: "authorization", 415: "content-type"}  # headers, where no field is to blame
 _Request = TypeVar("_Request", bound=Common)
-
-
-class Backend(Drainable, Protocol):
-    """What answers: ``services.deployment.Deployment`` is one."""
-
-    @property
-    def orchestrator(self) -> Orchestrator: ...
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def reports(self) -> RequestReports: ...
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +73,7 @@ class ApiSettings:
     status_dir: str = ""
 
 
-def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
+def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
     """The application; it closes ``backend`` when it ends."""
     api = _Api(backend, settings)
     formats = ChatFormats.of(backend.tokenizer, settings.tool_parser, settings.reasoning_parser)
@@ -123,7 +99,7 @@ def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
             expose_headers=["x-request-id"],
         )
         middleware.insert(0, cors)
-    app = _App(
+    app = Starlette(
         routes=routes,
         middleware=middleware,
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
@@ -133,16 +109,10 @@ def create_app(backend: Backend, settings: ApiSettings) -> Starlette:
     return app
 
 
-class _App(Starlette):
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[BODY_SEND] = send
-        await super().__call__(scope, receive, send)
-
-
 class _Api:
     """What the routes share."""
 
-    def __init__(self, backend: Backend, settings: ApiSettings) -> None:
+    def __init__(self, backend: Deployment, settings: ApiSettings) -> None:
         self.backend = backend
         self.settings = settings
         ids = backend.tokenizer.end_ids
@@ -155,7 +125,6 @@ class _Api:
         assert isinstance(metrics, RequestMetrics)  # as everywhere outside of Triton
         self._metrics = metrics
         self._shared = None if settings.shared is None else SharedSamples(settings.shared)
-        self._proofs = None if settings.shared is None else SharedProofs(settings.shared)
         self.requests = RunningRequests()
 
     @asynccontextmanager
@@ -170,28 +139,26 @@ class _Api:
         lifecycle: Lifecycle | None = None
         if directory := self.settings.status_dir:
             lifecycle = Lifecycle(self.requests, self.backend, directory, first=False)
-        keeping = [
-            asyncio.create_task(self._keep_samples()),
-            asyncio.create_task(self._keep_proof()),
-        ]
+        sharing = asyncio.create_task(self._share())
         try:
             yield
         finally:
-            for task in keeping:
-                task.cancel()
+            sharing.cancel()
             if lifecycle is not None:
                 await asyncio.to_thread(lifecycle.close)
             await self.backend.close()
 
-    async def _keep_samples(self) -> None:
-        if self._shared is not None:
-            await self._shared.keep(self._metrics, self.settings.model_names[0])
-
-    async def _keep_proof(self) -> None:
-        while self._proofs is not None:
-            if self.health.is_proven and self.requests.refusal is None:
-                self._proofs.renew()
-            await asyncio.sleep(RENEW_S)
+    async def _share(self) -> None:
+        """Tell the other workers what this one has counted, and the front that it answers."""
+        if self._shared is None or self.settings.shared is None:
+            return
+        proofs = SharedProofs(self.settings.shared)
+        while True:
+            self._shared.write(samples(self._metrics, self.settings.model_names[0]))
+            for _ in range(2):
+                if self.health.is_proven and self.requests.refusal is None:
+                    proofs.renew()
+                await asyncio.sleep(RENEW_S)
 
     def refused(self, reply: Reply, error: ApiError) -> None:
         """Count and log a request that is refused before it is run."""
@@ -210,13 +177,13 @@ class _Api:
 
     async def models(self, request: Request) -> Response:
         cards = [await self._card(name) for name in self.settings.model_names]
-        return _Json({"object": "list", "data": cards})
+        return _Reply({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self.settings.model_names:
-            return _Error(unknown_model(name))
-        return _Json(await self._card(name))
+            return _Reply(unknown_model(name))
+        return _Reply(await self._card(name))
 
     async def _card(self, name: str) -> dict[str, object]:
         return {
@@ -232,9 +199,8 @@ class _Api:
         problem = str(refusal) if refusal else await self.backend.engine_problem()
         problem = problem or await self.health.problem()
         if problem is None:
-            return _Json({"status": "ok"})
-        error = ApiError(503, problem, code="engine_unavailable", headers={"retry-after": "1"})
-        return _Error(error)
+            return _Reply({"status": "ok"})
+        return _Reply(ApiError(503, problem, code="engine_unavailable", headers=RETRY))
 
     async def metrics(self, request: Request) -> Response:
         own = samples(self._metrics, self.settings.model_names[0])
@@ -244,7 +210,7 @@ class _Api:
         return Response(written(own), media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:
-        return _Json(document(self.settings.model_names))
+        return _Reply(document(self.settings.model_names))
 
 
 class _Generate(Generic[_Request]):
@@ -274,7 +240,7 @@ class _Generate(Generic[_Request]):
                 raise
             guide = answer.guide_field
             with self._api.requests.one(reply.request_id.decode()):
-                await (self._stream if stream else self._whole)(answer, receive, reply)
+                await self._run(answer, stream, receive, reply)
             self._api.health.proven()
         except ClientGone:
             pass
@@ -290,7 +256,8 @@ class _Generate(Generic[_Request]):
         request = decode(body, self._kind)
         if request.model not in settings.model_names:
             raise unknown_model(request.model)
-        check_stream_options(request)
+        if request.stream_options is not None and not request.stream:
+            raise invalid("stream_options", "is only allowed when stream is true")
         head = Head(
             id=self._answers.id_prefix + (request.request_id or uuid.uuid4().hex),
             created=int(time.time()),
@@ -304,40 +271,21 @@ class _Generate(Generic[_Request]):
             answer.requests = [replace(each, traceparent=trace) for each in answer.requests]
         return answer, bool(request.stream)
 
-    async def _whole(self, answer: Answer, receive: Receive, reply: Reply) -> None:
-        def on_chunk(choice: int, chunk: TextChunk) -> None:
-            self._api.requests.responses += 1
-            answer.add(choice, chunk)
-
-        run = run_all(self._api.backend.orchestrator, answer.requests, on_chunk)
-        work = asyncio.create_task(run)
-        async with while_connected(receive, work):
-            await asyncio.wait({work})
-        if work.cancelled():
-            raise ClientGone
-        work.result()
-        await reply.json(answer.whole())
-
-    async def _stream(self, answer: Answer, receive: Receive, reply: Reply) -> None:
+    async def _run(self, answer: Answer, stream: bool, receive: Receive, reply: Reply) -> None:
         outbox = Outbox(reply.events, reply.write)
 
         def on_chunk(choice: int, chunk: TextChunk) -> None:
             self._api.requests.responses += 1
-            if events := answer.events(choice, chunk):
+            if not stream:
+                answer.add(choice, chunk)
+            elif events := answer.events(choice, chunk):
                 outbox.put(events)
 
-        run = run_all(self._api.backend.orchestrator, answer.requests, on_chunk, outbox)
-        work = asyncio.create_task(run)
-        try:
-            async with while_connected(receive, work):
-                await asyncio.wait({work})
-                await outbox.ready()
-        finally:
-            await outbox.close()
-        if work.cancelled():
-            raise ClientGone
-        work.result()
-        await reply.events(answer.last_event() + DONE, end=True)
+        await run_all(self._api.backend.orchestrator, answer.requests, on_chunk, outbox, receive)
+        if stream:
+            await reply.events(answer.last_event() + DONE, end=True)
+        else:
+            await reply.json(answer.whole())
 
 
 class _Keys:
@@ -366,26 +314,16 @@ def unknown_model(name: str) -> ApiError:
     return ApiError(404, problem, param="model", code="model_not_found")
 
 
-class _Json(Response):
-    """A short reply."""
+class _Reply(Response):
+    """A ``Reply`` of JSON, or of an error."""
 
     def __init__(self, body: object) -> None:
         super().__init__()
         self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await Reply(scope, send).json(self._body)
-
-
-class _Error(Response):
-    """An error as the reply."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__()
-        self._error = error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await Reply(scope, send).error(self._error)
+        reply, body = Reply(scope, send), self._body
+        await (reply.error(body) if isinstance(body, ApiError) else reply.json(body))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -396,8 +334,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         message = f"{request.url.path} does not take {request.method}"
     headers = dict(error.headers or {})
-    return _Error(ApiError(error.status_code, message, code=code, headers=headers))
+    return _Reply(ApiError(error.status_code, message, code=code, headers=headers))
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return _Error(api_error(error, "prompt", None))
+    return _Reply(api_error(error, "prompt", None))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from trtllm_bls.messages import ChatOptions, Ending, TextChunk, TextRequest
+from trtllm_bls.messages import ChatOptions, Ending, TextChunk, TextRequest, Wants
 from trtllm_bls.openai.answers import Answer
 from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, with_allowed_tools
 from trtllm_bls.openai.deltas import ChoiceDeltas
@@ -17,7 +17,7 @@ from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
 from trtllm_bls.openai.schema import ChatRequest
 from trtllm_bls.openai.streams import is_end
-from trtllm_bls.openai.text_requests import shared_fields, wants_of
+from trtllm_bls.openai.text_requests import shared_fields
 from trtllm_bls.tokenizer import Tokenizer
 
 _ROLES = ("developer", "system", "user", "assistant", "tool")
@@ -53,7 +53,7 @@ class ChatAnswer(Answer):
             messages=_text("messages", [_message(*each) for each in enumerate(request.messages)]),
             chat=options,
             max_tokens=request.max_tokens if limit is None else limit,
-            wants=wants_of(bool(request.logprobs), request.top_logprobs or 0),
+            wants=Wants(log_probs=bool(request.logprobs), top_log_probs=request.top_logprobs or 0),
             return_tokens=bool(request.logprobs),
             return_drafted=bool(request.return_drafted and request.stream),
             prediction=_prediction(request),

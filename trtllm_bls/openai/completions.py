@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from trtllm_bls.messages import TextChunk, TextRequest
+from trtllm_bls.messages import TextChunk, TextRequest, Wants
 from trtllm_bls.openai.answers import Answer, finish_fields
 from trtllm_bls.openai.constraints import ChatFormats, guide_of
 from trtllm_bls.openai.errors import invalid
@@ -13,7 +13,7 @@ from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
 from trtllm_bls.openai.schema import CompletionRequest
 from trtllm_bls.openai.streams import is_end
-from trtllm_bls.openai.text_requests import shared_fields, wants_of
+from trtllm_bls.openai.text_requests import shared_fields
 from trtllm_bls.tokenizer import Tokenizer
 
 _DEFAULT_TOKENS = 16  # as OpenAI's
@@ -43,7 +43,11 @@ class CompletionAnswer(Answer):
             "max_tokens": request.max_tokens or _DEFAULT_TOKENS,
             "echo": bool(request.echo),
             "add_special_tokens": request.add_special_tokens,
-            "wants": wants_of(scored, request.logprobs or 0, bool(request.echo)),
+            "wants": Wants(
+                log_probs=scored,
+                top_log_probs=request.logprobs or 0,
+                context_logits=scored and bool(request.echo),
+            ),
             "return_tokens": scored,
             "extras": guide.extras if guide else {},
         }

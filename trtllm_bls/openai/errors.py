@@ -25,7 +25,7 @@ from trtllm_bls.services.deployment import SHUTTING_DOWN
 
 log = logging.getLogger(__name__)
 
-_RETRY = {"retry-after": "1"}
+RETRY = {"retry-after": "1"}
 
 # What the orchestrator and engines call a field; of a prompt, ``api_error`` knows better.
 _CALLERS_NAMES = {
@@ -118,13 +118,13 @@ def api_error(
         name = guide if name in _OF_THE_GUIDE else _CALLERS_NAMES.get(name, name)
         return invalid(name, error.problem)
     if isinstance(error, Overloaded) and text == SHUTTING_DOWN:
-        return ApiError(503, text, code="shutting_down", headers=_RETRY)
+        return ApiError(503, text, code="shutting_down", headers=RETRY)
     if isinstance(error, Overloaded):
         seconds = _AGAIN_IN.search(text)
-        after = {"retry-after": seconds[1]} if seconds else _RETRY
+        after = {"retry-after": seconds[1]} if seconds else RETRY
         return ApiError(429, text, code="overloaded", headers=after)
     if isinstance(error, (EngineUnavailable, EngineStalled)):
-        return ApiError(503, text, code="engine_unavailable", headers=_RETRY)
+        return ApiError(503, text, code="engine_unavailable", headers=RETRY)
     if isinstance(error, TrtllmBlsError):
         return ApiError(500, text, code="engine_error")
     log.error("a request failed", exc_info=error)

@@ -6,7 +6,6 @@ the one that is asked adds them up. What a worker counted stays when it ends.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ import msgspec
 from trtllm_bls.services.request_metrics import METRICS, Histogram, Labels, Metric, RequestMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_EVERY_S = 1.0
 
 
 def samples(metrics: RequestMetrics, model: str) -> dict[str, float]:
@@ -48,12 +46,6 @@ class SharedSamples:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-
-    async def keep(self, metrics: RequestMetrics, model: str) -> None:
-        """Write this process's samples every second, until cancelled."""
-        while True:
-            self.write(samples(metrics, model))
-            await asyncio.sleep(_EVERY_S)
 
     def write(self, found: Mapping[str, float]) -> None:
         """Replace this process's file."""

@@ -24,7 +24,7 @@ from uvicorn.supervisors import Multiprocess
 from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.front import Front, SharedProofs, WorkerLoop
-from trtllm_bls.openai.replies import BODY_WRITE
+from trtllm_bls.openai.replies import BODY_SEND, BODY_WRITE
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.triton_log import log_to_stderr
@@ -73,6 +73,7 @@ class LimitedHeaders(HttpToolsProtocol):
         self._in_headers = False
         super().on_headers_complete()
         scope = cast("dict[str, Any]", self.scope)
+        scope[BODY_SEND] = self.cycle.send
         scope[BODY_WRITE] = partial(self._write_body, self.cycle)
 
     def on_message_complete(self) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive
 
 from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
+from trtllm_bls.openai.replies import ClientGone
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.request_stats import CancelCause
 from trtllm_bls.services.batch import run_rows
@@ -115,49 +115,41 @@ class PromptSink:
         self.on_chunk(self.first_choice + chunk.sequence_index, chunk)
 
 
-async def _always() -> None:
-    pass
-
-
-def _yes() -> bool:
-    return True
-
-
 async def run_all(
     orchestrator: Orchestrator,
     requests: Sequence[TextRequest],
     on_chunk: Callable[[int, TextChunk], None],
-    outbox: Outbox | None = None,
+    outbox: Outbox,
+    receive: Receive,
 ) -> None:
-    """Run the prompts of one request side by side. Where one fails, all end.
+    """Run the prompts of one request side by side until all are answered and written. Where one
+    fails, all end; also where the client leaves, which is told by ``receive``.
 
-    Chunks come where the engine's arrive, as long as ``outbox`` can write.
+    Chunks come where the engine's arrive, as long as ``outbox`` can write. Raises ``ClientGone``.
     """
-    ready, is_ready = (_always, _yes) if outbox is None else (outbox.ready, outbox.is_ready)
-    sinks = [
-        PromptSink(place * request.num_return_sequences, on_chunk, ready)
-        for place, request in enumerate(requests)
-    ]
-    if len(requests) == 1:
-        await orchestrator.run(requests[0], sinks[0], is_ready)
-        return
-    runs = [orchestrator.run(*pair, is_ready) for pair in zip(requests, sinks, strict=True)]
-    await run_rows([asyncio.create_task(run) for run in runs])
 
+    def run(place: int, request: TextRequest) -> Coroutine[Any, Any, None]:
+        sink = PromptSink(place * request.num_return_sequences, on_chunk, outbox.ready)
+        return orchestrator.run(request, sink, outbox.is_ready)
 
-@asynccontextmanager
-async def while_connected(receive: Receive, work: asyncio.Task[None]) -> AsyncIterator[None]:
-    """Cancel ``work`` when the client leaves, or the body ends; then it has ended too."""
+    async def run_several() -> None:
+        await run_rows([asyncio.create_task(run(*each)) for each in enumerate(requests)])
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         work.cancel(CancelCause.CALLER_LEFT.value)
 
+    work = asyncio.create_task(run(0, requests[0]) if len(requests) == 1 else run_several())
     watcher = asyncio.create_task(watch())
     try:
-        yield
+        await asyncio.wait({work})
+        await outbox.ready()
     finally:
         watcher.cancel()
         work.cancel(CancelCause.SHUTDOWN.value)
         await asyncio.wait({watcher, work})
+        await outbox.close()
+    if work.cancelled():
+        raise ClientGone
+    work.result()

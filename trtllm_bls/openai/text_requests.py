@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtllm_bls.messages import Sampling, SpeculationRequest, Wants
+from trtllm_bls.messages import Sampling, SpeculationRequest
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.schema import Common
 
@@ -28,27 +28,6 @@ def shared_fields(request: Common, vocab_size: int) -> dict[str, Any]:
             num_draft_tokens=request.num_draft_tokens, draft_source=request.draft_source
         ),
     }
-
-
-def wants_of(logprobs: bool, alternatives: int, echo: bool = False) -> Wants:
-    """What to ask of the engine; ``alternatives`` of each token."""
-    return Wants(
-        log_probs=logprobs,
-        top_log_probs=alternatives,
-        context_logits=logprobs and echo,
-    )
-
-
-def check_stream_options(request: Common) -> None:
-    """They are for streams. Raises ``ApiError``."""
-    if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options", "is only allowed when stream is true")
-
-
-def wants_usage(request: Common) -> bool:
-    """Whether a stream ends with a chunk of figures."""
-    options = request.stream_options
-    return options is not None and bool(options.include_usage)
 
 
 def _sampling(request: Common) -> Sampling:
