@@ -7,7 +7,9 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
+
+from trtllm_bls.chat_parsing.call import CharReader, Reader, Reading, Span
 
 _LONGEST_NAME = 256
 _KEY = re.compile(r"<parameter=([^<>\n]{1,256})>\n?")
@@ -17,19 +19,7 @@ _END = "</function>"
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
-class Reader(Protocol):
-    """Reads one call: says its name once, then more and more of its arguments as JSON text."""
-
-    begun: bool
-    done: bool
-    broken: bool
-
-    def feed(self, text: str) -> int:
-        """How many characters belong to the call."""
-        ...
-
-
-class XmlCall:
+class XmlCall(Reader):
     """What follows ``<function=``: ``name>``, ``<parameter=key>value</parameter>`` …, and the end.
 
     ``schemas``: the tools' parameters by name, which tell texts from other values. A text leaves
@@ -42,13 +32,11 @@ class XmlCall:
         more: Callable[[str], None],
         schemas: Mapping[str, Any] | None = None,
     ) -> None:
-        self.begun = self.done = self.broken = False
-        self._begin, self._more = begin, more
+        super().__init__(begin, more)
         self._schemas = schemas or {}
         self._properties: Mapping[str, Any] = {}
         self._step = self._name
         self._text = ""  # not read
-        self._given = ""  # of the arguments, not passed on
         self._before = "{"  # what precedes the next key
         self._kinds: set[str] = set()  # JSON types that the value under way may have
         self._value = ""  # so far, unless it is a text
@@ -57,9 +45,7 @@ class XmlCall:
         self._text = text
         while self._text and not (self.done or self.broken) and self._step():
             pass
-        if self._given:
-            self._more(self._given)
-            self._given = ""
+        self._pass_on()
         return len(text) - len(self._text)
 
     def _name(self) -> bool:
@@ -71,9 +57,9 @@ class XmlCall:
         if end is None or end[0] != ">" or not name:
             self.broken = True
             return True
-        self.begun, self._step = True, self._parameter
+        self._step = self._parameter
         self._properties = _mapping(_mapping(self._schemas.get(name)).get("properties"))
-        self._begin(name)
+        self._say(name)
         return True
 
     def _parameter(self) -> bool:
@@ -106,7 +92,7 @@ class XmlCall:
         return end is not None
 
 
-class PythonCall:
+class PythonCall(CharReader):
     """``name(key=value, …)`` with Python's literals, which leaves once it is complete.
 
     ``known``: the only names that are called; ``None``: any.
@@ -118,59 +104,22 @@ class PythonCall:
         more: Callable[[str], None],
         known: Mapping[str, Any] | None = None,
     ) -> None:
-        self.begun = self.done = self.broken = False
-        self._begin, self._more = begin, more
         self._known = known
-        self._name: str | None = None
-        self._text = ""  # of the name, then of the arguments
-        self._open = 1  # brackets
-        self._quote = ""
-        self._escaped = False
+        super().__init__(begin, more)
 
-    def feed(self, text: str) -> int:
-        used = 0
-        for used, char in enumerate(text, 1):  # noqa: B007
-            if self._name is None:
-                self._in_name(char)
-            elif self._closes(char):
-                self._close(self._name)
-            else:
-                self._text += char
-            if self.done or self.broken:
-                break
-        return used
-
-    def _in_name(self, char: str) -> None:
-        if char == "(":
-            self._name, self._text = self._text, ""
-            self.broken = self._known is not None and self._name not in self._known
-        else:
-            self._text += char
-            name = re.fullmatch(r"[^\W\d][\w.-]*", self._text)
-            self.broken = name is None or len(self._text) > _LONGEST_NAME
-
-    def _closes(self, char: str) -> bool:
-        """Whether this is the bracket that ends the call."""
-        if self._quote:
-            if self._escaped or char == "\\":
-                self._escaped = not self._escaped
-            elif char == self._quote:
-                self._quote = ""
-        elif char in "\"'":
-            self._quote = char
-        else:
-            self._open += (char in "([{") - (char in ")]}")
-        return not self._open
-
-    def _close(self, name: str) -> None:
-        try:
-            arguments = _dumped(_keywords(self._text))
-        except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):
-            self.broken = True
-            return
-        self.begun = self.done = True
-        self._begin(name)
-        self._more(arguments)
+    def _read(self) -> Reading:
+        name = text = ""
+        while (char := (yield)) != "(":
+            name += char
+            if len(name) > _LONGEST_NAME or not re.fullmatch(r"[^\W\d][\w.-]*", name):
+                raise ValueError("no name")
+        if self._known is not None and name not in self._known:
+            raise ValueError("no tool")
+        span = Span("\"'", depth=1)
+        while not span.take(char := (yield)):
+            text += char
+        self._given = _dumped(_keywords(text))
+        self._say(name)
 
 
 class _JsonNames(ast.NodeTransformer):

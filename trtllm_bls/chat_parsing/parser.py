@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
-from trtllm_bls.chat_parsing.call import CallReader
+from trtllm_bls.chat_parsing.call import CallReader, Reader
 from trtllm_bls.chat_parsing.formats import XML_CALL, ToolFormat
-from trtllm_bls.chat_parsing.other_calls import PythonCall, Reader, XmlCall
+from trtllm_bls.chat_parsing.other_calls import PythonCall, XmlCall
 
 _LONGEST_HEADER = 512  # characters between a marker and the arguments' brace
 
