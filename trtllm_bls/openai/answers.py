@@ -10,9 +10,9 @@ import msgspec
 from trtllm_bls.messages import Ending, FinishReason, TextChunk, TextRequest
 from trtllm_bls.openai.frames import Frames, Head, head_fields
 from trtllm_bls.openai.schema import Common
-from trtllm_bls.openai.streams import is_end
 
 # A time limit has no word there; the answer was cut, as by max_tokens.
+_UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
 _FINISH = {
     FinishReason.STOP: "stop",
     FinishReason.END_ID: "stop",
@@ -62,13 +62,10 @@ class Answer(ABC):
 
     def add(self, choice: int, chunk: TextChunk) -> None:
         """The chunk as a choice of the whole answer, which has one chunk per choice."""
-        if chunk.ending is not None and is_end(chunk):
-            self._count(choice, chunk.ending)
-            self._choices[choice] = {
-                "index": choice,
-                **self._choice(choice, chunk),
-                **self._finish(choice, chunk.ending),
-            }
+        if ending := well_ended(chunk):
+            self._count(choice, ending)
+            fields = self._choice(choice, chunk) | self._finish(choice, ending)
+            self._choices[choice] = {"index": choice, **fields}
 
     def whole(self) -> bytes:
         """All choices as one JSON body."""
@@ -83,7 +80,11 @@ class Answer(ABC):
     def _choice(self, choice: int, chunk: TextChunk) -> dict[str, Any]: ...
 
     def _finish(self, choice: int, ending: Ending) -> dict[str, Any]:
-        return finish_fields(ending)
+        """``finish_reason``, and which stop string it was."""
+        fields: dict[str, Any] = {"finish_reason": _FINISH[ending.finish_reason]}
+        if ending.stop_reason is not None:
+            fields["stop_reason"] = ending.stop_reason
+        return fields
 
     def _count(self, choice: int, ending: Ending) -> None:
         if choice % self._per_prompt == 0:  # a prompt counts once, also with several choices
@@ -107,9 +108,7 @@ class Answer(ABC):
         return usage
 
 
-def finish_fields(ending: Ending) -> dict[str, Any]:
-    """``finish_reason``, and which stop string it was."""
-    fields: dict[str, Any] = {"finish_reason": _FINISH[ending.finish_reason]}
-    if ending.stop_reason is not None:
-        fields["stop_reason"] = ending.stop_reason
-    return fields
+def well_ended(chunk: TextChunk) -> Ending | None:
+    """Its sequence's ending, if it has one; after one that is not well an error follows."""
+    ending = chunk.ending
+    return None if ending is None or ending.finish_reason in _UNFINISHED else ending

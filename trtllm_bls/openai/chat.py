@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 
 from trtllm_bls.messages import ChatOptions, Ending, TextChunk, TextRequest, Wants
-from trtllm_bls.openai.answers import Answer
+from trtllm_bls.openai.answers import Answer, well_ended
 from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, with_allowed_tools
 from trtllm_bls.openai.deltas import ChoiceDeltas
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
 from trtllm_bls.openai.schema import ChatRequest
-from trtllm_bls.openai.streams import is_end
 from trtllm_bls.openai.text_requests import shared_fields
 from trtllm_bls.tokenizer import Tokenizer
 
@@ -88,9 +87,7 @@ class ChatAnswer(Answer):
             elif chunk.text:
                 events += self._frames.text(choice, chunk.text)
         else:
-            found: list[dict[str, Any]] = [{"content": chunk.text}]
-            if not deltas.plain:
-                found = deltas.of(chunk.text, end=is_end(chunk))
+            found = deltas.of(chunk.text, end=well_ended(chunk) is not None)
             for delta in found or [{}] * (logprobs is not None):
                 fields: dict[str, Any] = {"delta": delta, "logprobs": logprobs}
                 fields["finish_reason"] = None
@@ -98,8 +95,8 @@ class ChatAnswer(Answer):
                     fields["drafted"] = chunk.drafted
                 events += self._frames.choice(choice, **fields)
                 logprobs = None
-        if chunk.ending is not None and is_end(chunk):
-            fields = self._finish(choice, chunk.ending)
+        if ending := well_ended(chunk):
+            fields = self._finish(choice, ending)
             events += self._frames.choice(choice, delta={}, logprobs=None, **fields)
         return events
 

@@ -6,13 +6,12 @@ import uuid
 from typing import Any
 
 from trtllm_bls.messages import TextChunk, TextRequest, Wants
-from trtllm_bls.openai.answers import Answer, finish_fields
+from trtllm_bls.openai.answers import Answer, well_ended
 from trtllm_bls.openai.constraints import ChatFormats, guide_of
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
 from trtllm_bls.openai.schema import CompletionRequest
-from trtllm_bls.openai.streams import is_end
 from trtllm_bls.openai.text_requests import shared_fields
 from trtllm_bls.tokenizer import Tokenizer
 
@@ -60,8 +59,8 @@ class CompletionAnswer(Answer):
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def _events(self, choice: int, chunk: TextChunk) -> bytes:
-        if chunk.ending is not None and is_end(chunk):
-            fields = {**self._choice(choice, chunk), **finish_fields(chunk.ending)}
+        if ending := well_ended(chunk):
+            fields = self._choice(choice, chunk) | self._finish(choice, ending)
             return self._frames.choice(choice, **fields)
         if self._scores is not None and chunk.tokens:
             return self._frames.scored(choice, chunk.text, self._scored(choice, chunk))

@@ -26,6 +26,8 @@ class ChoiceDeltas:
 
     def of(self, text: str, end: bool) -> list[dict[str, Any]]:
         """The deltas of a stream that this text makes certain, ``end`` being its last."""
+        if self._parser is None:
+            return [{"content": text}]
         return [_delta(event) for event in self._events(text, end)]
 
     def whole(self, text: str) -> dict[str, Any]:

@@ -15,18 +15,11 @@ from typing import Any
 
 from starlette.types import Receive
 
-from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
+from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.openai.replies import ClientGone
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.request_stats import CancelCause
 from trtllm_bls.services.batch import run_rows
-
-_UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
-
-
-def is_end(chunk: TextChunk) -> bool:
-    """Whether its sequence has ended well; after any other end an error follows."""
-    return chunk.ending is not None and chunk.ending.finish_reason not in _UNFINISHED
 
 
 class Outbox:
