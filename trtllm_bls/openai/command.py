@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,13 @@ def _parameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="ORIGIN",
     help="Let web pages of this origin use the API (CORS); may be repeated; * = all.",
 )
-@click.option("--ssl-certfile", type=_PATH, help="Serve HTTPS with this certificate, in PEM.")
-@click.option("--ssl-keyfile", type=_PATH, help="Key of --ssl-certfile, in PEM.")
-@click.option("--ssl-ca-certs", type=_PATH, help="Whose certificates clients must show, in PEM.")
+@click.option(
+    "--ssl-certfile", "certificate", type=_PATH, help="Serve HTTPS with this certificate, in PEM."
+)
+@click.option("--ssl-keyfile", "key", type=_PATH, help="Key of --ssl-certfile, in PEM.")
+@click.option(
+    "--ssl-ca-certs", "client_ca", type=_PATH, help="Whose certificates clients must show, in PEM."
+)
 @click.option(
     "--exit-timeout",
     default=30,
@@ -127,16 +132,8 @@ def main(context: click.Context, /, **options: Any) -> None:
         reasoning_parser=options["reasoning_parser"],
         status_dir=parameters.status_dir,
     )
-    server = ServerSettings(
-        host=options["host"],
-        port=options["port"],
-        workers=options["workers"],
-        exit_timeout=options["exit_timeout"],
-        certificate=options["ssl_certfile"],
-        key=options["ssl_keyfile"],
-        client_ca=options["ssl_ca_certs"],
-    )
-    sys.exit(serve(parameters, api, server))
+    server = {field.name: options[field.name] for field in fields(ServerSettings)}
+    sys.exit(serve(parameters, api, ServerSettings(**server)))
 
 
 def read_parameters(

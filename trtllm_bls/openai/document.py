@@ -8,26 +8,11 @@ from typing import Any
 import msgspec
 
 from trtllm_bls import __version__
+from trtllm_bls.openai.errors import Error
 from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
 
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "integer"}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": _TEXT,
-                "type": _TEXT,
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 _MODEL = {
     "type": "object",
     "required": ["id", "object", "created", "owned_by"],
@@ -87,11 +72,12 @@ _WHY = {
 def document(model_names: tuple[str, ...]) -> dict[str, Any]:
     """The document, in OpenAPI 3.1, of a server of these models."""
     kinds = (ChatRequest, CompletionRequest)
-    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    _, schemas = msgspec.json.schema_components(
+        (*kinds, Error), ref_template="#/components/schemas/{name}"
+    )
     for kind in kinds:
         properties = schemas[kind.__name__]["properties"]
         properties |= {"model": {"enum": list(model_names)}, **_FURTHER[kind.__name__]}
-    schemas |= {"Error": _ERROR, "Model": _MODEL, "Models": _MODELS}
     message = {"type": "object", "required": ["role", "content"]}
     chat = _answer("chat.completion", {"message": message})
     completion = _answer("text_completion", {"text": _TEXT})
@@ -149,5 +135,6 @@ def _get(answer: dict[str, Any], *statuses: int) -> dict[str, Any]:
 
 
 def _failure(description: str) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/Error"}
+    error = {"error": {"$ref": "#/components/schemas/Error"}}
+    schema = {"type": "object", "required": ["error"], "properties": error}
     return {"description": description, "content": {"application/json": {"schema": schema}}}

@@ -56,6 +56,15 @@ _AGAIN_IN = re.compile(r"try again in about (\d+) s")
 _TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_seq_len")
 
 
+class Error(msgspec.Struct):
+    """What a client is told."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
 class ApiError(Exception):
     """A request that ends with ``status``; ``param`` names the field, ``code`` the kind."""
 
@@ -79,13 +88,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer, and of an event in a stream."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {
-            "message": self.message,
-            "type": "rate_limit_error" if self.status == 429 else kind,
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": error}
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {"error": Error(self.message, kind, self.param, self.code)}
 
     @property
     def event(self) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.engines.base import Engine, join_chunks
@@ -90,9 +90,11 @@ class EngineService:
     def _stop(self, call: Call) -> None:
         if not call.client_id:
             raise InvalidRequest("stop", "needs the request id of the request that is to stop")
-        running = self._running.get(call.client_id)
-        if running is not None:
-            running.stop()
+        if running := self._running.get(call.client_id):
+            # Every sequence still ends with its normal last response.
+            running.stopped = True
+            for row in running.rows:
+                row.cancel()
         call.finish()
 
     async def _row(
@@ -109,19 +111,13 @@ class EngineService:
                 sequences[chunk.sequence_index].add(chunk)
 
 
+@dataclass(eq=False)
 class _RunningCall:
     """One call being answered: its rows' tasks, and its sequences."""
 
-    def __init__(self) -> None:
-        self.stopped = False
-        self.rows: list[asyncio.Task[None]] = []
-        self.sequences: list[_SequenceResponses] = []
-
-    def stop(self) -> None:
-        """End the work; every sequence still ends with its normal last response."""
-        self.stopped = True
-        for row in self.rows:
-            row.cancel()
+    rows: list[asyncio.Task[None]] = field(default_factory=list)
+    sequences: list[_SequenceResponses] = field(default_factory=list)
+    stopped: bool = False
 
 
 class _SequenceResponses:
