@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias
 
 _ARGUMENTS, _OTHER_KEYS = ("arguments", "parameters"), ("name", "type", "id")
 # Takes characters, each by ``send``.
 Reading: TypeAlias = Generator[None, str, None]
 ReadingText: TypeAlias = Generator[None, str, str]
+
+
+def begun_at_end(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of ``text``, which holds none of them, may begin a marker."""
+    lengths = range(min(len(text), max(map(len, markers), default=1) - 1), 0, -1)
+    return next((n for n in lengths if any(m.startswith(text[-n:]) for m in markers)), 0)
 
 
 class Span:

@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trtllm_bls.chat_parsing.call import CharReader, Reader, Reading, Span
+from trtllm_bls.chat_parsing.call import CharReader, Reader, Reading, Span, begun_at_end
 
 _LONGEST_NAME = 256
 _KEY = re.compile(r"<parameter=([^<>\n]{1,256})>\n?")
 _KEY_BEGUN = re.compile(r"<parameter=[^<>\n]{0,256}")
-_VALUE_END = re.compile(r"\n?</parameter>")
+_VALUE_ENDS = ("\n</parameter>", "</parameter>")
+_VALUE_END = re.compile("|".join(_VALUE_ENDS))
 _END = "</function>"
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -80,7 +81,7 @@ class XmlCall(Reader):
 
     def _value_of_key(self) -> bool:
         end = _VALUE_END.search(self._text)
-        sure = end.start() if end else len(self._text) - _held_back(self._text)
+        sure = end.start() if end else len(self._text) - begun_at_end(self._text, _VALUE_ENDS)
         value, self._text = self._text[:sure], self._text[end.end() if end else sure :]
         if "string" in self._kinds:
             self._given += _dumped(value)[1:-1] + '"' * (end is not None)
@@ -173,12 +174,3 @@ def _is_unfinished(text: str) -> bool:
     """Whether this may be the beginning of a key or of the end."""
     begins = any(whole.startswith(text) for whole in ("<parameter=", _END))
     return (begins and text != _END) or _KEY_BEGUN.fullmatch(text) is not None
-
-
-def _held_back(text: str) -> int:
-    """How many characters at the end of ``text`` may begin the end of a value."""
-    end = "</parameter>"
-    longest = range(min(len(text), len(end)), 0, -1)
-    return next(
-        (n for n in longest if f"\n{end}".startswith(text[-n:]) or end.startswith(text[-n:])), 0
-    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
-from trtllm_bls.chat_parsing.call import CallReader, Reader
+from trtllm_bls.chat_parsing.call import CallReader, Reader, begun_at_end
 from trtllm_bls.chat_parsing.formats import XML_CALL, ToolFormat
 from trtllm_bls.chat_parsing.other_calls import PythonCall, XmlCall
 
@@ -249,10 +249,9 @@ class ChatParser:
             place, marker = min(places)
             self._buffer = text[place + len(marker) :]
             return text[:place], marker
-        lengths = range(min(len(text), max(map(len, markers), default=1) - 1), 0, -1)
-        held = next((n for n in lengths if any(m.startswith(text[-n:]) for m in markers)), 0)
-        self._buffer = text[len(text) - held :]
-        return text[: len(text) - held], None
+        sure = len(text) - begun_at_end(text, markers)
+        self._buffer = text[sure:]
+        return text[:sure], None
 
     def _hold(self, count: int) -> None:
         if not self._drops:

@@ -12,7 +12,7 @@ from trtllm_bls.messages import ChatOptions, Ending, TextChunk, TextRequest, Wan
 from trtllm_bls.openai.answers import Answer, well_ended
 from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, with_allowed_tools
 from trtllm_bls.openai.deltas import ChoiceDeltas
-from trtllm_bls.openai.errors import invalid
+from trtllm_bls.openai.errors import as_json, invalid
 from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
 from trtllm_bls.openai.schema import ChatRequest
@@ -49,7 +49,7 @@ class ChatAnswer(Answer):
             shared["skip_special_tokens"] = False
         text = TextRequest(
             request_id=uuid.uuid4().hex,
-            messages=_text("messages", [_message(*each) for each in enumerate(request.messages)]),
+            messages=as_json("messages", [_message(*each) for each in enumerate(request.messages)]),
             chat=options,
             max_tokens=request.max_tokens if limit is None else limit,
             wants=Wants(log_probs=bool(request.logprobs), top_log_probs=request.top_logprobs or 0),
@@ -129,7 +129,7 @@ def _options(request: ChatRequest) -> ChatOptions:
         raise invalid("continue_final_message", problem)
     tools = request.tools if request.tool_choice != "none" else None
     return ChatOptions(
-        tools=None if tools is None else _text("tools", tools),
+        tools=None if tools is None else as_json("tools", tools),
         add_generation_prompt=generation_prompt,
         continue_final_message=bool(request.continue_final_message),
         variables=variables,
@@ -196,10 +196,3 @@ def _parsed(arguments: object) -> object:
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
-
-
-def _text(field: str, value: object) -> str:
-    try:
-        return msgspec.json.encode(value).decode()
-    except (RecursionError, msgspec.EncodeError):
-        raise invalid(field, "is nested too deeply") from None

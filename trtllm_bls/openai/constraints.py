@@ -24,7 +24,7 @@ from trtllm_bls.chat_parsing import (
 )
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.messages import Array, ChatOptions
-from trtllm_bls.openai.errors import invalid
+from trtllm_bls.openai.errors import as_json, invalid
 from trtllm_bls.openai.schema import ChatRequest, Common
 from trtllm_bls.tokenizer import Tokenizer
 
@@ -152,7 +152,7 @@ def response_format(request: ChatRequest) -> Guide | None:
     schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, (dict, bool)):
         raise invalid("response_format.json_schema.schema", "must be a JSON schema")
-    return Guide("response_format", "json_schema", _json("response_format", schema))
+    return Guide("response_format", "json_schema", as_json("response_format", schema))
 
 
 def guide_of(request: Common, other: Guide | None = None) -> Guide | None:
@@ -165,7 +165,9 @@ def guide_of(request: Common, other: Guide | None = None) -> Guide | None:
         raise invalid(field, "send one demand on the form of the answer alone")
     ((kind, value),) = asked.items()
     if kind == "json":
-        return Guide(field, "json_schema", value if isinstance(value, str) else _json(field, value))
+        return Guide(
+            field, "json_schema", value if isinstance(value, str) else as_json(field, value)
+        )
     if kind == "json_object":
         return Guide(field, "json")
     if kind == "choice" and isinstance(value, list) and all(isinstance(v, str) for v in value):
@@ -213,10 +215,3 @@ def _check_tool(field: str, tool: Mapping[str, Any]) -> None:
         raise invalid(f"{field}.function.name", "must be a string")
     if not isinstance(function.get("parameters"), (Mapping, type(None))):
         raise invalid(f"{field}.function.parameters", "must be a JSON schema")
-
-
-def _json(field: str, value: object) -> str:
-    try:
-        return json.dumps(value)
-    except (RecursionError, ValueError):
-        raise invalid(field, "is nested too deeply") from None

@@ -102,6 +102,14 @@ def invalid(param: str, problem: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {problem}", param=param, code=code)
 
 
+def as_json(field: str, value: object) -> str:
+    """A field's value, written again. Raises ``ApiError`` for one without an end."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except (RecursionError, msgspec.EncodeError):
+        raise invalid(field, "is nested too deeply") from None
+
+
 def api_error(
     error: Exception, prompt: str, longest: int | None, guide: str = "response_format"
 ) -> ApiError:

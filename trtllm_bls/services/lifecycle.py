@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trtllm_bls.errors import Overloaded, TrtllmBlsError
-from trtllm_bls.services.deployment import SHUTTING_DOWN
+from trtllm_bls.services.deployment import SHUTTING_DOWN, Deployment
 from trtllm_bls.status import ProcessStatus, StatusDirectory
 
 TICK_SECONDS = 0.05
@@ -28,24 +28,6 @@ SETTLE_SECONDS = 0.25
 NAMED = 20  # requests listed in a status
 
 log = logging.getLogger(__name__)
-
-
-class Drainable(Protocol):
-    """What sends requests to engines."""
-
-    @property
-    def tokens(self) -> int:
-        """Those taken so far for answers in one piece; any thread may ask."""
-
-    async def engine_problem(self) -> str | None:
-        """What is wrong with an engine by its own account, in one line."""
-
-    def drain(self) -> None:
-        """Send one more for each request that runs, and no other; called on the event loop."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether those have been sent."""
 
 
 class Serving(Protocol):
@@ -77,7 +59,7 @@ class Lifecycle:
     """
 
     def __init__(
-        self, server: Serving, sender: Drainable, directory: str, *, first: bool = True
+        self, server: Serving, sender: Deployment, directory: str, *, first: bool = True
     ) -> None:
         self._server = server
         self._sender = sender
