@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import sys
 import time
@@ -17,6 +16,7 @@ from trtllm_bls.errors import ConnectionFailed, SettingsError
 from trtllm_bls.health.probe import TEXT_MODEL, Probe
 from trtllm_bls.health.processes import ServerProcesses, find_server, free_shared_memory
 from trtllm_bls.health.verdict import CANARY_FAILURES, Bounds, Observed, Verdict, evaluate
+from trtllm_bls.settings import is_loopback
 
 _PATH = click.Path(path_type=Path)
 
@@ -78,7 +78,7 @@ async def look(
     host, _, port = url.rpartition(":")
     if not host or not port.isdecimal():
         raise SettingsError(f"--url {url}: write host:port, where gRPC is served")
-    here = _is_here(host)
+    here = is_loopback(host.strip("[]"))
     local = find_server(int(port)) if here else None
     server = ServerProcesses(local) if local is not None else None
     processes = server.problems() if server else ()
@@ -109,10 +109,3 @@ async def _asked(
             if answer.outcome != "answered":
                 return (), answer.error, CANARY_FAILURES
         return missing, "", 0
-
-
-def _is_here(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

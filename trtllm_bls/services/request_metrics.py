@@ -10,6 +10,7 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeAlias
 
 from trtllm_bls.errors import EngineError, Overloaded
@@ -20,7 +21,7 @@ from trtllm_bls.speculative.options import SpeculationStats
 Labels: TypeAlias = tuple[str, ...]  # values, in the order of the metric's label names
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Metric:
     """One row of the table. Every series also has the label ``model``.
 
@@ -29,8 +30,8 @@ class Metric:
     """
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
     meaning: str
+    kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...] = ()
     known: tuple[Labels, ...] = ((),)
     buckets: tuple[float, ...] = ()
@@ -54,22 +55,13 @@ _OUTCOMES = (
 )
 
 
-def _counter(name: str, meaning: str) -> Metric:
-    return Metric(name=name, kind="counter", meaning=meaning)
+_counter = partial(Metric, kind="counter")
+_gauge = partial(Metric, kind="gauge")
+_seconds = partial(Metric, kind="histogram", buckets=_FIRST_TOKENS)
 
-
-def _gauge(name: str, meaning: str) -> Metric:
-    return Metric(name=name, kind="gauge", meaning=meaning)
-
-
-def _seconds(name: str, meaning: str, buckets: tuple[float, ...] = _FIRST_TOKENS) -> Metric:
-    return Metric(name=name, kind="histogram", meaning=meaning, buckets=buckets)
-
-
-REQUESTS = Metric(
-    name="trtllm_bls_requests_total",
-    kind="counter",
-    meaning="Requests that are over, by outcome and its reason",
+REQUESTS = _counter(
+    "trtllm_bls_requests_total",
+    "Requests that are over, by outcome and its reason",
     labels=("outcome", "reason"),
     known=_OUTCOMES,
 )
@@ -77,10 +69,9 @@ RUNNING = _gauge(
     "trtllm_bls_num_requests_running", "Requests that the engine was given and that are not over"
 )
 WAITING = _gauge("trtllm_bls_num_requests_waiting", "Requests that wait to be given to the engine")
-DURATION = Metric(
-    name="gen_ai_server_request_duration_seconds",
-    kind="histogram",
-    meaning="From a request's arrival to its end",
+DURATION = _seconds(
+    "gen_ai_server_request_duration_seconds",
+    "From a request's arrival to its end",
     labels=("outcome",),
     known=((Outcome.SUCCESS.value,),),
     buckets=_DURATIONS,
@@ -91,7 +82,7 @@ FIRST_TOKEN = _seconds(
 PER_TOKEN = _seconds(
     "gen_ai_server_time_per_output_token_seconds",
     "Mean time between two tokens of a stream, after its first response",
-    _TOKENS,
+    buckets=_TOKENS,
 )
 LONGEST_GAP = _seconds(
     "trtllm_bls_longest_response_gap_seconds", "Longest time between two responses of a stream"
