@@ -36,7 +36,8 @@ def test_a_frame_is_one_line_of_json(delta: bool, usage: bool, text: str, index:
     same = frames.choice(index, **value, logprobs=None, finish_reason=None)
     assert json.loads(same[6:]) == expected
     expected["choices"][0]["logprobs"] = {"content": []}  # type: ignore[index]
-    assert json.loads(frames.scored(index, text, {"content": []})[6:]) == expected
+    scored = frames.choice(index, **value, logprobs={"content": []}, finish_reason=None)
+    assert json.loads(scored[6:]) == expected
 
 
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 60)))

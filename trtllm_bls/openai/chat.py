@@ -81,11 +81,8 @@ class ChatAnswer(Answer):
         if self._scores is not None and chunk.tokens:
             logprobs = chat_logprobs(self._scores.of(chunk))
         deltas = self._deltas[choice]
-        if deltas.plain and not chunk.drafted:
-            if logprobs is not None:
-                events += self._frames.scored(choice, chunk.text, logprobs)
-            elif chunk.text:
-                events += self._frames.text(choice, chunk.text)
+        if deltas.plain and not chunk.drafted and logprobs is None:
+            events += self._frames.text(choice, chunk.text) if chunk.text else b""
         else:
             found = deltas.of(chunk.text, end=well_ended(chunk) is not None)
             for delta in found or [{}] * (logprobs is not None):

@@ -63,7 +63,8 @@ class CompletionAnswer(Answer):
             fields = self._choice(choice, chunk) | self._finish(choice, ending)
             return self._frames.choice(choice, **fields)
         if self._scores is not None and chunk.tokens:
-            return self._frames.scored(choice, chunk.text, self._scored(choice, chunk))
+            fields = self._choice(choice, chunk)
+            return self._frames.choice(choice, **fields, finish_reason=None)
         return self._frames.text(choice, chunk.text) if chunk.text else b""
 
     def _choice(self, choice: int, chunk: TextChunk) -> dict[str, Any]:

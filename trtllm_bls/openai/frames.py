@@ -48,18 +48,12 @@ class Frames:
         self._end = b'],"usage":null}\n\n' if usage else b"]}\n\n"
         closing = b"}" if delta else b""
         self._after_text = closing + b',"logprobs":null,"finish_reason":null}' + self._end
-        self._closing = closing
         self._before_text: dict[int, bytes] = {}
 
     def text(self, index: int, text: str) -> bytes:
         """A chunk with text alone."""
         before = self._before_text.get(index) or self._before(index)
         return before + _encode(text) + self._after_text
-
-    def scored(self, index: int, text: str, logprobs: object) -> bytes:
-        """A chunk with text and the log-probs of its tokens."""
-        after = (self._closing, b',"logprobs":', _encode(logprobs), b',"finish_reason":null}')
-        return b"".join((self._before(index), _encode(text), *after, self._end))
 
     def choice(self, index: int, **fields: object) -> bytes:
         """Any other chunk of one choice."""
