@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 
 from trtllm_bls.messages import ChatOptions, Ending, TextChunk, TextRequest, Wants
-from trtllm_bls.openai.answers import Answer, well_ended
+from trtllm_bls.openai.answers import Answer, shared_fields, well_ended
 from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, with_allowed_tools
 from trtllm_bls.openai.deltas import ChoiceDeltas
 from trtllm_bls.openai.errors import as_json, invalid
 from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
 from trtllm_bls.openai.schema import ChatRequest
-from trtllm_bls.openai.text_requests import shared_fields
 from trtllm_bls.tokenizer import Tokenizer
 
 _ROLES = ("developer", "system", "user", "assistant", "tool")

@@ -6,13 +6,12 @@ import uuid
 from typing import Any
 
 from trtllm_bls.messages import TextChunk, TextRequest, Wants
-from trtllm_bls.openai.answers import Answer, well_ended
+from trtllm_bls.openai.answers import Answer, shared_fields, well_ended
 from trtllm_bls.openai.constraints import ChatFormats, guide_of
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
 from trtllm_bls.openai.schema import CompletionRequest
-from trtllm_bls.openai.text_requests import shared_fields
 from trtllm_bls.tokenizer import Tokenizer
 
 _DEFAULT_TOKENS = 16  # as OpenAI's

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import Route, TritonEngine
 from trtllm_bls.engines.trtllm_fields import SPECULATES
+from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
 from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.parameters import BlsParameters
+from trtllm_bls.parameters import BlsParameters, EngineKind
 from trtllm_bls.parameters.engine_tls import engine_tls
 from trtllm_bls.services.metrics import TritonMetrics
 from trtllm_bls.services.request_log import RequestLog
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestReports
-from trtllm_bls.services.target import is_service, target_engine
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
@@ -44,7 +46,7 @@ class Deployment:
         self.tokenizer = load_tokenizer(parameters.tokenizer_dir)
         self.reports = _reports(parameters, pb_utils, model_name)
         self.engine = _engine(parameters, pb_utils, self.tokenizer, self.reports)
-        self._is_service = is_service(parameters)
+        self._is_service = _is_service(parameters)
         defaults = Defaults(
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
@@ -121,8 +123,8 @@ def _engine(
         repository=parameters.repository,
     )
     draft: Engine | None = None
-    target = target_engine(parameters, route, tokenizer)
-    if is_service(parameters):
+    target = _target(parameters, route, tokenizer)
+    if _is_service(parameters):
         if parameters.draft or parameters.draft_source != "off":
             log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
     elif parameters.draft and _same_vocabulary(parameters, tokenizer):
@@ -143,6 +145,35 @@ def _engine(
         by_default=source != "off",
         on_end=reports.add_speculation,
     )
+
+
+def _target(parameters: BlsParameters, route: Route, tokenizer: Tokenizer) -> Engine:
+    """The engine, or those, that parameter ``engine`` names."""
+    choice = parameters.engine
+    if choice is None:
+        return TritonEngine(parameters.target, route)
+    settings = ServiceSettings(
+        eos_id=tokenizer.eos_id,
+        vocab_size=tokenizer.model_vocab_size,
+        max_sequence_tokens=parameters.engine_max_sequence_tokens,
+        stall_seconds=parameters.stall_seconds,
+    )
+    engines: list[Engine] = []
+    for url, model in choice.addresses:
+        if choice.kind is EngineKind.TRTLLM:
+            engines.append(TrtllmServiceEngine(url, settings, route.tls))
+        elif choice.kind is EngineKind.TRITON_GRPC:
+            engines.append(TritonEngine(model, replace(route, transport="grpc", url=url)))
+        else:
+            engines.append(TritonEngine(model, route))
+    if len(engines) == 1:
+        return engines[0]
+    return ReplicatedEngine(engines, resume=parameters.engine_resume)
+
+
+def _is_service(parameters: BlsParameters) -> bool:
+    """Whether the engine is TensorRT-LLM's gRPC service, which verifies no drafts."""
+    return parameters.engine is not None and parameters.engine.kind is EngineKind.TRTLLM
 
 
 def _default_timeout(parameters: BlsParameters) -> float | None:
