@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -49,7 +48,6 @@ from trtllm_bls.services.request_metrics import RequestMetrics
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _REFUSED_FOR = {401: "authorization", 415: "content-type"}  # headers, where no field is to blame
-_Request = TypeVar("_Request", bound=Common)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,13 +211,13 @@ class _Api:
         return _Reply(document(self.settings.model_names))
 
 
-class _Generate(Generic[_Request]):
+class _Generate:
     """``POST`` of one kind of request, as an ASGI application."""
 
     def __init__(
         self,
         api: _Api,
-        kind: type[_Request],
+        kind: type[Common],
         answers: type[ChatAnswer] | type[CompletionAnswer],
         formats: ChatFormats | None = None,
     ) -> None:
@@ -235,9 +233,10 @@ class _Generate(Generic[_Request]):
             try:
                 body = await read_body(scope, receive, self._api.settings.max_body_bytes)
                 answer, stream = self._asked(scope, body)
-            except ApiError as error:
-                self._api.refused(reply, error)
-                raise
+            except (ApiError, InvalidRequest) as error:
+                refusal = api_error(error, self._answers.prompt_field, None)
+                self._api.refused(reply, refusal)
+                raise refusal from None
             guide = answer.guide_field
             with self._api.requests.one(reply.request_id.decode()):
                 await self._run(answer, stream, receive, reply)

@@ -62,7 +62,8 @@ class ChatAnswer(Answer):
         if form.guide is not None:
             self.guide_field = form.guide.field
         self._deltas = [
-            ChoiceDeltas(form.parser(options), form.most_calls) for _ in range(request.n or 1)
+            ChoiceDeltas(parser, form.most_calls)
+            for parser in form.parsers(options, request.n or 1)
         ]
         self._begun: set[int] = set()
         self._scores: TokenScores | None = None

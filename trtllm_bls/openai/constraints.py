@@ -97,12 +97,15 @@ class AnswerForm:
         special = self._tools is not None and self._tools.special
         return special or self._reasoning == REASONING_TAGS["mistral"]
 
-    def parser(self, options: ChatOptions) -> ChatParser | None:
-        """A new one for one choice; ``None`` where the text is content as it is."""
+    def parsers(self, options: ChatOptions, count: int) -> list[ChatParser | None]:
+        """One for each choice; ``None`` where the text is content as it is."""
         if self._tools is None and self._reasoning is None:
-            return None
+            return [None] * count
         opened = self._opened(options)
-        return ChatParser(self._tools, self._reasoning, opened=opened, schemas=self._schemas)
+        return [
+            ChatParser(self._tools, self._reasoning, opened=opened, schemas=self._schemas)
+            for _ in range(count)
+        ]
 
     def _opened(self, options: ChatOptions) -> bool:
         """Whether the template ends the prompt with the beginning of reasoning."""
@@ -185,8 +188,6 @@ def _forced_guide(request: ChatRequest, name: str | None, other: Guide | None) -
     try:
         parallel = request.parallel_tool_calls is not False
         schema = forced_calls(request.tools, name, parallel=parallel)
-    except InvalidRequest as error:
-        raise invalid(error.field, error.problem) from None
     except RecursionError:
         raise invalid("tools", "is nested too deeply") from None
     return Guide("tool_choice", "json_schema", schema)
