@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -85,16 +84,16 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     @property
-    def body(self) -> dict[str, Any]:
-        """The JSON object of the answer, and of an event in a stream."""
+    def body(self) -> bytes:
+        """The JSON of the answer, and of an event in a stream."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        return {"error": Error(self.message, kind, self.param, self.code)}
+        return msgspec.json.encode({"error": Error(self.message, kind, self.param, self.code)})
 
     @property
     def event(self) -> bytes:
         """The error as the last event of a stream that has begun."""
-        return b"data: " + msgspec.json.encode(self.body) + b"\n\n" + DONE
+        return b"data: " + self.body + b"\n\n" + DONE
 
 
 def invalid(param: str, problem: str, code: str | None = None) -> ApiError:

@@ -25,6 +25,8 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
+from trtllm_bls.openai.errors import ApiError
+
 try:
     from uvloop import Loop
 except ModuleNotFoundError:  # not for every interpreter
@@ -42,10 +44,7 @@ _PROBE = re.compile(
     re.I,
 )
 _BODY = b'{"status":"ok"}'
-_FULL = (
-    b'{"error":{"message":"no file descriptors are left; try again","type":"server_error",'
-    b'"param":null,"code":"overloaded"}}'
-)
+_FULL = ApiError(503, "no file descriptors are left; try again", code="overloaded").body
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
 )
