@@ -96,17 +96,16 @@ def test_who_shows_no_certificate_of_the_authority_is_not_answered(
 
 
 def test_sigterm_ends_all_workers(process: tuple[subprocess.Popen[str], str]) -> None:
-    """With exit code 0; nobody's requests but the probes' were there, which are not reported.
-
-    Last: the process is gone then.
-    """
+    """With exit code 0. Requests were the one without a key, and the probes', which are not
+    reported. Last: the process is gone then."""
     running, _ = process
     children = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(signal.SIGTERM)
     assert running.wait(60) == 0
     until_ended(children)  # a helper of multiprocessing ends after its workers
     assert running.stderr
-    assert "request id=" not in running.stderr.read()
+    (line,) = (line for line in running.stderr if "request id=" in line)
+    assert "outcome=refused reason=authorization" in line
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
