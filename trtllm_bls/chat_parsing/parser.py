@@ -10,7 +10,6 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, TypeAlias
 
 from trtllm_bls.chat_parsing.call import CallReader, Reader, begun_at_end
@@ -54,15 +53,6 @@ class Arguments:
 Event: TypeAlias = Content | Reasoning | ToolCall | Arguments
 
 
-class _State(Enum):
-    START = auto()  # nothing but white space so far, of the answer or after its reasoning
-    REASONING = auto()
-    CONTENT = auto()
-    BETWEEN = auto()  # after a marker or a call: the next call, or content again
-    HEADER = auto()  # the name before the arguments
-    CALL = auto()  # inside a call's JSON
-
-
 class ChatParser:
     """One answer. ``reasoning``: its tags; ``opened``: the prompt ended with the first of them.
     ``schemas``: the parameters of the tools that may be called, by name, where they are known.
@@ -92,11 +82,11 @@ class ChatParser:
         self._drops = False  # what stands between calls is no content
         self._strips = False  # white space before the next text is none of it
         self._events: list[Event] = []
-        self._state = _State.START
+        self._step = self._start
         if opened and reasoning:
-            self._state, self._strips = _State.REASONING, True
+            self._step, self._strips = self._reason, True
         elif self._calls_alone:
-            self._state, self._drops = _State.BETWEEN, True
+            self._step, self._drops = self._between, True
 
     @property
     def has_calls(self) -> bool:
@@ -106,54 +96,44 @@ class ChatParser:
     def feed(self, text: str) -> list[Event]:
         """What is certain with this text."""
         self._buffer += text
-        while self._buffer and self._advance():
+        while self._buffer and self._step():
             pass
         return self._take_events()
 
     def flush(self) -> list[Event]:
         """The rest; the answer has ended, perhaps in the middle of something."""
         begun = self._call is not None and self._call.begun
-        if self._state is _State.REASONING:
+        if self._step == self._reason:
             self._say(Reasoning, self._buffer)
         else:
-            if self._state in (_State.START, _State.CONTENT):
+            if self._step in (self._start, self._tell):
                 self._say(Content, self._buffer)
             elif self._calls_alone:
                 if not self.has_calls and len(self._schemas or ()) == 1:  # which it has to be
                     self._begin(*(self._schemas or ()))
-            elif not begun and (self._held or self._state is not _State.BETWEEN):
+            elif not begun and (self._held or self._step != self._between):
                 self._say(Content, self._held + self._buffer)
             if self._blank and not self.has_calls:
                 self._events.append(Content(self._blank))
         self._buffer = self._blank = self._held = ""
         return self._take_events()
 
-    # --- one step each; false where more text is needed ---------------------------------------
-
-    def _advance(self) -> bool:
-        step = {
-            _State.START: self._start,
-            _State.REASONING: self._reason,
-            _State.CONTENT: self._tell,
-            _State.BETWEEN: self._between,
-            _State.HEADER: self._header,
-            _State.CALL: self._read_call,
-        }
-        return step[self._state]()
+    # --- what is done with the buffer next; each gives false where it needs more text -------------
 
     def _start(self) -> bool:
+        """Nothing but white space so far, of the answer or after its reasoning."""
         text = self._buffer.lstrip()
         tag = self._reasoning[0] if self._reasoning else ""
         if not text or (tag.startswith(text) and text != tag):
             return False
         if tag and text.startswith(tag):
             self._buffer = text[len(tag) :]
-            self._state, self._strips = _State.REASONING, True
+            self._step, self._strips = self._reason, True
         elif text[0] == self._tools.bare:
             self._hold(len(self._buffer) - len(text))
-            self._state = _State.BETWEEN
+            self._step = self._between
         else:
-            self._state = _State.CONTENT
+            self._step = self._tell
         return True
 
     def _reason(self) -> bool:
@@ -163,7 +143,7 @@ class ChatParser:
         if end is None:
             return False
         self._reasoning, self._blank = None, ""
-        self._state, self._strips = _State.START, True
+        self._step, self._strips = self._start, True
         return True
 
     def _tell(self) -> bool:
@@ -173,10 +153,11 @@ class ChatParser:
             return False
         self._buffer = marker + self._buffer
         self._held, self._blank = self._blank, ""
-        self._state = _State.BETWEEN
+        self._step = self._between
         return True
 
     def _between(self) -> bool:
+        """After a marker or a call: the next call, or content again."""
         tools, text = self._tools, self._buffer.lstrip()
         self._hold(len(self._buffer) - len(text))
         markers = (*tools.begin, *tools.noise)
@@ -184,12 +165,12 @@ class ChatParser:
             return False
         marker = max((m for m in markers if text.startswith(m)), key=len, default="")
         if self._opens_call(text):
-            self._state = _State.CALL
+            self._step = self._read_call
         elif marker:
             self._drops = self._drops and marker in tools.noise
             self._hold(len(marker))
         elif tools.header is not None and self._held:
-            self._state = _State.HEADER
+            self._step = self._header
         else:
             self._give_up()
         return True
@@ -212,6 +193,7 @@ class ChatParser:
         return True
 
     def _header(self) -> bool:
+        """The name before the arguments."""
         brace = self._buffer.find("{", 0, _LONGEST_HEADER)
         if brace < 0 and len(self._buffer) < _LONGEST_HEADER:
             return False
@@ -221,7 +203,7 @@ class ChatParser:
             return True
         self._hold(brace)
         self._call = CallReader(self._begin, self._more, named.group(1))
-        self._state = _State.CALL
+        self._step = self._read_call
         return True
 
     def _read_call(self) -> bool:
@@ -233,8 +215,8 @@ class ChatParser:
             self._give_up()
         elif call.done or call.broken:
             self._call, self._held = None, ""
-            self._drops, self._state = True, _State.BETWEEN
-        return used > 0 or self._state is not _State.CALL
+            self._drops, self._step = True, self._between
+        return used > 0 or self._step != self._read_call
 
     # --- helpers ------------------------------------------------------------------------------
 
@@ -261,7 +243,7 @@ class ChatParser:
     def _give_up(self) -> None:
         """No call after all: what was held for one is content."""
         held, self._held, self._call = self._held, "", None
-        self._drops, self._state = False, _State.CONTENT
+        self._drops, self._step = False, self._tell
         self._say(Content, held)
 
     def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
