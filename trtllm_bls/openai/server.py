@@ -34,8 +34,9 @@ _KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, whi
 _HUNG_S = 30  # a worker that says nothing for so long is replaced
 _PR_SET_PDEATHSIG = 1
 _STARTUP_FAILURE = 3  # of a worker, for which uvicorn then ends all
-# Before 0.51, which containers of earlier years have, it starts such a worker for ever.
-_SUPERVISES = hasattr(uvicorn.config, "STARTUP_FAILURE")
+# Before 0.51, which containers of earlier years have, it starts such a worker for ever, or is made
+# in another way.
+_SUPERVISES = "target" not in inspect.signature(Multiprocess).parameters
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +152,8 @@ def _serve(
 def _serve_with_older(config: uvicorn.Config, listening: socket.socket) -> None:
     """One worker is this process, and nothing is in front of several."""
     if config.workers > 1:
-        told = "target" in inspect.signature(Multiprocess).parameters
-        target: dict[str, Any] = {"target": uvicorn.Server(config).run} if told else {}
-        Multiprocess(config, sockets=[listening], **target).run()
+        supervisor: Any = Multiprocess
+        supervisor(config, uvicorn.Server(config).run, [listening]).run()
         return
     # uvicorn ends by the signal that stopped it; here that is a normal end.
     for number in (signal.SIGTERM, signal.SIGINT):
