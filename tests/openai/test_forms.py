@@ -141,7 +141,7 @@ def test_tools_that_are_not_allowed_are_not_shown(connect: Connect) -> None:
     """The template gets the others; what the model calls of them is read as ever."""
     asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER, PING]}
     asked["tool_choice"] = allowing("auto", "weather")
-    head = Head(id="a", created=1, model=MODEL, fingerprint="f")
+    head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
     request = ChatAnswer(decode(json.dumps(asked).encode(), ChatRequest), head, tokenizer())
     assert json.loads(request.requests[0].chat.tools or "") == [WEATHER]
     _, client = connect(chatting(CALL), tool_parser="hermes")

@@ -12,7 +12,7 @@ from trtllm_bls.messages import TokenText
 from trtllm_bls.openai.frames import Frames, Head
 from trtllm_bls.openai.logprobs import CompletionLogprobs, spelled
 
-HEAD = Head(id='cmpl-"1"', created=5, model='a "model"\\', fingerprint="fp")
+HEAD = Head(id='cmpl-"1"', object="object", created=5, model='a "model"\\', system_fingerprint="fp")
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
@@ -21,7 +21,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 @given(text=TEXTS, index=st.integers(0, 127))
 def test_a_frame_is_one_line_of_json(delta: bool, usage: bool, text: str, index: int) -> None:
     """Whatever the text holds: quotes, line ends, control characters."""
-    frames = Frames(HEAD, "object", delta=delta, usage=usage)
+    frames = Frames(HEAD, delta=delta, usage=usage)
     value = {"delta": {"content": text}} if delta else {"text": text}
     expected = {
         **{"id": HEAD.id, "object": "object", "created": 5, "model": HEAD.model},

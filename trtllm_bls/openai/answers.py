@@ -17,7 +17,7 @@ from trtllm_bls.messages import (
     TextRequest,
 )
 from trtllm_bls.openai.errors import invalid
-from trtllm_bls.openai.frames import Frames, Head, head_fields
+from trtllm_bls.openai.frames import Frames, Head
 from trtllm_bls.openai.schema import Common
 
 _COLDEST = 1e-5  # smaller temperatures and top_p leave the likeliest token alone, or overflow
@@ -50,8 +50,7 @@ class Answer(ABC):
         options = request.stream_options
         self._usage_wanted = options is not None and bool(options.include_usage)
         self._frames = Frames(
-            head,
-            self.chunk_object,
+            msgspec.structs.replace(head, object=self.chunk_object),
             delta=self.chunk_object == "chat.completion.chunk",
             usage=self._usage_wanted,
         )
@@ -79,7 +78,7 @@ class Answer(ABC):
 
     def whole(self) -> bytes:
         """All choices as one JSON body."""
-        fields = head_fields(self._head, self.object)
+        fields = msgspec.structs.asdict(self._head)
         fields["choices"] = [self._choices[choice] for choice in sorted(self._choices)]
         return msgspec.json.encode({**fields, "usage": self._usage()})
 

@@ -259,9 +259,10 @@ class _Generate:
             raise invalid("stream_options", "is only allowed when stream is true")
         head = Head(
             id=self._answers.id_prefix + (request.request_id or uuid.uuid4().hex),
+            object=self._answers.object,
             created=int(time.time()),
             model=request.model,
-            fingerprint=self._api.fingerprint,
+            system_fingerprint=self._api.fingerprint,
         )
         tokenizer = self._api.backend.tokenizer
         answer = self._answers(request, head, tokenizer, self._formats)  # type: ignore[arg-type]

@@ -6,9 +6,6 @@ validation. The result is what ``json`` would write of the whole chunk (a test c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import msgspec
 
 DONE = b"data: [DONE]\n\n"
@@ -16,34 +13,22 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 
 
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """What all chunks of one answer begin with, and a whole answer too."""
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """What a whole answer begins with, and each chunk of one."""
 
     id: str
+    object: str
     created: int
     model: str
-    fingerprint: str
-
-
-def head_fields(head: Head, object: str) -> dict[str, Any]:
-    """The head as fields of an answer or chunk of the kind ``object``."""
-    return {
-        "id": head.id,
-        "object": object,
-        "created": head.created,
-        "model": head.model,
-        "system_fingerprint": head.fingerprint,
-    }
+    system_fingerprint: str
 
 
 class Frames:
     """``delta``: chunks have their text in ``delta.content``, as of a chat, not in ``text``."""
 
-    def __init__(self, head: Head, object: str, *, delta: bool, usage: bool) -> None:
+    def __init__(self, head: Head, *, delta: bool, usage: bool) -> None:
         self._delta = delta
-        opened = _encode(head_fields(head, object))[:-1]
-        self._start = b"data: " + opened + b',"choices":['
+        self._start = b"data: " + _encode(head)[:-1] + b',"choices":['
         # With include_usage, every chunk but the last has the field, and it is null.
         self._end = b'],"usage":null}\n\n' if usage else b"]}\n\n"
         closing = b"}" if delta else b""
