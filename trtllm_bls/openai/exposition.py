@@ -7,12 +7,13 @@ the one that is asked adds them up. What a worker counted stays when it ends.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 
-from trtllm_bls.services.request_metrics import METRICS, Histogram, Labels, Metric, RequestMetrics
+from trtllm_bls.services.request_metrics import METRICS, Labels, Metric, RequestMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -23,7 +24,8 @@ def samples(metrics: RequestMetrics, model: str) -> dict[str, float]:
     for (metric, labels), value in list(metrics.numbers.items()):
         found[_sample(metric, "", labels, model)] = value
     for (metric, labels), histogram in list(metrics.histograms.items()):
-        for end, count in _cumulative(histogram):
+        ends = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+        for end, count in zip(ends, accumulate(histogram.counts), strict=True):
             found[_sample(metric, "_bucket", labels, model, end)] = count
         found[_sample(metric, "_sum", labels, model)] = histogram.sum
         found[_sample(metric, "_count", labels, model)] = sum(histogram.counts)
@@ -66,14 +68,6 @@ class SharedSamples:
                     if alive or _name(sample) not in gauges:
                         total[sample] = total.get(sample, 0) + value
         return total
-
-
-def _cumulative(histogram: Histogram) -> Iterator[tuple[str, int]]:
-    count = 0
-    ends = [f"{bound:g}" for bound in histogram.bounds] + ["+Inf"]
-    for end, number in zip(ends, histogram.counts, strict=True):
-        count += number
-        yield end, count
 
 
 def _sample(metric: Metric, part: str, labels: Labels, model: str, end: str = "") -> str:
