@@ -36,7 +36,7 @@ class XmlCall(Reader):
         super().__init__(begin, more)
         self._schemas = schemas or {}
         self._properties: Mapping[str, Any] = {}
-        self._step = self._name
+        self._step: Callable[[XmlCall], bool] = XmlCall._name
         self._text = ""  # not read
         self._before = "{"  # what precedes the next key
         self._kinds: set[str] = set()  # JSON types that the value under way may have
@@ -44,7 +44,7 @@ class XmlCall(Reader):
 
     def feed(self, text: str) -> int:
         self._text = text
-        while self._text and not (self.done or self.broken) and self._step():
+        while self._text and not (self.done or self.broken) and self._step(self):
             pass
         self._pass_on()
         return len(text) - len(self._text)
@@ -58,7 +58,7 @@ class XmlCall(Reader):
         if end is None or end[0] != ">" or not name:
             self.broken = True
             return True
-        self._step = self._parameter
+        self._step = XmlCall._parameter
         self._properties = _mapping(_mapping(self._schemas.get(name)).get("properties"))
         self._say(name)
         return True
@@ -76,7 +76,7 @@ class XmlCall(Reader):
         self._text = text[key.end() :]
         self._kinds = _kinds(self._properties.get(key[1]))
         self._given += f"{self._before}{_dumped(key[1])}: " + '"' * ("string" in self._kinds)
-        self._before, self._value, self._step = ", ", "", self._value_of_key
+        self._before, self._value, self._step = ", ", "", XmlCall._value_of_key
         return True
 
     def _value_of_key(self) -> bool:
@@ -89,7 +89,7 @@ class XmlCall(Reader):
             self._value += value
             self._given += _json_of(self._value, bool(self._kinds)) if end else ""
         if end is not None:
-            self._step = self._parameter
+            self._step = XmlCall._parameter
         return end is not None
 
 

@@ -82,11 +82,12 @@ class ChatParser:
         self._drops = False  # what stands between calls is no content
         self._strips = False  # white space before the next text is none of it
         self._events: list[Event] = []
-        self._step = self._start
+        # A method of the class: one of this object would keep it until a garbage collection.
+        self._step: Callable[[ChatParser], bool] = ChatParser._start
         if opened and reasoning:
-            self._step, self._strips = self._reason, True
+            self._step, self._strips = ChatParser._reason, True
         elif self._calls_alone:
-            self._step, self._drops = self._between, True
+            self._step, self._drops = ChatParser._between, True
 
     @property
     def has_calls(self) -> bool:
@@ -96,26 +97,27 @@ class ChatParser:
     def feed(self, text: str) -> list[Event]:
         """What is certain with this text."""
         self._buffer += text
-        while self._buffer and self._step():
+        while self._buffer and self._step(self):
             pass
         return self._take_events()
 
     def flush(self) -> list[Event]:
         """The rest; the answer has ended, perhaps in the middle of something."""
         begun = self._call is not None and self._call.begun
-        if self._step == self._reason:
+        if self._step == ChatParser._reason:
             self._say(Reasoning, self._buffer)
         else:
-            if self._step in (self._start, self._tell):
+            if self._step in (ChatParser._start, ChatParser._tell):
                 self._say(Content, self._buffer)
             elif self._calls_alone:
                 if not self.has_calls and len(self._schemas or ()) == 1:  # which it has to be
                     self._begin(*(self._schemas or ()))
-            elif not begun and (self._held or self._step != self._between):
+            elif not begun and (self._held or self._step != ChatParser._between):
                 self._say(Content, self._held + self._buffer)
             if self._blank and not self.has_calls:
                 self._events.append(Content(self._blank))
         self._buffer = self._blank = self._held = ""
+        self._call = None
         return self._take_events()
 
     # --- what is done with the buffer next; each gives false where it needs more text -------------
@@ -128,12 +130,12 @@ class ChatParser:
             return False
         if tag and text.startswith(tag):
             self._buffer = text[len(tag) :]
-            self._step, self._strips = self._reason, True
+            self._step, self._strips = ChatParser._reason, True
         elif text[0] == self._tools.bare:
             self._hold(len(self._buffer) - len(text))
-            self._step = self._between
+            self._step = ChatParser._between
         else:
-            self._step = self._tell
+            self._step = ChatParser._tell
         return True
 
     def _reason(self) -> bool:
@@ -143,7 +145,7 @@ class ChatParser:
         if end is None:
             return False
         self._reasoning, self._blank = None, ""
-        self._step, self._strips = self._start, True
+        self._step, self._strips = ChatParser._start, True
         return True
 
     def _tell(self) -> bool:
@@ -153,7 +155,7 @@ class ChatParser:
             return False
         self._buffer = marker + self._buffer
         self._held, self._blank = self._blank, ""
-        self._step = self._between
+        self._step = ChatParser._between
         return True
 
     def _between(self) -> bool:
@@ -165,12 +167,12 @@ class ChatParser:
             return False
         marker = max((m for m in markers if text.startswith(m)), key=len, default="")
         if self._opens_call(text):
-            self._step = self._read_call
+            self._step = ChatParser._read_call
         elif marker:
             self._drops = self._drops and marker in tools.noise
             self._hold(len(marker))
         elif tools.header is not None and self._held:
-            self._step = self._header
+            self._step = ChatParser._header
         else:
             self._give_up()
         return True
@@ -203,7 +205,7 @@ class ChatParser:
             return True
         self._hold(brace)
         self._call = CallReader(self._begin, self._more, named.group(1))
-        self._step = self._read_call
+        self._step = ChatParser._read_call
         return True
 
     def _read_call(self) -> bool:
@@ -215,8 +217,8 @@ class ChatParser:
             self._give_up()
         elif call.done or call.broken:
             self._call, self._held = None, ""
-            self._drops, self._step = True, self._between
-        return used > 0 or self._step != self._read_call
+            self._drops, self._step = True, ChatParser._between
+        return used > 0 or self._step != ChatParser._read_call
 
     # --- helpers ------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class ChatParser:
     def _give_up(self) -> None:
         """No call after all: what was held for one is content."""
         held, self._held, self._call = self._held, "", None
-        self._drops, self._step = False, self._tell
+        self._drops, self._step = False, ChatParser._tell
         self._say(Content, held)
 
     def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:

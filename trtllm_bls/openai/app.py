@@ -155,12 +155,14 @@ class _Api:
                     proofs.renew()
                 await asyncio.sleep(RENEW_S)
 
-    def refused(self, reply: Reply, error: ApiError) -> None:
-        """Count and log a request that is refused before it is run."""
+    def refused(self, reply: Reply, cause: Exception, prompt: str = "") -> ApiError:
+        """Count and log a request that is refused before it is run; what to answer."""
+        error = api_error(cause, prompt, None)
         field = error.param or _REFUSED_FOR.get(error.status, "body")
         limit = "max_request_bytes" if error.status == 413 else None
         refusal = InvalidRequest(field, error.message.removeprefix(f"{field}: "), limit)
         self.backend.orchestrator.refused(reply.request_id.decode(), refusal)
+        return error
 
     async def longest(self) -> int | None:
         """The model's limit on prompt and answer together, in tokens, where it is known."""
@@ -231,9 +233,7 @@ class _Generate:
                 body = await read_body(scope, receive, self._api.settings.max_body_bytes)
                 answer, stream = self._asked(scope, body)
             except (ApiError, InvalidRequest) as error:
-                refusal = api_error(error, self._answers.prompt_field, None)
-                self._api.refused(reply, refusal)
-                raise refusal from None
+                raise self._api.refused(reply, error, self._answers.prompt_field) from None
             guide = answer.guide_field
             with self._api.requests.one(reply.request_id.decode()):
                 await self._run(answer, stream, receive, reply)
@@ -301,8 +301,7 @@ class _Keys:
         challenge = {"www-authenticate": "Bearer"}
         error = ApiError(401, message, code="invalid_api_key", headers=challenge)
         reply = Reply(scope, send)
-        self._api.refused(reply, error)
-        await reply.error(error)
+        await reply.error(self._api.refused(reply, error))
 
 
 def unknown_model(name: str) -> ApiError:
