@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import http.client
 import json
@@ -19,6 +20,7 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
@@ -342,6 +344,29 @@ def test_many_clients_at_once_get_their_own_text(connect: Connect) -> None:
     for thread in threads:
         thread.join()
     assert [len(found) for found in answers.values()] == [1] * 5
+
+
+def test_requests_leave_nothing_to_the_garbage_collector(connect: Connect) -> None:
+    """Of several on one connection all are freed as they end."""
+    _, client = connect(saying(SAYS))
+
+    def ask() -> None:
+        for stream in (False, True) * 10:
+            answer = client.completions.create(model=MODEL, prompt=PROMPT, stream=stream)
+            assert list(answer)
+
+    def exchanges() -> int:
+        return sum(isinstance(each, RequestResponseCycle) for each in gc.get_objects())
+
+    ask()
+    gc.collect()
+    gc.disable()
+    try:
+        before = exchanges()
+        ask()
+        until(lambda: exchanges() <= before + 1)
+    finally:
+        gc.enable()
 
 
 def test_workers_add_up_their_metrics(tmp_path: Path) -> None:

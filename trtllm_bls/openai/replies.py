@@ -67,9 +67,10 @@ class Reply:
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         self.begun = False
         self._send = send
-        # Middleware looks at how a reply begins; for each event it would only cost time.
-        self._send_events: Send = scope.get(BODY_SEND, send)
-        self.write: Callable[[bytes], bool] = scope.get(BODY_WRITE, lambda data: False)
+        # Middleware looks at how a reply begins; for each event it would only cost time. Taken from
+        # the scope, to which they refer: it would stay until a garbage collection.
+        self._send_events: Send = scope.pop(BODY_SEND, send)
+        self.write: Callable[[bytes], bool] = scope.pop(BODY_WRITE, lambda data: False)
         # HTTP/1.0 has no chunks, which uvicorn would write all the same: its events come together.
         self._collected: list[bytes] | None = [] if scope["http_version"] == "1.0" else None
 
