@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trtllm_bls.errors import SettingsError
+from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import EngineChoice, parse_engine, rows_of
 from trtllm_bls.parameters.engine_choice import ENGINE
 
@@ -159,6 +160,22 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def listen(host: str, port: int, option: str, zero: str = "any free port") -> socket.socket:
+    """A socket that listens at a port, of which ``option`` makes another; 0 of it means ``zero``.
+
+    Raises ``SetupError`` where that cannot be.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        problem = (error.strerror or str(error)).partition(" (while")[0].lower()
+        raise SetupError(
+            f"port {port} on {host}: {problem}; "
+            f"stop what uses it or choose another with {option} (0 = {zero})"
+        ) from error
 
 
 def option(field: str) -> str:

@@ -166,7 +166,7 @@ def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
         command += ["--tokenizer-dir", str(directory("byte-level"))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: --port {port} on 127.0.0.1: address already in use;")
+    assert done.stderr.startswith(f"error: port {port} on 127.0.0.1: address already in use;")
 
 
 def exchange(api_port: int, data: bytes, end: bytes) -> bytes:

@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from trtllm_bls.launcher import health_server
-from trtllm_bls.launcher.ports import listen
 from trtllm_bls.launcher.watch import Watch
+from trtllm_bls.settings import listen
 
 TELL_S = 0.2
 REPEAT_S = 5.0  # also where nothing has changed, as a sign of life

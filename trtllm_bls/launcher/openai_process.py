@@ -19,10 +19,9 @@ import psutil
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.certificates import client_context, curl_tls
-from trtllm_bls.launcher.ports import listen
 from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit, relay_lines
 from trtllm_bls.launcher.server import TritonServer
-from trtllm_bls.settings import ServeSettings
+from trtllm_bls.settings import ServeSettings, listen
 
 MODEL = "tensorrt_llm_bls"  # whose parameters it takes
 _POLL_S = 0.05

@@ -6,12 +6,10 @@ it; the server then says so and ``TritonServer`` chooses again.
 
 from __future__ import annotations
 
-import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from trtllm_bls.errors import SetupError
-from trtllm_bls.settings import ServeSettings, option
+from trtllm_bls.settings import ServeSettings, listen, option
 
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -54,19 +52,3 @@ def choose(settings: ServeSettings) -> Ports:
             chosen.append(int(listening.getsockname()[1]))
     http, grpc, metrics = chosen
     return Ports(settings.host, http, grpc, metrics, settings.plain_host)
-
-
-def listen(host: str, port: int, option: str, zero: str = "any free port") -> socket.socket:
-    """A socket that listens at a port, of which ``option`` makes another; 0 of it means ``zero``.
-
-    Raises ``SetupError`` where that cannot be.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        problem = (error.strerror or str(error)).partition(" (while")[0].lower()
-        raise SetupError(
-            f"port {port} on {host}: {problem}; "
-            f"stop what uses it or choose another with {option} (0 = {zero})"
-        ) from error

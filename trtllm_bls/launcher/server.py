@@ -28,12 +28,12 @@ from trtllm_bls.launcher.certificates import own_tls, server_context
 from trtllm_bls.launcher.find import PACKAGE, Installation, find_server
 from trtllm_bls.launcher.listener import Listener
 from trtllm_bls.launcher.logs import LogBook
-from trtllm_bls.launcher.ports import Ports, choose, listen
+from trtllm_bls.launcher.ports import Ports, choose
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
 from trtllm_bls.launcher.readiness import Readiness, StartProgress
 from trtllm_bls.launcher.tls_forwarder import TlsForwarder
 from trtllm_bls.parameters import DRAFT_MODEL_DIR, MODEL_DIR, STATUS_DIR
-from trtllm_bls.settings import ServeSettings
+from trtllm_bls.settings import ServeSettings, listen
 from trtllm_bls.status import CANARY_ID
 
 BLS = "tensorrt_llm_bls"

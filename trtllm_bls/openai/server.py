@@ -21,13 +21,14 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.supervisors import Multiprocess
 
-from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
+from trtllm_bls.errors import SetupError, TrtllmBlsError
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.front import Front, SharedProofs, WorkerLoop
 from trtllm_bls.openai.replies import BODY_SEND, BODY_WRITE
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.triton_log import log_to_stderr
+from trtllm_bls.settings import listen
 
 MAX_HEADER_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, which then close first
@@ -108,7 +109,7 @@ def serve(parameters: BlsParameters, api: ApiSettings, server: ServerSettings) -
 
     Returns the exit code. Raises ``SetupError``.
     """
-    listening = _listen(server)
+    listening = listen(server.host, server.port, "--port")
     with listening, TemporaryDirectory(prefix="trtllm-bls-openai-") as shared:
         _serve(parameters, replace(api, shared=Path(shared)), server, listening)
     return 0
@@ -191,15 +192,3 @@ def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> St
 def end_with_parent() -> None:
     """Have this process drain and end when the one that started it is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
-def _listen(server: ServerSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    try:
-        listening = socket.create_server((server.host, server.port), family=family, backlog=2048)
-    except OSError as error:
-        problem = os.strerror(error.errno).lower() if error.errno else str(error)
-        raise SettingsError(
-            f"--port {server.port} on {server.host}: {problem}; stop what uses it or choose another"
-        ) from error
-    return listening
