@@ -149,7 +149,8 @@ class _Api:
             return
         proofs = SharedProofs(self.settings.shared)
         while True:
-            self._shared.write(samples(self._metrics, self.settings.model_names[0]))
+            with suppress(OSError):  # a full disk, perhaps for a while
+                self._shared.write(samples(self._metrics, self.settings.model_names[0]))
             for _ in range(2):
                 if self.health.is_proven and self.requests.refusal is None:
                     proofs.renew()
