@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -75,7 +75,7 @@ class Reply:
         self._collected: list[bytes] | None = [] if scope["http_version"] == "1.0" else None
 
     async def json(
-        self, body: Any, status: int = 200, headers: dict[str, str] | None = None
+        self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
         """The whole reply; ``body`` may be JSON already."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
