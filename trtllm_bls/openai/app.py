@@ -87,7 +87,7 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
         Route("/metrics", api.metrics),
         Route("/openapi.json", api.openapi),
     ]
-    middleware = [Middleware(_Keys, api=api)] if settings.keys else []
+    middleware = [Middleware(_Keys, api)] if settings.keys else []
     if settings.allowed_origins:  # in front: a browser asks without a key first
         cors = Middleware(
             CORSMiddleware,
@@ -211,20 +211,14 @@ class _Api:
         return _Reply(document(self.settings.model_names))
 
 
+@dataclass(frozen=True)
 class _Generate:
     """``POST`` of one kind of request, as an ASGI application."""
 
-    def __init__(
-        self,
-        api: _Api,
-        kind: type[Common],
-        answers: type[ChatAnswer] | type[CompletionAnswer],
-        formats: ChatFormats | None = None,
-    ) -> None:
-        self._formats = formats
-        self._api = api
-        self._kind = kind
-        self._answers = answers
+    _api: _Api
+    _kind: type[Common]
+    _answers: type[ChatAnswer] | type[CompletionAnswer]
+    _formats: ChatFormats | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(scope, send)
@@ -286,12 +280,12 @@ class _Generate:
             await reply.json(answer.whole())
 
 
+@dataclass(frozen=True)
 class _Keys:
     """Lets requests for ``/v1`` pass that bring a key."""
 
-    def __init__(self, app: ASGIApp, api: _Api) -> None:
-        self._app = app
-        self._api = api
+    _app: ASGIApp
+    _api: _Api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         free = scope["type"] != "http" or not scope["path"].startswith("/v1")

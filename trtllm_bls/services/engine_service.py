@@ -120,16 +120,16 @@ class _RunningCall:
     stopped: bool = False
 
 
+@dataclass(eq=False)
 class _SequenceResponses:
     """The responses of one sequence: chunk by chunk, or collected into a single response."""
 
-    def __init__(self, call: Call, writer: ChunkWriter, index: int, streaming: bool) -> None:
-        self._call = call
-        self._writer = writer
-        self._index = index
-        self._streaming = streaming
-        self._collected: list[EngineChunk] = []
-        self._ended = False
+    _call: Call
+    _writer: ChunkWriter
+    _index: int
+    _streaming: bool
+    _collected: list[EngineChunk] = field(default_factory=list)
+    _ended: bool = False
 
     def add(self, chunk: EngineChunk) -> None:
         self._ended = chunk.final
