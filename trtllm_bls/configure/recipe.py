@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
 from trtllm_bls.configure.build_flags import (
     BUILD,
     CONVERT,
@@ -23,6 +25,7 @@ from trtllm_bls.configure.build_flags import (
 from trtllm_bls.configure.engine_parameters import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.cpp_backend import Version, keys_of
+from trtllm_bls.settings import setting
 
 _EXAMPLES_MOVED: Version = (0, 20)  # from examples/llama to examples/models/core/llama
 _GEMM_AUTO_SINCE: Version = (0, 11)
@@ -46,17 +49,20 @@ Flags = list[tuple[str, str]]
 class RecipeOptions:
     """The options of ``recipe``; ``None`` is the preset's choice. Lengths are tokens."""
 
-    release: Version = NEWEST
-    checkpoint: Path = Path("checkpoint")
-    examples: Path = Path("TensorRT-LLM/examples")
-    out: Path = Path("engines")
-    precision: str | None = None
-    tp_size: int = 1
-    max_batch_size: int | None = None
-    max_input_len: int | None = None
-    max_output_len: int | None = None
-    max_draft_len: int = 10
-    lookahead: tuple[int, int, int] | None = (7, 7, 7)  # window, n-gram, verification set
+    release: Version
+    checkpoint: Path = setting("Hugging Face checkpoint.", Path("checkpoint"))
+    examples: Path = setting(
+        "The directory examples of TensorRT-LLM's source tree of that release.",
+        Path("TensorRT-LLM/examples"),
+    )
+    out: Path = setting("Where engines go.", Path("engines"))
+    precision: str | None = setting("[default: the preset's]", type=click.Choice(PRECISIONS))
+    tp_size: int = setting("GPUs that share each layer.", 1, type=click.IntRange(1))
+    max_batch_size: int | None = setting("[default: the preset's]", type=click.IntRange(1))
+    max_input_len: int | None = setting("[default: the preset's]", type=click.IntRange(1))
+    max_output_len: int | None = setting("[default: the preset's]", type=click.IntRange(1))
+    max_draft_len: int = setting("Of target.", 10, type=click.IntRange(1))
+    lookahead: tuple[int, int, int] | None  # window, n-gram, verification set
 
 
 @dataclass(frozen=True)

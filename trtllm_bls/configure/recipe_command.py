@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from trtllm_bls.configure.build_flags import NEWEST, shown
-from trtllm_bls.configure.recipe import PRECISIONS, PRESETS, RecipeOptions, as_script, recipe
+from trtllm_bls.configure.recipe import PRESETS, RecipeOptions, as_script, recipe
 from trtllm_bls.configure.versions import parse_version
-
-_PATH = click.Path(path_type=Path)
+from trtllm_bls.settings import options_of
 
 
 def _lookahead(
@@ -30,27 +28,7 @@ def _lookahead(
 @click.command(name="recipe")
 @click.argument("preset", type=click.Choice(list(PRESETS)))
 @click.option("--release", default=shown(NEWEST), show_default=True, help="Of TensorRT-LLM.")
-@click.option(
-    "--checkpoint", type=_PATH, default=RecipeOptions.checkpoint, help="Hugging Face checkpoint."
-)
-@click.option(
-    "--examples",
-    type=_PATH,
-    default=RecipeOptions.examples,
-    help="The directory examples of TensorRT-LLM's source tree of that release.",
-)
-@click.option("--out", type=_PATH, default=RecipeOptions.out, help="Where engines go.")
-@click.option("--precision", type=click.Choice(PRECISIONS), help="[default: the preset's]")
-@click.option("--tp-size", type=click.IntRange(1), default=1, help="GPUs that share each layer.")
-@click.option("--max-batch-size", type=click.IntRange(1), help="[default: the preset's]")
-@click.option("--max-input-len", type=click.IntRange(1), help="[default: the preset's]")
-@click.option("--max-output-len", type=click.IntRange(1), help="[default: the preset's]")
-@click.option(
-    "--max-draft-len",
-    type=click.IntRange(1),
-    default=RecipeOptions.max_draft_len,
-    help="Of target.",
-)
+@options_of(RecipeOptions)
 @click.option(
     "--lookahead",
     default="7,7,7",
