@@ -169,6 +169,9 @@ def test_the_release_is_the_engines_unless_it_is_named(demo: Demo, tmp_path: Pat
     demo.engine = make_engine(tmp_path / "older", BUILD, version="0.17.0.post1")
     assert "random_seed UINT64 [1] s" in engine_rows(demo)
     assert "seed UINT64 [1] s" in engine_rows(demo, "--version", "last")
+    demo.engine = make_engine(tmp_path / "own", BUILD, version="main")
+    assert f"{demo.engine}: version main: use a release" in error_of(demo.run("--force"))
+    assert "seed UINT64 [1] s" in engine_rows(demo, "--version", "last")
 
 
 # --- how tensorrt_llm_bls serves ------------------------------------------------------------
@@ -283,6 +286,17 @@ def test_unchecked_directories_may_be_on_another_machine(demo: Demo) -> None:
     demo.write()
     assert demo.values("tensorrt_llm")["gpt_model_path"] == "/elsewhere"
     assert demo.config("tensorrt_llm").max_batch_size == 64
+
+
+def test_what_cannot_be_written_is_one_line(demo: Demo, tmp_path: Path) -> None:
+    """A script without a directory is refused before anything is written."""
+    line = error_of(demo.run("--no-check", "--slurm", "/nowhere/job.sh"))
+    assert line == "error: --slurm /nowhere/job.sh: there is no such directory"
+    assert not demo.out.exists()
+    (tmp_path / "file").touch()
+    demo.out = tmp_path / "file" / "repository"
+    line = error_of(demo.run("--no-check"))
+    assert str(demo.out) in line and "cannot be written: Not a directory" in line
 
 
 # --- what is there already ------------------------------------------------------------------

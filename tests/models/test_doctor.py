@@ -75,6 +75,9 @@ def test_a_configuration_that_cannot_be_read_is_an_error(demo: Demo, tmp_path: P
     (tmp_path / "empty").mkdir()
     assert "no model" in only(findings("readable", repository=tmp_path / "empty")).what
     assert "config.json" in only(findings("readable", engine_dir=tmp_path / "empty")).what
+    old = make_engine(tmp_path / "old", BUILD, version="0.8.0")
+    assert "version 0.8.0" in only(findings("readable", engine_dir=old, version="0.19")).what
+    assert findings("versions", engine_dir=old, version="0.19") == []
 
 
 @pytest.mark.parametrize(

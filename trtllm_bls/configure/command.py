@@ -24,7 +24,7 @@ _PATH = click.Path(path_type=Path)
 def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None) -> None:
     if release is None:
         return
-    version = parse_version(release)
+    version = parse_version(release, "--keys")
     for name, key in sorted(keys_of(version).items()):
         demanded = key.demanded is not None and key.demanded <= version
         click.echo(f"{name}: {key.expected}{' (always written)' if demanded else ''}")
@@ -86,10 +86,15 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     wanted = ConfigureOptions(overrides=tuple(overrides), **options)
     repository = plan(wanted)
     script = slurm_script(repository.launch, wanted.out) if slurm else ""
-    write(repository, wanted.out, wanted.force)
-    if slurm:
-        slurm.write_text(script, encoding="utf-8")
-        click.echo(f"wrote {slurm}")
+    if slurm and not slurm.absolute().parent.is_dir():
+        raise SettingsError(f"--slurm {slurm}: there is no such directory")
+    try:
+        write(repository, wanted.out, wanted.force)
+        if slurm:
+            slurm.write_text(script, encoding="utf-8")
+            click.echo(f"wrote {slurm}")
+    except OSError as error:
+        raise SettingsError(f"{error.filename}: cannot be written: {error.strerror}") from error
     _report(repository, wanted.out, notes)
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters.cpp_backend import Version
 
 _LOGITS = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 # The bits of ``speculative_decoding_mode`` in config.json, in TensorRT-LLM's order.
@@ -47,6 +49,10 @@ class EngineDir:
     max_draft_tokens: int | None = None
     mode: str = ""
     paged_context: bool | None = None
+
+    def release(self) -> Version | None:
+        """Of TensorRT-LLM; raises ``SettingsError`` where ``version`` is none."""
+        return parse_version(self.version, f"{self.path}: version") if self.version else None
 
     @property
     def takes_drafts(self) -> bool:
@@ -98,7 +104,7 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
     return EngineDir(
         path=path,
         ranks=ranks or 1,
-        version=config.get("version", ""),
+        version=str(config.get("version", "")),
         logits=_LOGITS[logits],
         vocab_size=pretrained.get("vocab_size"),
         max_batch_size=build.get("max_batch_size"),

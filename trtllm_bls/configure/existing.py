@@ -17,7 +17,7 @@ from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import check
-from trtllm_bls.parameters.cpp_backend import Version, check_backend
+from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import Override
 
@@ -66,7 +66,7 @@ def read_existing(directory: Path, version: str) -> Existing:
     if target not in configs:
         there = ", ".join(configs) or "none"
         raise SettingsError(f"--from {directory}: it has no model {target}; there are: {there}")
-    release = parse_version(version or _engine_version(models[target]) or "last")
+    release = parse_version(version) if version else _engine_release(models[target]) or LAST
     _take_directory(models[target], "gpt_model_path", "engine_dir", found)
     _take_directory(models.get(PREPROCESSING.name, {}), "tokenizer_dir", "tokenizer_dir", found)
     _take_engine(ENGINE.name, target, configs[target], models[target], (found, release))
@@ -95,9 +95,9 @@ def _filled_in(model: str, values: Mapping[str, str], found: Existing) -> dict[s
     return {key: value for key, value in values.items() if value and key not in empty}
 
 
-def _engine_version(parameters: Mapping[str, str]) -> str:
+def _engine_release(parameters: Mapping[str, str]) -> Version | None:
     directory = parameters.get("gpt_model_path")
-    return read_engine("--from", Path(directory), check=False).version if directory else ""
+    return read_engine("--from", Path(directory), check=False).release() if directory else None
 
 
 def _take_directory(parameters: Mapping[str, str], key: str, option: str, found: Existing) -> None:

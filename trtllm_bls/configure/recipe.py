@@ -5,7 +5,6 @@ Pure: nothing is run. Which release has which flag is ``build_flags``'s.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,18 +12,17 @@ from pathlib import Path
 
 import click
 
+from trtllm_bls.checkpoint_dir import json_object
 from trtllm_bls.configure.build_flags import (
     BUILD,
     CONVERT,
     NEWEST,
-    OLDEST,
     QUANTIZE,
     check_flag,
-    shown,
 )
 from trtllm_bls.configure.engine_parameters import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.cpp_backend import Version, keys_of
+from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, shown
 from trtllm_bls.settings import setting
 
 _EXAMPLES_MOVED: Version = (0, 20)  # from examples/llama to examples/models/core/llama
@@ -195,10 +193,8 @@ def _hardware(precision: str) -> str:
 
 
 def _family(options: RecipeOptions) -> Path:
-    config = options.checkpoint / "config.json"
-    model_type = "llama"
-    if config.is_file():
-        model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
+    config = json_object(options.checkpoint / "config.json")
+    model_type = config.get("model_type", "") if config else "llama"
     if model_type not in _FAMILIES:
         raise SettingsError(
             f"--checkpoint {options.checkpoint}: no recipe for model_type {model_type}; "

@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
-from trtllm_bls.configure.build_flags import NEWEST, shown
+from trtllm_bls.configure.build_flags import NEWEST
 from trtllm_bls.configure.recipe import PRESETS, RecipeOptions, as_script, recipe
 from trtllm_bls.configure.versions import parse_version
+from trtllm_bls.parameters.cpp_backend import shown
 from trtllm_bls.settings import options_of
 
 
@@ -51,5 +52,5 @@ def command(preset: str, release: str, **options: Any) -> None:
       trtllm-bls recipe throughput --checkpoint ./llama --precision int4_awq
       trtllm-bls recipe target --release 0.20 --checkpoint ./llama --tp-size 2
     """
-    version = NEWEST if release == "last" else parse_version(release)
+    version = NEWEST if release == "last" else parse_version(release, "--release")
     click.echo(as_script(recipe(preset, RecipeOptions(release=version, **options))), nl=False)

@@ -27,7 +27,7 @@ from trtllm_bls.configure.versions import models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import check
-from trtllm_bls.parameters.cpp_backend import Version, check_backend
+from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def plan(options: ConfigureOptions) -> Repository:
     """The configurations; raises ``SetupError`` naming the option that cannot be used."""
     engines = _engines(options)
     target = engines[ENGINE.name]
-    version = parse_version(options.version or target.version or "last")
+    version = parse_version(options.version) if options.version else target.release() or LAST
     models = models_for(version, target.logits)
     steps = (models[PREPROCESSING.name], models[ENGINE.name], models[POSTPROCESSING.name])
     if DRAFT in engines:

@@ -11,7 +11,7 @@ from trtllm_bls.configure.engine_parameters import (
     check_target,
     ends_after_one_step,
 )
-from trtllm_bls.configure.versions import image_of, models_for, parse_version
+from trtllm_bls.configure.versions import image_of, models_for
 from trtllm_bls.contract import BLS, ENGINE, MODELS
 from trtllm_bls.doctor.findings import Finding, Findings, Level, check
 from trtllm_bls.doctor.subject import Subject
@@ -96,14 +96,14 @@ def versions(subject: Subject) -> Findings:
     """An engine runs on the release that built it."""
     backend = subject.backend_version
     for model, engine in subject.engines.items():
-        built = engine.version
-        if not built:
+        built, release = engine.version, engine.release()
+        if release is None:
             what = f"{model}: config.json of {engine.path} names no release"
             yield Finding("warn", what, "build it with a released trtllm-build")
         elif backend and _numbers(built, 3) != _numbers(backend, 3):
             level: Level = "warn" if _numbers(built, 2) == _numbers(backend, 2) else "error"
             what = f"{model}: its engine is of {built}, the backend of {backend}"
-            image = image_of(parse_version(built))
+            image = image_of(release)
             other = f", or serve it from {image}" if image else ""
             yield Finding(level, what, f"build it in the container that serves it{other}")
 

@@ -104,7 +104,9 @@ class Subject:
         found = {}
         for name, directory in directories.items():
             try:
-                found[name] = read_engine(f"{name}: engine", directory, check=True)
+                engine = read_engine(f"{name}: engine", directory, check=True)
+                engine.release()  # raises where there is no such release
+                found[name] = engine
             except SettingsError as error:
                 self.unreadable.append(error)
         return found
@@ -134,6 +136,7 @@ class Subject:
     @property
     def release(self) -> Version | None:
         """The release of the backend, or else of the target's engine."""
+        if self.backend_version:
+            return parse_version(self.backend_version)
         engine = self.engines.get(self.target)
-        text = self.backend_version or (engine.version if engine else "")
-        return parse_version(text) if text else None
+        return engine.release() if engine else None

@@ -115,25 +115,29 @@ xgrammar_tokenizer_info_path      text      0.19       !0.19
 """
 
 
-def parse_release(text: str) -> Version:
-    """``0.12`` as numbers."""
+def parse_releases(text: str, last: Version = LAST) -> tuple[Version, Version]:
+    """``0.12-0.14`` as numbers; ``0.12`` goes on to the ``last``."""
+    since, _, until = text.partition("-")
+    return _version(since), _version(until) if until else last
+
+
+def _version(text: str) -> Version:
     major, minor = text.split(".")
     return int(major), int(minor)
+
+
+def shown(version: Version) -> str:
+    """As it is written."""
+    return f"{version[0]}.{version[1]}"
 
 
 def _keys() -> Iterator[Key]:
     for row in _ROWS.strip().splitlines():
         name, kind, releases, *demanded = row.split()
-        since, _, until = releases.partition("-")
         expected, pattern = _KINDS[kind]
-        yield Key(
-            name=name,
-            expected=expected,
-            pattern=re.compile(pattern),
-            since=parse_release(since),
-            until=parse_release(until) if until else LAST,
-            demanded=parse_release(demanded[0][1:]) if demanded else None,
-        )
+        since, until = parse_releases(releases)
+        first = _version(demanded[0][1:]) if demanded else None
+        yield Key(name, expected, re.compile(pattern), since, until, first)
 
 
 KEYS = tuple(_keys())
@@ -160,7 +164,7 @@ def check_backend(key: str, value: str, version: Version | None = None) -> None:
         known = {row.name for row in KEYS} if version is None else keys_of(version).keys()
         whose = "the C++ backend"
         if anywhere and version is not None:
-            whose += f" of {version[0]}.{version[1]}"
+            whose += f" of {shown(version)}"
         raise SettingsError(f"{whose} has no parameter {key}; {suggestion(key, known)}")
     if "${" in value or not any(row.pattern.fullmatch(value) for row in rows):
         raise SettingsError(f"{value!r} is not allowed; it must be {rows[-1].expected}")
