@@ -36,7 +36,7 @@ from trtllm_bls.commands.benchmark_figures import (
     histogram,
     problem_of,
 )
-from trtllm_bls.commands.servers import Reply
+from trtllm_bls.commands.reply import Reply
 from trtllm_bls.errors import SettingsError
 
 BENCHMARK = Path(__file__).parents[2] / "client" / "benchmark.py"

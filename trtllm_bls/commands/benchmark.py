@@ -25,7 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trtllm_bls.client import Client, Tls
 from trtllm_bls.commands.benchmark_figures import Outcome, problem_of
 from trtllm_bls.commands.benchmark_report import Report, Run, check_outputs
-from trtllm_bls.commands.servers import Question, Reply, Server, server_at
+from trtllm_bls.commands.reply import Reply
+from trtllm_bls.commands.servers import Question, Server, server_at
 from trtllm_bls.commands.terminal import EXIT_CODES, Exit, Program, assignments, run
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 

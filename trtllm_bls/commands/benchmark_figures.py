@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trtllm_bls.commands.servers import Reply
+from trtllm_bls.commands.reply import Reply
 
 _ENDS = {"stop", "length", "end_id", "tool_calls", None}  # None: a server that does not tell
 

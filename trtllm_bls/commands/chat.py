@@ -23,7 +23,8 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.text import Text
 
-from trtllm_bls.commands.servers import Question, Reply, Server, server_at
+from trtllm_bls.commands.reply import Reply
+from trtllm_bls.commands.servers import Question, Server, server_at
 from trtllm_bls.commands.terminal import (
     EXIT_CODES,
     Exit,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_bls.client.events import Event
-from trtllm_bls.commands.summary import Summary
+from trtllm_bls.commands.reply import Summary
 from trtllm_bls.errors import TrtllmBlsError
 
 

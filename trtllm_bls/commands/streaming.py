@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from trtllm_bls.client import BLS, Event, Stream
+from trtllm_bls.client import BLS, Stream
 from trtllm_bls.commands.display import JsonDisplay, TextDisplay
-from trtllm_bls.commands.summary import summarise
+from trtllm_bls.commands.reply import Reply, summarise
 from trtllm_bls.commands.terminal import (
     EXIT_CODES,
     Exit,
@@ -191,22 +190,23 @@ async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
 async def _show(stream: Stream, given: dict[str, Any], fields: dict[str, Any]) -> Exit:
     display = _display(given, fields)
     interruption = Interruption()
-    events: list[Event] = []
     failure: TrtllmBlsError | None = None
     if given["echo"] and fields["stream"] and not given["as_json"]:
         click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
-    started_at = time.perf_counter()
+    reply = Reply()
     try:
         async with stream:
             with interruption.cancels(stream):
-                _stop_after(stream, given["stop_after_ms"])
+                if given["stop_after_ms"] is not None:
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(given["stop_after_ms"] / 1000, stream.cancel)
                 async for event in stream:
-                    events.append(event)
-                    display.event(event, (event.received_at - started_at) * 1000)
+                    reply.add(event)
+                    display.event(event, (event.received_at - reply.sent) * 1000)
     except TrtllmBlsError as error:
         failure = error
     ended = _ended_here(stream, interruption, failure, given["stop_after_ms"])
-    summary = summarise(events, started_at, fields["max_tokens"], ended)
+    summary = summarise(reply, fields["max_tokens"], ended)
     display.end(summary, failure)
     if not given["quiet"]:
         click.echo("\n".join(summary.lines()), err=True)
@@ -221,11 +221,6 @@ def _display(given: dict[str, Any], fields: dict[str, Any]) -> TextDisplay | Jso
     beams = fields.get("beam_width") or 1
     several = beams > 1 or (fields.get("num_return_sequences") or 1) > 1
     return TextDisplay(several=several, whole=given["overwrite_output_text"] or beams > 1)
-
-
-def _stop_after(stream: Stream, milliseconds: int | None) -> None:
-    if milliseconds is not None:
-        asyncio.get_running_loop().call_later(milliseconds / 1000, stream.cancel)
 
 
 def _ended_here(
