@@ -37,6 +37,7 @@ from trtllm_bls.commands.benchmark_figures import (
     problem_of,
 )
 from trtllm_bls.commands.reply import Reply
+from trtllm_bls.commands.servers import Question
 from trtllm_bls.errors import SettingsError
 
 BENCHMARK = Path(__file__).parents[2] / "client" / "benchmark.py"
@@ -222,4 +223,5 @@ def test_every_end_is_checked(
     reply.add(
         Event(texts=(text,), received_at=0.0, finish_reason=finish_reason, num_output_tokens=tokens)
     )
-    assert problem_of(reply, 5, ignore_eos) == problem
+    asked = Question(max_tokens=5, fields={"ignore_eos": ignore_eos or None})
+    assert problem_of(reply, asked) == problem

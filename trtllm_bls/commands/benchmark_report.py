@@ -39,8 +39,8 @@ class Run:
     """One mode: the outcomes of each server in the order of asking, and how long each worked."""
 
     mode: str
-    outcomes: tuple[tuple[Outcome, ...], ...]
-    seconds: tuple[float, ...]
+    outcomes: list[list[Outcome]]
+    seconds: list[float]
 
     def figures(self) -> list[Figures]:
         """Of each server."""

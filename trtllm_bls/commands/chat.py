@@ -26,13 +26,13 @@ from rich.text import Text
 from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.servers import Question, Server, server_at
 from trtllm_bls.commands.terminal import (
-    EXIT_CODES,
     Exit,
     Interruption,
     Program,
     complain,
     connection_options,
     open_client,
+    run,
 )
 from trtllm_bls.errors import TrtllmBlsError
 
@@ -46,22 +46,8 @@ _COMMANDS = """/help           this list
 /exit           leave, as Ctrl-D does
 Ctrl-C interrupts an answer and keeps its text. A pasted text may have several lines."""
 
-_HELP = f"""Chat with a model in the terminal.
 
---url is HOST:PORT of Triton's gRPC port, or http://HOST:PORT/v1 of an OpenAI API. Without a
-terminal, each line of standard input is a message. /help lists the commands.
-
-\b
-Examples:
-  PROGRAM
-  PROGRAM --url http://127.0.0.1:9000/v1 --system "Answer briefly."
-  PROGRAM --temperature 0 --draft-source model --plain
-
-{EXIT_CODES}
-"""
-
-
-@click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Program)
 @click.option("--model", help="The model to ask (tensorrt_llm_bls, or the API's first).")
 @click.option("--system", help="The system prompt.")
 @click.option("-o", "--max-tokens", type=click.IntRange(1), default=512, show_default=True)
@@ -74,24 +60,29 @@ Examples:
 @click.option("--plain", is_flag=True, help="Show answers as they come, without Markdown.")
 @connection_options()
 def main(**given: Any) -> None:
-    """Open the server, talk, close it."""
-    try:
-        triton = partial(open_client, given)
-        server = server_at(given["url"], given["model"], given["api_key"], triton)
-    except TrtllmBlsError as error:
-        sys.exit(complain(error))
-    loop = asyncio.new_event_loop()
-    try:
-        loop.run_until_complete(server.open())
-        code = Conversation(server, given, loop).talk()
-    except TrtllmBlsError as error:
-        code = complain(error)
-    except KeyboardInterrupt:
-        code = Exit.INTERRUPTED
-    finally:
-        loop.run_until_complete(server.close())
-        loop.close()
-    sys.exit(code)
+    """Chat with a model in the terminal.
+
+    --url is HOST:PORT of Triton's gRPC port, or http://HOST:PORT/v1 of an OpenAI API. Without a
+    terminal, each line of standard input is a message. /help lists the commands.
+
+    \b
+    Examples:
+      PROGRAM
+      PROGRAM --url http://127.0.0.1:9000/v1 --system "Answer briefly."
+      PROGRAM --temperature 0 --draft-source model --plain
+    """
+    run(lambda: _talk(given))
+
+
+def _talk(given: dict[str, Any]) -> Exit:
+    triton = partial(open_client, given)
+    server = server_at(given["url"], given["model"], given["api_key"], triton)
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        try:
+            loop.run_until_complete(server.open())
+            return Conversation(server, given, loop).talk()
+        finally:
+            loop.run_until_complete(server.close())
 
 
 class Conversation:

@@ -17,7 +17,6 @@ from trtllm_bls.client import BLS, Stream
 from trtllm_bls.commands.display import JsonDisplay, TextDisplay
 from trtllm_bls.commands.reply import Reply, summarise
 from trtllm_bls.commands.terminal import (
-    EXIT_CODES,
     Exit,
     Interruption,
     Program,
@@ -71,24 +70,8 @@ _FAILED: dict[type[TrtllmBlsError], str] = {
     ConnectionFailed: "connection lost",
 }
 
-_HELP = f"""Send a prompt and show the answer as it arrives.
 
-The prompt is the argument, or --file, or standard input. Text goes to standard output, the
-summary and errors to standard error.
-
-\b
-Examples:
-  PROGRAM "Once upon a time" -o 64
-  PROGRAM --chat --system "Answer briefly." "What is a B-tree?" --temperature 0.7
-  PROGRAM "1, 2, 3," --stop-words "10" --stop-words $'\\n'
-  git diff | PROGRAM --json -o 200 | jq -r .text
-  PROGRAM "Count to a thousand:" -o 1000 --stop-after-ms 500
-
-{EXIT_CODES}
-"""
-
-
-@click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Program)
 @click.argument("prompt", required=False)
 @click.option("-p", "--prompt", "prompt_option", help="The prompt, for those used to the option.")
 @click.option(
@@ -134,8 +117,20 @@ Examples:
 @click.option("-q", "--quiet", is_flag=True, help="No summary.")
 @connection_options()
 def main(**given: Any) -> None:
-    """Parse, send, show."""
-    run(_ask(given, _fields(given)))
+    """Send a prompt and show the answer as it arrives.
+
+    The prompt is the argument, or --file, or standard input. Text goes to standard output, the
+    summary and errors to standard error.
+
+    \b
+    Examples:
+      PROGRAM "Once upon a time" -o 64
+      PROGRAM --chat --system "Answer briefly." "What is a B-tree?" --temperature 0.7
+      PROGRAM "1, 2, 3," --stop-words "10" --stop-words $'\\n'
+      git diff | PROGRAM --json -o 200 | jq -r .text
+      PROGRAM "Count to a thousand:" -o 1000 --stop-after-ms 500
+    """
+    run(lambda: asyncio.run(_ask(given, _fields(given))))
 
 
 def _fields(given: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from trtllm_bls.client import ENGINE, Client, Event, Model, Stream
 from trtllm_bls.commands.terminal import (
-    EXIT_CODES,
     Exit,
     Interruption,
     Program,
@@ -53,20 +52,8 @@ _FIELDS = (
 _FLAGS = tuple(name for name in ENGINE.input_named if name.startswith("return_"))
 _LOOKAHEAD = ("window_size", "ngram_size", "verification_set_size")
 
-_HELP = f"""Send token ids (or text, with a tokenizer) to the engine model and print the ids.
 
-\b
-Examples:
-  PROGRAM --tokenizer-dir ./tokenizer --text "Once upon" --streaming
-  PROGRAM --input-tokens-csv in.csv --output-tokens-csv out.csv -c
-  PROGRAM --input-tokens-csv in.csv -S --stop-after-ms 200 \\
-      --request-output-len 500
-
-{EXIT_CODES}
-"""
-
-
-@click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Program)
 @click.option("-v", "--verbose", is_flag=True, help="Show the request on standard error.")
 @click.option("--text", default="Once upon a time", show_default=True)
 @click.option("--input-tokens-csv", type=_FILE, help="First row: prompt ids; no tokenizer needed.")
@@ -127,14 +114,22 @@ Examples:
 @click.option("-C", "--grpc-compression-algorithm", type=click.Choice(["gzip", "deflate"]))
 @connection_options("-p")
 def main(**given: Any) -> None:
-    """Parse, send, show."""
+    """Send token ids (or text, with a tokenizer) to the engine model and print the ids.
+
+    \b
+    Examples:
+      PROGRAM --tokenizer-dir ./tokenizer --text "Once upon" --streaming
+      PROGRAM --input-tokens-csv in.csv --output-tokens-csv out.csv -c
+      PROGRAM --input-tokens-csv in.csv -S --stop-after-ms 200 \\
+          --request-output-len 500
+    """
     if given["check_output"] and not given["output_tokens_csv"]:
         raise click.UsageError("--check-output needs --output-tokens-csv.")
     if given["requested_outputs"] and "output_ids" not in given["requested_outputs"]:
         raise click.UsageError("--requested-outputs must have output_ids.")
     if given["input_tokens_csv"] is None and given["tokenizer_dir"] is None:
         raise click.UsageError("Give --input-tokens-csv, or --tokenizer-dir to encode --text.")
-    run(_ask(given))
+    run(lambda: asyncio.run(_ask(given)))
 
 
 async def _ask(given: dict[str, Any]) -> Exit:
