@@ -138,7 +138,8 @@ def test_unexpected_ids_fail_the_check(outcomes: Mapping[str, Outcome]) -> None:
 
 
 def test_the_token_client_always_sends_these(outcomes: Mapping[str, Outcome]) -> None:
-    """The ten inputs users of the engine model expect, and none that was not asked for."""
+    """The ten inputs users of the engine model expect, and none that was not asked for; with the
+    ids their number, whatever outputs were."""
     outcome = outcomes["whole"]
     assert outcome.inputs == [
         {
@@ -154,6 +155,7 @@ def test_the_token_client_always_sends_these(outcomes: Mapping[str, Outcome]) ->
             "runtime_top_p": [[0.0]],
         }
     ]
+    assert outcome.outputs == [["output_ids", "sequence_length"]]
     assert outcome.out.splitlines()[1:] == [
         "Got completed request",
         "Output sequence: [1, 2, 3, 5]",

@@ -118,6 +118,9 @@ def test_a_quiet_server_shows_bars_and_ends_well(triton: FakeGrpcServer) -> None
     [
         (("--png", "x.png"), 2, "error: --png: needs matplotlib"),
         (("--json", "/nowhere/x.json"), 2, "error: --json /nowhere/x.json: there is no such"),
+        (("--html", "/"), 2, "error: --html /: is a directory"),
+        (("--url", "http://host:99999/v1"), 2, "error: --url http://host:99999/v1: write http://"),
+        (("--url", "http://[::1/v1"), 2, "error: --url http://[::1/v1: write http://HOST:PORT/v1"),
         (("--prompts", "/nowhere.txt"), 2, "error: --prompts /nowhere.txt: cannot be read"),
         (("--field", "x"), 2, "--field: 'x' is not NAME=VALUE"),
         (("--url", "http://127.0.0.1:1/v1"), 3, "error: http://127.0.0.1:1/v1: "),

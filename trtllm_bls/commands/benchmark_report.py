@@ -69,6 +69,8 @@ def check_outputs(json_file: Path | None, html_file: Path | None, png_file: Path
     for name, file in (("--json", json_file), ("--html", html_file), ("--png", png_file)):
         if file is not None and not file.absolute().parent.is_dir():
             raise SettingsError(f"{name} {file}: there is no such directory")
+        if file is not None and file.is_dir():
+            raise SettingsError(f"{name} {file}: is a directory")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import re
 import sys
@@ -109,6 +110,11 @@ class Conversation:
             "/clear": lambda _: self._clear(),
         }
 
+    @property
+    def _messages(self) -> tuple[dict[str, str], ...]:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return (*system, *self._turns)
+
     def talk(self) -> Exit:
         """Until the user leaves. Without a terminal, the first failure ends it."""
         tty = sys.stdin.isatty()
@@ -161,9 +167,8 @@ class Conversation:
         return interruption.happened
 
     async def _read(self, reply: Reply) -> None:
-        system = [{"role": "system", "content": self._system}] if self._system else []
         question = Question(
-            messages=(*system, *self._turns), max_tokens=self._max_tokens, fields=self._fields
+            messages=self._messages, max_tokens=self._max_tokens, fields=self._fields
         )
         with self._shown(reply) as show, contextlib.suppress(asyncio.CancelledError):
             async with aclosing(self._server.ask(question)) as events:
@@ -200,8 +205,7 @@ class Conversation:
         if not name:
             self._say("/save needs a file name")
             return
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        messages = [*system, *self._turns]
+        messages = self._messages
         if name.endswith(".json"):
             text = json.dumps(messages, indent=1, ensure_ascii=False) + "\n"
         else:
@@ -216,6 +220,8 @@ class Conversation:
 
 def _lines(tty: bool) -> Iterator[str]:
     """What the user types, message by message; Ctrl-C at the prompt drops the line."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # what is not text is refused as a message
+        sys.stdin.reconfigure(errors="surrogateescape")
     if not tty:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return

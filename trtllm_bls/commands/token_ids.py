@@ -149,12 +149,15 @@ async def _ask(given: dict[str, Any]) -> Exit:
         beam_width=given["beam_width"],
         excluded=bool(given["exclude_input_in_output"]),
     )
+    outputs = given["requested_outputs"]
+    if outputs:  # ids are padded to this length
+        outputs = tuple(dict.fromkeys((*outputs, "sequence_length")))
     async with open_client(given, given["grpc_compression_algorithm"]) as client:
         stream = client.stream(
             replace(ENGINE, name=given["model_name"]),
             deadline_s=given["stream_timeout"],
             request_id=given["request_id"],
-            outputs=given["requested_outputs"],
+            outputs=outputs,
             **fields,
         )
         interruption = Interruption()
@@ -246,10 +249,9 @@ def _fields(
 
 
 def _first_row(path: Path) -> list[int]:
-    with path.open(newline="", encoding="utf-8-sig") as lines:
-        row = next(csv.reader(lines), [])
     try:
-        return [int(value) for value in row]
+        with path.open(newline="", encoding="utf-8-sig") as lines:
+            return [int(value) for value in next(csv.reader(lines), [])]
     except ValueError as error:
         raise SettingsError(
             f"{path}: the first row is not a list of token ids ({error})"
@@ -259,10 +261,14 @@ def _first_row(path: Path) -> list[int]:
 def _prompt_table(given: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
     if given["prompt_embedding_table_path"] is None:
         return {}
-    tables = _numpy_file(given["prompt_embedding_table_path"])
+    tables = _numpy_file(given["prompt_embedding_table_path"], np.float16)
+    if tables.ndim != 3:
+        raise SettingsError(
+            f"--prompt-embedding-table-path: {tables.shape} is no [task, row, size]"
+        )
     if not 0 <= given["prompt_task_id"] < len(tables):
         raise SettingsError(f"--prompt-task-id: the file has tasks 0 to {len(tables) - 1}")
-    table = tables[given["prompt_task_id"]].astype(np.float16)
+    table = tables[given["prompt_task_id"]]
     fields: dict[str, Any] = {"prompt_embedding_table": table, "prompt_vocab_size": len(table)}
     extra_id, vocab_size = given["prompt_table_extra_id"], given["vocab_size"]
     if extra_id is not None:
@@ -276,14 +282,14 @@ def _prompt_table(given: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
 def _lora(folder: Path | None) -> dict[str, Any]:
     if folder is None:
         return {}
-    weights = _numpy_file(folder / "model.lora_weights.npy").astype(np.float16)
-    config = _numpy_file(folder / "model.lora_config.npy").astype(np.int32)
+    weights = _numpy_file(folder / "model.lora_weights.npy", np.float16)
+    config = _numpy_file(folder / "model.lora_config.npy", np.int32)
     return {"lora_weights": weights, "lora_config": config}
 
 
-def _numpy_file(path: Path) -> NDArray[Any]:
+def _numpy_file(path: Path, dtype: type) -> NDArray[Any]:
     try:
-        return np.asarray(np.load(path))
+        return np.asarray(np.load(path)).astype(dtype)
     except (OSError, ValueError) as error:
         raise SettingsError(f"{path}: cannot be read as a numpy array") from error
 
