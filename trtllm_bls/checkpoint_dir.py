@@ -86,8 +86,8 @@ def _check_vocabulary(directory: Path) -> None:
     Added tokens are not counted: published checkpoints have a few more of them than embeddings,
     and a request that uses one is refused by the engine.
     """
-    config = json_object(directory / "config.json")
-    tokenizer = json_object(directory / "tokenizer.json")
+    config = _json(directory / "config.json")
+    tokenizer = _json(directory / "tokenizer.json")
     size = (config.get("text_config") or config).get("vocab_size")
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or ()
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
@@ -98,7 +98,7 @@ def _check_vocabulary(directory: Path) -> None:
         )
 
 
-def json_object(file: Path) -> dict[str, Any]:
+def _json(file: Path) -> dict[str, Any]:
     """A JSON object; empty where there is none. Raises ``CheckpointError``."""
     if not file.is_file():
         return {}
@@ -136,7 +136,7 @@ def config_vocab_size(path: Path) -> int:
 
 def _from_json(path: Path, name: str, read: Callable[[dict[str, Any]], _T]) -> _T:
     try:
-        return read(json_object(path / name))
+        return read(_json(path / name))
     except (CheckpointError, OSError, ValueError, TypeError, AttributeError) as error:
         problem = f"{name} cannot be read ({one_line(error)})"
         raise TokenizerError(f"{path}: {problem}; mend or remove it") from error

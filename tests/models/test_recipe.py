@@ -146,7 +146,7 @@ def test_the_script_is_the_one_of_the_checkpoints_family(tmp_path: Path) -> None
     assert "model_type bloom" in line
     config.write_text("{")
     line = error_of(CliRunner().invoke(main, ["recipe", *there, "0.20"]))
-    assert f"{tmp_path}: config.json is not JSON" in line
+    assert f"--checkpoint: {config} cannot be read" in line
     quantized = commands(*there, "0.20", "--precision", "fp8")[0]
     assert quantized[1].endswith("examples/quantization/quantize.py")
 

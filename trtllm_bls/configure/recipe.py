@@ -5,6 +5,7 @@ Pure: nothing is run. Which release has which flag is ``build_flags``'s.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import click
 
-from trtllm_bls.checkpoint_dir import json_object
 from trtllm_bls.configure.build_flags import (
     BUILD,
     CONVERT,
@@ -193,8 +193,12 @@ def _hardware(precision: str) -> str:
 
 
 def _family(options: RecipeOptions) -> Path:
-    config = json_object(options.checkpoint / "config.json")
-    model_type = config.get("model_type", "") if config else "llama"
+    config, model_type = options.checkpoint / "config.json", "llama"
+    try:
+        if config.is_file():
+            model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
+    except (OSError, ValueError, AttributeError) as error:
+        raise SettingsError(f"--checkpoint: {config} cannot be read: {error}") from error
     if model_type not in _FAMILIES:
         raise SettingsError(
             f"--checkpoint {options.checkpoint}: no recipe for model_type {model_type}; "
