@@ -214,10 +214,9 @@ def _model_named(name: str) -> Model:
 
 
 def _credentials(tls: Tls) -> Any:
+    files = ("root_certificates", "private_key", "certificate_chain")
     return grpc.ssl_channel_credentials(
-        root_certificates=_contents("root certificates", tls.root_certificates),
-        private_key=_contents("private key", tls.private_key),
-        certificate_chain=_contents("certificate chain", tls.certificate_chain),
+        **{name: _contents(name.replace("_", " "), getattr(tls, name)) for name in files}
     )
 
 

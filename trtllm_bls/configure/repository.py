@@ -28,6 +28,7 @@ from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSI
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import check
 from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend
+from trtllm_bls.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,6 @@ def _batch_size(asked: int | None, engines: Mapping[str, EngineDir]) -> int:
 
 
 def _check_tokenizer(directory: Path) -> None:
-    from trtllm_bls.tokenizer import load_tokenizer
-
     try:
         load_tokenizer(directory)
     except SetupError as error:
