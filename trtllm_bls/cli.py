@@ -91,7 +91,13 @@ def serve(verbose: bool, **options: Any) -> None:
 @main.command()
 @options_of(ServeSettings, *_WHAT_IS_SERVED)
 @_VERBOSE
-@click.option("--max-tokens", default=320, show_default=True, help="Longest answer, in tokens.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=320,
+    show_default=True,
+    help="Longest answer, in tokens.",
+)
 def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
     """Start a server on free ports, show answers as they stream, stop it.
 

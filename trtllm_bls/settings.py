@@ -199,7 +199,7 @@ class ServeSettings:
                 f"--host {self.host}: whoever reaches this machine could use the server, which "
                 "knows no passwords; add --expose if that is meant"
             )
-        _check_tls(self)
+        _check_files(self)
         if self.engine_is_elsewhere:
             if self.model is None and self.model_repository is None:
                 raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
@@ -230,8 +230,8 @@ class ServeSettings:
         return choice is not None and choice.is_elsewhere
 
 
-def _check_tls(settings: ServeSettings) -> None:
-    for name in ("tls_cert", "tls_key", "tls_client_ca"):
+def _check_files(settings: ServeSettings) -> None:
+    for name in ("api_keys_file", "tls_cert", "tls_key", "tls_client_ca"):
         path = getattr(settings, name)
         if path is not None and not path.is_file():
             raise SettingsError(f"{option(name)} {path}: no such file")

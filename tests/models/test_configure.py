@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,16 @@ def test_a_repository_that_is_there_is_not_touched(demo: Demo) -> None:
     assert f"--out {demo.out}" in line
     assert "--force" in line
     assert [path.name for path in demo.out.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["engine", "tokenizer"])
+def test_force_deletes_no_engine_and_no_tokenizer(demo: Demo, name: str) -> None:
+    """Some lie in the version directory of the very model that is to be replaced."""
+    inside = Path(shutil.copytree(getattr(demo, name), demo.out / "tensorrt_llm" / "1"))
+    setattr(demo, name, inside)
+    line = error_of(demo.run("--no-check", "--force"))
+    assert line == f"error: --force: would delete {inside}; choose another --out"
+    assert any(inside.iterdir())
 
 
 def test_force_replaces_our_models_and_nothing_else(demo: Demo) -> None:

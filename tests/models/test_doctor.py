@@ -285,6 +285,8 @@ def test_a_server_without_a_backend_for_this_python(tmp_path: Path) -> None:
     (tmp_path / "bin" / "tritonserver").touch()
     found = only(findings("server_python", server=tmp_path))
     assert "no Python backend for Python" in found.what and "container" in found.mend
+    found = only(findings("server_python", server=tmp_path / "none"))
+    assert "no tritonserver there" in found.what
 
 
 def test_an_environment_that_the_server_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
