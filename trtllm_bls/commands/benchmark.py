@@ -131,7 +131,7 @@ async def _measure(given: dict[str, Any]) -> Exit:
     console = Console(stderr=True)
     async with AsyncExitStack() as stack:
         places = [*itertools.product(given["urls"] or [_URL], given["models"] or [None])]
-        servers = [await _opened(stack, _server(*place, given)) for place in places]
+        servers = [await _opened(stack, *place, given) for place in places]
         names = _names([url for url, _ in places], servers)
         runs = []
         for mode, plan in plans.items():
@@ -205,11 +205,6 @@ def _prompt(file: Path, entry: Any) -> str | list[dict[str, str]]:
     return str(entry)
 
 
-def _server(url: str, model: str | None, given: dict[str, Any]) -> Server:
-    tls = Tls() if given["ssl"] else None
-    return server_at(url, model, given["api_key"], partial(Client, url, tls=tls))
-
-
 def _names(urls: Sequence[str], servers: Sequence[Server]) -> tuple[str, ...]:
     """Of the servers at ``urls``; equal ones get numbers."""
     found = [f"{server.model} at {url}" for url, server in zip(urls, servers, strict=True)]
@@ -228,7 +223,11 @@ def _conditions(given: dict[str, Any]) -> dict[str, Any]:
 # --- the runs ---------------------------------------------------------------------------------
 
 
-async def _opened(stack: AsyncExitStack, server: Server) -> Server:
+async def _opened(
+    stack: AsyncExitStack, url: str, model: str | None, given: dict[str, Any]
+) -> Server:
+    tls = Tls() if given["ssl"] else None
+    server = server_at(url, model, given["api_key"], partial(Client, url, tls=tls))
     stack.push_async_callback(server.close)
     await server.open()
     return server

@@ -83,11 +83,9 @@ class Report:
 
     @property
     def failed(self) -> int:
-        """Requests that count as failed."""
         return sum(each.failed for run in self.runs for each in run.figures())
 
     def show(self, console: Console) -> None:
-        """Tables, differences, what failed, and bars."""
         for run in self.runs:
             head, *rows = _cells(self.names, run)
             table = Table(title=f"{run.mode}; times in ms", title_justify="left")

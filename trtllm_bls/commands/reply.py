@@ -71,7 +71,6 @@ class Summary:
     tokens_per_s: float | None
 
     def lines(self) -> tuple[str, ...]:
-        """For people."""
         # Every text takes a token at least; an answer cut short comes without a count.
         counted = self.num_output_tokens
         came = f"at least {self.responses}" if counted is None else str(counted)

@@ -172,15 +172,14 @@ def _tensor_option(model: Model, name: str, text: str) -> Callable[[Command], Co
     return click.option(flag, name, type=kind, multiple=several, help=text)
 
 
-def other_inputs_option(command: Command) -> Command:
-    """``--set NAME=VALUE`` for every input that has no flag; ``assignments`` reads it."""
-    return click.option(
-        "--set",
-        "other_inputs",
-        multiple=True,
-        metavar="NAME=VALUE",
-        help="Any other input of the model; VALUE is JSON, or else taken as a string.",
-    )(command)
+# For every input that has no flag; ``assignments`` reads it.
+other_inputs_option = click.option(
+    "--set",
+    "other_inputs",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Any other input of the model; VALUE is JSON, or else taken as a string.",
+)
 
 
 def assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:

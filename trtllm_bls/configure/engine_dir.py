@@ -75,22 +75,20 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
     Without ``check`` the directory may be on another machine; what is there is still read.
     """
     path = Path(os.path.abspath(directory))  # as the server will see it: links stay links
+    file = path / "config.json"
     ranks = len(list(path.glob("rank*.engine")))
     if check:
         for missing, there in (
             ("no such directory", path.is_dir()),
-            (
-                "no config.json in it; name the directory trtllm-build wrote",
-                _config(path).is_file(),
-            ),
+            ("no config.json in it; name the directory trtllm-build wrote", file.is_file()),
             ("no rank*.engine in it; name the directory trtllm-build wrote", ranks > 0),
         ):
             if not there:
                 raise SettingsError(f"{option} {directory}: {missing}")
-    if not _config(path).is_file():
+    if not file.is_file():
         return EngineDir(path=path)
     try:
-        config = json.loads(_config(path).read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
         build = config.get("build_config", {})
         pretrained = config.get("pretrained_config", {})
         logits = pretrained.get("logits_dtype", "float32")
@@ -115,10 +113,6 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         mode=_mode(build.get("speculative_decoding_mode")),
         paged_context=plugins.get("use_paged_context_fmha"),
     )
-
-
-def _config(path: Path) -> Path:
-    return path / "config.json"
 
 
 def _longest(build: dict[str, Any]) -> int | None:

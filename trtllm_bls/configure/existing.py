@@ -6,7 +6,7 @@ place in the new repository, or would have no effect there, is told in a note.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,11 +156,6 @@ def _take_ours(models: Mapping[str, Mapping[str, str]], release: Version, found:
             found.notes.append("add_special_tokens was not set, which meant false before 0.11")
         if value is not None:
             found.overrides += [Override(taker, key, value) for taker in takers]
-    for model, key in _without_a_place(models):
-        found.notes.append(f"{model}.{key} has no place here and is left out")
-
-
-def _without_a_place(models: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
     known = {"tokenizer_dir", "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name"}
     for model in (PREPROCESSING.name, POSTPROCESSING.name, ENSEMBLE.name, BLS.name):
         for key, value in models.get(model, {}).items():
@@ -168,4 +163,4 @@ def _without_a_place(models: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[
                 check(model, key, value)
             except SettingsError:
                 if key not in known:
-                    yield model, key
+                    found.notes.append(f"{model}.{key} has no place here and is left out")

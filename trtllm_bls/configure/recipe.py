@@ -179,17 +179,14 @@ def _conversion(options: RecipeOptions, precision: str, converted: Path) -> Step
         tool, directory = QUANTIZE, Path("quantization")
         flags += [("qformat", precision), ("calib_size", "512")]
         flags += [("kv_cache_dtype", "fp8")] if precision == "fp8" else [("awq_block_size", "128")]
-        what += f", quantized to {precision}, on a GPU{_hardware(precision)}"
+        newer = " of the Ada or Hopper generation or later" if precision == "fp8" else ""
+        what += f", quantized to {precision}, on a GPU{newer}"
     else:
         tool, directory = CONVERT, _family(options)
         if not (options.checkpoint / "config.json").is_file():
             what += " (as for Llama: there is no config.json to tell the family)"
     script = options.examples / directory / tool
     return what, ["python3", str(script), *_words(tool, flags, options.release)]
-
-
-def _hardware(precision: str) -> str:
-    return " of the Ada or Hopper generation or later" if precision == "fp8" else ""
 
 
 def _family(options: RecipeOptions) -> Path:

@@ -25,14 +25,6 @@ _LOGITS = ("context_logits", "generation_logits", "draft_logits")
 _SLOW_PREFILL, _SLOW_DECODING = 500, 20
 
 
-def _has_models(subject: Subject) -> bool:
-    return bool(subject.configs)
-
-
-def _has_engines(subject: Subject) -> bool:
-    return bool(subject.engines)
-
-
 def _speculates(subject: Subject) -> bool:
     source = subject.values(BLS.name).get("draft_source", "off")
     return subject.target in subject.engines and (len(subject.engines) > 1 or source != "off")
@@ -47,7 +39,7 @@ def readable(subject: Subject) -> Findings:
     yield from map(Finding.of, subject.unreadable)
 
 
-@check("every template is filled in", _has_models)
+@check("every template is filled in", lambda s: s.configs)
 def placeholders(subject: Subject) -> Findings:
     """A parameter that still holds one counts as not set, or as that very text."""
     for model in subject.configs:
@@ -57,7 +49,7 @@ def placeholders(subject: Subject) -> Findings:
             yield Finding("error", f"{model}: placeholders in {', '.join(left)}", mend)
 
 
-@check("every parameter is known and has a value that can be read", _has_models)
+@check("every parameter is known and has a value that can be read", lambda s: s.configs)
 def parameters(subject: Subject) -> Findings:
     """Names and values, each judged by whoever reads them."""
     ours = {model.name for model in MODELS}
@@ -91,7 +83,7 @@ def demanded_parameters(subject: Subject) -> Findings:
             yield Finding("error", f"{model}: no {', '.join(demanded)}", mend)
 
 
-@check("backend and engines are of one release", _has_engines)
+@check("backend and engines are of one release", lambda s: s.engines)
 def versions(subject: Subject) -> Findings:
     """An engine runs on the release that built it."""
     backend = subject.backend_version
@@ -120,7 +112,7 @@ def decoupled(subject: Subject) -> Findings:
         yield Finding("error", f"{subject.target}: is not decoupled", mend)
 
 
-@check("requests without drafts run to their end", _has_engines)
+@check("requests without drafts run to their end", lambda s: s.engines)
 def one_step_drafts(subject: Subject) -> Findings:
     """Older releases end each request to an engine for external drafts after one step."""
     release = subject.release or LAST

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -139,11 +138,6 @@ def same_repository(subject: Subject) -> Findings:
                     yield Finding("warn", what, mend)
 
 
-@contextmanager
-def _client(url: str | None) -> Iterator[Any]:
+def _client(url: str | None) -> Any:
     # Whatever proxy the environment names: the check of proxies tells of it.
-    client = InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])
-    try:
-        yield client
-    finally:
-        client.close()
+    return InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])

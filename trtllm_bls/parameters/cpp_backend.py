@@ -158,13 +158,13 @@ def check_backend(key: str, value: str, version: Version | None = None) -> None:
     if key in _FACTS | TRITON_KEYS:
         check("tensorrt_llm", key, value, ENGINE_FACTS)
         return
-    anywhere = [row for row in KEYS if row.name == key]
-    rows = anywhere if version is None else [row for row in [keys_of(version).get(key)] if row]
+    known = KEYS if version is None else keys_of(version).values()
+    rows = [row for row in known if row.name == key]
     if not rows:
-        known = {row.name for row in KEYS} if version is None else keys_of(version).keys()
         whose = "the C++ backend"
-        if anywhere and version is not None:
+        if version is not None and any(row.name == key for row in KEYS):
             whose += f" of {shown(version)}"
-        raise SettingsError(f"{whose} has no parameter {key}; {suggestion(key, known)}")
+        mend = suggestion(key, [row.name for row in known])
+        raise SettingsError(f"{whose} has no parameter {key}; {mend}")
     if "${" in value or not any(row.pattern.fullmatch(value) for row in rows):
         raise SettingsError(f"{value!r} is not allowed; it must be {rows[-1].expected}")
