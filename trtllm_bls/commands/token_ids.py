@@ -48,6 +48,10 @@ _FIELDS = (
     ("frequency_penalty", "Subtracted for each time a token was generated."),
     ("seed", "Same seed, same sampled ids."),
     ("lora_task_id", "Adapter to use; with --lora-path it is sent along."),
+    (
+        "exclude_input_in_output",
+        "Whole answers without the prompt; the server decides when not given.",
+    ),
 )
 _FLAGS = tuple(name for name in ENGINE.input_named if name.startswith("return_"))
 _LOOKAHEAD = ("window_size", "ngram_size", "verification_set_size")
@@ -87,11 +91,6 @@ _LOOKAHEAD = ("window_size", "ngram_size", "verification_set_size")
     help="Stop by cancelling the request instead.",
 )
 @click.option("--request-id", help="Made up when absent.")
-@click.option(
-    "--exclude-input-in-output/--no-exclude-input-in-output",
-    default=None,
-    help="Whole answers without the prompt; the server decides when not given.",
-)
 @options(*(click.option("--" + name.replace("_", "-"), is_flag=True) for name in _FLAGS))
 @click.option(
     "--requested-outputs", multiple=True, help="Repeatable; must have output_ids. Default: all."
@@ -230,7 +229,7 @@ def _fields(
         pad_id = end_id if tokenizer.pad_id is None else tokenizer.pad_id
     always = ("request_output_len", "beam_width", "temperature", "streaming")
     named = (*always, "runtime_top_k", "runtime_top_p")
-    optional = ("num_return_sequences", "exclude_input_in_output", *(name for name, _ in _FIELDS))
+    optional = ("num_return_sequences", *(name for name, _ in _FIELDS))
     fields: dict[str, Any] = {
         "input_ids": prompt,
         "input_lengths": len(prompt),

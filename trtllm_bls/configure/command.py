@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from trtllm_bls.configure.existing import read_existing
+from trtllm_bls.configure.existing import Existing
 from trtllm_bls.configure.launch import launcher_command, slurm_script
 from trtllm_bls.configure.options import DRAFT, ConfigureOptions
 from trtllm_bls.configure.repository import Repository, plan, write
@@ -108,7 +108,7 @@ def _take_existing(
     ctx: click.Context, source: Path, options: dict[str, Any], overrides: list[Override]
 ) -> list[str]:
     """Fill in what ``--from`` says, unless an option says otherwise; what to tell the user."""
-    found = read_existing(source, options["version"])
+    found = Existing(source, options["version"])
     for name, value in found.options.items():
         if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             options[name] = value

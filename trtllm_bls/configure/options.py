@@ -87,29 +87,26 @@ def settings(options: ConfigureOptions) -> Iterator[Setting]:
     # Of the memory that is free when an engine loads, so two that share a GPU must share it.
     share = "0.45" if with_draft and not options.separate_gpus else "0.9"
     fraction = options.kv_cache_free_gpu_mem_fraction or share
-    draft_fraction = options.draft_kv_cache_free_gpu_mem_fraction
     if options.engine_url is not None and "://" in options.engine_url:
         raise SettingsError(
             f"--engine-url {options.engine_url}: write HOST:PORT; an engine of another kind "
             f"needs no repository: trtllm-bls serve --engine {options.engine_url} --model DIR"
         )
+    draft_fraction = options.draft_kv_cache_free_gpu_mem_fraction
+    chunked = "true" if options.chunked_context else None
     for option, model, key, value in (
         ("--kv-cache-free-gpu-mem-fraction", ENGINE.name, _FRACTION, fraction),
-        ("--gpu-device-ids", ENGINE.name, "gpu_device_ids", options.gpu_device_ids),
-        ("--engine-url", BLS.name, "engine_url", options.engine_url),
+        ("--kv-cache-free-gpu-mem-fraction", DRAFT, _FRACTION, fraction if with_draft else None),
         ("--draft-kv-cache-free-gpu-mem-fraction", DRAFT, _FRACTION, draft_fraction),
+        ("--gpu-device-ids", ENGINE.name, "gpu_device_ids", options.gpu_device_ids),
         ("--draft-gpu-device-ids", DRAFT, "gpu_device_ids", options.draft_gpu_device_ids),
+        ("--engine-url", BLS.name, "engine_url", options.engine_url),
+        ("--chunked-context", ENGINE.name, "enable_chunked_context", chunked),
     ):
         if value is not None:
             if model == DRAFT and not with_draft:
                 raise SettingsError(f"{option} {value}: needs --draft-engine-dir")
             yield Setting(f"{option} {value}", Override(model, key, value))
-    if options.chunked_context:
-        override = Override(ENGINE.name, "enable_chunked_context", "true")
-        yield Setting("--chunked-context", override)
-    if with_draft and draft_fraction is None:
-        option = f"--kv-cache-free-gpu-mem-fraction {fraction}"
-        yield Setting(option, Override(DRAFT, _FRACTION, fraction))
     for override in options.overrides:
         yield Setting(f"--set {override}", override)
 
