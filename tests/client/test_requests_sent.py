@@ -11,14 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from tests.helpers.fake_grpc_server import (
-    FakeGrpcServer,
-    Say,
-    Until,
-    inputs_of,
-    text,
-    tokens,
-)
+from tests.helpers.fake_grpc_server import FakeGrpcServer, Say, Until, inputs_of, text, tokens
 from trtllm_bls.client import Client, Tls
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import ConnectionFailed, InvalidRequest, SettingsError

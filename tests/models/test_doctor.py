@@ -231,6 +231,15 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
     assert str(tmp_path) in found.what
 
 
+@pytest.mark.parametrize("key", ["tokenizer_dir", "draft_tokenizer_dir"])
+def test_a_placeholder_is_no_tokenizer(demo: Demo, key: str) -> None:
+    """The check of placeholders names it."""
+    demo.write()
+    change(demo, "tensorrt_llm_bls", **{key: "${directory}"})
+    assert findings("tokenizer", repository=demo.out) == []
+    assert key in only(findings("placeholders", repository=demo.out)).what
+
+
 # --- the machine ----------------------------------------------------------------------------
 
 

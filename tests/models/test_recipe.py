@@ -12,14 +12,7 @@ from click.testing import CliRunner
 
 from tests.models.configured import error_of
 from trtllm_bls.cli import main
-from trtllm_bls.configure.build_flags import (
-    BUILD,
-    CONVERT,
-    FLAGS,
-    NEWEST,
-    QUANTIZE,
-    as_markdown,
-)
+from trtllm_bls.configure.build_flags import BUILD, CONVERT, FLAGS, NEWEST, QUANTIZE, as_markdown
 from trtllm_bls.configure.recipe import PRESETS, lookahead_draft_len
 from trtllm_bls.parameters.cpp_backend import shown
 

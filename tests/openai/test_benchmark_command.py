@@ -29,13 +29,7 @@ from tests.helpers.openai_server import MODEL, serving
 from tests.helpers.scripted_text import tokenizer
 from trtllm_bls.client import Event
 from trtllm_bls.commands.benchmark import main, read_prompts
-from trtllm_bls.commands.benchmark_figures import (
-    Outcome,
-    compare,
-    figures,
-    histogram,
-    problem_of,
-)
+from trtllm_bls.commands.benchmark_figures import Outcome, compare, figures, histogram, problem_of
 from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.servers import Question
 from trtllm_bls.errors import SettingsError

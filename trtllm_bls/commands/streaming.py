@@ -28,7 +28,7 @@ from trtllm_bls.commands.terminal import (
     run,
     tensor_options,
 )
-from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, TrtllmBlsError
+from trtllm_bls.errors import TrtllmBlsError
 
 # Wire name and help; flag, type and whether it repeats follow from the contract.
 _FIELDS = (
@@ -65,10 +65,7 @@ _FIELDS = (
     ("return_perf_metrics", "The engine's own figures; seen with --json."),
 )
 
-_FAILED: dict[type[TrtllmBlsError], str] = {
-    DeadlineExceeded: "deadline",
-    ConnectionFailed: "connection lost",
-}
+_FAILED = {Exit.DEADLINE: "deadline", Exit.UNREACHABLE: "connection lost"}
 
 
 @click.command(cls=Program)
@@ -226,7 +223,7 @@ def _ended_here(
 ) -> str | None:
     """Why the answer ended when it was not the server's decision."""
     if failure is not None:
-        return _FAILED.get(type(failure), "error")
+        return _FAILED.get(Exit.of(failure), "error")
     if not stream.cancelled:
         return None
     return "interrupted" if interruption.happened else f"stopped after {stop_after_ms} ms"

@@ -99,13 +99,8 @@ def as_markdown() -> str:
     lines = ["| tool | flag | releases | does | known from |", "| --- | --- | --- | --- | --- |"]
     for flag in FLAGS.values():
         until = "" if flag.until == NEWEST else shown(flag.until)
-        cells = (
-            flag.tool,
-            f"`--{flag.name}`",
-            f"{shown(flag.since)} – {until}".strip(),
-            flag.meaning,
-            flag.source,
-        )
+        releases = f"{shown(flag.since)} – {until}".strip()
+        cells = (flag.tool, f"`--{flag.name}`", releases, flag.meaning, flag.source)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

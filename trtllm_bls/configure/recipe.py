@@ -13,13 +13,7 @@ from pathlib import Path
 
 import click
 
-from trtllm_bls.configure.build_flags import (
-    BUILD,
-    CONVERT,
-    NEWEST,
-    QUANTIZE,
-    check_flag,
-)
+from trtllm_bls.configure.build_flags import BUILD, CONVERT, NEWEST, QUANTIZE, check_flag
 from trtllm_bls.configure.engine_parameters import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, shown

@@ -70,11 +70,8 @@ class Subject:
     packages: Callable[[str], str | None] = installed
     shared_memory: Path = SHARED_MEMORY
     ports: Mapping[str, int] = field(default_factory=serve_ports)
-
-    @cached_property
-    def unreadable(self) -> list[SettingsError]:
-        """Of configurations and engines, once those have been asked for."""
-        return []
+    # Of configurations and engines, once those have been asked for.
+    unreadable: list[SettingsError] = field(default_factory=list, init=False)
 
     @cached_property
     def configs(self) -> dict[str, Any]:
@@ -130,19 +127,18 @@ class Subject:
     @property
     def tokenizer(self) -> Path | None:
         """The directory of the target's tokenizer."""
-        if self.tokenizer_dir is not None:
-            return self.tokenizer_dir
-        named = self.values(BLS.name).get("tokenizer_dir", "")
-        return None if not named or "${" in named else self._at_repository(named)
+        return self.tokenizer_dir or self._directory("tokenizer_dir")
 
     @property
     def draft_tokenizer(self) -> Path | None:
         """The directory of the draft's tokenizer, where the repository names it."""
-        named = self.values(BLS.name).get("draft_tokenizer_dir", "")
-        return self._at_repository(named) if named else None
+        return self._directory("draft_tokenizer_dir")
 
-    def _at_repository(self, path: str) -> Path:
-        return Path(os.path.abspath((self.repository or Path()) / path))
+    def _directory(self, key: str) -> Path | None:
+        named = self.values(BLS.name).get(key, "")
+        if not named or "${" in named:
+            return None
+        return Path(os.path.abspath((self.repository or Path()) / named))
 
     @property
     def backend_version(self) -> str:
