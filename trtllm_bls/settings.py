@@ -1,7 +1,7 @@
 """The options of ``trtllm-bls serve``, once: its command line is made of them.
 
-Owns names, defaults and the text forms of options. Knows nothing of processes, ports that are
-busy, or files that exist: the launcher looks at the machine.
+Owns names, defaults and the text forms of options. Knows nothing of processes or ports that are
+busy: the launcher looks at the machine.
 """
 
 from __future__ import annotations
