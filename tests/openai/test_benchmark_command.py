@@ -118,6 +118,7 @@ def test_a_quiet_server_shows_bars_and_ends_well(triton: FakeGrpcServer) -> None
         (("--prompts", "/nowhere.txt"), 2, "error: --prompts /nowhere.txt: cannot be read"),
         (("--field", "x"), 2, "--field: 'x' is not NAME=VALUE"),
         (("--url", "http://127.0.0.1:1/v1"), 3, "error: http://127.0.0.1:1/v1: "),
+        (("--url", "127.0.0.1:1"), 3, "error: 127.0.0.1:1: "),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_measured(

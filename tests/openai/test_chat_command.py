@@ -201,6 +201,7 @@ def test_without_a_terminal_each_line_is_a_message(triton: FakeGrpcServer) -> No
     ("url", "code", "told"),
     [
         ("http://127.0.0.1:1/v1", 3, "error: http://127.0.0.1:1/v1: "),
+        ("127.0.0.1:1", 3, "error: 127.0.0.1:1: "),
         ("ftp://127.0.0.1:1", 2, "error: --url ftp://127.0.0.1:1: write http://"),
     ],
 )

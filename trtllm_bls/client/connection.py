@@ -92,7 +92,7 @@ class Client:
         if keepalive_s <= 0:
             raise SettingsError(f"keepalive_s: {keepalive_s} is not allowed; it must be above 0")
         self.url = url
-        self._retries = retries
+        self.retries = retries
         self._credentials = None if tls is None else _credentials(tls)
         self._compression = grpc.Compression[compression.title()] if compression else None
         keepalive = ("grpc.keepalive_time_ms", int(keepalive_s * 1000))
@@ -157,7 +157,7 @@ class Client:
         request_id = request_id or uuid.uuid4().hex
         message = infer_request(row, fields, request_id, outputs)
         begin = partial(self._send, message, deadline_s)
-        return Stream(request_id, begin, self._retries, deadline_s)
+        return Stream(request_id, begin, self.retries, deadline_s)
 
     async def generate(self, model: str | Model = BLS, **arguments: Any) -> Result:
         """The whole answer; ``arguments`` and errors as for ``stream`` and its iteration.

@@ -18,6 +18,7 @@ from trtllm_bls.commands.openai_stream import OpenAIClient
 from trtllm_bls.errors import ConnectionFailed
 
 Message = Mapping[str, str]  # role and content
+_READY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ class TritonTextModel:
 
     async def open(self) -> None:
         await self._client.__aenter__()
+        if not self._client.retries:  # else the first request may wait for the server
+            await self._client.model_ready(self.model, _READY_S)
 
     async def ask(self, question: Question) -> AsyncGenerator[Event, None]:
         async with self._client.stream(self.model, **_tensors(question)) as stream:

@@ -66,9 +66,9 @@ class Program(click.Command):
     UTF-8; output that cannot be written is one line and exit code 1.
     """
 
-    def __init__(self, *, help: str, **more: Any) -> None:
+    def __init__(self, *, help: str | None, **more: Any) -> None:
         more["context_settings"] = {"help_option_names": ["-h", "--help"]}
-        super().__init__(help=f"{inspect.cleandoc(help)}\n\n{_EXIT_CODES}", **more)
+        super().__init__(help=f"{inspect.cleandoc(help or '')}\n\n{_EXIT_CODES}", **more)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         assert self.help is not None
