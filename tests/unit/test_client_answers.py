@@ -100,6 +100,12 @@ def test_the_ending_is_the_server_s_word_unless_this_side_ended_it() -> None:
     assert summary_of(*events, ended="interrupted").ended == "interrupted"
 
 
+def test_several_answers_may_have_more_tokens_than_one_was_asked_for() -> None:
+    """The limit is that of each."""
+    lines = summary_of(said("a", num_output_tokens=8), said("b", num_output_tokens=8)).lines()
+    assert "tokens: 16 of 8 asked for in each answer" in lines
+
+
 # --- text -----------------------------------------------------------------------------------
 
 

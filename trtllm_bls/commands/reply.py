@@ -74,10 +74,11 @@ class Summary:
         # Every text takes a token at least; an answer cut short comes without a count.
         counted = self.num_output_tokens
         came = f"at least {self.responses}" if counted is None else str(counted)
+        each = " in each answer" if (counted or 0) > self.max_tokens else ""
         asked = "" if self.num_input_tokens is None else f", {self.num_input_tokens} in the prompt"
         lines = [
             f"ended: {self.ended}",
-            f"tokens: {came} of {self.max_tokens} asked for{asked}",
+            f"tokens: {came} of {self.max_tokens} asked for{each}{asked}",
             f"responses with text: {self.responses} in {self.duration_ms / 1000:.2f} s",
         ]
         if self.ttft_ms is not None:
