@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from click.testing import CliRunner, Result
 
 from tests.helpers.model_configurations import parsed
-from tests.helpers.small_tokenizers import directory
 from trtllm_bls.cli import main
 
 BUILD = {
@@ -68,12 +66,6 @@ class Demo(Written):
 
     def places(self) -> list[object]:
         return ["--engine-dir", self.engine, "--tokenizer-dir", self.tokenizer]
-
-
-@pytest.fixture
-def demo(tmp_path: Path) -> Demo:
-    engine = make_engine(tmp_path / "engine", BUILD)
-    return Demo(tmp_path / "repository", engine, directory("byte-level"))
 
 
 def error_of(result: Result) -> str:

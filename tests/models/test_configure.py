@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.model_configurations import check_wires, rows_of_config, rows_of_table
-from tests.models.configured import BUILD, NOT_PAGED, Demo, demo, error_of, make_engine
+from tests.models.configured import BUILD, NOT_PAGED, Demo, error_of, make_engine
 from trtllm_bls.configure.pbtxt import PARAMETERS
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.wire.engine_client import DeployedModel
-
-__all__ = ["demo"]  # the fixture
 
 CHECKOUT = Path(__file__).parents[2] / "models"
 

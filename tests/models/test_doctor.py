@@ -11,14 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from tests.helpers.small_tokenizers import directory
-from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, demo, make_engine
+from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, make_engine
 from tests.models.doctored import change, findings, only, rewrite
 from trtllm_bls.cli import main
 from trtllm_bls.doctor import machine
 from trtllm_bls.doctor.findings import examine
 from trtllm_bls.doctor.subject import Subject
-
-__all__ = ["demo"]  # the fixture
 
 
 def with_draft(demo: Demo, tmp_path: Path, **more: Any) -> Path:
