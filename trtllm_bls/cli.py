@@ -22,7 +22,7 @@ _ELSEWHERE = {
     "generate": "trtllm_bls.commands.streaming:main",
     "health": "trtllm_bls.health.command:command",
     "openai": "trtllm_bls.openai.command:main",
-    "recipe": "trtllm_bls.configure.recipe_command:command",
+    "recipe": "trtllm_bls.configure.recipe:command",
 }
 # The settings that ``demo`` has too.
 _WHAT_IS_SERVED = (

@@ -1,6 +1,6 @@
 """From a Hugging Face checkpoint to an engine: the commands for a preset and a release.
 
-Pure: nothing is run. Which release has which flag is ``build_flags``'s.
+Nothing is run. Which release has which flag is ``build_flags``'s.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from trtllm_bls.configure.build_flags import BUILD, CONVERT, NEWEST, QUANTIZE, check_flag
 from trtllm_bls.configure.engine_parameters import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
+from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, shown
-from trtllm_bls.settings import setting
+from trtllm_bls.settings import options_of, setting
 
 _EXAMPLES_MOVED: Version = (0, 20)  # from examples/llama to examples/models/core/llama
 _GEMM_AUTO_SINCE: Version = (0, 11)
@@ -59,7 +61,7 @@ class RecipeOptions:
 
 @dataclass(frozen=True)
 class Preset:
-    """Precision and sizes of an engine, and the flags of its own; ``recipe_command`` says of what
+    """Precision and sizes of an engine, and the flags of its own; ``command`` says of what
     use each is."""
 
     precision: str
@@ -261,3 +263,49 @@ def _gemm(options: RecipeOptions) -> str:
 
 def _profiles(options: RecipeOptions) -> Flags:
     return [("multiple_profiles", "enable")] if options.release >= (0, 10) else []
+
+
+# --- the command line -----------------------------------------------------------------------
+
+
+def _lookahead(
+    ctx: click.Context, param: click.Parameter, value: str
+) -> tuple[int, int, int] | None:
+    if value == "off":
+        return None
+    numbers = [int(part) for part in value.split(",") if part.strip().isdecimal()]
+    if len(numbers) != 3 or min(numbers) < 1 or value.count(",") != 2:
+        raise click.BadParameter(
+            f"{value!r}: write window,n-gram,verification set, such as 7,7,7, or off", ctx, param
+        )
+    return numbers[0], numbers[1], numbers[2]
+
+
+@click.command(name="recipe")
+@click.argument("preset", type=click.Choice(list(PRESETS)))
+@click.option("--release", default=shown(NEWEST), show_default=True, help="Of TensorRT-LLM.")
+@options_of(RecipeOptions)
+@click.option(
+    "--lookahead",
+    default="7,7,7",
+    show_default=True,
+    callback=_lookahead,
+    help="Of latency; or off.",
+)
+def command(preset: str, release: str, **options: Any) -> None:
+    """Print the commands from a Hugging Face checkpoint to an engine and its repository.
+
+    \b
+    Presets:
+      throughput  many requests at once
+      latency     FP8, plugins for small batches, lookahead decoding
+      target      verifies the drafts of a draft engine
+      draft       drafts for a target engine
+
+    \b
+    Examples:
+      trtllm-bls recipe throughput --checkpoint ./llama --precision int4_awq
+      trtllm-bls recipe target --release 0.20 --checkpoint ./llama --tp-size 2
+    """
+    version = NEWEST if release == "last" else parse_version(release, "--release")
+    click.echo(as_script(recipe(preset, RecipeOptions(release=version, **options))), nl=False)
