@@ -65,11 +65,11 @@ def server_command(
     options = {
         "model-repository": repository,
         "backend-directory": backends,
-        "http-address": ports.plain_host or ports.host,
+        "http-address": ports.plain_host,
         "http-port": ports.http,
         "grpc-address": ports.host,
         "grpc-port": ports.grpc,
-        "metrics-address": ports.plain_host or ports.host,
+        "metrics-address": ports.plain_host,
         "metrics-port": ports.metrics,
         "exit-timeout-secs": settings.exit_timeout,
         **_tls_options(settings),
@@ -100,7 +100,7 @@ def server_environment(
     executables = os.path.dirname(sys.executable)
     environment["PATH"] = _prepend(executables, inherited.get("PATH"))
     environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
-    environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
+    environment[GRPC_URL] = ports.grpc_url
     environment[MAX_STREAMS] = str(settings.max_streams)
     given = {f"{each.model}.{each.parameter}": each.value for each in settings.overrides}
     if (directory := given.pop("tensorrt_llm_bls.status_dir", None)) is not None:

@@ -8,10 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from http import HTTPStatus
 from importlib.util import find_spec
 
 import psutil
@@ -19,7 +18,7 @@ import psutil
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.certificates import client_context, curl_tls
-from trtllm_bls.launcher.ports import listen
+from trtllm_bls.launcher.ports import ask, listen
 from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit, relay_lines
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.settings import ServeSettings
@@ -188,12 +187,12 @@ class OpenAIProcess:
         return None
 
     def _answers(self) -> bool:
+        settings = self._server.settings
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=15, context=self._context):
-                return True
-        except urllib.error.HTTPError:
-            return self._server.settings.engine_is_elsewhere  # which may be lost for a while
-        except urllib.error.URLError:
+            status, _ = ask(f"{self.url}/health", 15, self._context)
+        except (ConnectionRefusedError, TimeoutError):
             return False
         except OSError:  # after the handshake: it wants a certificate, of which there is none here
-            return self._server.settings.tls_client_ca is not None
+            return settings.tls_client_ca is not None
+        # An engine elsewhere may be lost for a while.
+        return status == HTTPStatus.OK or settings.engine_is_elsewhere

@@ -28,7 +28,7 @@ from trtllm_bls.launcher.certificates import own_tls, server_context
 from trtllm_bls.launcher.find import PACKAGE, Installation, find_server
 from trtllm_bls.launcher.listener import Listener
 from trtllm_bls.launcher.logs import LogBook
-from trtllm_bls.launcher.ports import Ports, choose, listen
+from trtllm_bls.launcher.ports import Ports, choose, listen, reachable
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
 from trtllm_bls.launcher.readiness import Readiness, StartProgress
 from trtllm_bls.launcher.tls_forwarder import TlsForwarder
@@ -104,15 +104,14 @@ class TritonServer:
     @property
     def http_url(self) -> str:
         """``http://host:port``, or https where there is TLS, reachable from this machine."""
-        ports = self._running.ports
         if self._forwarder is not None:
-            return f"https://{ports.reachable_host}:{self._forwarder.port}"
-        return f"http://{ports.reachable_plain_host}:{ports.http}"
+            return f"https://{self.host}:{self._forwarder.port}"
+        return self._running.ports.http_url
 
     @property
     def host(self) -> str:
         """The host to connect to from this machine, bracketed if it is an IPv6 address."""
-        return self._running.ports.reachable_host
+        return reachable(self.settings.host)
 
     @property
     def repository(self) -> Path:
@@ -127,13 +126,12 @@ class TritonServer:
     @property
     def grpc_url(self) -> str:
         """``host:port``, as gRPC clients want it."""
-        return f"{self._running.ports.reachable_host}:{self._running.ports.grpc}"
+        return self._running.ports.grpc_url
 
     @property
     def metrics_url(self) -> str:
         """Where Prometheus metrics are."""
-        ports = self._running.ports
-        return f"http://{ports.reachable_plain_host}:{ports.metrics}/metrics"
+        return self._running.ports.metrics_url
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -141,14 +139,8 @@ class TritonServer:
         return self._running.models
 
     @property
-    def pid(self) -> int | None:
-        """tritonserver's own process; ``None`` when it has ended."""
-        server = self._running.process.server
-        return None if server is None else server.pid
-
-    @property
     def process(self) -> psutil.Process | None:
-        """The same, to look at."""
+        """tritonserver's own; ``None`` when it has ended."""
         return self._running.process.server
 
     @property
@@ -166,7 +158,7 @@ class TritonServer:
         tls = own_tls(self.settings)
         if self.settings.tls_client_ca is not None and not (tls and tls.private_key):
             return None
-        return Probe(self.grpc_url, self._running.scratch.canary_id, tls)
+        return Probe(self.grpc_url, self._running.scratch.canary_id, tls, local=True)
 
     @property
     def stop_requested(self) -> bool:
@@ -201,7 +193,7 @@ class TritonServer:
                 self._wait_until_ready(self._run)
                 return
             except BaseException as error:
-                self._end()
+                self.discard()
                 other_port = isinstance(error, PortTaken) and self._any_free_port
                 may_help = other_port or isinstance(error, StartStuck)
                 if attempt == START_ATTEMPTS - 1 or not may_help:
@@ -238,10 +230,6 @@ class TritonServer:
                 self._failure = problem  # otherwise it has ended by itself
                 run.process.kill()
 
-    def discard(self) -> None:
-        """End it at once, whatever state it is in."""
-        self._end()
-
     def wait(self) -> bool:
         """Return when the server has ended as requested: whether requests were cut off.
 
@@ -250,7 +238,7 @@ class TritonServer:
         run = self._running
         code = run.process.wait()
         if not self._stop_requests:
-            self._end()
+            self.discard()
             problem, self._failure = self._failure, None
             raise ServerFailed(
                 problem or f"the server ended by itself ({describe_exit(code)})", run.book.tail()
@@ -268,7 +256,7 @@ class TritonServer:
                 self.request_stop()
             with suppress(TimeoutExpired):
                 self._run.process.wait(self.settings.exit_timeout + 2 * GRACE_MARGIN)
-            self._end()
+            self.discard()
             self._stop_requests = 0
         self._close_forwarder()
 
@@ -374,8 +362,8 @@ class TritonServer:
         if code is not None:
             raise ServerFailed(f"the server did not start ({describe_exit(code)})", run.book.tail())
 
-    def _end(self) -> None:
-        """Whatever state it is in: no process, no file remains."""
+    def discard(self) -> None:
+        """End it at once, whatever state it is in: no process, no file remains."""
         run, self._run = self._run, None
         if self._forwarder is not None:
             self._forwarder.upstream = None

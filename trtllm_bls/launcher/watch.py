@@ -7,10 +7,12 @@ about it is the supervisor's.
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from trtllm_bls.errors import ConnectionFailed
@@ -24,11 +26,12 @@ from trtllm_bls.health import (
     free_shared_memory,
 )
 from trtllm_bls.health.probe import TEXT_MODEL
-from trtllm_bls.launcher.engine_steps import engine_steps
+from trtllm_bls.launcher.ports import ask
 from trtllm_bls.launcher.server import TritonServer
-from trtllm_bls.status import ProcessStatus, StatusDirectory
+from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, ProcessStatus, StatusDirectory
 
 _ENGINE = "tensorrt_llm"
+_STEPS = re.compile(rf"{ENGINE_STEPS}{{[^}}]*{STEPS_LABEL[0]}=\"{STEPS_LABEL[1]}\"[^}}]*}} (\S+)")
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Watch:
         self._has_canary = self._probe is not None and TEXT_MODEL in server.models
         self._progress_at = self._descriptors_at = time.monotonic()
         self._moved = 0  # responses, and tokens of answers in one piece
-        self._steps: float | None = None  # of the engines, as last told
+        self._steps = math.inf  # of the engines, as last told
         self._failures, self._error = 0, ""
         self._not_ready: tuple[str, ...] = ()
         self._closing = threading.Event()
@@ -157,11 +160,17 @@ class Watch:
             await asyncio.sleep(self._pace.canary_s / (5 if self._failures else 1))
 
     async def _look_at_steps(self) -> None:
-        """An engine at work is progress, also where nothing leaves and a canary has to wait."""
-        url, before = self._server.metrics_url, self._steps
-        self._steps = await asyncio.to_thread(engine_steps, url, self._pace.answer_s)
-        if before is not None and self._steps is not None and self._steps > before:
-            self._progress_at = time.monotonic()
+        """An engine at work is progress, also where nothing leaves and a canary has to wait.
+
+        Requests that do not stream leave no trace until they end; where they have every place in
+        the engine, its own count of its steps tells work from a standstill.
+        """
+        with suppress(OSError):  # late, which is for the verdict to judge
+            url = self._server.metrics_url
+            _, metrics = await asyncio.to_thread(ask, url, self._pace.answer_s)
+            before, self._steps = self._steps, sum(map(float, _STEPS.findall(metrics.decode())))
+            if self._steps > before:
+                self._progress_at = time.monotonic()
 
     async def _send_canary(self, probe: Probe) -> None:
         canary = await probe.canary(self._pace.answer_s)
