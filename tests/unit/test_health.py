@@ -23,8 +23,8 @@ from tests.helpers.waiting import until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Bounds, Observed, ServerProcesses, Verdict, evaluate, find_server
-from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
+from trtllm_bls.launcher.process import BackOff
 from trtllm_bls.launcher.readiness import StartProgress
 from trtllm_bls.launcher.watch import Watch
 
@@ -226,6 +226,15 @@ def test_an_api_that_does_not_answer_ends_readiness() -> None:
         state.api_problem = "the OpenAI API has ended (SIGKILL)"
         assert state.answers()["ready"] == ["the OpenAI API has ended (SIGKILL)"]
         state.api_problem = None
+        assert state.answers()["ready"] == []
+
+
+def test_a_new_start_forgets_the_problem_of_the_api_before() -> None:
+    """The server's end ended that process, too, and another one answers."""
+    state = HealthState()
+    state.api_problem = "the OpenAI API has ended (SIGKILL)"
+    state.restarting("the server ended by itself")
+    with state.serving(looking(Verdict())):
         assert state.answers()["ready"] == []
 
 

@@ -96,8 +96,9 @@ class HealthState:
             self._watch, self._reason = None, "the server has ended"
 
     def restarting(self, reason: str) -> None:
-        """The server has failed and will be started again."""
+        """The server has failed and will be started again, and the OpenAI API with it."""
         self.restarts += 1
+        self.api_problem = None
         self._reason = f"restarting: {reason}"
 
     def answers(self) -> dict[str, object]:

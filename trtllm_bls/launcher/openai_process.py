@@ -16,14 +16,13 @@ from importlib.util import find_spec
 import psutil
 
 from trtllm_bls.errors import SetupError
-from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.certificates import client_context, curl_tls
 from trtllm_bls.launcher.ports import ask, listen
-from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit, relay_lines
+from trtllm_bls.launcher.process import GRACE_MARGIN, BackOff, describe_exit, relay_lines
 from trtllm_bls.launcher.server import TritonServer
+from trtllm_bls.launcher.workdir import BLS
 from trtllm_bls.settings import ServeSettings
 
-MODEL = "tensorrt_llm_bls"  # whose parameters it takes
 _POLL_S = 0.05
 _START_S = 120.0
 _LOOK_S = 0.5
@@ -44,7 +43,7 @@ def model_name(settings: ServeSettings) -> str:
     """What requests call the model: its directory, or whatever a repository of the user's has."""
     if settings.model is not None:
         return settings.model.resolve().name
-    return "demo" if settings.model_repository is None else MODEL
+    return "demo" if settings.model_repository is None else BLS
 
 
 def chat_curl(url: str, settings: ServeSettings) -> str:
@@ -75,26 +74,26 @@ class OpenAIProcess:
         scheme = "http" if settings.tls_cert is None else "https"
         self.url = f"{scheme}://{server.host}:{settings.openai_port}"
         self.curl = chat_curl(self.url, settings)
-        command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
-        command += ["--host", settings.host, "--port", str(settings.openai_port)]
-        for option, file in (
-            ("--ssl-certfile", settings.tls_cert),
-            ("--ssl-keyfile", settings.tls_key),
-            ("--ssl-ca-certs", settings.tls_client_ca),
-        ):
-            command += [] if file is None else [option, str(file)]
-        command += ["--model-repository", str(server.repository)]
-        command += ["--workers", str(settings.openai_workers)]
-        command += ["--exit-timeout", str(settings.exit_timeout)]
-        if settings.expose:
-            command.append("--expose")
-        command += ["--served-model-name", model_name(settings)]
-        if settings.api_keys_file is not None:
-            command += ["--api-keys-file", str(settings.api_keys_file)]
-        command += ["--tool-parser", settings.tool_parser]
-        command += ["--reasoning-parser", settings.reasoning_parser]
+        options = {
+            "host": settings.host,
+            "port": settings.openai_port,
+            "ssl-certfile": settings.tls_cert,
+            "ssl-keyfile": settings.tls_key,
+            "ssl-ca-certs": settings.tls_client_ca,
+            "model-repository": server.repository,
+            "workers": settings.openai_workers,
+            "exit-timeout": settings.exit_timeout,
+            "served-model-name": model_name(settings),
+            "api-keys-file": settings.api_keys_file,
+            "tool-parser": settings.tool_parser,
+            "reasoning-parser": settings.reasoning_parser,
+        }
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        given += ["--expose"] if settings.expose else []
+        self._command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
+        self._command += given
+        self._environment = server.environment
         self._server, self._on_problem, self._on_line = server, on_problem, on_line
-        self._command, self._environment = command, server.environment
         self._context = client_context(settings)
         self._limit = settings.exit_timeout + GRACE_MARGIN
         self._closing = threading.Event()

@@ -1,6 +1,7 @@
 """The server's process as the launcher sees it: a guard, its control pipe, and lines of log.
 
-Owns the guard's start and end. Knows nothing of models or readiness.
+Owns the guard's start and end, and what any process of ``serve`` needs. Knows nothing of models or
+readiness.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ GRACE_MARGIN = 10.0
 
 # What was killed has so long to disappear, and the log to end.
 LAST_LINES_S = 5.0
+
+# Before what failed is started again; what was up for long enough begins with the first delay.
+_FIRST_DELAY_S, _LONGEST_DELAY_S, _HEALTHY_S = 1.0, 30.0, 60.0
 
 
 class Scratch:
@@ -179,6 +183,20 @@ def relay_lines(output: IO[bytes], on_line: Callable[[str], object], name: str) 
     reader = threading.Thread(target=read, name=name, daemon=True)
     reader.start()
     return reader
+
+
+class BackOff:
+    """Seconds to wait before the next start: 1, 2, 4 ... 30."""
+
+    def __init__(self) -> None:
+        self._next = _FIRST_DELAY_S
+
+    def delay(self, up_s: float) -> float:
+        """After it was up for ``up_s`` seconds."""
+        if up_s >= _HEALTHY_S:
+            self._next = _FIRST_DELAY_S
+        delay, self._next = self._next, min(2 * self._next, _LONGEST_DELAY_S)
+        return delay
 
 
 def describe_exit(code: int) -> str:

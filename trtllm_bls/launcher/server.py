@@ -26,8 +26,7 @@ from trtllm_bls.health import Probe
 from trtllm_bls.launcher import checks, command, workdir
 from trtllm_bls.launcher.certificates import own_tls, server_context
 from trtllm_bls.launcher.find import PACKAGE, Installation, find_server
-from trtllm_bls.launcher.listener import Listener
-from trtllm_bls.launcher.logs import LogBook
+from trtllm_bls.launcher.logs import LogBook, LogLine
 from trtllm_bls.launcher.ports import Ports, choose, listen, reachable
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
 from trtllm_bls.launcher.readiness import Readiness, StartProgress
@@ -35,8 +34,6 @@ from trtllm_bls.launcher.tls_forwarder import TlsForwarder
 from trtllm_bls.parameters import DRAFT_MODEL_DIR, MODEL_DIR, STATUS_DIR
 from trtllm_bls.settings import ServeSettings
 from trtllm_bls.status import CANARY_ID
-
-BLS = "tensorrt_llm_bls"
 
 # A free port may be taken between its choice and the server's start, seconds later; and a stub that
 # gets no CPU for a second while the server starts may never be noticed.
@@ -64,6 +61,25 @@ class StartStuck(ServerFailed):
 
 class Stopped(SetupError):
     """The server was asked to stop before it was ready."""
+
+
+class Listener:
+    """What a server reports to whoever started it: override what is of interest.
+
+    ``log`` is called on another thread than the rest.
+    """
+
+    def log(self, line: LogLine) -> None:
+        """The server or a model printed a line."""
+
+    def warning(self, text: str) -> None:
+        """Something is not as it should be, but the server can do without."""
+
+    def starting(self, models: tuple[str, ...]) -> None:
+        """The server process runs and loads these models."""
+
+    def model_ready(self, model: str, ready: int) -> None:
+        """One more model is ready; ``ready`` counts them."""
 
 
 @dataclass
@@ -299,7 +315,7 @@ class TritonServer:
                 with_draft=DRAFT_MODEL_DIR in environment,
             )
             scratch.keep_status(
-                environment.get(STATUS_DIR) or workdir.parameter(served, BLS, "status_dir")
+                environment.get(STATUS_DIR) or workdir.parameter(served, workdir.BLS, "status_dir")
             )
             environment[STATUS_DIR] = str(scratch.status)
             models = workdir.model_names(served)

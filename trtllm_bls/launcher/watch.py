@@ -25,12 +25,11 @@ from trtllm_bls.health import (
     evaluate,
     free_shared_memory,
 )
-from trtllm_bls.health.probe import TEXT_MODEL
 from trtllm_bls.launcher.ports import ask
 from trtllm_bls.launcher.server import TritonServer
+from trtllm_bls.launcher.workdir import BLS, ENGINE
 from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, ProcessStatus, StatusDirectory
 
-_ENGINE = "tensorrt_llm"
 _STEPS = re.compile(rf"{ENGINE_STEPS}{{[^}}]*{STEPS_LABEL[0]}=\"{STEPS_LABEL[1]}\"[^}}]*}} (\S+)")
 
 
@@ -68,14 +67,14 @@ class Watch:
         self.looked_at = time.monotonic()
         self.draining = False  # somebody has asked for it through the status directory
         self._server = server
-        self._bounds = replace(bounds, engine_elsewhere=_ENGINE not in server.models)
+        self._bounds = replace(bounds, engine_elsewhere=ENGINE not in server.models)
         self._pace = pace or Pace.within(bounds.stall_s)
         self._on_failed, self._warn = on_failed, warn
         self._guard, process = server.guard, server.process
         self._processes = ServerProcesses(process) if process and self._guard else None
         self._files = StatusDirectory(server.status_dir)
         self._probe = server.probe()
-        self._has_canary = self._probe is not None and TEXT_MODEL in server.models
+        self._has_canary = self._probe is not None and BLS in server.models
         self._progress_at = self._descriptors_at = time.monotonic()
         self._moved = 0  # responses, and tokens of answers in one piece
         self._steps = math.inf  # of the engines, as last told

@@ -24,12 +24,12 @@ from trtllm_bls.parameters.cpp_backend import check_backend
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import Override, ServeSettings
 
-_BLS, _ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
-_ENGINE_MODELS = (_ENGINE, _DRAFT, "ensemble")  # what a server does without if it runs no engine
+BLS, ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
+_ENGINE_MODELS = (ENGINE, _DRAFT, "ensemble")  # what a server does without if it runs no engine
 _INSTANCES = "instance group"  # no parameter, and nothing that --set could name
 _DRAFT_OVERRIDES = (
     Override(_DRAFT, "is_draft", "true"),
-    Override(_BLS, "tensorrt_llm_draft_model_name", _DRAFT),
+    Override(BLS, "tensorrt_llm_draft_model_name", _DRAFT),
 )
 
 
@@ -107,7 +107,7 @@ def prepare_models(
         for name in _ENGINE_MODELS:
             shutil.rmtree(copy / name, ignore_errors=True)
     if with_draft:
-        shutil.copytree(copy / _ENGINE, copy / _DRAFT, symlinks=True)
+        shutil.copytree(copy / ENGINE, copy / _DRAFT, symlinks=True)
     names = model_names(copy)
     for option, change in changes:
         if change.model not in names:
@@ -144,8 +144,8 @@ def link_checkpoint(workdir: Path, name: str, directory: str) -> Path:
 
 def _can_add_draft(repository: Path) -> bool:
     names = model_names(repository)
-    embedded = (repository / _ENGINE / "1" / "model.py").is_file()
-    return embedded and _BLS in names and _DRAFT not in names
+    embedded = (repository / ENGINE / "1" / "model.py").is_file()
+    return embedded and BLS in names and _DRAFT not in names
 
 
 def _changes(settings: ServeSettings, with_draft: bool) -> list[tuple[str, Override]]:
@@ -155,11 +155,11 @@ def _changes(settings: ServeSettings, with_draft: bool) -> list[tuple[str, Overr
         count = settings.bls_instances
         if count == "auto":
             count = auto_instances(len(os.sched_getaffinity(0)))
-        changes.append(("--bls-instances", Override(_BLS, _INSTANCES, str(count))))
+        changes.append(("--bls-instances", Override(BLS, _INSTANCES, str(count))))
     if settings.decoupled is not None:
-        changes.append(("--decoupled", Override(_BLS, "decoupled", str(settings.decoupled))))
+        changes.append(("--decoupled", Override(BLS, "decoupled", str(settings.decoupled))))
     if settings.engine is not None:
-        changes.append(("--engine", Override(_BLS, "engine", settings.engine)))
+        changes.append(("--engine", Override(BLS, "engine", settings.engine)))
     for override in (*(_DRAFT_OVERRIDES if with_draft else ()), *settings.overrides):
         changes.append((f"--set {override.model}.{override.parameter}", override))
     return changes
