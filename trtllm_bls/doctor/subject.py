@@ -14,7 +14,6 @@ from trtllm_bls.configure.engine_dir import EngineDir, read_engine
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.launcher.checks import SHARED_MEMORY
 from trtllm_bls.parameters.cpp_backend import Version
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import ServeSettings, option
@@ -52,7 +51,7 @@ class Subject:
     version: str = ""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     packages: Callable[[str], str | None] = installed
-    shared_memory: Path = SHARED_MEMORY
+    shared_memory: Path = Path("/dev/shm")
     ports: Mapping[str, int] = field(default_factory=serve_ports)
 
     @cached_property

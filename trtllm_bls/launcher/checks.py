@@ -14,12 +14,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trtllm_bls.errors import SetupError
-from trtllm_bls.health import free_shared_memory
+from trtllm_bls.health.processes import SHARED_MEMORY, free_shared_memory
 from trtllm_bls.launcher import interpreter
 from trtllm_bls.launcher.find import Installation
 from trtllm_bls.launcher.interpreter import PYTHON
-
-SHARED_MEMORY = Path("/dev/shm")
 
 # One region per model instance, 1 MiB at first, growing with the largest request in flight; when
 # it cannot grow, requests fail in ways that do not name the cause. Logits are tens of megabytes.
@@ -126,8 +124,6 @@ def check_open_files(max_streams: int) -> None:
 
 def libpython(directories: Iterable[Path] | None = None) -> Path:
     """The shared library of the interpreter that runs us."""
-    if directories is None:
-        directories = interpreter.library_directories()
     found = interpreter.find_libpython(directories)
     if found is None:
         raise SetupError(interpreter.no_libpython())

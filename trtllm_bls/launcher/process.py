@@ -22,8 +22,8 @@ from typing import IO
 import psutil
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.health.processes import SHARED_MEMORY
 from trtllm_bls.launcher import guard
-from trtllm_bls.launcher.checks import SHARED_MEMORY
 from trtllm_bls.launcher.workdir import is_plain
 from trtllm_bls.status import StatusDirectory
 
@@ -144,8 +144,7 @@ class GuardedProcess:
         """Close the control pipe and the log; the process has ended or is about to."""
         if self._guard.stdin:
             self._guard.stdin.close()
-        self._kill_what_is_left(self._guard.wait())
-        self._reader.join(LAST_LINES_S)
+        self.wait()
         if self._guard.stdout:
             self._guard.stdout.close()
 

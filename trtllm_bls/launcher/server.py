@@ -51,12 +51,8 @@ class ServerFailed(SetupError):
         self.log_lines = log_lines
 
 
-class PortTaken(ServerFailed):
-    """Another process bound one of the ports first."""
-
-
-class StartStuck(ServerFailed):
-    """Nothing moved any more while the models loaded."""
+class _StartAgain(ServerFailed):
+    """Where another start may help."""
 
 
 class Stopped(SetupError):
@@ -203,16 +199,14 @@ class TritonServer:
             listening = listen(settings.host, settings.http_port, "--http-port")
             context = server_context(settings)
             self._forwarder = TlsForwarder(listening, context, self._listener.warning)
-        for attempt in range(START_ATTEMPTS):
+        for attempt in range(1, START_ATTEMPTS + 1):
             try:
                 self._run = self._launch(server)
                 self._wait_until_ready(self._run)
                 return
             except BaseException as error:
                 self.discard()
-                other_port = isinstance(error, PortTaken) and self._any_free_port
-                may_help = other_port or isinstance(error, StartStuck)
-                if attempt == START_ATTEMPTS - 1 or not may_help:
+                if attempt == START_ATTEMPTS or not isinstance(error, _StartAgain):
                     self._close_forwarder()
                     raise
                 self._listener.warning(f"{error}; starting again")
@@ -275,12 +269,6 @@ class TritonServer:
             self.discard()
             self._stop_requests = 0
         self._close_forwarder()
-
-    @property
-    def _any_free_port(self) -> bool:
-        settings = self.settings
-        ports = (settings.http_port, settings.grpc_port, settings.metrics_port)
-        return 0 in ports or settings.tls_cert is not None  # then Triton's own HTTP port is free
 
     def _checked_installation(self) -> Installation:
         checks.check_platform()
@@ -356,7 +344,7 @@ class TritonServer:
             readiness.ask()
             progress.look(run.process.server, run.book.lines)
             if progress.stuck:
-                raise StartStuck(
+                raise _StartAgain(
                     f"nothing has moved for {progress.stuck_s:.0f} s while loading: "
                     f"{', '.join(readiness.missing)}",
                     run.book.tail(),
@@ -374,7 +362,11 @@ class TritonServer:
         if run.book.failures:
             raise ServerFailed(run.book.failure_summary(), run.book.failure_details())
         if run.book.port_taken:
-            raise PortTaken(f"the {run.book.port_taken} port was taken meanwhile, try again")
+            settings = self.settings
+            ports = (settings.http_port, settings.grpc_port, settings.metrics_port)
+            # With TLS Triton's own HTTP port is any free one.
+            kind = _StartAgain if 0 in ports or settings.tls_cert else ServerFailed
+            raise kind(f"the {run.book.port_taken} port was taken meanwhile, try again")
         if code is not None:
             raise ServerFailed(f"the server did not start ({describe_exit(code)})", run.book.tail())
 

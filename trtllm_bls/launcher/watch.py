@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.health import (
@@ -28,7 +29,7 @@ from trtllm_bls.health import (
 from trtllm_bls.launcher.ports import ask
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.workdir import BLS, ENGINE
-from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, ProcessStatus, StatusDirectory
+from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, StatusDirectory
 
 _STEPS = re.compile(rf"{ENGINE_STEPS}{{[^}}]*{STEPS_LABEL[0]}=\"{STEPS_LABEL[1]}\"[^}}]*}} (\S+)")
 
@@ -81,7 +82,8 @@ class Watch:
         self._failures, self._error = 0, ""
         self._not_ready: tuple[str, ...] = ()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        watching = partial(asyncio.run, self._watch())
+        self._thread = threading.Thread(target=watching, name="watch", daemon=True)
         self._thread.start()
 
     @property
@@ -94,9 +96,6 @@ class Watch:
         """Stop watching."""
         self._closing.set()
         self._thread.join()
-
-    def _run(self) -> None:
-        asyncio.run(self._watch())
 
     async def _watch(self) -> None:
         async with self._probe or nullcontext() as probe:
@@ -119,7 +118,10 @@ class Watch:
             self._warn("the server's guard was stopped; it goes on")
         self.draining = self._files.drain_deadline() is not None
         statuses = self._files.read()
-        self._note_progress(statuses, now)
+        moved = sum(status.responses + status.tokens for status in statuses)
+        if moved > self._moved:
+            self._progress_at = now
+        self._moved = moved
         exhausted = self._processes.without_descriptors()
         if not exhausted:
             self._descriptors_at = now
@@ -136,12 +138,6 @@ class Watch:
             canary_error=self._error,
             shared_memory=free_shared_memory(),
         )
-
-    def _note_progress(self, statuses: list[ProcessStatus], now: float) -> None:
-        moved = sum(status.responses + status.tokens for status in statuses)
-        if moved > self._moved:
-            self._progress_at = now
-        self._moved = moved
 
     async def _ask(self, probe: Probe) -> None:
         """Which models are ready, and a canary unless others get answers; over and over."""
