@@ -100,10 +100,6 @@ class OpenAIProcess:
         self._keeping = threading.Thread(target=self._keep, name="openai-api", daemon=True)
         self._process = self._start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             self._command,
@@ -146,12 +142,16 @@ class OpenAIProcess:
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(self._limit)
+        self._end()
+
+    def _end(self) -> None:
         self.kill()
         self._process.wait()
 
     def _keep(self) -> None:
         back_off, up_since = BackOff(), time.monotonic()
-        while problem := self._next_problem():
+        problem = self._next_problem()
+        while problem:
             if self._server.settings.on_failure == "exit":
                 self._server.fail(problem)
                 return
@@ -163,9 +163,12 @@ class OpenAIProcess:
             up_since = time.monotonic()
             try:
                 self.wait_until_ready()
-            except SetupError:
-                continue  # the next look tells why
-            self._on_problem(None)
+            except SetupError as error:
+                problem = str(error)
+                self._end()
+            else:
+                self._on_problem(None)
+                problem = self._next_problem()
 
     def _next_problem(self) -> str | None:
         """Wait for the next one, and end the process; ``None`` when it is to end anyway."""
@@ -177,11 +180,10 @@ class OpenAIProcess:
             if code is not None:
                 return f"the OpenAI API has ended ({describe_exit(code)})"
             with suppress(psutil.Error):
-                stopped = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+                stopped = psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
                 looks = looks + 1 if stopped else 0
             if looks > 1:
-                self.kill()
-                self._process.wait()
+                self._end()
                 return "the OpenAI API was stopped"
         return None
 
