@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.helpers.waiting import until
+from tests.helpers.waiting import until, until_ended
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Bounds, Observed, ServerProcesses, Verdict, evaluate, find_server
@@ -198,6 +199,17 @@ def test_the_process_that_answers_is_started_again(endpoint: tuple[HealthState, 
         return False
 
     until(live)
+
+
+def test_a_process_that_was_stopped_ends_with_the_endpoint() -> None:
+    """It would not hear that its input has ended, nor take more of it."""
+    running = HealthEndpoint("127.0.0.1", 0, HealthState())
+    (answering,) = psutil.Process().children()
+    answering.suspend()
+    closing = threading.Thread(target=running.close, daemon=True)
+    closing.start()
+    until_ended([answering], SECONDS)
+    closing.join()
 
 
 def test_the_reasons_are_told() -> None:

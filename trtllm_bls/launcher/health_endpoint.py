@@ -136,8 +136,10 @@ class HealthEndpoint:
     def close(self) -> None:
         """Stop answering."""
         self._closing.set()
+        self._server.kill()  # also where it is stopped, and its pipe full
         self._thread.join()
-        self._server.communicate()  # to the end of its input, which ends it
+        self._server.kill()  # the thread may have started another one
+        self._server.communicate()
         self._listening.close()
 
     def _start(self) -> subprocess.Popen[str]:

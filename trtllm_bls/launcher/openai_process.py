@@ -118,10 +118,13 @@ class OpenAIProcess:
         self._keeping.start()
 
     def wait_until_ready(self) -> None:
-        """Return when it answers. Raises ``SetupError`` if it does not."""
+        """Return when it answers, or nobody waits for it any more: the server ends, or has ended.
+
+        Raises ``SetupError`` if it does not.
+        """
         deadline = time.monotonic() + _START_S
         while not self._answers():
-            if self._closing.is_set() or self._server.stop_requested:
+            if self._closing.is_set() or self._server.stop_requested or not self._server.running:
                 return
             code = self._process.poll()
             if code is not None:

@@ -141,12 +141,10 @@ class GuardedProcess:
         return code if code >= 0 else 128 - code
 
     def close(self) -> None:
-        """Close the control pipe and the log; the process has ended or is about to."""
+        """Close the control pipe; the process has ended or is about to."""
         if self._guard.stdin:
             self._guard.stdin.close()
         self.wait()
-        if self._guard.stdout:
-            self._guard.stdout.close()
 
     def _kill_what_is_left(self, code: int) -> None:
         """Where the guard itself was killed, nobody else ends what the server started.
@@ -170,14 +168,16 @@ class GuardedProcess:
 
 
 def relay_lines(output: IO[bytes], on_line: Callable[[str], object], name: str) -> threading.Thread:
-    """Call ``on_line`` with each line of ``output`` to its end, on the thread that is returned."""
+    """Call ``on_line`` with each line of ``output``, and close it at its end, on the thread that is
+    returned."""
 
     def read() -> None:
-        for line in output:
-            # Our reader may be gone or a disk full, which rich turns into SystemExit; if we then
-            # stopped reading, the process would block on its next line.
-            with suppress(OSError, SystemExit):
-                on_line(line.decode("utf-8", "replace").rstrip("\n"))
+        with output:
+            for line in output:
+                # Our reader may be gone or a disk full, which rich turns into SystemExit; if we
+                # then stopped reading, the process would block on its next line.
+                with suppress(OSError, SystemExit):
+                    on_line(line.decode("utf-8", "replace").rstrip("\n"))
 
     reader = threading.Thread(target=read, name=name, daemon=True)
     reader.start()

@@ -156,6 +156,12 @@ class TritonServer:
         return self._running.process.server
 
     @property
+    def running(self) -> bool:
+        """Whether it has been started and has not ended. Any thread may ask."""
+        run = self._run
+        return run is not None and run.process.running
+
+    @property
     def guard(self) -> psutil.Process | None:
         """The parent of tritonserver; ``None`` when it has ended."""
         return self._running.process.guard
