@@ -134,7 +134,6 @@ class HealthEndpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering."""
         self._closing.set()
         self._server.kill()  # also where it is stopped, and its pipe full
         self._thread.join()

@@ -41,10 +41,8 @@ class Handler(BaseHTTPRequestHandler):
         prefix, _, question = path.rpartition("/")
         reasons = self.told.get(question) if prefix == "/health" else None
         if not isinstance(reasons, list):
-            self._reply(
-                HTTPStatus.NOT_FOUND,
-                _json({"error": "use /health/startup, live or ready, or /metrics"}),
-            )
+            words = {"error": "use /health/startup, live or ready, or /metrics"}
+            self._reply(HTTPStatus.NOT_FOUND, _json(words))
             return
         if question == "live" and time.monotonic() - self.told_at > SILENT_S:
             reasons = ["serve is stuck"]
@@ -68,8 +66,6 @@ def _json(answer: dict[str, Any]) -> bytes:
 
 
 class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that left is no news either."""
 

@@ -117,24 +117,24 @@ class OpenAIProcess:
         """From here on start it again when it ends, or is stopped."""
         self._keeping.start()
 
-    def wait_until_ready(self) -> None:
-        """Return when it answers, or nobody waits for it any more: the server ends, or has ended.
+    def wait_until_ready(self) -> bool:
+        """Whether it answers, once it does; if not, the server ends or has ended meanwhile.
 
-        Raises ``SetupError`` if it does not.
+        Raises ``SetupError`` where it cannot.
         """
         deadline = time.monotonic() + _START_S
         while not self._answers():
             if self._closing.is_set() or self._server.stop_requested or not self._server.running:
-                return
+                return False
             code = self._process.poll()
             if code is not None:
                 raise SetupError(f"the OpenAI API did not start ({describe_exit(code)})")
             if time.monotonic() > deadline:
                 raise SetupError(f"the OpenAI API did not answer within {_START_S:g} s")
             time.sleep(_POLL_S)
+        return True
 
     def kill(self) -> None:
-        """Ask for the end at once."""
         self._process.kill()
 
     def close(self) -> None:
@@ -165,13 +165,12 @@ class OpenAIProcess:
             self._process = self._start()
             up_since = time.monotonic()
             try:
-                self.wait_until_ready()
+                if self.wait_until_ready():
+                    self._on_problem(None)
+                problem = self._next_problem()
             except SetupError as error:
                 problem = str(error)
                 self._end()
-            else:
-                self._on_problem(None)
-                problem = self._next_problem()
 
     def _next_problem(self) -> str | None:
         """Wait for the next one, and end the process; ``None`` when it is to end anyway."""

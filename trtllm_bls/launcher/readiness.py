@@ -27,32 +27,25 @@ LOOK_S = 5.0
 
 
 class Readiness:
-    """What is known so far; ``ask`` finds out more."""
+    """``missing``: models that were not ready when last asked."""
 
     def __init__(self, ports: Ports, models: tuple[str, ...]) -> None:
-        self.loaded: list[str] = []
         self.missing = list(models)
-        self.complete = False
         self._ports = ports
 
-    def newly_loaded(self, log: set[str]) -> list[str]:
-        """Models that the log reports loaded since the last call."""
-        fresh = [model for model in self.missing if model in log and model not in self.loaded]
-        self.loaded += fresh
-        return fresh
-
-    def ask(self) -> None:
-        """Ask about the models that were not ready at the last call."""
+    def complete(self) -> bool:
+        """Ask about what is missing; whether nothing is, and every port takes connections."""
         ports = self._ports
         with suppress(OSError):
             while self.missing:
                 url = f"{ports.http_url}/v2/models/{quote(self.missing[0])}/ready"
                 if ask(url, _ANSWER_S)[0] != HTTPStatus.OK:
-                    return
+                    return False
                 self.missing.pop(0)
             for address in ((ports.host, ports.grpc), (ports.plain_host, ports.metrics)):
                 socket.create_connection(address, timeout=_ANSWER_S).close()
-            self.complete = True
+            return True
+        return False
 
 
 class StartProgress:

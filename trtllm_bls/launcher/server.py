@@ -122,7 +122,6 @@ class TritonServer:
 
     @property
     def host(self) -> str:
-        """The host to connect to from this machine, bracketed if it is an IPv6 address."""
         return reachable(self.settings.host)
 
     @property
@@ -137,17 +136,15 @@ class TritonServer:
 
     @property
     def grpc_url(self) -> str:
-        """``host:port``, as gRPC clients want it."""
+        """``host:port``."""
         return self._running.ports.grpc_url
 
     @property
     def metrics_url(self) -> str:
-        """Where Prometheus metrics are."""
         return self._running.ports.metrics_url
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The models it serves."""
         return self._running.models
 
     @property
@@ -240,9 +237,9 @@ class TritonServer:
     def fail(self, problem: str) -> None:
         """Kill the server, which ends all its requests; ``wait`` raises. Any thread may call it."""
         run = self._run
-        server = run.process.server if run is not None else None
+        server = run and run.process.server
         with suppress(psutil.Error):
-            if run is not None and server and server.status() != psutil.STATUS_ZOMBIE:
+            if run and server and server.status() != psutil.STATUS_ZOMBIE:
                 self._failure = problem  # otherwise it has ended by itself
                 run.process.kill()
 
@@ -336,29 +333,29 @@ class TritonServer:
 
     def _wait_until_ready(self, run: _RunningServer) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout
-        readiness = Readiness(run.ports, run.models)
-        progress = StartProgress()
+        readiness, progress = Readiness(run.ports, run.models), StartProgress()
+        told = 0
         self._listener.starting(run.models)
-        while not readiness.complete:
+        while True:
             self._logged.wait(POLL_S)
             self._logged.clear()
             if self._stop_requests:
                 raise Stopped("stopped before the models were ready")
             self._raise_failure(run)
-            for model in readiness.newly_loaded(run.book.loaded):
-                self._listener.model_ready(model, len(readiness.loaded))
-            readiness.ask()
+            for model in run.book.loaded[told:]:
+                told += 1
+                self._listener.model_ready(model, told)
+            if readiness.complete():
+                return
+            missing = ", ".join(readiness.missing)
             progress.look(run.process.server, run.book.lines)
             if progress.stuck:
-                raise _StartAgain(
-                    f"nothing has moved for {progress.stuck_s:.0f} s while loading: "
-                    f"{', '.join(readiness.missing)}",
-                    run.book.tail(),
-                )
+                problem = f"nothing has moved for {progress.stuck_s:.0f} s while loading: {missing}"
+                raise _StartAgain(problem, run.book.tail())
             if time.monotonic() > deadline:
                 raise ServerFailed(
-                    f"not ready after {self.settings.ready_timeout} s, still loading: "
-                    f"{', '.join(readiness.missing)}; allow more with --ready-timeout",
+                    f"not ready after {self.settings.ready_timeout} s, still loading: {missing}; "
+                    "allow more with --ready-timeout",
                     run.book.tail(),
                 )
 
