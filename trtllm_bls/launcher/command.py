@@ -98,8 +98,8 @@ def server_environment(
     """
     environment = dict(inherited) | _QUIET_LIBRARIES | model_directories(settings)
     executables = os.path.dirname(sys.executable)
-    environment["PATH"] = _prepend(executables, inherited.get("PATH"))
-    environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
+    for variable, first in (("PATH", executables), ("LD_LIBRARY_PATH", str(libraries))):
+        environment[variable] = os.pathsep.join(filter(None, (first, inherited.get(variable))))
     environment[GRPC_URL] = ports.grpc_url
     environment[MAX_STREAMS] = str(settings.max_streams)
     given = {f"{each.model}.{each.parameter}": each.value for each in settings.overrides}
@@ -162,7 +162,3 @@ def _restrictions() -> list[str]:
     """The control APIs answer only to a header whose value nobody knows."""
     rule = f"{','.join(CONTROL_APIS)}:trtllm-bls-control={uuid.uuid4().hex}"
     return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
-
-
-def _prepend(first: str, rest: str | None) -> str:
-    return f"{first}{os.pathsep}{rest}" if rest else first
