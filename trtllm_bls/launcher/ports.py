@@ -1,7 +1,7 @@
 """The addresses of a server: free ones chosen, busy ones refused before anything starts.
 
-A port that was free can be taken before the server binds
-it; the server then says so and ``TritonServer`` chooses again.
+A port that was free can be taken before the server binds it; the server then says so and
+``TritonServer`` chooses again.
 """
 
 from __future__ import annotations
