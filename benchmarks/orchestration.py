@@ -49,7 +49,7 @@ from trtllm_bls.settings import Override, ServeSettings
 MODEL = repository.ROOT / "assets" / "demo" / "target"
 TARGETS = "direct,empty,bls,bls_2,bls_4,ensemble"
 BURST_TOKENS = 20
-BURST_WAVES = {1: 1, 32: 4}  # by requests at once; otherwise 2
+BURST_WAVES = {1: 1, 32: 6, 128: 6}  # by requests at once; otherwise 2
 ALONE = 20  # requests one after the other, where one at once is asked for
 PROMPTS = 64
 PLAIN_PROMPTS = (
@@ -220,7 +220,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="1, 8 and 32 streams, four targets, short")
     add("--targets", help=f"default {TARGETS}; bls_N: N processes")
-    add("--streams", type=numbers, help="default 1,8,32,128,256,512")
+    add("--streams", type=numbers, help="default 1,8,32,128,256,512; '' for none")
     add("--bursts", type=numbers, help="requests at once; default 1,32,128; '' for none")
     add("--seconds", type=float, help="of steady load, at least; default 4")
     add("--tokens", type=int, default=100, help="of each answer; default 100")
@@ -237,7 +237,8 @@ def parse() -> argparse.Namespace:
     add("--plot", type=Path, help="a file for a plot (SVG)")
     options = parser.parse_args()
     quick = options.quick
-    options.streams = options.streams or ([1, 8, 32] if quick else [1, 8, 32, 128, 256, 512])
+    if options.streams is None:
+        options.streams = [1, 8, 32] if quick else [1, 8, 32, 128, 256, 512]
     if options.bursts is None:
         options.bursts = [1, 32] if quick else [1, 32, 128]
     options.seconds = options.seconds or (1.5 if quick else 4.0)

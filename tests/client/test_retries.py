@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from tests.helpers.fake_grpc_server import (
 )
 from tests.helpers.waiting import eventually
 from trtllm_bls.client import Client
+from trtllm_bls.client.stream import Stream
 from trtllm_bls.errors import (
     ConnectionFailed,
     DeadlineExceeded,
@@ -111,6 +113,24 @@ async def test_who_leaves_between_two_tries_is_not_kept(
         asked = len(server.asked)
         await stream.aclose()
     assert len(server.asked) == asked
+
+
+async def test_who_leaves_as_a_failure_arrives_is_not_tried_again() -> None:
+    """The failure is there but not yet seen: there is nothing left to cancel on the server."""
+    begun: list[Any] = []
+
+    def begin(left: float | None) -> Any:
+        begun.append(SimpleNamespace(items=asyncio.Queue(), cancel=lambda: False))
+        return begun[-1]
+
+    stream = Stream("request", begin, retries=10**6)
+    task = asyncio.ensure_future(anext(stream, None))
+    await eventually(lambda: begun)
+    begun[0].items.put_nowait(Overloaded("full"))
+    stream.cancel()
+    assert await task is None
+    assert stream.cancelled
+    assert len(begun) == 1
 
 
 async def test_a_server_that_starts_late_is_reached() -> None:

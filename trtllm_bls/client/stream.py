@@ -126,6 +126,7 @@ class Stream:
         self._deadline_s = deadline_s
         self._paused: asyncio.Event | None = None  # set to end the pause before another try
         self._reader: Reader | None = None
+        self._trying = False  # a failure may be followed by another try
         self._answered = False
         self._over = False
 
@@ -155,6 +156,7 @@ class Stream:
     async def _first(self) -> Event | TrtllmBlsError | None:
         """Send the request, again where that may help; what comes first of its answer."""
         self.started_at = time.perf_counter()
+        self._trying = self._retries > 0
         stop = stop_after_attempt(self._retries + 1)
         retrying = AsyncRetrying(
             retry=retry_if_result(lambda item: isinstance(item, (ConnectionFailed, Overloaded))),
@@ -163,7 +165,9 @@ class Stream:
             sleep=self._pause,
             retry_error_callback=lambda state: state.outcome and state.outcome.result(),
         )
-        return cast("Event | TrtllmBlsError | None", await retrying(self._attempt))
+        item = cast("Event | TrtllmBlsError | None", await retrying(self._attempt))
+        self._trying = False
+        return item
 
     async def _attempt(self) -> Event | TrtllmBlsError | None:
         if self.cancelled:
@@ -190,7 +194,7 @@ class Stream:
         """
         if self._over or self.cancelled:
             return
-        self.cancelled = self._reader is None or self._reader.cancel()
+        self.cancelled = self._reader is None or self._reader.cancel() or self._trying
         if self._paused is not None:
             self._paused.set()
 

@@ -171,6 +171,8 @@ class QueuedChunks(ChunkStream):
         if not self._ended:
             self._leave()
             self._ended = True
+        # They refer to the stream: it would stay until a garbage collection.
+        self._cancel, self._take_now = None, bool
 
     def _leave(self) -> None:
         if self._cancel is not None:

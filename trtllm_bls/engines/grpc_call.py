@@ -87,11 +87,16 @@ class GrpcCall:
     def cancel(self) -> None:
         """End the call without another callback. A call not yet sent sends nothing."""
         if not self.done:
-            self.done = True
-            self.outbox.clear()
-            self.sent = None
+            self._over()
             if self.http2 is not None:
                 self.http2.cancel(self)
+
+    def _over(self) -> None:
+        self.done = True
+        self.outbox.clear()
+        self.sent = None
+        # Their owner refers to the call: both would stay until a garbage collection.
+        self.on_messages, self.on_end = ignore, ignore
 
     def _flush(self) -> None:
         if self.http2 is not None:
@@ -132,13 +137,16 @@ class GrpcCall:
         """Tell the caller of the end."""
         if self.done:
             return
-        self.done = True
-        self.outbox.clear()
-        self.sent = None
+        on_end = self.on_end
+        self._over()
         try:
-            self.on_end(error)
+            on_end(error)
         except Exception:
             _log.exception("a callback failed on the end of its call")
+
+
+def ignore(anything: object) -> None:
+    """A callback of a call that nobody waits for."""
 
 
 class MessageSplitter:

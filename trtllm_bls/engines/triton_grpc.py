@@ -23,7 +23,7 @@ import ssl
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.engines.base import QueuedChunks, ids_chunk
-from trtllm_bls.engines.grpc_call import StallWatch
+from trtllm_bls.engines.grpc_call import StallWatch, ignore
 from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
 from trtllm_bls.errors import (
     EngineError,
@@ -267,16 +267,14 @@ class StreamPool:
     def take(self) -> GrpcCall:
         """A call for one request: the latest used, so that the others may expire, or a new one."""
         if not self._idle:
-            return self._connection.open(
-                _SERVICE + "ModelStreamInfer", _ignore_messages, _ignore_end
-            )
+            return self._connection.open(_SERVICE + "ModelStreamInfer", ignore, ignore)
         call, expiry = self._idle.popitem()
         expiry.cancel()
         return call
 
     def give_back(self, call: GrpcCall) -> None:
         """Take back a call whose request has had its final reply."""
-        call.on_messages = _ignore_messages
+        call.on_messages = ignore
         if call.replies >= MAX_REPLIES or len(self._idle) >= MAX_IDLE:
             self.end(call)
             return
@@ -286,7 +284,7 @@ class StreamPool:
 
     def end(self, call: GrpcCall) -> None:
         """Close our side of a call; what still arrives is dropped."""
-        call.on_messages = _ignore_messages
+        call.on_messages = ignore
         call.on_end = lambda error: self._forget(call)
         if not call.done:
             self._ending.add(call)
@@ -312,14 +310,6 @@ class StreamPool:
         self._ending.discard(call)
         if not self._ending:
             self._all_ended.set()
-
-
-def _ignore_messages(messages: list[bytes]) -> None:
-    pass
-
-
-def _ignore_end(error: GrpcError | None) -> None:
-    pass
 
 
 def _now() -> float:

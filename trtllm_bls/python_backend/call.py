@@ -64,7 +64,7 @@ class Call:
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._failure_told = False
         self._waiters: list[asyncio.Future[None]] = []
-        self.on_broken: Callable[[], object] = lambda: None  # called when a response cannot be sent
+        self.on_broken: Callable[[Call], object] = bool  # called when a response cannot be sent
         self.sequences = 1  # that have not ended
         self.abandoned = False  # nobody takes its answer any more
         self.client_id: str = request.request_id()
@@ -200,7 +200,7 @@ class Call:
                     self._asked, self._found_gone = False, self._ask()
                 return True
             _ = self._try(self._unsendable, True) or self._try(self._bare_end(), True)
-        self.on_broken()
+        self.on_broken(self)
         return self._closed
 
     def _try(self, response: Callable[[], Any] | None, final: bool) -> bool:

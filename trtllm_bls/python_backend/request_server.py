@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import gc
 import logging
 import selectors
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
+from trtllm_bls.garbage import collect_seldom
 from trtllm_bls.python_backend.call import Arrays, Call
 from trtllm_bls.python_backend.sender_threads import SENDERS, SenderThreads
 from trtllm_bls.request_stats import CancelCause
@@ -91,7 +92,7 @@ class RequestServer:
         self._decoupled = decoupled
         self._together = together
         self._end_level = logging.INFO if log_ends else logging.DEBUG
-        self._open: dict[asyncio.Task[None], Call] = {}
+        self._open: dict[Call, asyncio.Task[None]] = {}
         self._arrived: collections.deque[Call] = collections.deque()
         self._waking = False
         self._loop = ThreadedLoop()
@@ -102,10 +103,7 @@ class RequestServer:
             threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True),
             threading.Thread(target=self._watch, name="watcher", daemon=True),
         ]
-        # What loading made stays for good: a full collection would look through all of it and hold
-        # every stream for tens of milliseconds.
-        gc.collect()
-        gc.freeze()
+        collect_seldom()
         for thread in self._threads:
             thread.start()
 
@@ -152,7 +150,7 @@ class RequestServer:
     @property
     def running(self) -> list[str]:
         """The ids of the calls that have not ended; any thread may ask."""
-        return [call.id for call in self._open.copy().values()]  # atomic under the GIL
+        return [call.id for call in self._open.copy()]  # atomic under the GIL
 
     @property
     def responses(self) -> int:
@@ -172,10 +170,21 @@ class RequestServer:
 
     def _start(self, call: Call) -> None:
         self._senders.expect(call)
-        task = self._loop.create_task(self._answer(call))
-        self._open[task] = call
-        call.on_broken = lambda: self._loop.call_soon_threadsafe(_abandon, task, call)
-        task.add_done_callback(self._open.pop)
+        task = self._open[call] = self._loop.create_task(self._answer(call))
+        call.on_broken = self._on_broken
+        task.add_done_callback(partial(self._over, call))
+
+    def _over(self, call: Call, task: asyncio.Task[None]) -> None:
+        del self._open[call]
+
+    def _on_broken(self, call: Call) -> None:
+        self._loop.call_soon_threadsafe(self._abandon, call)
+
+    def _abandon(self, call: Call) -> None:
+        """Cancel the task of a call, once: a second cancellation would hit its clean-up."""
+        if call in self._open and not call.abandoned:
+            call.abandoned = True
+            self._open[call].cancel(CancelCause.CALLER_LEFT.value)
 
     async def _answer(self, call: Call) -> None:
         try:
@@ -197,29 +206,22 @@ class RequestServer:
         while self._arrived:
             self._start_arrived()
         await asyncio.sleep(0)  # a task that is cancelled before it has begun answers nobody
-        tasks = list(self._open)
-        for task, call in self._open.items():
+        tasks = list(self._open.values())
+        for call, task in self._open.items():
             if not call.abandoned:
                 task.cancel(CancelCause.SHUTDOWN.value)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _watch(self) -> None:
-        waiting: list[tuple[asyncio.Task[None], Call]] = []
+        waiting: list[Call] = []
         while not self._closing.wait(WATCH_SECONDS):
             if not waiting:
                 # copy() is atomic under the GIL; a call that ends meanwhile is not gone.
-                waiting = list(self._open.copy().items())
+                waiting = list(self._open.copy())
             asked, waiting = waiting[:WATCHED_AT_ONCE], waiting[WATCHED_AT_ONCE:]
-            for task, call in asked:
+            for call in asked:
                 if call.gone():
-                    self._loop.call_soon_threadsafe(_abandon, task, call)
-
-
-def _abandon(task: asyncio.Task[None], call: Call) -> None:
-    """Cancel the task of a call, once: a second cancellation would hit its clean-up."""
-    if not call.abandoned:
-        call.abandoned = True
-        task.cancel(CancelCause.CALLER_LEFT.value)
+                    self._on_broken(call)
 
 
 def answering(answer: Callable[[Arrays], Arrays]) -> Callable[[Call], Awaitable[None]]:
