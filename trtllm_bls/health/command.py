@@ -82,7 +82,7 @@ async def look(
     local = find_server(int(port)) if here else None
     server = ServerProcesses(local) if local is not None else None
     processes = server.problems() if server else ()
-    probe = Probe(url, tls=tls, local=here)
+    probe = Probe(url, tls=tls)
     missing, error, failures = await _asked(probe, models, timeout, canary and not processes)
     observed = Observed(
         processes=processes,
