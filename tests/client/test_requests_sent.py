@@ -48,6 +48,17 @@ async def test_a_request_says_what_was_given_and_nothing_else() -> None:
     assert second.id not in ("", first.id)
 
 
+async def test_a_proxy_does_not_come_before_a_server_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC would send the connection to the proxy, which knows another localhost."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with FakeGrpcServer([text("Hi", final=True)]) as server, Client(server.url) as client:
+        assert (await client.generate(**ASK)).text == "Hi"
+
+
 async def test_a_stop_request_ends_the_running_request_by_its_id() -> None:
     """The engine answers the stop with an empty final, the request with what it has."""
     model = replace(ENGINE, name="target")

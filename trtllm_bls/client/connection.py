@@ -39,6 +39,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )
+_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
 # Servers treat pings more often than every 300 s as abuse unless they are configured otherwise, and
 # then close the connection.
 KEEPALIVE_S = 310.0
@@ -99,6 +100,8 @@ class Client:
         self._options: list[tuple[str, Any]] = [*_CHANNEL_OPTIONS, keepalive]
         if tls is not None and tls.server_name:
             self._options.append(("grpc.ssl_target_name_override", tls.server_name))
+        if url.rpartition(":")[0] in _THIS_MACHINE:  # whatever proxy the environment names
+            self._options.append(("grpc.enable_http_proxy", 0))
         self._channel: Any = None
         self._stub: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None

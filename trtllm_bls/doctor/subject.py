@@ -16,7 +16,6 @@ from trtllm_bls.configure.engine_dir import EngineDir, read_engine
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.launcher.checks import SHARED_MEMORY
 from trtllm_bls.parameters.cpp_backend import Version
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import ServeSettings, option, setting
@@ -68,7 +67,7 @@ class Subject:
     )
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     packages: Callable[[str], str | None] = installed
-    shared_memory: Path = SHARED_MEMORY
+    shared_memory: Path = Path("/dev/shm")
     ports: Mapping[str, int] = field(default_factory=serve_ports)
     # Of configurations and engines, once those have been asked for.
     unreadable: list[SettingsError] = field(default_factory=list, init=False)

@@ -142,7 +142,7 @@ class LogBook:
     """Reads the log line by line and remembers what became of the models."""
 
     def __init__(self) -> None:
-        self.loaded: set[str] = set()
+        self.loaded: list[str] = []
         self.failures: dict[str, str] = {}  # model -> reason, with its traceback
         self.port_taken: str | None = None  # the service that could not listen
         self.lines = 0
@@ -155,7 +155,7 @@ class LogBook:
         self._tail.append(line)
         self.lines += 1
         if loaded := _LOADED.fullmatch(line.text):
-            self.loaded.add(loaded[1])
+            self.loaded.append(loaded[1])
         if in_flight := _IN_FLIGHT.search(line.text):
             self.drained = in_flight[1] == "0"
         if taken := _PORT_TAKEN.search(line.text):
