@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import gc
 import logging
 import selectors
 import threading
@@ -13,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
-from trtllm_bls.garbage import collect_seldom
 from trtllm_bls.python_backend.call import Arrays, Call
 from trtllm_bls.python_backend.sender_threads import SENDERS, SenderThreads
 from trtllm_bls.request_stats import CancelCause
@@ -107,7 +107,12 @@ class RequestServer:
             threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True),
             threading.Thread(target=self._watch, name="watcher", daemon=True),
         ]
-        collect_seldom()
+        # What loading made stays for good: a full collection would look through all of it and hold
+        # every stream for tens of milliseconds. Requests are freed as they end, by their reference
+        # counts: frequent passes would only look at those that run.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 50, 50)
         for thread in self._threads:
             thread.start()
 
