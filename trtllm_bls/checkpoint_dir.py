@@ -86,7 +86,8 @@ def _check_vocabulary(directory: Path) -> None:
     Added tokens are not counted: published checkpoints have a few more of them than embeddings,
     and a request that uses one is refused by the engine.
     """
-    config, tokenizer = _json(directory / "config.json"), _json(directory / "tokenizer.json")
+    config = _json(directory / "config.json")
+    tokenizer = _json(directory / "tokenizer.json")
     size = (config.get("text_config") or config).get("vocab_size")
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or ()
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
@@ -121,7 +122,7 @@ def generation_eos(path: Path) -> tuple[int, ...]:
         listed = [] if named is None else named if isinstance(named, list) else [named]
         return tuple(int(token_id) for token_id in listed)
 
-    return _from_json(path, "generation_config.json", ids, ())
+    return _from_json(path, "generation_config.json", ids)
 
 
 def config_vocab_size(path: Path) -> int:
@@ -130,16 +131,13 @@ def config_vocab_size(path: Path) -> int:
     def size(config: dict[str, Any]) -> int:
         return int((config.get("text_config") or config).get("vocab_size") or 0)
 
-    return _from_json(path, "config.json", size, 0)
+    return _from_json(path, "config.json", size)
 
 
-def _from_json(path: Path, name: str, read: Callable[[dict[str, Any]], _T], absent: _T) -> _T:
-    source = path / name
-    if not source.is_file():
-        return absent
+def _from_json(path: Path, name: str, read: Callable[[dict[str, Any]], _T]) -> _T:
     try:
-        return read(json.loads(source.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return read(_json(path / name))
+    except (CheckpointError, OSError, ValueError, TypeError, AttributeError) as error:
         problem = f"{name} cannot be read ({one_line(error)})"
         raise TokenizerError(f"{path}: {problem}; mend or remove it") from error
 

@@ -1,23 +1,17 @@
-"""The command line: options and help. Each command's work is imported when it runs.
-
-Owns the spelling of options; their defaults are those of ``settings``.
-"""
+"""The command line and its help. Each command's work is imported when it runs."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.console import Console
 
 from trtllm_bls import __version__
-from trtllm_bls.chat_parsing import REASONING_TAGS, TOOL_FORMATS
-from trtllm_bls.errors import SettingsError, TrtllmBlsError
-from trtllm_bls.settings import Override, ServeSettings
+from trtllm_bls.errors import TrtllmBlsError
+from trtllm_bls.settings import ServeSettings, options_of
 
 _ELSEWHERE = {
     "benchmark": "trtllm_bls.commands.benchmark:main",
@@ -28,11 +22,13 @@ _ELSEWHERE = {
     "generate": "trtllm_bls.commands.streaming:main",
     "health": "trtllm_bls.health.command:command",
     "openai": "trtllm_bls.openai.command:main",
-    "recipe": "trtllm_bls.configure.recipe_command:command",
+    "recipe": "trtllm_bls.configure.recipe:command",
 }
-_DEFAULTS = ServeSettings()
-_PATH = click.Path(path_type=Path)
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+# The settings that ``demo`` has too.
+_WHAT_IS_SERVED = (
+    *("model", "engine", "draft_model", "model_repository", "server", "threads", "overrides"),
+)
+_VERBOSE = click.option("--verbose", is_flag=True, help="Show every line of the server's log.")
 
 
 class Commands(click.Group):
@@ -58,63 +54,6 @@ class Commands(click.Group):
             ctx.exit(1)
 
 
-def _setting(name: str, help: str, **more: Any) -> Callable[[_Command], _Command]:
-    """An option for one field of ``ServeSettings``, with its default."""
-    default = getattr(_DEFAULTS, name)
-    if default is not None:
-        more |= {"default": default, "show_default": True}
-    return click.option("--" + name.replace("_", "-"), name, help=help, **more)
-
-
-def _model_settings(command: _Command) -> _Command:
-    """The options that choose a server and what it runs."""
-    for option in reversed(
-        (
-            _setting(
-                "model", "Checkpoint directory of the model (default: the demo's).", type=_PATH
-            ),
-            _setting(
-                "engine",
-                "Engine to use instead of one in this server: trtllm://HOST:PORT (trtllm-serve "
-                "--grpc), triton+grpc://HOST:PORT/MODEL, several with commas; or triton:MODEL. "
-                "--model then only names a tokenizer.",
-            ),
-            _setting("draft_model", "Checkpoint directory of the draft model.", type=_PATH),
-            _setting("model_repository", "Model repository (default: our own).", type=_PATH),
-            _setting("server", "tritonserver: its directory or its binary.", type=_PATH),
-            _setting("threads", "CPU threads of each embedded engine.", type=int),
-            click.option(
-                "--set",
-                "overrides",
-                multiple=True,
-                metavar="MODEL.PARAMETER=VALUE",
-                callback=_parse_overrides,
-                help="Replace a parameter of a model's configuration; may be repeated.",
-            ),
-            click.option("--verbose", is_flag=True, help="Show every line of the server's log."),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _parse_overrides(
-    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
-) -> tuple[Override, ...]:
-    try:
-        return tuple(Override.parse(value) for value in values)
-    except SettingsError as error:
-        raise click.UsageError(str(error), ctx) from error
-
-
-def _parse_instances(ctx: click.Context, value: str | None) -> int | str | None:
-    if value is None or value == "auto":
-        return value
-    if not value.isdecimal():
-        raise click.UsageError(f"--bls-instances {value!r}: use a number or auto", ctx)
-    return int(value)
-
-
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="trtllm-bls")
 def main() -> None:
@@ -132,65 +71,8 @@ def main() -> None:
 
 
 @main.command()
-@_model_settings
-@_setting("host", "Address to listen on.")
-@_setting("expose", "Allow a --host that other machines can reach.", is_flag=True)
-@_setting("http_port", "HTTP port; 0 = any free port.")
-@_setting("grpc_port", "gRPC port; 0 = any free port.")
-@_setting("metrics_port", "Metrics port; 0 = any free port.")
-@_setting("health_port", "Port of /health/live, /health/ready, /health/startup; 0 = any free port.")
-@_setting("openai_port", "Port of the OpenAI API; 0 = none.")
-@_setting("openai_workers", "Processes of the OpenAI API.")
-@_setting(
-    "api_keys_file", "Keys that clients of the OpenAI API must bring, one a line.", type=_PATH
-)
-@_setting(
-    "tool_parser",
-    "How the model writes tool calls, for the OpenAI API; auto: by its chat template.",
-    type=click.Choice(["auto", "none", *TOOL_FORMATS]),
-)
-@_setting(
-    "reasoning_parser",
-    "How the model marks reasoning, for the OpenAI API; auto: by its chat template.",
-    type=click.Choice(["auto", "none", *REASONING_TAGS]),
-)
-@_setting("max_streams", "Requests that may run at once.")
-@_setting(
-    "bls_instances",
-    "Processes of tensorrt_llm_bls: a number, or auto (by the number of cores).",
-    metavar="N|auto",
-    callback=lambda ctx, param, value: _parse_instances(ctx, value),
-)
-@_setting(
-    "decoupled",
-    "Whether tensorrt_llm_bls streams; false allows unary requests instead.",
-    type=bool,
-)
-@_setting(
-    "open_control_apis",
-    "Leave Triton's shared-memory, model-repository, logging and trace APIs open to clients.",
-    is_flag=True,
-)
-@_setting("tls_cert", "Certificate of the gRPC, HTTP and OpenAI API ports, in PEM.", type=_PATH)
-@_setting("tls_key", "Key of --tls-cert, in PEM.", type=_PATH)
-@_setting(
-    "tls_client_ca",
-    "Whose certificates the clients of these ports must show, in PEM.",
-    type=_PATH,
-)
-@_setting("exit_timeout", "Seconds that running requests have to end when stopping.")
-@_setting("ready_timeout", "Seconds that the models have to load.")
-@_setting(
-    "stall_timeout",
-    "Seconds without any progress after which the server is not ready; after twice as long it "
-    "has failed.",
-)
-@_setting(
-    "on_failure",
-    "What to do when the server or one of its processes dies, stops or is stuck.",
-    type=click.Choice(["restart", "exit"]),
-)
-@_setting("log_file", "Append the server's whole log to this file.", type=_PATH)
+@options_of(ServeSettings)
+@_VERBOSE
 def serve(verbose: bool, **options: Any) -> None:
     """Serve a model until Ctrl-C or SIGTERM; a second one does not wait for running requests.
 
@@ -207,8 +89,15 @@ def serve(verbose: bool, **options: Any) -> None:
 
 
 @main.command()
-@_model_settings
-@click.option("--max-tokens", default=320, show_default=True, help="Longest answer, in tokens.")
+@options_of(ServeSettings, *_WHAT_IS_SERVED)
+@_VERBOSE
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=320,
+    show_default=True,
+    help="Longest answer, in tokens.",
+)
 def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
     """Start a server on free ports, show answers as they stream, stop it.
 

@@ -1,7 +1,7 @@
-"""The options of ``trtllm-bls serve``, once: the command line reads its defaults from here.
+"""The options of ``trtllm-bls serve``, once: its command line is made of them.
 
-Owns names, defaults and the text forms of options. Knows nothing of processes, ports that are
-busy, or files that exist: the launcher looks at the machine.
+Owns names, defaults and the text forms of options. Knows nothing of processes or ports that are
+busy: the launcher looks at the machine.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import click
+
+from trtllm_bls.chat_parsing import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import EngineChoice, parse_engine, rows_of
 from trtllm_bls.parameters.engine_choice import ENGINE
 
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
-
-
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 _AT_LEAST_ONE = (
     *("max_streams", "threads", "bls_instances", "openai_workers"),
     *("exit_timeout", "ready_timeout", "stall_timeout"),
@@ -46,6 +49,58 @@ class Override:
         return cls(**match.groupdict())
 
 
+def setting(help: str, default: Any = None, **more: Any) -> Any:
+    """A field of a dataclass that is an option too; ``more``: what click is told beside the help,
+    and ``flag``, where that is spelled otherwise."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+def options_of(settings: type, *names: str) -> Callable[[_Command], _Command]:
+    """The options of a dataclass's settings, or of those named, with the fields' types."""
+    hints = get_type_hints(settings)
+
+    def decorate(command: _Command) -> _Command:
+        for each in reversed(fields(settings)):
+            if each.metadata and (not names or each.name in names):
+                command = _option(each, hints[each.name])(command)
+        return command
+
+    return decorate
+
+
+def _option(setting: Field[Any], hint: Any) -> Callable[[_Command], _Command]:
+    more = dict(setting.metadata)
+    kind, *_ = get_args(hint) or (hint,)  # without "or None"
+    if setting.default not in (None, "", MISSING):
+        more |= {"default": setting.default, "show_default": True}
+    if setting.default is False:
+        more["is_flag"] = True
+    elif get_origin(hint) is Literal:
+        more["type"] = click.Choice(get_args(hint))
+    else:
+        more.setdefault("type", click.Path(path_type=Path) if kind is Path else kind)
+    return click.option(more.pop("flag", option(setting.name)), setting.name, **more)
+
+
+def _parse_overrides(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> tuple[Override, ...]:
+    try:
+        return tuple(Override.parse(value) for value in values)
+    except SettingsError as error:
+        raise click.UsageError(str(error), ctx) from error
+
+
+def _parse_instances(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> int | str | None:
+    if value is None or value == "auto":
+        return value
+    if not value.isdecimal():
+        raise click.UsageError(f"--bls-instances {value!r}: use a number or auto", ctx)
+    return int(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     """Everything a server is started with.
@@ -57,36 +112,80 @@ class ServeSettings:
     and ``decoupled`` to the configuration of ``tensorrt_llm_bls``.
     """
 
-    server: Path | None = None
-    model: Path | None = None
-    draft_model: Path | None = None
-    engine: str | None = None
-    model_repository: Path | None = None
-    host: str = "127.0.0.1"
-    expose: bool = False
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    health_port: int = 8003
-    openai_port: int = 9000
-    openai_workers: int = 1
-    api_keys_file: Path | None = None
-    tool_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    max_streams: int = int(rows_of("tensorrt_llm_bls")["max_streams"].default)
-    threads: int | None = None
-    bls_instances: int | Literal["auto"] | None = None
-    decoupled: bool | None = None
-    open_control_apis: bool = False
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    overrides: tuple[Override, ...] = ()
-    exit_timeout: int = 30
-    ready_timeout: int = 900
-    stall_timeout: int = 30
-    on_failure: Literal["restart", "exit"] = "restart"
-    log_file: Path | None = None
+    model: Path | None = setting("Checkpoint directory of the model (default: the demo's).")
+    engine: str | None = setting(
+        "Engine to use instead of one in this server: trtllm://HOST:PORT (trtllm-serve --grpc), "
+        "triton+grpc://HOST:PORT/MODEL, several with commas; or triton:MODEL. --model then only "
+        "names a tokenizer."
+    )
+    draft_model: Path | None = setting("Checkpoint directory of the draft model.")
+    model_repository: Path | None = setting("Model repository (default: our own).")
+    server: Path | None = setting("tritonserver: its directory or its binary.")
+    threads: int | None = setting("CPU threads of each embedded engine.")
+    overrides: tuple[Override, ...] = setting(
+        "Replace a parameter of a model's configuration; may be repeated.",
+        (),
+        flag="--set",
+        type=str,
+        multiple=True,
+        metavar="MODEL.PARAMETER=VALUE",
+        callback=_parse_overrides,
+    )
+    host: str = setting("Address to listen on.", "127.0.0.1")
+    expose: bool = setting("Allow a --host that other machines can reach.", False)
+    http_port: int = setting("HTTP port; 0 = any free port.", 8000)
+    grpc_port: int = setting("gRPC port; 0 = any free port.", 8001)
+    metrics_port: int = setting("Metrics port; 0 = any free port.", 8002)
+    health_port: int = setting(
+        "Port of /health/live, /health/ready, /health/startup; 0 = any free port.", 8003
+    )
+    openai_port: int = setting("Port of the OpenAI API; 0 = none.", 9000)
+    openai_workers: int = setting("Processes of the OpenAI API.", 1)
+    api_keys_file: Path | None = setting(
+        "Keys that clients of the OpenAI API must bring, one a line."
+    )
+    tool_parser: str = setting(
+        "How the model writes tool calls, for the OpenAI API; auto: by its chat template.",
+        "auto",
+        type=click.Choice(["auto", "none", *TOOL_FORMATS]),
+    )
+    reasoning_parser: str = setting(
+        "How the model marks reasoning, for the OpenAI API; auto: by its chat template.",
+        "auto",
+        type=click.Choice(["auto", "none", *REASONING_TAGS]),
+    )
+    max_streams: int = setting(
+        "Requests that may run at once.", int(rows_of("tensorrt_llm_bls")["max_streams"].default)
+    )
+    bls_instances: int | Literal["auto"] | None = setting(
+        "Processes of tensorrt_llm_bls: a number, or auto (by the number of cores).",
+        type=str,
+        metavar="N|auto",
+        callback=_parse_instances,
+    )
+    decoupled: bool | None = setting(
+        "Whether tensorrt_llm_bls streams; false allows unary requests instead."
+    )
+    open_control_apis: bool = setting(
+        "Leave Triton's shared-memory, model-repository, logging and trace APIs open to clients.",
+        False,
+    )
+    tls_cert: Path | None = setting("Certificate of the gRPC, HTTP and OpenAI API ports, in PEM.")
+    tls_key: Path | None = setting("Key of --tls-cert, in PEM.")
+    tls_client_ca: Path | None = setting(
+        "Whose certificates the clients of these ports must show, in PEM."
+    )
+    exit_timeout: int = setting("Seconds that running requests have to end when stopping.", 30)
+    ready_timeout: int = setting("Seconds that the models have to load.", 900)
+    stall_timeout: int = setting(
+        "Seconds without any progress after which the server is not ready; after twice as long it "
+        "has failed.",
+        30,
+    )
+    on_failure: Literal["restart", "exit"] = setting(
+        "What to do when the server or one of its processes dies, stops or is stuck.", "restart"
+    )
+    log_file: Path | None = setting("Append the server's whole log to this file.")
 
     @property
     def plain_host(self) -> str:
@@ -101,7 +200,7 @@ class ServeSettings:
                 f"--host {self.host}: whoever reaches this machine could use the server, which "
                 "knows no passwords; add --expose if that is meant"
             )
-        _check_tls(self)
+        _check_files(self)
         if self.engine_is_elsewhere:
             if self.model is None and self.model_repository is None:
                 raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
@@ -132,8 +231,8 @@ class ServeSettings:
         return choice is not None and choice.is_elsewhere
 
 
-def _check_tls(settings: ServeSettings) -> None:
-    for name in ("tls_cert", "tls_key", "tls_client_ca"):
+def _check_files(settings: ServeSettings) -> None:
+    for name in ("api_keys_file", "tls_cert", "tls_key", "tls_client_ca"):
         path = getattr(settings, name)
         if path is not None and not path.is_file():
             raise SettingsError(f"{option(name)} {path}: no such file")

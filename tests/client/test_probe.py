@@ -100,7 +100,7 @@ def watch(
     """Over a server whose processes are this one."""
     me = psutil.Process()
     server = SimpleNamespace(
-        probe=lambda: Probe(url, "canary"),
+        probe=lambda: Probe(url, "canary", local=True),
         models=("tensorrt_llm", "tensorrt_llm_bls") if engine_here else ("tensorrt_llm_bls",),
         guard=me,
         process=me,
@@ -169,6 +169,25 @@ async def test_an_engine_that_makes_steps_is_not_stuck(tmp_path: Path) -> None:
             await eventually(lambda: failed)
             assert "no response has left for" in failed[0]
             await asyncio.to_thread(watching.close)
+        metrics.shutdown()
+
+
+async def test_a_proxy_does_not_come_between_serve_and_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the environment says is for other addresses."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    Metrics.asked, Metrics.most = 0, math.inf
+    with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics:
+        threading.Thread(target=metrics.serve_forever, daemon=True).start()
+        async with FakeGrpcServer([Hold()]) as server:
+            url = f"http://127.0.0.1:{metrics.server_port}/metrics"
+            watching = watch(server.url, tmp_path, SECONDS, failed := [], metrics_url=url)
+            await eventually(lambda: server.asked and Metrics.asked)
+            await asyncio.to_thread(watching.close)
+        assert failed == []
         metrics.shutdown()
 
 

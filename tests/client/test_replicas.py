@@ -12,6 +12,7 @@ import pytest
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
 from tests.helpers.scripted_pairs import ids, read
+from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
@@ -151,6 +152,25 @@ async def test_other_errors_are_the_requests_own() -> None:
     with pytest.raises(InvalidRequest, match="request_output_len"):
         await tokens(engine, replace(ASK, max_tokens=0))
     assert len(one.requests) + len(two.requests) == 2, "neither was sent again"
+    await engine.close()
+
+
+@skipping_waits
+async def test_an_engine_that_answers_again_gets_requests_again() -> None:
+    """It is asked without any request, ever more rarely, for half a minute at most."""
+    one, two = engines()
+    engine = together(one, two)
+    await engine.limits()
+    one.fault = Fault(error=DOWN)
+    await tokens(engine)
+    one.fault = Fault(error=DOWN, limits=True)
+    await asyncio.sleep(100)
+    await tokens(engine)
+    assert len(one.requests) == 1, "the one that failed"
+    one.fault = None
+    await asyncio.sleep(30)
+    await tokens(engine)
+    assert len(one.requests) == 2
     await engine.close()
 
 

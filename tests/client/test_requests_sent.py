@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +10,8 @@ import grpc
 import numpy as np
 import pytest
 
-from tests.helpers.fake_grpc_server import (
-    FakeGrpcServer,
-    Say,
-    Until,
-    inputs_of,
-    text,
-    tokens,
-)
+from tests.helpers.command_scenes import stopped_by_request
+from tests.helpers.fake_grpc_server import FakeGrpcServer, inputs_of, text
 from trtllm_bls.client import Client, Tls
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import ConnectionFailed, InvalidRequest, SettingsError
@@ -55,19 +48,22 @@ async def test_a_request_says_what_was_given_and_nothing_else() -> None:
     assert second.id not in ("", first.id)
 
 
+async def test_a_proxy_does_not_come_before_a_server_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC would send the connection to the proxy, which knows another localhost."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with FakeGrpcServer([text("Hi", final=True)]) as server, Client(server.url) as client:
+        assert (await client.generate(**ASK)).text == "Hi"
+
+
 async def test_a_stop_request_ends_the_running_request_by_its_id() -> None:
     """The engine answers the stop with an empty final, the request with what it has."""
-    stopped = asyncio.Event()
-
-    def script(request: object) -> list[Say | Until]:
-        if "stop" in inputs_of(request):
-            stopped.set()
-            return [Say(final=True)]
-        return [tokens(5), Until(stopped), tokens(6, final=True)]
-
     model = replace(ENGINE, name="target")
     ask = {"input_ids": [1, 2], "input_lengths": 2, "request_output_len": 9}
-    async with FakeGrpcServer(script) as server, Client(server.url) as client:
+    async with FakeGrpcServer(stopped_by_request()) as server, Client(server.url) as client:
         stream = client.stream(model, **ask)
         first = await anext(stream)
         await client.stop(stream.request_id, model)

@@ -10,15 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.helpers.fake_grpc_server import (
-    Abort,
-    Fail,
-    FakeGrpcServer,
-    HangUp,
-    Hold,
-    Say,
-    text,
-)
+from tests.helpers.fake_grpc_server import Abort, Fail, FakeGrpcServer, HangUp, Hold, Say, text
 from tests.helpers.waiting import eventually
 from trtllm_bls.client import Client
 from trtllm_bls.client.stream import Stream

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,7 +25,9 @@ from tests.helpers.scripted_services import (
     reaching,
 )
 from tests.helpers.waiting import eventually
-from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
+from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
+from trtllm_bls.engines.trtllm_service.chunks import ServiceChunks
+from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -67,6 +70,40 @@ def test_a_stream_without_its_end_is_an_error() -> None:
         answered(replace(ASK, streaming=False), breaks_off=True)
     chunks, _ = answered(replace(ASK, max_tokens=3), breaks_off=True)
     assert chunks[-1].finish_reason is FinishReason.LENGTH
+
+
+def generated(**answer: Any) -> bytes:
+    message = messages.GenerateResponse(**{"request_id": "r", **answer})
+    return bytes(message.SerializeToString())
+
+
+TOKEN = generated(chunk={"token_ids": [7]})
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (b"\xff", "its message cannot be read"),
+        (generated(request_id="another", chunk={"token_ids": [7]}), "another request's id"),
+        (generated(chunk={"token_ids": [7], "sequence_index": 3}), "for sequence 3: none such"),
+        (generated(complete={"finish_reason": "error"}), "the engine failed while it answered"),
+    ],
+)
+async def test_an_answer_that_is_none_ends_the_request_and_its_work(
+    raw: bytes, problem: str
+) -> None:
+    """After the tokens before it; what comes later is nobody's."""
+    engine, call = Mock(), Mock(done=False)
+    engine.name, engine.open_call.return_value = "trtllm://gpu", call
+    message = messages.GenerateRequest(request_id="r")
+    chunks = ServiceChunks(engine, ASK, ServiceRequest(message, copies=1, ends_known=True))
+    chunks.on_messages([generated(), TOKEN, raw, TOKEN])
+    chunks.on_messages([TOKEN])
+    assert [chunk.token_ids for chunk in chunks.take()] == [(7,)]
+    with pytest.raises(EngineError, match=problem):
+        await chunks.wait()
+    engine.abort.assert_called_once_with("r", call)
+    engine.ended.assert_called_with(chunks)
 
 
 async def test_a_server_that_is_down_is_unavailable_and_comes_back() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -49,8 +50,12 @@ def test_a_wrong_text_command_is_explained(arguments: tuple[str, ...], words: st
 
 def test_an_input_that_cannot_be_sent_is_a_refused_request() -> None:
     """It fails as the server would have failed it, with the likely name."""
-    code, err = outcome("streaming_client", "Hi", "--set", "tempratur=1")
-    assert (code, "did you mean temperature?" in err) == (1, True), err
+    for given, words in (
+        ("tempratur=1", "did you mean temperature?"),
+        (r'bad_words="\ud800"', "bad_words: not valid Unicode at character 0 (a lone surrogate)"),
+    ):
+        code, err = outcome("streaming_client", "Hi", "--set", given)
+        assert (code, words in err) == (1, True), err
 
 
 def test_a_prompt_must_be_utf_8() -> None:
@@ -61,17 +66,30 @@ def test_a_prompt_must_be_utf_8() -> None:
 
 def test_a_wrong_token_command_is_explained(tmp_path: Path) -> None:
     """Files are looked into before a connection is made."""
-    words, ids = tmp_path / "words.csv", tmp_path / "ids.csv"
+    words, ids, latin_1 = (tmp_path / name for name in ("words.csv", "ids.csv", "latin-1.csv"))
     words.write_text("one,two\n")
     ids.write_text("1,2\n")
+    latin_1.write_bytes(b"1,\xff")
+    tables = {"flat": np.ones(3), "number": np.float32(1), "words": np.array([["a"]])}
+    for name, array in tables.items():
+        np.save(tmp_path / f"{name}.npy", array)
     given = ("--input-tokens-csv", str(ids))
     for arguments, expected in (
         ((), "Give --input-tokens-csv, or --tokenizer-dir"),
         ((*given, "-c"), "--check-output needs --output-tokens-csv"),
         ((*given, "--requested-outputs", "sequence_length"), "must have output_ids"),
         (("--input-tokens-csv", str(words)), "the first row is not a list of token ids"),
+        (("--input-tokens-csv", str(latin_1)), "the first row is not a list of token ids"),
         ((*given, "--lookahead-config", "[1,2]"), "'[1,2]' is not [W,N,G]"),
         ((*given, "--lora-path", str(tmp_path)), "cannot be read as a numpy array"),
+        *(
+            ((*given, "--prompt-embedding-table-path", str(tmp_path / f"{name}.npy")), said)
+            for name, said in (
+                ("flat", "(3,) is no [task, row, size]"),
+                ("number", "() is no [task, row, size]"),
+                ("words", "cannot be read as a numpy array"),
+            )
+        ),
     ):
         code, err = outcome("inflight_batcher_llm_client", *arguments)
         assert (code, expected in err) == (2, True), err

@@ -51,6 +51,7 @@ class Outcome:
     out: str
     err: str
     inputs: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[list[str]] = field(default_factory=list)
     cancels: int = 0
 
 
@@ -118,7 +119,10 @@ def scenes(files: Path) -> dict[str, Scene]:
         ),
         "tokens": token_scene(*check, script=[tokens(5), tokens(6), tokens(final=True)]),
         "other tokens": token_scene(*check, script=[tokens(5, 7, final=True)]),
-        "whole": token_scene(*ids, script=[tokens(1, 2, 3, 5, final=True)]),
+        "whole": token_scene(
+            *(*ids, "--requested-outputs", "output_ids"),
+            script=[tokens(1, 2, 3, 5, final=True)],
+        ),
         "everything": token_scene(
             *(*ids, "--draft-tokens-csv", str(prompt), "--lora-path", str(files)),
             *("--lora-task-id", "7", "--lookahead-config", "[4,3,2]", "--return-log-probs"),
@@ -183,6 +187,7 @@ async def play(scene: Scene) -> Outcome:
         if scene.interrupted or (scene.redirected == DISK_FULL and server.asked):
             await server.cancelled.wait()
         inputs = [inputs_of(request) for request in server.asked]
+        outputs = [[output.name for output in request.outputs] for request in server.asked]
     code = process.returncode
     assert code is not None
-    return Outcome(code, (first + out).decode(), err.decode(), inputs, server.cancels)
+    return Outcome(code, (first + out).decode(), err.decode(), inputs, outputs, server.cancels)

@@ -119,7 +119,7 @@ class Ask:
         return json.dumps(self.sent_parameters)
 
     def inputs(self) -> list[Tensor]:
-        return [Tensor(name, array) for name, array in self._inputs.items()]
+        return [Tensor(name, _lent(array)) for name, array in self._inputs.items()]
 
     def requested_output_names(self) -> list[str]:
         return list(self._outputs)
@@ -165,6 +165,13 @@ class Ask:
         if wide := [name for name, array in arrays.items() if array.shape[0] != 1]:
             raise self._triton.breach(f"first dimension of a response is not 1: {wide}")
         self.responses.append(arrays)
+
+
+def _lent(array: Any) -> Any:
+    """An array over memory that stays the lender's, as far as an array tells that."""
+    if array.dtype == object or not array.size:
+        return array
+    return np.frombuffer(memoryview(array), array.dtype).reshape(array.shape)
 
 
 class _Logger:

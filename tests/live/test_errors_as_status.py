@@ -77,11 +77,11 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 @pytest.mark.parametrize("model", BAD)
 def test_errors_as_grpc_status_leave_the_server_up(slow: TritonServer, model: str) -> None:
     """Each caller gets its status, and the next request an answer of the same process."""
-    pid = slow.pid
+    process = slow.process
     codes = asyncio.run(attack(slow.grpc_url, model))
     assert codes == [grpc.StatusCode.INVALID_ARGUMENT] * ATTACKS
     assert asyncio.run(ask(slow.grpc_url))
-    assert slow.pid == pid
+    assert slow.process == process
 
 
 async def ask(url: str) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
-import signal
 import socket
 import sys
 import urllib.error
@@ -14,7 +12,6 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from rich.console import Console
 
@@ -35,11 +32,11 @@ def test_a_server_is_ready_serves_and_leaves_nothing(repository: Path) -> None:
         with stream(server.grpc_url, 3) as following:
             assert [following() for _ in range(4)] == ["tick", "tick", "tick", None]
         assert server.models == ("ticker",)
-        prefix, pid = server.region_prefix, server.pid
+        prefix, process = server.region_prefix, server.process
         assert left_over(prefix)
         address = server.grpc_url.split(":")
     assert left_over(prefix) == []
-    assert not psutil.pid_exists(pid or 0)
+    assert process and not process.is_running()
     with pytest.raises(OSError):
         socket.create_connection((address[0], int(address[1])))
 
@@ -94,7 +91,8 @@ def test_a_killed_server_is_an_error_with_its_last_words(repository: Path) -> No
     server = TritonServer(free_ports(model_repository=repository))
     server.start()
     prefix = server.region_prefix
-    os.kill(server.pid or 0, signal.SIGKILL)
+    assert server.process
+    server.process.kill()
     with pytest.raises(ServerFailed, match=r"ended by itself \(SIGKILL") as failed:
         server.wait()
     assert failed.value.log_lines

@@ -87,6 +87,18 @@ def test_what_the_server_leaves_behind_is_killed(tmp_path: Path) -> None:
     end_of(process)
 
 
+def test_the_name_of_another_process_may_be_anything(tmp_path: Path) -> None:
+    """Linux cuts names after 15 bytes, in the middle of a character where that is."""
+    named = os.fsencode(tmp_path) + b"/" + "Prozessgröße".encode()[:10]
+    os.symlink("/bin/sh", named)
+    (tmp_path / "served").mkdir()
+    with subprocess.Popen([named, "-c", "read line"], stdin=subprocess.PIPE) as other:
+        with pytest.raises(UnicodeDecodeError):
+            Path(f"/proc/{other.pid}/stat").read_text(encoding="utf-8")
+        assert end_of(guarded(tmp_path / "served", DRAINS)) == (0, "drained\n")
+    assert list((tmp_path / "served").iterdir()) == []
+
+
 def test_the_servers_own_end_is_the_guards(tmp_path: Path) -> None:
     """Exit codes pass through, and nobody has to ask. What else the launcher has started may still
     use the directory, which is left to it."""

@@ -148,7 +148,7 @@ def test_what_is_not_for_users_does_not(proxy: Proxy) -> None:
 
 def test_bodies_that_would_end_the_server_do_not_reach_it(proxy: Proxy) -> None:
     """Forms, large bodies, packed ones."""
-    pid = proxy.server.pid
+    process = proxy.server.process
     form, plain = "application/x-www-form-urlencoded", "application/json"
     large = b"a" * 5_000_000
     for path in (f"{MODELS}/generate", "/v2/health/ready", "/nowhere"):
@@ -159,7 +159,7 @@ def test_bodies_that_would_end_the_server_do_not_reach_it(proxy: Proxy) -> None:
     packing = {"Content_Type": plain, "Content_Encoding": "deflate"}
     assert answered(proxy, f"{MODELS}/generate", packed, **packing) == 415
     assert generate(proxy.http_url, **BODY)["text_output"]
-    assert proxy.server.pid == pid
+    assert proxy.server.process == process
 
 
 def test_other_grpc_methods_are_not_offered(proxy: Proxy) -> None:
@@ -194,10 +194,10 @@ BAD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model", BAD)
 def test_the_header_that_ends_the_server_is_taken_away(proxy: Proxy, model: str) -> None:
     """Sent to the server itself, a few of these requests are enough, whichever model is asked."""
-    pid = proxy.server.pid
+    process = proxy.server.process
     assert asyncio.run(attack(proxy.grpc_url, model)) == ATTACKS
     assert generate(proxy.http_url, **BODY)["text_output"]
-    assert proxy.server.pid == pid
+    assert proxy.server.process == process
 
 
 async def attack(url: str, model: str) -> int:

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from click.testing import CliRunner, Result
 
 from tests.helpers.model_configurations import parsed
-from tests.helpers.small_tokenizers import directory
 from trtllm_bls.cli import main
 
 BUILD = {
@@ -35,14 +33,17 @@ def make_engine(place: Path, build: dict[str, Any], **more: Any) -> Path:
 
 
 @dataclass
-class Demo:
-    engine: Path
-    tokenizer: Path
+class Written:
+    """Where ``configure`` writes a repository, from ``places`` (options)."""
+
     out: Path
 
+    def places(self) -> list[object]:
+        raise NotImplementedError
+
     def run(self, *more: str) -> Result:
-        places = ["--engine-dir", self.engine, "--tokenizer-dir", self.tokenizer, "--out", self.out]
-        return CliRunner().invoke(main, ["configure", *map(str, places), *more])
+        words = ["configure", *self.places(), "--out", self.out, *more]
+        return CliRunner().invoke(main, list(map(str, words)))
 
     def write(self, *more: str) -> Result:
         """Without loading the tokenizer, for speed."""
@@ -58,10 +59,13 @@ class Demo:
         return {key: value.string_value for key, value in parameters}
 
 
-@pytest.fixture
-def demo(tmp_path: Path) -> Demo:
-    engine = make_engine(tmp_path / "engine", BUILD)
-    return Demo(engine, directory("byte-level"), tmp_path / "repository")
+@dataclass
+class Demo(Written):
+    engine: Path
+    tokenizer: Path
+
+    def places(self) -> list[object]:
+        return ["--engine-dir", self.engine, "--tokenizer-dir", self.tokenizer]
 
 
 def error_of(result: Result) -> str:

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.model_configurations import check_wires, rows_of_config, rows_of_table
-from tests.models.configured import BUILD, NOT_PAGED, Demo, demo, error_of, make_engine
+from tests.models.configured import BUILD, NOT_PAGED, Demo, error_of, make_engine
 from trtllm_bls.configure.pbtxt import PARAMETERS
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.wire.engine_client import DeployedModel
-
-__all__ = ["demo"]  # the fixture
 
 CHECKOUT = Path(__file__).parents[2] / "models"
 
@@ -169,6 +168,9 @@ def test_the_release_is_the_engines_unless_it_is_named(demo: Demo, tmp_path: Pat
     demo.engine = make_engine(tmp_path / "older", BUILD, version="0.17.0.post1")
     assert "random_seed UINT64 [1] s" in engine_rows(demo)
     assert "seed UINT64 [1] s" in engine_rows(demo, "--version", "last")
+    demo.engine = make_engine(tmp_path / "own", BUILD, version="main")
+    assert f"{demo.engine}: version main: use a release" in error_of(demo.run("--force"))
+    assert "seed UINT64 [1] s" in engine_rows(demo, "--version", "last")
 
 
 # --- how tensorrt_llm_bls serves ------------------------------------------------------------
@@ -285,6 +287,17 @@ def test_unchecked_directories_may_be_on_another_machine(demo: Demo) -> None:
     assert demo.config("tensorrt_llm").max_batch_size == 64
 
 
+def test_what_cannot_be_written_is_one_line(demo: Demo, tmp_path: Path) -> None:
+    """A script without a directory is refused before anything is written."""
+    line = error_of(demo.run("--no-check", "--slurm", "/nowhere/job.sh"))
+    assert line == "error: --slurm /nowhere/job.sh: there is no such directory"
+    assert not demo.out.exists()
+    (tmp_path / "file").touch()
+    demo.out = tmp_path / "file" / "repository"
+    line = error_of(demo.run("--no-check"))
+    assert str(demo.out) in line and "cannot be written: Not a directory" in line
+
+
 # --- what is there already ------------------------------------------------------------------
 
 
@@ -296,6 +309,16 @@ def test_a_repository_that_is_there_is_not_touched(demo: Demo) -> None:
     assert f"--out {demo.out}" in line
     assert "--force" in line
     assert [path.name for path in demo.out.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["engine", "tokenizer"])
+def test_force_deletes_no_engine_and_no_tokenizer(demo: Demo, name: str) -> None:
+    """Some lie in the version directory of the very model that is to be replaced."""
+    inside = Path(shutil.copytree(getattr(demo, name), demo.out / "tensorrt_llm" / "1"))
+    setattr(demo, name, inside)
+    line = error_of(demo.run("--no-check", "--force"))
+    assert line == f"error: --force: would delete {inside}; choose another --out"
+    assert any(inside.iterdir())
 
 
 def test_force_replaces_our_models_and_nothing_else(demo: Demo) -> None:

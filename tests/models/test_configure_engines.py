@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from tests.helpers.model_configurations import rows_of_config
-from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, demo, error_of, make_engine
+from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, error_of, make_engine
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.cpp_backend import check_backend
 from trtllm_bls.parameters.cpp_backend import keys_of as keys_of_table
 from trtllm_bls.parameters.table import ENGINE_FACTS
-
-__all__ = ["demo"]  # the fixture
 
 FACTS = json.loads((Path(__file__).parent / "cpp_backend_keys.json").read_text())
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.configured import PLAIN, Demo, demo, error_of, make_engine
-
-__all__ = ["demo"]  # the fixture
+from tests.models.configured import PLAIN, Demo, error_of, make_engine
 
 
 def draft_of(tmp_path: Path, ranks: int = 1) -> str:

@@ -11,14 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from tests.helpers.small_tokenizers import directory
-from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, demo, make_engine
+from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, make_engine
 from tests.models.doctored import change, findings, only, rewrite
 from trtllm_bls.cli import main
 from trtllm_bls.doctor import machine
 from trtllm_bls.doctor.findings import examine
 from trtllm_bls.doctor.subject import Subject
-
-__all__ = ["demo"]  # the fixture
 
 
 def with_draft(demo: Demo, tmp_path: Path, **more: Any) -> Path:
@@ -75,31 +73,29 @@ def test_a_configuration_that_cannot_be_read_is_an_error(demo: Demo, tmp_path: P
     (tmp_path / "empty").mkdir()
     assert "no model" in only(findings("readable", repository=tmp_path / "empty")).what
     assert "config.json" in only(findings("readable", engine_dir=tmp_path / "empty")).what
+    old = make_engine(tmp_path / "old", BUILD, version="0.8.0")
+    assert "version 0.8.0" in only(findings("readable", engine_dir=old, version="0.19")).what
+    assert findings("versions", engine_dir=old, version="0.19") == []
 
 
 @pytest.mark.parametrize(
-    ("version", "key", "value"),
+    ("version", "model", "key", "value"),
     [
-        ("0.13", "multi_block_mode", "true"),
-        ("0.19", "max_beam_with", "1"),
-        ("0.19", "enable_kv_cache_reuse", "yes"),
+        ("0.13", "tensorrt_llm", "multi_block_mode", "true"),
+        ("0.19", "tensorrt_llm", "max_beam_with", "1"),
+        ("0.19", "tensorrt_llm", "enable_kv_cache_reuse", "yes"),
+        ("last", "tensorrt_llm_bls", "draft_source", "oracle"),
     ],
 )
-def test_a_parameter_that_the_release_does_not_read(
-    demo: Demo, version: str, key: str, value: str
+def test_a_parameter_that_is_not_read(
+    demo: Demo, version: str, model: str, key: str, value: str
 ) -> None:
-    """It would be ignored, or taken for "not set"."""
+    """By the release it would be ignored, or taken for "not set"; by us, refused at load."""
     demo.write("--version", version)
-    change(demo, "tensorrt_llm", **{key: value})
+    change(demo, model, **{key: value})
     found = findings("parameters", repository=demo.out, version=version)
-    assert key in only(found).what
-
-
-def test_our_own_parameters_are_looked_at_too(demo: Demo) -> None:
-    """By the reader that the model uses."""
-    demo.write()
-    change(demo, "tensorrt_llm_bls", draft_source="oracle")
-    assert "oracle" in only(findings("parameters", repository=demo.out)).what
+    assert f"{model}.{key}: " in only(found).what
+    assert value in only(found).what or model == "tensorrt_llm"
 
 
 def test_a_key_without_which_the_backend_does_not_load(demo: Demo) -> None:
@@ -161,7 +157,7 @@ def test_logits_of_another_type(demo: Demo, tmp_path: Path) -> None:
         "tensorrt_llm.generation_logits",
         "tensorrt_llm.draft_logits",
     }
-    with_draft(Demo(demo.engine, demo.tokenizer, tmp_path / "both"), tmp_path, **half)
+    with_draft(Demo(tmp_path / "both", demo.engine, demo.tokenizer), tmp_path, **half)
     found = findings("logits_types", repository=tmp_path / "both")
     assert "the target takes FP32" in only(found).what
 
@@ -233,6 +229,15 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
     assert str(tmp_path) in found.what
 
 
+@pytest.mark.parametrize("key", ["tokenizer_dir", "draft_tokenizer_dir"])
+def test_a_placeholder_is_no_tokenizer(demo: Demo, key: str) -> None:
+    """The check of placeholders names it."""
+    demo.write()
+    change(demo, "tensorrt_llm_bls", **{key: "${directory}"})
+    assert findings("tokenizer", repository=demo.out) == []
+    assert key in only(findings("placeholders", repository=demo.out)).what
+
+
 # --- the machine ----------------------------------------------------------------------------
 
 
@@ -287,6 +292,8 @@ def test_a_server_without_a_backend_for_this_python(tmp_path: Path) -> None:
     (tmp_path / "bin" / "tritonserver").touch()
     found = only(findings("server_python", server=tmp_path))
     assert "no Python backend for Python" in found.what and "container" in found.mend
+    found = only(findings("server_python", server=tmp_path / "none"))
+    assert "no tritonserver there" in found.what
 
 
 def test_an_environment_that_the_server_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:

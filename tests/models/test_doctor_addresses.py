@@ -15,11 +15,9 @@ from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
 from doubles.trtllm_service import Behaviour
 from tests.helpers.scripted_services import service_in_a_thread
-from tests.models.configured import Demo, demo
+from tests.models.configured import Demo
 from tests.models.doctored import change, findings, only
 from trtllm_bls.doctor.subject import Subject
-
-__all__ = ["demo"]  # the fixture
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]

@@ -12,16 +12,9 @@ from click.testing import CliRunner
 
 from tests.models.configured import error_of
 from trtllm_bls.cli import main
-from trtllm_bls.configure.build_flags import (
-    BUILD,
-    CONVERT,
-    FLAGS,
-    NEWEST,
-    QUANTIZE,
-    as_markdown,
-    shown,
-)
+from trtllm_bls.configure.build_flags import BUILD, CONVERT, FLAGS, NEWEST, QUANTIZE, as_markdown
 from trtllm_bls.configure.recipe import PRESETS, lookahead_draft_len
+from trtllm_bls.parameters.cpp_backend import shown
 
 RELEASES = [*(f"0.{minor}" for minor in range(9, 22)), "1.0", "1.1", "1.2"]
 
@@ -66,7 +59,7 @@ def test_every_release_gets_flags_that_it_has(preset: str, release: str) -> None
         (("latency", "--release", "0.16"), "--low_latency_gemm_plugin from 0.17"),
         (("latency", "--release", "0.18"), "--lookahead off"),
         (("latency", "--precision", "bf16"), "--precision bf16"),
-        (("throughput", "--release", "0.8"), "0.8"),
+        (("throughput", "--release", "0.8"), "--release 0.8: use a release"),
         (("throughput", "--release", "1.3"), "trtllm-serve --grpc"),
         (("latency", "--lookahead", "7,7"), "window,n-gram,verification set"),
     ],
@@ -144,6 +137,9 @@ def test_the_script_is_the_one_of_the_checkpoints_family(tmp_path: Path) -> None
     config.write_text(json.dumps({"model_type": "bloom"}))
     line = error_of(CliRunner().invoke(main, ["recipe", *there, "0.20"]))
     assert "model_type bloom" in line
+    config.write_text("{")
+    line = error_of(CliRunner().invoke(main, ["recipe", *there, "0.20"]))
+    assert f"--checkpoint: {config} cannot be read" in line
     quantized = commands(*there, "0.20", "--precision", "fp8")[0]
     assert quantized[1].endswith("examples/quantization/quantize.py")
 

@@ -226,19 +226,17 @@ def test_a_model_may_have_more_logits_than_its_tokenizer_has_tokens(
     assert tokenizer.model_vocab_size == (more or bytes_made.vocab_size)
 
 
-def test_a_tokenizer_without_eos_takes_the_models(tmp_path: Path) -> None:
-    """And pads with it, if it has no pad token either."""
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [({"generation_config": {"eos_token_id": [9, 7]}}, (9, 9, (9, 7))), ({}, (None, None, ()))],
+)
+def test_a_tokenizer_without_eos_takes_the_models(
+    tmp_path: Path, files: dict[str, Any], ends: tuple[Any, ...]
+) -> None:
+    """And pads with it, if it has no pad token either; some models end only by length."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    files = {"tokenizer_config": config, "generation_config": {"eos_token_id": [9, 7]}}
-    tokenizer = load_tokenizer(copied(tmp_path, **files))
-    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.end_ids) == (9, 9, (9, 7))
-
-
-def test_a_tokenizer_without_any_end(tmp_path: Path) -> None:
-    """Some models end only by length; that is no error."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    tokenizer = load_tokenizer(copied(tmp_path, tokenizer_config=config))
-    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.end_ids) == (None, None, ())
+    tokenizer = load_tokenizer(copied(tmp_path, tokenizer_config=config, **files))
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.end_ids) == ends
 
 
 def test_the_fingerprint_tells_tables_apart(tmp_path: Path, bytes_made: Tokenizer) -> None:

@@ -29,14 +29,9 @@ from tests.helpers.openai_server import MODEL, serving
 from tests.helpers.scripted_text import tokenizer
 from trtllm_bls.client import Event
 from trtllm_bls.commands.benchmark import main, read_prompts
-from trtllm_bls.commands.benchmark_figures import (
-    Outcome,
-    compare,
-    figures,
-    histogram,
-    problem_of,
-)
-from trtllm_bls.commands.servers import Reply
+from trtllm_bls.commands.benchmark_figures import Outcome, compare, figures, histogram, problem_of
+from trtllm_bls.commands.reply import Reply
+from trtllm_bls.commands.servers import Question
 from trtllm_bls.errors import SettingsError
 
 BENCHMARK = Path(__file__).parents[2] / "client" / "benchmark.py"
@@ -117,9 +112,13 @@ def test_a_quiet_server_shows_bars_and_ends_well(triton: FakeGrpcServer) -> None
     [
         (("--png", "x.png"), 2, "error: --png: needs matplotlib"),
         (("--json", "/nowhere/x.json"), 2, "error: --json /nowhere/x.json: there is no such"),
+        (("--html", "/"), 2, "error: --html /: is a directory"),
+        (("--url", "http://host:99999/v1"), 2, "error: --url http://host:99999/v1: write http://"),
+        (("--url", "http://[::1/v1"), 2, "error: --url http://[::1/v1: write http://HOST:PORT/v1"),
         (("--prompts", "/nowhere.txt"), 2, "error: --prompts /nowhere.txt: cannot be read"),
         (("--field", "x"), 2, "--field: 'x' is not NAME=VALUE"),
         (("--url", "http://127.0.0.1:1/v1"), 3, "error: http://127.0.0.1:1/v1: "),
+        (("--url", "127.0.0.1:1"), 3, "error: 127.0.0.1:1: "),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_measured(
@@ -222,4 +221,5 @@ def test_every_end_is_checked(
     reply.add(
         Event(texts=(text,), received_at=0.0, finish_reason=finish_reason, num_output_tokens=tokens)
     )
-    assert problem_of(reply, 5, ignore_eos) == problem
+    asked = Question(max_tokens=5, fields={"ignore_eos": ignore_eos or None})
+    assert problem_of(reply, asked) == problem

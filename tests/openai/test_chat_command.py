@@ -179,7 +179,8 @@ def test_stats_of_an_openai_api_come_from_its_usage(start: Start) -> None:
 
 def piped(lines: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CHAT), *words]
-    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
+    how: dict[str, Any] = {"errors": "surrogateescape", "text": True, "timeout": 120}
+    return subprocess.run(command, input=lines, capture_output=True, **how)
 
 
 def test_without_a_terminal_each_line_is_a_message(triton: FakeGrpcServer) -> None:
@@ -190,6 +191,9 @@ def test_without_a_terminal_each_line_is_a_message(triton: FakeGrpcServer) -> No
     failed = piped("fail\nHi\n", "--url", triton.url)
     assert failed.returncode == 1
     assert failed.stderr == "error: prompt: is not liked\n"
+    failed = piped("caf\udce9\n", "--url", triton.url)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: messages: not valid Unicode at character ")
     assert len(triton.asked) == 2
 
 
@@ -197,6 +201,7 @@ def test_without_a_terminal_each_line_is_a_message(triton: FakeGrpcServer) -> No
     ("url", "code", "told"),
     [
         ("http://127.0.0.1:1/v1", 3, "error: http://127.0.0.1:1/v1: "),
+        ("127.0.0.1:1", 3, "error: 127.0.0.1:1: "),
         ("ftp://127.0.0.1:1", 2, "error: --url ftp://127.0.0.1:1: write http://"),
     ],
 )

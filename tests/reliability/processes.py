@@ -15,7 +15,8 @@ SHARED = Path("/dev/shm")
 def named(server: TritonServer) -> dict[int, str]:
     """The server's processes by id: ``tritonserver``, and each stub as its model."""
     found = {}
-    triton = psutil.Process(server.pid)
+    triton = server.process
+    assert triton
     for process in (triton, *triton.children(recursive=True)):
         command = process.cmdline()
         is_stub = "stub" in command[0] if command else False

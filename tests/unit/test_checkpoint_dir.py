@@ -14,6 +14,9 @@ from trtllm_bls.checkpoint_dir import check_checkpoint, check_tokenizer
 from trtllm_bls.errors import CheckpointError, TokenizerError
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 13910360\n"
+WEIGHTS = "model.safetensors"
+UNIGRAM = {"type": "Unigram", "vocab": [["piece", -1.0]] * 5000}
+Damage = Callable[[Path], object]
 
 
 @pytest.fixture
@@ -21,43 +24,25 @@ def checkpoint(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO / "draft", tmp_path / "model"))
 
 
-def _adapter(directory: Path) -> None:
-    (directory / "adapter_config.json").write_text("{}")
+def writes(name: str, text: str) -> Damage:
+    return lambda directory: (directory / name).write_text(text)
+
+
+def removes(name: str) -> Damage:
+    return lambda directory: (directory / name).unlink()
+
+
+def changes(name: str, **values: object) -> Damage:
+    return lambda directory: _rewrite(directory / name, **values)
+
+
+ADAPTER = writes("adapter_config.json", "{}")
 
 
 def _adapter_alone(directory: Path) -> None:
-    _adapter(directory)
-    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+    ADAPTER(directory)
+    (directory / WEIGHTS).rename(directory / "adapter_model.safetensors")
     (directory / "config.json").unlink()
-
-
-def _pointer(directory: Path) -> None:
-    (directory / "model.safetensors").write_text(POINTER)
-
-
-def _tokenizer_pointer(directory: Path) -> None:
-    (directory / "tokenizer.json").write_text(POINTER)
-
-
-def _no_config(directory: Path) -> None:
-    (directory / "config.json").unlink()
-
-
-def _no_weights(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
-
-
-def _smaller_model(directory: Path) -> None:
-    _rewrite(directory / "config.json", vocab_size=100)
-
-
-def _unigram(directory: Path) -> None:
-    vocabulary = [["piece", -1.0]] * 5000
-    _rewrite(directory / "tokenizer.json", model={"type": "Unigram", "vocab": vocabulary})
-
-
-def _not_json(directory: Path) -> None:
-    (directory / "config.json").write_text("{")
 
 
 def _rewrite(file: Path, **changes: object) -> None:
@@ -68,20 +53,18 @@ def _rewrite(file: Path, **changes: object) -> None:
     ("damage", "said"),
     [
         (shutil.rmtree, "is not a directory"),
-        (_adapter, r"an adapter, .* merge_and_unload.* or remove adapter_config\.json"),
+        (ADAPTER, r"an adapter, .* merge_and_unload.* or remove adapter_config\.json"),
         (_adapter_alone, r"an adapter, .*merge_and_unload, save_pretrained\)$"),
-        (_pointer, r"model\.safetensors is a git-LFS pointer.* `git lfs pull`"),
-        (_tokenizer_pointer, r"tokenizer\.json is a git-LFS pointer"),
-        (_no_config, r"has no config\.json"),
-        (_no_weights, r"has no weights"),
-        (_smaller_model, r"ids up to \d+, its model 100 embeddings"),
-        (_unigram, r"ids up to 4999, its model \d+ embeddings"),
-        (_not_json, r"config\.json is not JSON"),
+        (writes(WEIGHTS, POINTER), r"model\.safetensors is a git-LFS pointer.* `git lfs pull`"),
+        (writes("tokenizer.json", POINTER), r"tokenizer\.json is a git-LFS pointer"),
+        (removes("config.json"), r"has no config\.json"),
+        (removes(WEIGHTS), r"has no weights"),
+        (changes("config.json", vocab_size=100), r"ids up to \d+, its model 100 embeddings"),
+        (changes("tokenizer.json", model=UNIGRAM), r"ids up to 4999, its model \d+ embeddings"),
+        (writes("config.json", "{"), r"config\.json is not JSON"),
     ],
 )
-def test_a_damaged_checkpoint_is_one_line(
-    checkpoint: Path, damage: Callable[[Path], None], said: str
-) -> None:
+def test_a_damaged_checkpoint_is_one_line(checkpoint: Path, damage: Damage, said: str) -> None:
     """It begins with the directory and says what to do."""
     damage(checkpoint)
     with pytest.raises(CheckpointError, match=said) as caught:

@@ -121,12 +121,19 @@ def test_our_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_impossible_settings_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [("--max-streams", "0", "must be at least 1"), ("--api-keys-file", "/none", "no such file")],
+)
+def test_impossible_settings_are_refused(option: str, value: str, problem: str) -> None:
     """Errors of the settings themselves read the same."""
-    assert run("serve", "--max-streams", "0") == (
-        1,
-        "error: --max-streams 0: must be at least 1\n",
-    )
+    assert run("serve", option, value) == (1, f"error: {option} {value}: {problem}\n")
+
+
+def test_an_answer_without_tokens_is_refused_before_the_demo_starts() -> None:
+    """Loading the models takes seconds."""
+    code, output = run("demo", "--max-tokens", "0")
+    assert (code, "0 is not in the range x>=1" in output) == (2, True)
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:

@@ -13,7 +13,7 @@ from tritonclient.utils import serialize_byte_tensor
 from trtllm_bls.client import Event
 from trtllm_bls.client.events import read_event
 from trtllm_bls.commands.display import JsonDisplay, TextDisplay
-from trtllm_bls.commands.summary import endings, summarise
+from trtllm_bls.commands.reply import Reply, summarise
 from trtllm_bls.commands.token_answer import TokenAnswer, agrees
 
 
@@ -27,7 +27,11 @@ def brought(beams: list[list[int]], lengths: list[int], **more: Any) -> Event:
 
 
 def summary_of(*events: Event, ended: str | None = None) -> Any:
-    return summarise(events, 10.0, 8, ended)
+    reply = Reply()
+    reply.sent = 10.0
+    for event in events:
+        reply.add(event)
+    return summarise(reply, 8, ended)
 
 
 def shown(capsys: pytest.CaptureFixture[str], display: Any, *events: Event) -> str:
@@ -92,8 +96,14 @@ def test_the_ending_is_the_server_s_word_unless_this_side_ended_it() -> None:
         said("b", sequence_index=1, finish_reason="length"),
         said("a", sequence_index=0, finish_reason="stop", stop_reason="\n"),
     ]
-    assert endings(events) == "stop at '\\n', length"
+    assert summary_of(*events).ended == "stop at '\\n', length"
     assert summary_of(*events, ended="interrupted").ended == "interrupted"
+
+
+def test_several_answers_may_have_more_tokens_than_one_was_asked_for() -> None:
+    """The limit is that of each."""
+    lines = summary_of(said("a", num_output_tokens=8), said("b", num_output_tokens=8)).lines()
+    assert "tokens: 16 of 8 asked for in each answer" in lines
 
 
 # --- text -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,12 +20,12 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.helpers.waiting import until
+from tests.helpers.waiting import until, until_ended
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Bounds, Observed, ServerProcesses, Verdict, evaluate, find_server
-from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
+from trtllm_bls.launcher.process import BackOff
 from trtllm_bls.launcher.readiness import StartProgress
 from trtllm_bls.launcher.watch import Watch
 
@@ -200,6 +201,17 @@ def test_the_process_that_answers_is_started_again(endpoint: tuple[HealthState, 
     until(live)
 
 
+def test_a_process_that_was_stopped_ends_with_the_endpoint() -> None:
+    """It would not hear that its input has ended, nor take more of it."""
+    running = HealthEndpoint("127.0.0.1", 0, HealthState())
+    (answering,) = psutil.Process().children()
+    answering.suspend()
+    closing = threading.Thread(target=running.close, daemon=True)
+    closing.start()
+    until_ended([answering], SECONDS)
+    closing.join()
+
+
 def test_the_reasons_are_told() -> None:
     """All of them, with what the watch has seen."""
     state = HealthState()
@@ -226,6 +238,15 @@ def test_an_api_that_does_not_answer_ends_readiness() -> None:
         state.api_problem = "the OpenAI API has ended (SIGKILL)"
         assert state.answers()["ready"] == ["the OpenAI API has ended (SIGKILL)"]
         state.api_problem = None
+        assert state.answers()["ready"] == []
+
+
+def test_a_new_start_forgets_the_problem_of_the_api_before() -> None:
+    """The server's end ended that process, too, and another one answers."""
+    state = HealthState()
+    state.api_problem = "the OpenAI API has ended (SIGKILL)"
+    state.restarting("the server ended by itself")
+    with state.serving(looking(Verdict())):
         assert state.answers()["ready"] == []
 
 

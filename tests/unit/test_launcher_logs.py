@@ -77,7 +77,7 @@ def test_only_noteworthy_lines_are_shown(raw: str, shown: bool) -> None:
 
 def test_loaded_models_are_noticed() -> None:
     """Progress comes from the log, since the server does not listen before all is loaded."""
-    assert book(LOADED, NO_GPU).loaded == {"echo"}
+    assert book(LOADED, NO_GPU).loaded == ["echo"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import checks, interpreter
 from trtllm_bls.launcher.find import Installation, find_server
-from trtllm_bls.launcher.ports import Ports, choose
+from trtllm_bls.launcher.ports import choose, reachable
 from trtllm_bls.settings import Override, ServeSettings
 
 
@@ -212,7 +212,7 @@ def test_one_port_cannot_serve_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "reachable"),
+    ("host", "reached"),
     [
         ("127.0.0.1", "127.0.0.1"),
         ("0.0.0.0", "127.0.0.1"),
@@ -220,9 +220,9 @@ def test_one_port_cannot_serve_twice() -> None:
         ("fe80::1", "[fe80::1]"),
     ],
 )
-def test_an_address_for_listening_becomes_one_for_connecting(host: str, reachable: str) -> None:
+def test_an_address_for_listening_becomes_one_for_connecting(host: str, reached: str) -> None:
     """Everywhere is not an address one can connect to."""
-    assert Ports(host, 1, 2, 3).reachable_host == reachable
+    assert reachable(host) == reached
 
 
 # --- settings -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from trtllm_bls.parameters import Parameters, rows_of
 from trtllm_bls.parameters.kinds import TEXT
 from trtllm_bls.settings import Override, ServeSettings
 
-PORTS = Ports("127.0.0.1", 8000, 8001, 8002)
+PORTS = Ports("127.0.0.1", "127.0.0.1", 8000, 8001, 8002)
 
 
 # --- command and environment ----------------------------------------------------------------

@@ -39,6 +39,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )
+_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
 # Servers treat pings more often than every 300 s as abuse unless they are configured otherwise, and
 # then close the connection.
 KEEPALIVE_S = 310.0
@@ -46,12 +47,6 @@ KEEPALIVE_S = 310.0
 # What grpc.aio says, whatever the reason, where a call ends before its request is written.
 _UNSENT = "Internal error from Core"
 _CLOCKS_DIFFER_S = 0.05  # gRPC's deadline and our clock
-
-_COMPRESSION = {
-    None: grpc.Compression.NoCompression,
-    "gzip": grpc.Compression.Gzip,
-    "deflate": grpc.Compression.Deflate,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +93,15 @@ class Client:
         if keepalive_s <= 0:
             raise SettingsError(f"keepalive_s: {keepalive_s} is not allowed; it must be above 0")
         self.url = url
-        self._retries = retries
+        self.retries = retries
         self._credentials = None if tls is None else _credentials(tls)
-        self._compression = _COMPRESSION[compression]
+        self._compression = grpc.Compression[compression.title()] if compression else None
         keepalive = ("grpc.keepalive_time_ms", int(keepalive_s * 1000))
         self._options: list[tuple[str, Any]] = [*_CHANNEL_OPTIONS, keepalive]
         if tls is not None and tls.server_name:
             self._options.append(("grpc.ssl_target_name_override", tls.server_name))
+        if url.rpartition(":")[0] in _THIS_MACHINE:  # whatever proxy the environment names
+            self._options.append(("grpc.enable_http_proxy", 0))
         self._channel: Any = None
         self._stub: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -114,17 +111,12 @@ class Client:
         if self._stub is not None:
             raise RuntimeError("the client is open already")
         self._loop = asyncio.get_running_loop()
-        if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(
-                self.url, options=self._options, compression=self._compression
-            )
-        else:
-            self._channel = grpc.aio.secure_channel(
-                self.url,
-                self._credentials,
-                options=self._options,
-                compression=self._compression,
-            )
+        how = {"options": self._options, "compression": self._compression}
+        self._channel = (
+            grpc.aio.insecure_channel(self.url, **how)
+            if self._credentials is None
+            else grpc.aio.secure_channel(self.url, self._credentials, **how)
+        )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         return self
 
@@ -168,7 +160,7 @@ class Client:
         request_id = request_id or uuid.uuid4().hex
         message = infer_request(row, fields, request_id, outputs)
         begin = partial(self._send, message, deadline_s)
-        return Stream(request_id, begin, self._retries, deadline_s)
+        return Stream(request_id, begin, self.retries, deadline_s)
 
     async def generate(self, model: str | Model = BLS, **arguments: Any) -> Result:
         """The whole answer; ``arguments`` and errors as for ``stream`` and its iteration.
@@ -225,10 +217,9 @@ def _model_named(name: str) -> Model:
 
 
 def _credentials(tls: Tls) -> Any:
+    files = ("root_certificates", "private_key", "certificate_chain")
     return grpc.ssl_channel_credentials(
-        root_certificates=_contents("root certificates", tls.root_certificates),
-        private_key=_contents("private key", tls.private_key),
-        certificate_chain=_contents("certificate chain", tls.certificate_chain),
+        **{name: _contents(name.replace("_", " "), getattr(tls, name)) for name in files}
     )
 
 

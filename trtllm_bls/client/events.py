@@ -96,11 +96,5 @@ class Result:
     @property
     def finish_reason(self) -> str | None:
         """Why the first sequence ended; ``None`` where the server does not tell."""
-        return next(
-            (
-                event.finish_reason
-                for event in reversed(self.events)
-                if event.finish_reason and (event.batch_index, event.sequence_index) == (0, 0)
-            ),
-            None,
-        )
+        first = [e for e in self.events if (e.batch_index, e.sequence_index) == (0, 0)]
+        return next((e.finish_reason for e in reversed(first) if e.finish_reason), None)

@@ -38,16 +38,11 @@ def infer_request(
             raise InvalidRequest(tensor.name, f"{model.name} needs it and it was not given")
     arrays = {name: _array(_input(model, name), value) for name, value in given.items()}
     rows = max((len(array) for array in arrays.values()), default=1)
-    inputs = [
-        (name, _wire_type(model.input_named[name]), _for_rows(name, array, rows))
-        for name, array in arrays.items()
-    ]
+    inputs = []
+    for name, array in arrays.items():
+        dtype = model.input_named[name].dtype.replace("STRING", "BYTES")  # as messages name it
+        inputs.append((name, dtype, _for_rows(name, array, rows)))
     return infer_message(model.name, request_id, inputs, outputs)
-
-
-def _wire_type(tensor: Tensor) -> str:
-    """The tensor's data type as messages name it."""
-    return "BYTES" if tensor.dtype == "STRING" else tensor.dtype
 
 
 def _input(model: Model, name: str) -> Tensor:
@@ -83,9 +78,14 @@ def _array(tensor: Tensor, value: Any) -> NDArray[Any]:
 
 def _typed(tensor: Tensor, value: Any, array: NDArray[Any]) -> NDArray[Any]:
     if tensor.dtype == "STRING":
-        if not all(isinstance(item, (str, bytes)) for item in array.flat):
-            raise _misfit(tensor, value)
-        return array
+        try:
+            texts = [item if isinstance(item, bytes) else item.encode() for item in array.flat]
+        except AttributeError:
+            raise _misfit(tensor, value) from None
+        except UnicodeEncodeError as error:
+            problem = f"not valid Unicode at character {error.start} (a lone surrogate)"
+            raise InvalidRequest(tensor.name, problem) from None
+        return np.array(texts, object).reshape(array.shape)
     if array.size and array.dtype.kind not in _KINDS.get(tensor.dtype, _WHOLE_NUMBERS):
         raise _misfit(tensor, value)
     if array.size and tensor.dtype not in _KINDS:

@@ -25,8 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trtllm_bls.client import Client, Tls
 from trtllm_bls.commands.benchmark_figures import Outcome, problem_of
 from trtllm_bls.commands.benchmark_report import Report, Run, check_outputs
-from trtllm_bls.commands.servers import Question, Reply, Server, server_at
-from trtllm_bls.commands.terminal import EXIT_CODES, Exit, Program, assignments, run
+from trtllm_bls.commands.reply import Reply
+from trtllm_bls.commands.servers import Question, Server, server_at
+from trtllm_bls.commands.terminal import Exit, Program, assignments, run
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 
 if sys.version_info >= (3, 11):
@@ -42,41 +43,18 @@ _PROMPTS = (
     "Explain how a bicycle stays upright.",
 )
 
-_HELP = f"""Measure how fast servers answer.
-
-batch: all requests at once; tokens/s and requests/s. latency: one request after the other; p50 and
-p90 of whole answers and of first tokens. Each --url is HOST:PORT of Triton's gRPC port, or
-http://HOST:PORT/v1 of an OpenAI API. Several of them, or several --model, are compared in one run:
-they take turns, and who begins changes, so that what else the machine does falls on all alike.
-
-A prompts file has one prompt per line, or is JSON (a list, or lists by name) or JSON lines, of
-texts or of objects with "prompt", "text", "text_input" or "messages".
-
-\b
-Examples:
-  PROGRAM
-  PROGRAM --mode batch --requests 128 --max-tokens 64 --ignore-eos
-  PROGRAM --mode latency --requests 50 --html latency.html
-  PROGRAM --prompts prompts.jsonl --chat --max-tokens 128
-  PROGRAM --url http://127.0.0.1:9000/v1 --url 127.0.0.1:8001 --json both.json
-  PROGRAM --url http://a:8000/v1 --url http://b:8000/v1 --chat --field top_k=1
-
-{EXIT_CODES}
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is asked, and how often."""
+    """What is asked; a turn are the numbers of questions that are asked at once."""
 
-    questions: tuple[Question, ...]
-    rounds: int
+    questions: list[Question]
+    turns: list[range]
     warmup: int
     timeout_s: float
-    ignore_eos: bool = False
 
 
-@click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Program)
 @click.option("-u", "--url", "urls", multiple=True, help="Repeatable; localhost:8001 by default.")
 @click.option("--model", "models", multiple=True, help="Repeatable; each is asked at each --url.")
 @click.option(
@@ -123,27 +101,45 @@ class Plan:
 @click.option("--png", "png_file", type=click.Path(path_type=Path), help="Needs matplotlib.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
 def main(**given: Any) -> None:
-    """Ask, measure, report."""
-    run(_measure(given))
+    """Measure how fast servers answer.
+
+    batch: all requests at once; tokens/s and requests/s. latency: one request after the other; p50
+    and p90 of whole answers and of first tokens. Each --url is HOST:PORT of Triton's gRPC port, or
+    http://HOST:PORT/v1 of an OpenAI API. Several of them, or several --model, are compared in one
+    run: they take turns, and who begins changes, so that what else the machine does falls on all
+    alike.
+
+    A prompts file has one prompt per line, or is JSON (a list, or lists by name) or JSON lines, of
+    texts or of objects with "prompt", "text", "text_input" or "messages".
+
+    \b
+    Examples:
+      PROGRAM
+      PROGRAM --mode batch --requests 128 --max-tokens 64 --ignore-eos
+      PROGRAM --mode latency --requests 50 --html latency.html
+      PROGRAM --prompts prompts.jsonl --chat --max-tokens 128
+      PROGRAM --url http://127.0.0.1:9000/v1 --url 127.0.0.1:8001 --json both.json
+      PROGRAM --url http://a:8000/v1 --url http://b:8000/v1 --chat --field top_k=1
+    """
+    run(lambda: asyncio.run(_measure(given)))
 
 
 async def _measure(given: dict[str, Any]) -> Exit:
     check_outputs(given["json_file"], given["html_file"], given["png_file"])
     modes = ["batch", "latency"] if given["mode"] == "both" else [given["mode"]]
-    plans = {mode: _plan(given, 128 if mode == "batch" else 20) for mode in modes}
+    plans = {mode: _plan(given, mode) for mode in modes}
     console = Console(stderr=True)
     async with AsyncExitStack() as stack:
         places = [*itertools.product(given["urls"] or [_URL], given["models"] or [None])]
-        servers = [await _opened(stack, _server(*place, given)) for place in places]
+        servers = [await _opened(stack, *place, given) for place in places]
         names = _names([url for url, _ in places], servers)
         runs = []
         for mode, plan in plans.items():
             with _progress(console, given["quiet"]) as bar:
-                rounds = plan.rounds if mode == "batch" else 1
-                count = len(plan.questions) * len(servers) * rounds
-                task = bar.add_task(mode, total=count)
-                ask = _batch if mode == "batch" else _one_by_one
-                runs.append(await ask(servers, plan, lambda: bar.advance(task)))  # noqa: B023
+                task = bar.add_task(mode, total=len(servers) * sum(map(len, plan.turns)))
+                await _warm_up(servers, plan)
+                found = await _in_turns(servers, plan, lambda: bar.advance(task))  # noqa: B023
+                runs.append(Run(mode, *found))
     report = Report(names=names, runs=tuple(runs), conditions=_conditions(given))
     report.show(Console())
     report.write(given["json_file"], given["html_file"], given["png_file"])
@@ -153,12 +149,13 @@ async def _measure(given: dict[str, Any]) -> Exit:
 # --- what to ask ------------------------------------------------------------------------------
 
 
-def _plan(given: dict[str, Any], default_requests: int) -> Plan:
+def _plan(given: dict[str, Any], mode: str) -> Plan:
     prompts = read_prompts(given["prompts"]) if given["prompts"] else list(_PROMPTS)
     fields = {"temperature": given["temperature"], "ignore_eos": given["ignore_eos"] or None}
     fields |= assignments("--field", given["fields"])
     questions = []
-    count = given["requests"] or default_requests
+    batch = mode == "batch"
+    count = given["requests"] or (128 if batch else 20)
     for prompt in itertools.islice(itertools.cycle(prompts), count):
         named: dict[str, Any] = {"prompt": prompt}
         if not isinstance(prompt, str):
@@ -166,12 +163,9 @@ def _plan(given: dict[str, Any], default_requests: int) -> Plan:
         elif given["chat"]:
             named = {"messages": ({"role": "user", "content": prompt},)}
         questions.append(Question(**named, max_tokens=given["max_tokens"], fields=fields))
+    turns = [range(count)] * given["rounds"] if batch else [range(n, n + 1) for n in range(count)]
     return Plan(
-        questions=tuple(questions),
-        rounds=given["rounds"],
-        warmup=given["warmup"],
-        timeout_s=given["timeout"],
-        ignore_eos=given["ignore_eos"],
+        questions=questions, turns=turns, warmup=given["warmup"], timeout_s=given["timeout"]
     )
 
 
@@ -211,11 +205,6 @@ def _prompt(file: Path, entry: Any) -> str | list[dict[str, str]]:
     return str(entry)
 
 
-def _server(url: str, model: str | None, given: dict[str, Any]) -> Server:
-    tls = Tls() if given["ssl"] else None
-    return server_at(url, model, given["api_key"], partial(Client, url, tls=tls))
-
-
 def _names(urls: Sequence[str], servers: Sequence[Server]) -> tuple[str, ...]:
     """Of the servers at ``urls``; equal ones get numbers."""
     found = [f"{server.model} at {url}" for url, server in zip(urls, servers, strict=True)]
@@ -234,7 +223,11 @@ def _conditions(given: dict[str, Any]) -> dict[str, Any]:
 # --- the runs ---------------------------------------------------------------------------------
 
 
-async def _opened(stack: AsyncExitStack, server: Server) -> Server:
+async def _opened(
+    stack: AsyncExitStack, url: str, model: str | None, given: dict[str, Any]
+) -> Server:
+    tls = Tls() if given["ssl"] else None
+    server = server_at(url, model, given["api_key"], partial(Client, url, tls=tls))
     stack.push_async_callback(server.close)
     await server.open()
     return server
@@ -245,32 +238,19 @@ def _progress(console: Console, quiet: bool) -> Progress:
     return Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet, transient=True)
 
 
-async def _batch(servers: Sequence[Server], plan: Plan, done: Callable[[], object]) -> Run:
-    """All requests at once, in each round once for each server."""
-    await _warm_up(servers, plan)
+async def _in_turns(
+    servers: Sequence[Server], plan: Plan, done: Callable[[], object]
+) -> tuple[list[list[Outcome]], list[float]]:
+    """Each turn at each server, and only then the next: outcomes and seconds of each server."""
     found: list[list[Outcome]] = [[] for _ in servers]
     seconds = [0.0] * len(servers)
-    for turn in range(plan.rounds):
+    for turn, places in enumerate(plan.turns):
         for target in _order(len(servers), turn):
             began = time.perf_counter()
-            asked = [
-                _ask(servers[target], (target, place), plan, done)
-                for place in range(len(plan.questions))
-            ]
+            asked = (_ask(servers[target], (target, place), plan, done) for place in places)
             found[target] += await asyncio.gather(*asked)
             seconds[target] += time.perf_counter() - began
-    return Run("batch", tuple(map(tuple, found)), tuple(seconds))
-
-
-async def _one_by_one(servers: Sequence[Server], plan: Plan, done: Callable[[], object]) -> Run:
-    """Each prompt at each server, and only then the next."""
-    await _warm_up(servers, plan)
-    found: list[list[Outcome]] = [[] for _ in servers]
-    for place in range(len(plan.questions)):
-        for target in _order(len(servers), place):
-            found[target].append(await _ask(servers[target], (target, place), plan, done))
-    seconds = tuple(sum(outcome.whole_s for outcome in outcomes) for outcomes in found)
-    return Run("latency", tuple(map(tuple, found)), seconds)
+    return found, seconds
 
 
 def _order(servers: int, turn: int) -> list[int]:
@@ -294,7 +274,7 @@ async def _ask(
         async with timeout(plan.timeout_s), aclosing(server.ask(question)) as events:
             async for event in events:
                 reply.add(event)
-        problem = problem_of(reply, question.max_tokens, plan.ignore_eos)
+        problem = problem_of(reply, question)
     except TrtllmBlsError as error:
         problem = str(error)
     except asyncio.TimeoutError:

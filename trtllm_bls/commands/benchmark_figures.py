@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trtllm_bls.commands.servers import Reply
+from trtllm_bls.commands.reply import Reply
+from trtllm_bls.commands.servers import Question
 
 _ENDS = {"stop", "length", "end_id", "tool_calls", None}  # None: a server that does not tell
 
@@ -28,16 +29,16 @@ class Outcome:
     problem: str | None = None
 
 
-def problem_of(reply: Reply, max_tokens: int, ignore_eos: bool) -> str | None:
+def problem_of(reply: Reply, question: Question) -> str | None:
     """What is wrong with an answer that came to its end; nothing, if all is well."""
-    reason, tokens = reply.finish_reason, reply.completion_tokens
+    reason, tokens, max_tokens = reply.finish_reason, reply.completion_tokens, question.max_tokens
     if reason not in _ENDS:
         return f"ended by {reason!r}"
     if not reply.text:
         return "no text came"
     if tokens is not None and tokens > max_tokens:
         return f"{tokens} tokens, more than the {max_tokens} asked for"
-    if ignore_eos and tokens is not None and tokens < max_tokens:
+    if question.fields.get("ignore_eos") and tokens is not None and tokens < max_tokens:
         return f"{tokens} tokens where {max_tokens} were asked for with --ignore-eos"
     return None
 

@@ -39,8 +39,8 @@ class Run:
     """One mode: the outcomes of each server in the order of asking, and how long each worked."""
 
     mode: str
-    outcomes: tuple[tuple[Outcome, ...], ...]
-    seconds: tuple[float, ...]
+    outcomes: list[list[Outcome]]
+    seconds: list[float]
 
     def figures(self) -> list[Figures]:
         """Of each server."""
@@ -69,6 +69,8 @@ def check_outputs(json_file: Path | None, html_file: Path | None, png_file: Path
     for name, file in (("--json", json_file), ("--html", html_file), ("--png", png_file)):
         if file is not None and not file.absolute().parent.is_dir():
             raise SettingsError(f"{name} {file}: there is no such directory")
+        if file is not None and file.is_dir():
+            raise SettingsError(f"{name} {file}: is a directory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +83,9 @@ class Report:
 
     @property
     def failed(self) -> int:
-        """Requests that count as failed."""
         return sum(each.failed for run in self.runs for each in run.figures())
 
     def show(self, console: Console) -> None:
-        """Tables, differences, what failed, and bars."""
         for run in self.runs:
             head, *rows = _cells(self.names, run)
             table = Table(title=f"{run.mode}; times in ms", title_justify="left")

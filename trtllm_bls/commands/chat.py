@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import re
 import sys
@@ -23,15 +24,16 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.text import Text
 
-from trtllm_bls.commands.servers import Question, Reply, Server, server_at
+from trtllm_bls.commands.reply import Reply
+from trtllm_bls.commands.servers import Question, Server, server_at
 from trtllm_bls.commands.terminal import (
-    EXIT_CODES,
     Exit,
     Interruption,
     Program,
     complain,
     connection_options,
     open_client,
+    run,
 )
 from trtllm_bls.errors import TrtllmBlsError
 
@@ -45,22 +47,8 @@ _COMMANDS = """/help           this list
 /exit           leave, as Ctrl-D does
 Ctrl-C interrupts an answer and keeps its text. A pasted text may have several lines."""
 
-_HELP = f"""Chat with a model in the terminal.
 
---url is HOST:PORT of Triton's gRPC port, or http://HOST:PORT/v1 of an OpenAI API. Without a
-terminal, each line of standard input is a message. /help lists the commands.
-
-\b
-Examples:
-  PROGRAM
-  PROGRAM --url http://127.0.0.1:9000/v1 --system "Answer briefly."
-  PROGRAM --temperature 0 --draft-source model --plain
-
-{EXIT_CODES}
-"""
-
-
-@click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Program)
 @click.option("--model", help="The model to ask (tensorrt_llm_bls, or the API's first).")
 @click.option("--system", help="The system prompt.")
 @click.option("-o", "--max-tokens", type=click.IntRange(1), default=512, show_default=True)
@@ -73,24 +61,29 @@ Examples:
 @click.option("--plain", is_flag=True, help="Show answers as they come, without Markdown.")
 @connection_options()
 def main(**given: Any) -> None:
-    """Open the server, talk, close it."""
-    try:
-        triton = partial(open_client, given)
-        server = server_at(given["url"], given["model"], given["api_key"], triton)
-    except TrtllmBlsError as error:
-        sys.exit(complain(error))
-    loop = asyncio.new_event_loop()
-    try:
-        loop.run_until_complete(server.open())
-        code = Conversation(server, given, loop).talk()
-    except TrtllmBlsError as error:
-        code = complain(error)
-    except KeyboardInterrupt:
-        code = Exit.INTERRUPTED
-    finally:
-        loop.run_until_complete(server.close())
-        loop.close()
-    sys.exit(code)
+    """Chat with a model in the terminal.
+
+    --url is HOST:PORT of Triton's gRPC port, or http://HOST:PORT/v1 of an OpenAI API. Without a
+    terminal, each line of standard input is a message. /help lists the commands.
+
+    \b
+    Examples:
+      PROGRAM
+      PROGRAM --url http://127.0.0.1:9000/v1 --system "Answer briefly."
+      PROGRAM --temperature 0 --draft-source model --plain
+    """
+    run(lambda: _talk(given))
+
+
+def _talk(given: dict[str, Any]) -> Exit:
+    triton = partial(open_client, given)
+    server = server_at(given["url"], given["model"], given["api_key"], triton)
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        try:
+            loop.run_until_complete(server.open())
+            return Conversation(server, given, loop).talk()
+        finally:
+            loop.run_until_complete(server.close())
 
 
 class Conversation:
@@ -116,6 +109,11 @@ class Conversation:
             "/save": self._save,
             "/clear": lambda _: self._clear(),
         }
+
+    @property
+    def _messages(self) -> tuple[dict[str, str], ...]:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return (*system, *self._turns)
 
     def talk(self) -> Exit:
         """Until the user leaves. Without a terminal, the first failure ends it."""
@@ -169,9 +167,8 @@ class Conversation:
         return interruption.happened
 
     async def _read(self, reply: Reply) -> None:
-        system = [{"role": "system", "content": self._system}] if self._system else []
         question = Question(
-            messages=(*system, *self._turns), max_tokens=self._max_tokens, fields=self._fields
+            messages=self._messages, max_tokens=self._max_tokens, fields=self._fields
         )
         with self._shown(reply) as show, contextlib.suppress(asyncio.CancelledError):
             async with aclosing(self._server.ask(question)) as events:
@@ -208,8 +205,7 @@ class Conversation:
         if not name:
             self._say("/save needs a file name")
             return
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        messages = [*system, *self._turns]
+        messages = self._messages
         if name.endswith(".json"):
             text = json.dumps(messages, indent=1, ensure_ascii=False) + "\n"
         else:
@@ -224,6 +220,8 @@ class Conversation:
 
 def _lines(tty: bool) -> Iterator[str]:
     """What the user types, message by message; Ctrl-C at the prompt drops the line."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # what is not text is refused as a message
+        sys.stdin.reconfigure(errors="surrogateescape")
     if not tty:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return

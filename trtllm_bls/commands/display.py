@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_bls.client.events import Event
-from trtllm_bls.commands.summary import Summary
+from trtllm_bls.commands.reply import Summary
 from trtllm_bls.errors import TrtllmBlsError
 
 
@@ -30,7 +30,6 @@ class TextDisplay:
         self._texts: dict[tuple[int, int, int], str] = {}  # by batch row, sequence and beam
 
     def event(self, event: Event, at_ms: float) -> None:
-        """Show what the event adds."""
         for beam, text in enumerate(event.texts):
             key = (event.batch_index, event.sequence_index, beam)
             before = self._texts.get(key, "")
@@ -61,7 +60,6 @@ class JsonDisplay:
         self._line(type="event", at_ms=round(at_ms, 3), text=event.text, **beams, **told)
 
     def end(self, summary: Summary, failure: TrtllmBlsError | None) -> None:
-        """Show the summary."""
         self._line(type="summary", **asdict(summary), error=failure and str(failure))
 
     def _line(self, **values: Any) -> None:

@@ -33,13 +33,16 @@ class OpenAIClient:
     """``url``: the API's base, as ``http://host:9000/v1``. Raises ``SettingsError`` for another."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = None
+        if not host or parts.scheme not in ("http", "https"):
             raise SettingsError(f"--url {url}: write http://HOST:PORT/v1, or HOST:PORT for gRPC")
         self.url = url
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._host = parts.hostname
-        self._port = parts.port or (443 if self._tls else 80)
+        self._address = host, port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
         self._headers = [("host", parts.netloc.rpartition("@")[2]), ("connection", "close")]
         self._headers.append(("user-agent", f"trtllm-bls/{__version__}"))
@@ -88,7 +91,7 @@ class OpenAIClient:
     async def _exchange(self, method: str, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
         """The parts of the reply's body as they come."""
         try:
-            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+            reader, writer = await asyncio.open_connection(*self._address, ssl=self._tls)
         except OSError as error:
             raise ConnectionFailed(f"{self.url}: {error.strerror or error}") from error
         http = h11.Connection(h11.CLIENT)
@@ -96,12 +99,8 @@ class OpenAIClient:
         headers.append(("content-type", "application/json"))
         request = h11.Request(method=method, target=self._path + path, headers=headers)
         try:
-            sent = (
-                http.send(request),
-                http.send(h11.Data(data=body)),
-                http.send(h11.EndOfMessage()),
-            )
-            writer.write(b"".join(part or b"" for part in sent))
+            parts = (request, h11.Data(data=body), h11.EndOfMessage())
+            writer.write(b"".join(http.send(part) or b"" for part in parts))
             status, refused = 0, b""
             while True:
                 event = http.next_event()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from trtllm_bls.commands.openai_stream import OpenAIClient
 from trtllm_bls.errors import ConnectionFailed
 
 Message = Mapping[str, str]  # role and content
+_READY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,63 +37,13 @@ class Question:
         return {name: value for name, value in self.fields.items() if value is not None}
 
 
-class Reply:
-    """An answer, from what has come of it. Times are of ``time.perf_counter()``, in seconds."""
+class TritonTextModel:
+    """``tensorrt_llm_bls``, or another model with its tensors, over gRPC.
 
-    def __init__(self) -> None:
-        self.text = ""
-        self.sent = time.perf_counter()
-        self.first: float | None = None  # text
-        self.last: float | None = None
-        self.finish_reason: str | None = None
-        self.prompt_tokens: int | None = None
-        self.completion_tokens: int | None = None
-
-    def add(self, event: Event) -> None:
-        """The next response; token counts add up over an answer."""
-        if event.text:
-            self.text += event.text
-            self.first = event.received_at if self.first is None else self.first
-            self.last = event.received_at
-        self.finish_reason = event.finish_reason or self.finish_reason
-        if event.num_input_tokens is not None:
-            self.prompt_tokens = event.num_input_tokens
-        if event.num_output_tokens is not None:
-            self.completion_tokens = (self.completion_tokens or 0) + event.num_output_tokens
-
-    @property
-    def ttft_s(self) -> float | None:
-        """From sending to the first text."""
-        return None if self.first is None else self.first - self.sent
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Behind the first text."""
-        if self.first is None or self.last is None or not self.completion_tokens:
-            return None
-        seconds = self.last - self.first
-        return (self.completion_tokens - 1) / seconds if seconds > 0 else None
-
-
-class Server(ABC):
-    """One model of one server. Used in one event loop: ``open``, ``ask``, ``close``."""
-
-    model: str
-
-    @abstractmethod
-    async def open(self) -> None:
-        """Raises ``TrtllmBlsError`` where that already shows what is wrong."""
-
-    @abstractmethod
-    def ask(self, question: Question) -> AsyncGenerator[Event, None]:
-        """The answer as it comes; closing it ends the server's work. Raises what went wrong."""
-
-    @abstractmethod
-    async def close(self) -> None: ...
-
-
-class TritonTextModel(Server):
-    """``tensorrt_llm_bls``, or another model with its tensors, over gRPC."""
+    Like ``OpenAIModel`` used in one event loop. ``open`` raises ``TrtllmBlsError`` where that
+    already shows what is wrong. ``ask`` has the answer as it comes, and raises what went wrong;
+    closing it ends the server's work.
+    """
 
     def __init__(self, client: Client, model: str | None = None) -> None:
         self.model = model or BLS.name
@@ -101,6 +51,8 @@ class TritonTextModel(Server):
 
     async def open(self) -> None:
         await self._client.__aenter__()
+        if not self._client.retries:  # else the first request may wait for the server
+            await self._client.model_ready(self.model, _READY_S)
 
     async def ask(self, question: Question) -> AsyncGenerator[Event, None]:
         async with self._client.stream(self.model, **_tensors(question)) as stream:
@@ -125,7 +77,7 @@ def _tensors(question: Question) -> dict[str, Any]:
     return {"max_tokens": question.max_tokens, **given, **counts}
 
 
-class OpenAIModel(Server):
+class OpenAIModel:
     """A model behind OpenAI's API, ours or another's."""
 
     def __init__(self, client: OpenAIClient, model: str | None = None) -> None:
@@ -167,6 +119,9 @@ def _event(event: Mapping[str, Any]) -> Event:
         num_input_tokens=usage.get("prompt_tokens"),
         num_output_tokens=usage.get("completion_tokens"),
     )
+
+
+Server = TritonTextModel | OpenAIModel
 
 
 def server_at(

@@ -8,17 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from trtllm_bls.client import BLS, Event, Stream
+from trtllm_bls.client import BLS, Stream
 from trtllm_bls.commands.display import JsonDisplay, TextDisplay
-from trtllm_bls.commands.summary import summarise
+from trtllm_bls.commands.reply import Reply, summarise
 from trtllm_bls.commands.terminal import (
-    EXIT_CODES,
     Exit,
     Interruption,
     Program,
@@ -30,7 +28,7 @@ from trtllm_bls.commands.terminal import (
     run,
     tensor_options,
 )
-from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, TrtllmBlsError
+from trtllm_bls.errors import TrtllmBlsError
 
 # Wire name and help; flag, type and whether it repeats follow from the contract.
 _FIELDS = (
@@ -67,29 +65,10 @@ _FIELDS = (
     ("return_perf_metrics", "The engine's own figures; seen with --json."),
 )
 
-_FAILED: dict[type[TrtllmBlsError], str] = {
-    DeadlineExceeded: "deadline",
-    ConnectionFailed: "connection lost",
-}
-
-_HELP = f"""Send a prompt and show the answer as it arrives.
-
-The prompt is the argument, or --file, or standard input. Text goes to standard output, the
-summary and errors to standard error.
-
-\b
-Examples:
-  PROGRAM "Once upon a time" -o 64
-  PROGRAM --chat --system "Answer briefly." "What is a B-tree?" --temperature 0.7
-  PROGRAM "1, 2, 3," --stop-words "10" --stop-words $'\\n'
-  git diff | PROGRAM --json -o 200 | jq -r .text
-  PROGRAM "Count to a thousand:" -o 1000 --stop-after-ms 500
-
-{EXIT_CODES}
-"""
+_FAILED = {Exit.DEADLINE: "deadline", Exit.UNREACHABLE: "connection lost"}
 
 
-@click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Program)
 @click.argument("prompt", required=False)
 @click.option("-p", "--prompt", "prompt_option", help="The prompt, for those used to the option.")
 @click.option(
@@ -135,8 +114,20 @@ Examples:
 @click.option("-q", "--quiet", is_flag=True, help="No summary.")
 @connection_options()
 def main(**given: Any) -> None:
-    """Parse, send, show."""
-    run(_ask(given, _fields(given)))
+    """Send a prompt and show the answer as it arrives.
+
+    The prompt is the argument, or --file, or standard input. Text goes to standard output, the
+    summary and errors to standard error.
+
+    \b
+    Examples:
+      PROGRAM "Once upon a time" -o 64
+      PROGRAM --chat --system "Answer briefly." "What is a B-tree?" --temperature 0.7
+      PROGRAM "1, 2, 3," --stop-words "10" --stop-words $'\\n'
+      git diff | PROGRAM --json -o 200 | jq -r .text
+      PROGRAM "Count to a thousand:" -o 1000 --stop-after-ms 500
+    """
+    run(lambda: asyncio.run(_ask(given, _fields(given))))
 
 
 def _fields(given: dict[str, Any]) -> dict[str, Any]:
@@ -191,22 +182,23 @@ async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
 async def _show(stream: Stream, given: dict[str, Any], fields: dict[str, Any]) -> Exit:
     display = _display(given, fields)
     interruption = Interruption()
-    events: list[Event] = []
     failure: TrtllmBlsError | None = None
     if given["echo"] and fields["stream"] and not given["as_json"]:
         click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
-    started_at = time.perf_counter()
+    reply = Reply()
     try:
         async with stream:
             with interruption.cancels(stream):
-                _stop_after(stream, given["stop_after_ms"])
+                if given["stop_after_ms"] is not None:
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(given["stop_after_ms"] / 1000, stream.cancel)
                 async for event in stream:
-                    events.append(event)
-                    display.event(event, (event.received_at - started_at) * 1000)
+                    reply.add(event)
+                    display.event(event, (event.received_at - reply.sent) * 1000)
     except TrtllmBlsError as error:
         failure = error
     ended = _ended_here(stream, interruption, failure, given["stop_after_ms"])
-    summary = summarise(events, started_at, fields["max_tokens"], ended)
+    summary = summarise(reply, fields["max_tokens"], ended)
     display.end(summary, failure)
     if not given["quiet"]:
         click.echo("\n".join(summary.lines()), err=True)
@@ -223,11 +215,6 @@ def _display(given: dict[str, Any], fields: dict[str, Any]) -> TextDisplay | Jso
     return TextDisplay(several=several, whole=given["overwrite_output_text"] or beams > 1)
 
 
-def _stop_after(stream: Stream, milliseconds: int | None) -> None:
-    if milliseconds is not None:
-        asyncio.get_running_loop().call_later(milliseconds / 1000, stream.cancel)
-
-
 def _ended_here(
     stream: Stream,
     interruption: Interruption,
@@ -236,7 +223,7 @@ def _ended_here(
 ) -> str | None:
     """Why the answer ended when it was not the server's decision."""
     if failure is not None:
-        return _FAILED.get(type(failure), "error")
+        return _FAILED.get(Exit.of(failure), "error")
     if not stream.cancelled:
         return None
     return "interrupted" if interruption.happened else f"stopped after {stop_after_ms} ms"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import io
 import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-EXIT_CODES = """\b
+_EXIT_CODES = """\b
 Exit codes:
   0    finished, or stopped as asked
   1    the request failed or was refused
@@ -60,10 +61,14 @@ class Exit(IntEnum):
 class Program(click.Command):
     """A command that works on any terminal, as a script of its own or as a subcommand.
 
-    Its examples show it as it was called (``PROGRAM`` in its help). Characters that standard
-    output cannot encode are written as ``\\uXXXX``. Arguments must be UTF-8; output that cannot be
-    written is one line and exit code 1.
+    Its examples show it as it was called (``PROGRAM`` in its help), and exit codes follow them.
+    Characters that standard output cannot encode are written as ``\\uXXXX``. Arguments must be
+    UTF-8; output that cannot be written is one line and exit code 1.
     """
+
+    def __init__(self, *, help: str | None, **more: Any) -> None:
+        more["context_settings"] = {"help_option_names": ["-h", "--help"]}
+        super().__init__(help=f"{inspect.cleandoc(help or '')}\n\n{_EXIT_CODES}", **more)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         assert self.help is not None
@@ -167,15 +172,14 @@ def _tensor_option(model: Model, name: str, text: str) -> Callable[[Command], Co
     return click.option(flag, name, type=kind, multiple=several, help=text)
 
 
-def other_inputs_option(command: Command) -> Command:
-    """``--set NAME=VALUE`` for every input that has no flag; ``assignments`` reads it."""
-    return click.option(
-        "--set",
-        "other_inputs",
-        multiple=True,
-        metavar="NAME=VALUE",
-        help="Any other input of the model; VALUE is JSON, or else taken as a string.",
-    )(command)
+# For every input that has no flag; ``assignments`` reads it.
+other_inputs_option = click.option(
+    "--set",
+    "other_inputs",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Any other input of the model; VALUE is JSON, or else taken as a string.",
+)
 
 
 def assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -226,10 +230,10 @@ def complain(error: TrtllmBlsError) -> Exit:
     return Exit.of(error)
 
 
-def run(work: Coroutine[Any, Any, Exit]) -> None:
-    """Run ``work`` and leave the process with its exit code."""
+def run(work: Callable[[], Exit]) -> None:
+    """Do ``work`` and leave the process with its exit code."""
     try:
-        code = asyncio.run(work)
+        code = work()
     except TrtllmBlsError as error:
         code = complain(error)
     except KeyboardInterrupt:

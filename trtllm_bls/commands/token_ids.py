@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from trtllm_bls.client import ENGINE, Client, Event, Model, Stream
 from trtllm_bls.commands.terminal import (
-    EXIT_CODES,
     Exit,
     Interruption,
     Program,
@@ -49,24 +48,16 @@ _FIELDS = (
     ("frequency_penalty", "Subtracted for each time a token was generated."),
     ("seed", "Same seed, same sampled ids."),
     ("lora_task_id", "Adapter to use; with --lora-path it is sent along."),
+    (
+        "exclude_input_in_output",
+        "Whole answers without the prompt; the server decides when not given.",
+    ),
 )
 _FLAGS = tuple(name for name in ENGINE.input_named if name.startswith("return_"))
 _LOOKAHEAD = ("window_size", "ngram_size", "verification_set_size")
 
-_HELP = f"""Send token ids (or text, with a tokenizer) to the engine model and print the ids.
 
-\b
-Examples:
-  PROGRAM --tokenizer-dir ./tokenizer --text "Once upon" --streaming
-  PROGRAM --input-tokens-csv in.csv --output-tokens-csv out.csv -c
-  PROGRAM --input-tokens-csv in.csv -S --stop-after-ms 200 \\
-      --request-output-len 500
-
-{EXIT_CODES}
-"""
-
-
-@click.command(cls=Program, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Program)
 @click.option("-v", "--verbose", is_flag=True, help="Show the request on standard error.")
 @click.option("--text", default="Once upon a time", show_default=True)
 @click.option("--input-tokens-csv", type=_FILE, help="First row: prompt ids; no tokenizer needed.")
@@ -100,11 +91,6 @@ Examples:
     help="Stop by cancelling the request instead.",
 )
 @click.option("--request-id", help="Made up when absent.")
-@click.option(
-    "--exclude-input-in-output/--no-exclude-input-in-output",
-    default=None,
-    help="Whole answers without the prompt; the server decides when not given.",
-)
 @options(*(click.option("--" + name.replace("_", "-"), is_flag=True) for name in _FLAGS))
 @click.option(
     "--requested-outputs", multiple=True, help="Repeatable; must have output_ids. Default: all."
@@ -127,14 +113,22 @@ Examples:
 @click.option("-C", "--grpc-compression-algorithm", type=click.Choice(["gzip", "deflate"]))
 @connection_options("-p")
 def main(**given: Any) -> None:
-    """Parse, send, show."""
+    """Send token ids (or text, with a tokenizer) to the engine model and print the ids.
+
+    \b
+    Examples:
+      PROGRAM --tokenizer-dir ./tokenizer --text "Once upon" --streaming
+      PROGRAM --input-tokens-csv in.csv --output-tokens-csv out.csv -c
+      PROGRAM --input-tokens-csv in.csv -S --stop-after-ms 200 \\
+          --request-output-len 500
+    """
     if given["check_output"] and not given["output_tokens_csv"]:
         raise click.UsageError("--check-output needs --output-tokens-csv.")
     if given["requested_outputs"] and "output_ids" not in given["requested_outputs"]:
         raise click.UsageError("--requested-outputs must have output_ids.")
     if given["input_tokens_csv"] is None and given["tokenizer_dir"] is None:
         raise click.UsageError("Give --input-tokens-csv, or --tokenizer-dir to encode --text.")
-    run(_ask(given))
+    run(lambda: asyncio.run(_ask(given)))
 
 
 async def _ask(given: dict[str, Any]) -> Exit:
@@ -154,12 +148,15 @@ async def _ask(given: dict[str, Any]) -> Exit:
         beam_width=given["beam_width"],
         excluded=bool(given["exclude_input_in_output"]),
     )
+    outputs = given["requested_outputs"]
+    if outputs:  # ids are padded to this length
+        outputs = tuple(dict.fromkeys((*outputs, "sequence_length")))
     async with open_client(given, given["grpc_compression_algorithm"]) as client:
         stream = client.stream(
             replace(ENGINE, name=given["model_name"]),
             deadline_s=given["stream_timeout"],
             request_id=given["request_id"],
-            outputs=given["requested_outputs"],
+            outputs=outputs,
             **fields,
         )
         interruption = Interruption()
@@ -232,7 +229,7 @@ def _fields(
         pad_id = end_id if tokenizer.pad_id is None else tokenizer.pad_id
     always = ("request_output_len", "beam_width", "temperature", "streaming")
     named = (*always, "runtime_top_k", "runtime_top_p")
-    optional = ("num_return_sequences", "exclude_input_in_output", *(name for name, _ in _FIELDS))
+    optional = ("num_return_sequences", *(name for name, _ in _FIELDS))
     fields: dict[str, Any] = {
         "input_ids": prompt,
         "input_lengths": len(prompt),
@@ -251,10 +248,9 @@ def _fields(
 
 
 def _first_row(path: Path) -> list[int]:
-    with path.open(newline="", encoding="utf-8-sig") as lines:
-        row = next(csv.reader(lines), [])
     try:
-        return [int(value) for value in row]
+        with path.open(newline="", encoding="utf-8-sig") as lines:
+            return [int(value) for value in next(csv.reader(lines), [])]
     except ValueError as error:
         raise SettingsError(
             f"{path}: the first row is not a list of token ids ({error})"
@@ -264,10 +260,14 @@ def _first_row(path: Path) -> list[int]:
 def _prompt_table(given: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
     if given["prompt_embedding_table_path"] is None:
         return {}
-    tables = _numpy_file(given["prompt_embedding_table_path"])
+    tables = _numpy_file(given["prompt_embedding_table_path"], np.float16)
+    if tables.ndim != 3:
+        raise SettingsError(
+            f"--prompt-embedding-table-path: {tables.shape} is no [task, row, size]"
+        )
     if not 0 <= given["prompt_task_id"] < len(tables):
         raise SettingsError(f"--prompt-task-id: the file has tasks 0 to {len(tables) - 1}")
-    table = tables[given["prompt_task_id"]].astype(np.float16)
+    table = tables[given["prompt_task_id"]]
     fields: dict[str, Any] = {"prompt_embedding_table": table, "prompt_vocab_size": len(table)}
     extra_id, vocab_size = given["prompt_table_extra_id"], given["vocab_size"]
     if extra_id is not None:
@@ -281,14 +281,14 @@ def _prompt_table(given: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
 def _lora(folder: Path | None) -> dict[str, Any]:
     if folder is None:
         return {}
-    weights = _numpy_file(folder / "model.lora_weights.npy").astype(np.float16)
-    config = _numpy_file(folder / "model.lora_config.npy").astype(np.int32)
+    weights = _numpy_file(folder / "model.lora_weights.npy", np.float16)
+    config = _numpy_file(folder / "model.lora_config.npy", np.int32)
     return {"lora_weights": weights, "lora_config": config}
 
 
-def _numpy_file(path: Path) -> NDArray[Any]:
+def _numpy_file(path: Path, dtype: type) -> NDArray[Any]:
     try:
-        return np.asarray(np.load(path))
+        return np.asarray(np.load(path)).astype(dtype)
     except (OSError, ValueError) as error:
         raise SettingsError(f"{path}: cannot be read as a numpy array") from error
 

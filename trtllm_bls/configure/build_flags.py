@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.cpp_backend import Version, parse_release
+from trtllm_bls.parameters.cpp_backend import Version, parse_releases, shown
 
 CONVERT, QUANTIZE, BUILD = "convert_checkpoint.py", "quantize.py", "trtllm-build"
-OLDEST: Version = (0, 9)
 NEWEST: Version = (1, 2)  # the last release whose notes speak of engines; they were removed later
 
 
@@ -79,9 +78,7 @@ def _flags() -> Iterator[Flag]:
             continue
         flag, source, meaning = row.split(" | ")
         name, releases = flag.split()
-        since, _, until = releases.partition("-")
-        last = parse_release(until) if until else NEWEST
-        yield Flag(tool, name, parse_release(since), last, meaning, source)
+        yield Flag(tool, name, *parse_releases(releases, NEWEST), meaning, source)
 
 
 FLAGS = {(flag.tool, flag.name): flag for flag in _flags()}
@@ -97,23 +94,13 @@ def check_flag(tool: str, name: str, release: Version) -> None:
         )
 
 
-def shown(release: Version) -> str:
-    """As it is written."""
-    return f"{release[0]}.{release[1]}"
-
-
 def as_markdown() -> str:
     """The table of docs/engines.md."""
     lines = ["| tool | flag | releases | does | known from |", "| --- | --- | --- | --- | --- |"]
     for flag in FLAGS.values():
         until = "" if flag.until == NEWEST else shown(flag.until)
-        cells = (
-            flag.tool,
-            f"`--{flag.name}`",
-            f"{shown(flag.since)} – {until}".strip(),
-            flag.meaning,
-            flag.source,
-        )
+        releases = f"{shown(flag.since)} – {until}".strip()
+        cells = (flag.tool, f"`--{flag.name}`", releases, flag.meaning, flag.source)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from trtllm_bls.configure.existing import read_existing
+from trtllm_bls.configure.existing import Existing
 from trtllm_bls.configure.launch import launcher_command, slurm_script
 from trtllm_bls.configure.options import DRAFT, ConfigureOptions
 from trtllm_bls.configure.repository import Repository, plan, write
@@ -16,15 +16,15 @@ from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.cpp_backend import keys_of
-from trtllm_bls.settings import Override
+from trtllm_bls.settings import Override, options_of
 
-_DIRECTORY = click.Path(path_type=Path)
+_PATH = click.Path(path_type=Path)
 
 
 def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None) -> None:
     if release is None:
         return
-    version = parse_version(release)
+    version = parse_version(release, "--keys")
     for name, key in sorted(keys_of(version).items()):
         demanded = key.demanded is not None and key.demanded <= version
         click.echo(f"{name}: {key.expected}{' (always written)' if demanded else ''}")
@@ -32,71 +32,15 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
 
 
 @click.command(name="configure")
-@click.option("--engine-dir", type=_DIRECTORY, help="Engine of the target model.")
-@click.option("--tokenizer-dir", type=_DIRECTORY, help="Its tokenizer.")
-@click.option("--out", type=_DIRECTORY, required=True, help="The model repository to write.")
 @click.option(
     "--from",
     "existing",
-    type=_DIRECTORY,
+    type=_PATH,
     metavar="REPOSITORY",
     help="Take engines, tokenizer and values from a repository of TensorRT-LLM's own models.",
 )
-@click.option("--draft-engine-dir", type=_DIRECTORY, help="Engine of a draft model (speculation).")
-@click.option("--max-batch-size", type=click.IntRange(1), help="[default: the engine's]")
-@click.option(
-    "--max-num-tokens",
-    type=click.IntRange(1),
-    help="What the engine was built with, where its config.json is elsewhere.",
-)
-@click.option(
-    "--max-queue-size",
-    type=click.IntRange(0),
-    default=ConfigureOptions.max_queue_size,
-    help="Requests waiting beyond this are refused; 0 = no limit.",
-)
-@click.option(
-    "--max-queue-delay-us", type=click.IntRange(0), default=ConfigureOptions.max_queue_delay_us
-)
-@click.option(
-    "--kv-cache-free-gpu-mem-fraction",
-    help="Share of free GPU memory per engine.  [default: 0.9; 0.45 each where two share GPUs]",
-)
-@click.option("--draft-kv-cache-free-gpu-mem-fraction", help="The draft's own share.")
-@click.option("--gpu-device-ids", metavar="ID,…", help="GPUs of the target.  [default: all]")
-@click.option("--draft-gpu-device-ids", metavar="ID,…", help="GPUs of the draft.")
-@click.option("--chunked-context", is_flag=True, help="Process long prompts in several steps.")
-@click.option(
-    "--batch-scheduler-policy",
-    type=click.Choice(["guaranteed_no_evict", "max_utilization"]),
-    default=ConfigureOptions.batch_scheduler_policy,
-)
-@click.option(
-    "--version",
-    default=ConfigureOptions.version,
-    help="TensorRT-LLM release of the container, from 0.9 on, or last.  [default: the engine's]",
-)
-@click.option(
-    "--decoupled",
-    type=bool,
-    default=ConfigureOptions.decoupled,
-    show_default=True,
-    help="false: tensorrt_llm_bls answers unary infer, one response per request, and no streams.",
-)
-@click.option(
-    "--bls-instances",
-    type=click.IntRange(1),
-    default=ConfigureOptions.bls_instances,
-    show_default=True,
-    help="Processes of tensorrt_llm_bls.",
-)
-@click.option("--engine-url", metavar="HOST:PORT", help="gRPC port behind which the engine is.")
-@click.option(
-    "--disable-spawn-processes",
-    is_flag=True,
-    help="Orchestrator mode in which MPI or Slurm starts all ranks.",
-)
-@click.option("--slurm", type=_DIRECTORY, metavar="FILE", help="Write a Slurm job script too.")
+@options_of(ConfigureOptions)
+@click.option("--slurm", type=_PATH, metavar="FILE", help="Write a Slurm job script too.")
 @click.option(
     "--set",
     "sets",
@@ -115,8 +59,6 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
     metavar="RELEASE",
     help="Print what the C++ backend of a release reads, with the values allowed, and exit.",
 )
-@click.option("--check/--no-check", default=True, help="Look into the directories.")
-@click.option("--force", is_flag=True, help="Replace the models of a repository that is there.")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Write a model repository for TensorRT-LLM's C++ backend.
@@ -144,10 +86,15 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     wanted = ConfigureOptions(overrides=tuple(overrides), **options)
     repository = plan(wanted)
     script = slurm_script(repository.launch, wanted.out) if slurm else ""
-    write(repository, wanted.out, wanted.force)
-    if slurm:
-        slurm.write_text(script, encoding="utf-8")
-        click.echo(f"wrote {slurm}")
+    if slurm and not slurm.absolute().parent.is_dir():
+        raise SettingsError(f"--slurm {slurm}: there is no such directory")
+    try:
+        write(repository, wanted.out, wanted.force)
+        if slurm:
+            slurm.write_text(script, encoding="utf-8")
+            click.echo(f"wrote {slurm}")
+    except OSError as error:
+        raise SettingsError(f"{error.filename}: cannot be written: {error.strerror}") from error
     _report(repository, wanted.out, notes)
 
 
@@ -161,7 +108,7 @@ def _take_existing(
     ctx: click.Context, source: Path, options: dict[str, Any], overrides: list[Override]
 ) -> list[str]:
     """Fill in what ``--from`` says, unless an option says otherwise; what to tell the user."""
-    found = read_existing(source, options["version"])
+    found = Existing(source, options["version"])
     for name, value in found.options.items():
         if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             options[name] = value

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters.cpp_backend import Version
 
 _LOGITS = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 # The bits of ``speculative_decoding_mode`` in config.json, in TensorRT-LLM's order.
@@ -48,6 +50,10 @@ class EngineDir:
     mode: str = ""
     paged_context: bool | None = None
 
+    def release(self) -> Version | None:
+        """Of TensorRT-LLM; raises ``SettingsError`` where ``version`` is none."""
+        return parse_version(self.version, f"{self.path}: version") if self.version else None
+
     @property
     def takes_drafts(self) -> bool:
         """Whether a request may bring a draft, as far as the directory tells."""
@@ -69,22 +75,20 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
     Without ``check`` the directory may be on another machine; what is there is still read.
     """
     path = Path(os.path.abspath(directory))  # as the server will see it: links stay links
+    file = path / "config.json"
     ranks = len(list(path.glob("rank*.engine")))
     if check:
         for missing, there in (
             ("no such directory", path.is_dir()),
-            (
-                "no config.json in it; name the directory trtllm-build wrote",
-                _config(path).is_file(),
-            ),
+            ("no config.json in it; name the directory trtllm-build wrote", file.is_file()),
             ("no rank*.engine in it; name the directory trtllm-build wrote", ranks > 0),
         ):
             if not there:
                 raise SettingsError(f"{option} {directory}: {missing}")
-    if not _config(path).is_file():
+    if not file.is_file():
         return EngineDir(path=path)
     try:
-        config = json.loads(_config(path).read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
         build = config.get("build_config", {})
         pretrained = config.get("pretrained_config", {})
         logits = pretrained.get("logits_dtype", "float32")
@@ -98,7 +102,7 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
     return EngineDir(
         path=path,
         ranks=ranks or 1,
-        version=config.get("version", ""),
+        version=str(config.get("version", "")),
         logits=_LOGITS[logits],
         vocab_size=pretrained.get("vocab_size"),
         max_batch_size=build.get("max_batch_size"),
@@ -109,10 +113,6 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         mode=_mode(build.get("speculative_decoding_mode")),
         paged_context=plugins.get("use_paged_context_fmha"),
     )
-
-
-def _config(path: Path) -> Path:
-    return path / "config.json"
 
 
 def _longest(build: dict[str, Any]) -> int | None:

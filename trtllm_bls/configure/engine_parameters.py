@@ -8,7 +8,7 @@ from trtllm_bls.configure.engine_dir import EXTERNAL_DRAFTS, EngineDir
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import is_true
-from trtllm_bls.parameters.cpp_backend import Version, keys_of
+from trtllm_bls.parameters.cpp_backend import Version, keys_of, shown
 
 _WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 _LOOKAHEAD = "lookahead_decoding"
@@ -122,7 +122,7 @@ def warnings(
         yield "KV cache reuse is off: the engine was built without paged context attention"
     if ends_after_one_step(engine, version):
         yield (
-            f"on TensorRT-LLM {version[0]}.{version[1]} an engine built for "
+            f"on TensorRT-LLM {shown(version)} an engine built for "
             f"{EXTERNAL_DRAFTS} ends every request after one step: requests without drafts "
             "(draft_source off, several sequences, the ensemble) need an engine without it; "
             "tensorrt_llm has one_step_requests=true"

@@ -6,8 +6,6 @@ place in the new repository, or would have no effect there, is told in a note.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import check
-from trtllm_bls.parameters.cpp_backend import Version, check_backend
+from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import Override
 
@@ -35,15 +33,6 @@ _OURS = {  # parameters of their models that ours have too, and those of ours th
 }
 
 
-@dataclass
-class Existing:
-    """``options`` of ``ConfigureOptions`` by name, parameters to set, and what to tell the user."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-    overrides: list[Override] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
 def read_repository(directory: Path) -> dict[str, Any]:
     """Each model's configuration by name; raises ``SettingsError`` for one that cannot be read."""
     if not directory.is_dir():
@@ -52,120 +41,110 @@ def read_repository(directory: Path) -> dict[str, Any]:
     return {name: read_config(path) for name, path in files.items()}
 
 
-def read_existing(directory: Path, version: str) -> Existing:
-    """The repository's values; ``version`` is that of the container, if it was named.
+class Existing:
+    """``options`` of ``ConfigureOptions`` by name, parameters to set, and what to tell the user.
 
-    Raises ``SettingsError`` where there is no target model in it.
+    ``version`` is the container's, if it was named. Raises ``SettingsError`` where there is no
+    target model in ``directory``.
     """
-    configs = read_repository(directory)
-    found = Existing()
-    models = {name: _filled_in(name, values_of(config), found) for name, config in configs.items()}
-    bls = models.get(BLS.name, {})
-    target = bls.get("tensorrt_llm_model_name", ENGINE.name)
-    draft = bls.get("tensorrt_llm_draft_model_name")
-    if target not in configs:
-        there = ", ".join(configs) or "none"
-        raise SettingsError(f"--from {directory}: it has no model {target}; there are: {there}")
-    release = parse_version(version or _engine_version(models[target]) or "last")
-    _take_directory(models[target], "gpt_model_path", "engine_dir", found)
-    _take_directory(models.get(PREPROCESSING.name, {}), "tokenizer_dir", "tokenizer_dir", found)
-    _take_engine(ENGINE.name, target, configs[target], models[target], (found, release))
-    if draft in models:
-        _take_directory(models[draft], "gpt_model_path", "draft_engine_dir", found)
-        _take_engine(DRAFT, draft, configs[draft], models[draft], (found, release))
-        found.overrides.append(Override(BLS.name, "draft_source", "off"))
-        found.notes.append(
-            "drafts are made for requests that ask for them (num_draft_tokens), as before; "
-            "tensorrt_llm_bls.draft_source=model makes them for all"
-        )
-    elif draft:
-        found.notes.append(f"there is no model {draft}, so no drafts of a model either")
-    _take_batching(configs, target, found)
-    _take_ours(models, release, found)
-    others = configs.keys() - {model.name for model in MODELS} - {target, draft}
-    if others:
-        found.notes.append(f"not converted: {', '.join(sorted(others))}")
-    return found
 
-
-def _filled_in(model: str, values: Mapping[str, str], found: Existing) -> dict[str, str]:
-    empty = [key for key, value in values.items() if "${" in value]
-    if empty:
-        found.notes.append(f"{model}: not filled in, so not set: {', '.join(empty)}")
-    return {key: value for key, value in values.items() if value and key not in empty}
-
-
-def _engine_version(parameters: Mapping[str, str]) -> str:
-    directory = parameters.get("gpt_model_path")
-    return read_engine("--from", Path(directory), check=False).version if directory else ""
-
-
-def _take_directory(parameters: Mapping[str, str], key: str, option: str, found: Existing) -> None:
-    if key in parameters:
-        found.options[option] = Path(parameters[key])
-
-
-def _take_engine(
-    new: str, old: str, config: Any, values: Mapping[str, str], state: tuple[Existing, Version]
-) -> None:
-    """The engine's parameters that the release reads and understands."""
-    found, release = state
-    if new != old:
-        found.notes.append(f"{old} is called {new} here; requests to it need the new name")
-    if config.backend == "python":
-        found.notes.append(f"{old}: its Python backend is replaced by the C++ backend tensorrtllm")
-    if "inflight" not in values.get("gpt_model_type", "inflight"):
-        found.notes.append(f"{old}: gpt_model_type {values['gpt_model_type']} becomes in-flight")
-    if "gpu_device_ids" in values:
-        name = "gpu_device_ids" if new == ENGINE.name else "draft_gpu_device_ids"
-        found.options[name] = values["gpu_device_ids"]
-    for key, value in values.items():
-        if key in _HANDLED:
-            continue
-        try:
-            check_backend(key, value, release)
-        except SettingsError as error:
-            found.notes.append(f"{old}.{key}={value} is left out, as it had no effect: {error}")
-        else:
-            found.overrides.append(Override(new, key, value))
-
-
-def _take_batching(configs: Mapping[str, Any], target: str, found: Existing) -> None:
-    engine = configs[target]
-    found.options["max_batch_size"] = engine.max_batch_size or None
-    batching = engine.dynamic_batching
-    found.options["max_queue_delay_us"] = batching.max_queue_delay_microseconds
-    found.options["max_queue_size"] = batching.default_queue_policy.max_queue_size
-    if BLS.name in configs:
-        bls = configs[BLS.name]
-        found.options["decoupled"] = bls.model_transaction_policy.decoupled
-        count = max((group.count for group in bls.instance_group), default=1)
-        if count > 1:
-            found.notes.append(
-                f"tensorrt_llm_bls had {count} instances, one per request at a time; one process "
-                "serves them all here (--bls-instances for more)"
+    def __init__(self, directory: Path, version: str) -> None:
+        self.options: dict[str, Any] = {}
+        self.overrides: list[Override] = []
+        self.notes: list[str] = []
+        self._configs = read_repository(directory)
+        self._values = {name: self._filled_in(name) for name in self._configs}
+        bls = self._values.get(BLS.name, {})
+        target = bls.get("tensorrt_llm_model_name", ENGINE.name)
+        draft = bls.get("tensorrt_llm_draft_model_name")
+        if target not in self._configs:
+            there = ", ".join(self._configs) or "none"
+            raise SettingsError(f"--from {directory}: it has no model {target}; there are: {there}")
+        self._take_directory(target, "gpt_model_path", "engine_dir")
+        self._take_directory(PREPROCESSING.name, "tokenizer_dir", "tokenizer_dir")
+        engine = self.options.get("engine_dir")
+        built = read_engine("--from", engine, check=False) if engine and not version else None
+        self._release = (built.release() if built else parse_version(version or "last")) or LAST
+        self._take_engine(target, ENGINE.name)
+        if draft in self._configs:
+            self._take_directory(draft, "gpt_model_path", "draft_engine_dir")
+            self._take_engine(draft, DRAFT)
+            self.overrides.append(Override(BLS.name, "draft_source", "off"))
+            self.notes.append(
+                "drafts are made for requests that ask for them (num_draft_tokens), as before; "
+                "tensorrt_llm_bls.draft_source=model makes them for all"
             )
+        elif draft:
+            self.notes.append(f"there is no model {draft}, so no drafts of a model either")
+        self._take_batching(self._configs[target])
+        self._take_ours()
+        others = self._configs.keys() - {model.name for model in MODELS} - {target, draft}
+        if others:
+            self.notes.append(f"not converted: {', '.join(sorted(others))}")
 
+    def _filled_in(self, model: str) -> dict[str, str]:
+        values = values_of(self._configs[model])
+        empty = [key for key, value in values.items() if "${" in value]
+        if empty:
+            self.notes.append(f"{model}: not filled in, so not set: {', '.join(empty)}")
+        return {key: value for key, value in values.items() if value and key not in empty}
 
-def _take_ours(models: Mapping[str, Mapping[str, str]], release: Version, found: Existing) -> None:
-    """The text models' parameters, with the defaults that the release had."""
-    for (model, key), takers in _OURS.items():
-        value = models.get(model, {}).get(key)
-        if value is None and key == "add_special_tokens" and release < _TRUE_BY_DEFAULT_SINCE:
-            value = "false"
-            found.notes.append("add_special_tokens was not set, which meant false before 0.11")
-        if value is not None:
-            found.overrides += [Override(taker, key, value) for taker in takers]
-    for model, key in _without_a_place(models):
-        found.notes.append(f"{model}.{key} has no place here and is left out")
+    def _take_directory(self, model: str, key: str, option: str) -> None:
+        if directory := self._values.get(model, {}).get(key):
+            self.options[option] = Path(directory)
 
-
-def _without_a_place(models: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    known = {"tokenizer_dir", "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name"}
-    for model in (PREPROCESSING.name, POSTPROCESSING.name, ENSEMBLE.name, BLS.name):
-        for key, value in models.get(model, {}).items():
+    def _take_engine(self, old: str, new: str) -> None:
+        """The engine's parameters that the release reads and understands."""
+        values = self._values[old]
+        if new != old:
+            self.notes.append(f"{old} is called {new} here; requests to it need the new name")
+        if self._configs[old].backend == "python":
+            self.notes.append(
+                f"{old}: its Python backend is replaced by the C++ backend tensorrtllm"
+            )
+        if "inflight" not in values.get("gpt_model_type", "inflight"):
+            self.notes.append(f"{old}: gpt_model_type {values['gpt_model_type']} becomes in-flight")
+        if "gpu_device_ids" in values:
+            name = "gpu_device_ids" if new == ENGINE.name else "draft_gpu_device_ids"
+            self.options[name] = values["gpu_device_ids"]
+        for key in [key for key in values if key not in _HANDLED]:
             try:
-                check(model, key, value)
-            except SettingsError:
-                if key not in known:
-                    yield model, key
+                check_backend(key, values[key], self._release)
+                self.overrides.append(Override(new, key, values[key]))
+            except SettingsError as error:
+                told = f"{old}.{key}={values[key]} is left out, as it had no effect: {error}"
+                self.notes.append(told)
+
+    def _take_batching(self, engine: Any) -> None:
+        batching = engine.dynamic_batching
+        self.options["max_batch_size"] = engine.max_batch_size or None
+        self.options["max_queue_delay_us"] = batching.max_queue_delay_microseconds
+        self.options["max_queue_size"] = batching.default_queue_policy.max_queue_size
+        if BLS.name in self._configs:
+            bls = self._configs[BLS.name]
+            self.options["decoupled"] = bls.model_transaction_policy.decoupled
+            count = max((group.count for group in bls.instance_group), default=1)
+            if count > 1:
+                self.notes.append(
+                    f"tensorrt_llm_bls had {count} instances, one per request at a time; one "
+                    "process serves them all here (--bls-instances for more)"
+                )
+
+    def _take_ours(self) -> None:
+        """The text models' parameters, with the defaults that the release had."""
+        for (model, key), takers in _OURS.items():
+            value = self._values.get(model, {}).get(key)
+            before = self._release < _TRUE_BY_DEFAULT_SINCE
+            if value is None and key == "add_special_tokens" and before:
+                value = "false"
+                self.notes.append("add_special_tokens was not set, which meant false before 0.11")
+            if value is not None:
+                self.overrides += [Override(taker, key, value) for taker in takers]
+        known = {"tokenizer_dir", "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name"}
+        for model in (PREPROCESSING.name, POSTPROCESSING.name, ENSEMBLE.name, BLS.name):
+            for key, value in self._values.get(model, {}).items():
+                try:
+                    check(model, key, value)
+                except SettingsError:
+                    if key not in known:
+                        self.notes.append(f"{model}.{key} has no place here and is left out")

@@ -14,14 +14,7 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.contract.models import (
-    BLS,
-    ENGINE,
-    MODELS,
-    POSTPROCESSING,
-    PREPROCESSING,
-)
-from trtllm_bls.contract.tensors import Model, Tensor
+from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING, Model, Tensor
 from trtllm_bls.parameters import is_true, rows_of
 
 MAX_BATCH_SIZE = 64

@@ -1,6 +1,6 @@
 """From a Hugging Face checkpoint to an engine: the commands for a preset and a release.
 
-Pure: nothing is run. Which release has which flag is ``build_flags``'s.
+Nothing is run. Which release has which flag is ``build_flags``'s.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from trtllm_bls.configure.build_flags import (
-    BUILD,
-    CONVERT,
-    NEWEST,
-    OLDEST,
-    QUANTIZE,
-    check_flag,
-    shown,
-)
+import click
+
+from trtllm_bls.configure.build_flags import BUILD, CONVERT, NEWEST, QUANTIZE, check_flag
 from trtllm_bls.configure.engine_parameters import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
+from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.cpp_backend import Version, keys_of
+from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, shown
+from trtllm_bls.settings import options_of, setting
 
 _EXAMPLES_MOVED: Version = (0, 20)  # from examples/llama to examples/models/core/llama
 _GEMM_AUTO_SINCE: Version = (0, 11)
@@ -46,22 +43,25 @@ Flags = list[tuple[str, str]]
 class RecipeOptions:
     """The options of ``recipe``; ``None`` is the preset's choice. Lengths are tokens."""
 
-    release: Version = NEWEST
-    checkpoint: Path = Path("checkpoint")
-    examples: Path = Path("TensorRT-LLM/examples")
-    out: Path = Path("engines")
-    precision: str | None = None
-    tp_size: int = 1
-    max_batch_size: int | None = None
-    max_input_len: int | None = None
-    max_output_len: int | None = None
-    max_draft_len: int = 10
-    lookahead: tuple[int, int, int] | None = (7, 7, 7)  # window, n-gram, verification set
+    release: Version
+    checkpoint: Path = setting("Hugging Face checkpoint.", Path("checkpoint"))
+    examples: Path = setting(
+        "The directory examples of TensorRT-LLM's source tree of that release.",
+        Path("TensorRT-LLM/examples"),
+    )
+    out: Path = setting("Where engines go.", Path("engines"))
+    precision: str | None = setting("[default: the preset's]", type=click.Choice(PRECISIONS))
+    tp_size: int = setting("GPUs that share each layer.", 1, type=click.IntRange(1))
+    max_batch_size: int | None = setting("[default: the preset's]", type=click.IntRange(1))
+    max_input_len: int | None = setting("[default: the preset's]", type=click.IntRange(1))
+    max_output_len: int | None = setting("[default: the preset's]", type=click.IntRange(1))
+    max_draft_len: int = setting("Of target.", 10, type=click.IntRange(1))
+    lookahead: tuple[int, int, int] | None  # window, n-gram, verification set
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Precision and sizes of an engine, and the flags of its own; ``recipe_command`` says of what
+    """Precision and sizes of an engine, and the flags of its own; ``command`` says of what
     use each is."""
 
     precision: str
@@ -175,7 +175,8 @@ def _conversion(options: RecipeOptions, precision: str, converted: Path) -> Step
         tool, directory = QUANTIZE, Path("quantization")
         flags += [("qformat", precision), ("calib_size", "512")]
         flags += [("kv_cache_dtype", "fp8")] if precision == "fp8" else [("awq_block_size", "128")]
-        what += f", quantized to {precision}, on a GPU{_hardware(precision)}"
+        newer = " of the Ada or Hopper generation or later" if precision == "fp8" else ""
+        what += f", quantized to {precision}, on a GPU{newer}"
     else:
         tool, directory = CONVERT, _family(options)
         if not (options.checkpoint / "config.json").is_file():
@@ -184,15 +185,13 @@ def _conversion(options: RecipeOptions, precision: str, converted: Path) -> Step
     return what, ["python3", str(script), *_words(tool, flags, options.release)]
 
 
-def _hardware(precision: str) -> str:
-    return " of the Ada or Hopper generation or later" if precision == "fp8" else ""
-
-
 def _family(options: RecipeOptions) -> Path:
-    config = options.checkpoint / "config.json"
-    model_type = "llama"
-    if config.is_file():
-        model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
+    config, model_type = options.checkpoint / "config.json", "llama"
+    try:
+        if config.is_file():
+            model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
+    except (OSError, ValueError, AttributeError) as error:
+        raise SettingsError(f"--checkpoint: {config} cannot be read: {error}") from error
     if model_type not in _FAMILIES:
         raise SettingsError(
             f"--checkpoint {options.checkpoint}: no recipe for model_type {model_type}; "
@@ -264,3 +263,49 @@ def _gemm(options: RecipeOptions) -> str:
 
 def _profiles(options: RecipeOptions) -> Flags:
     return [("multiple_profiles", "enable")] if options.release >= (0, 10) else []
+
+
+# --- the command line -----------------------------------------------------------------------
+
+
+def _lookahead(
+    ctx: click.Context, param: click.Parameter, value: str
+) -> tuple[int, int, int] | None:
+    if value == "off":
+        return None
+    numbers = [int(part) for part in value.split(",") if part.strip().isdecimal()]
+    if len(numbers) != 3 or min(numbers) < 1 or value.count(",") != 2:
+        raise click.BadParameter(
+            f"{value!r}: write window,n-gram,verification set, such as 7,7,7, or off", ctx, param
+        )
+    return numbers[0], numbers[1], numbers[2]
+
+
+@click.command(name="recipe")
+@click.argument("preset", type=click.Choice(list(PRESETS)))
+@click.option("--release", default=shown(NEWEST), show_default=True, help="Of TensorRT-LLM.")
+@options_of(RecipeOptions)
+@click.option(
+    "--lookahead",
+    default="7,7,7",
+    show_default=True,
+    callback=_lookahead,
+    help="Of latency; or off.",
+)
+def command(preset: str, release: str, **options: Any) -> None:
+    """Print the commands from a Hugging Face checkpoint to an engine and its repository.
+
+    \b
+    Presets:
+      throughput  many requests at once
+      latency     FP8, plugins for small batches, lookahead decoding
+      target      verifies the drafts of a draft engine
+      draft       drafts for a target engine
+
+    \b
+    Examples:
+      trtllm-bls recipe throughput --checkpoint ./llama --precision int4_awq
+      trtllm-bls recipe target --release 0.20 --checkpoint ./llama --tp-size 2
+    """
+    version = NEWEST if release == "last" else parse_version(release, "--release")
+    click.echo(as_script(recipe(preset, RecipeOptions(release=version, **options))), nl=False)

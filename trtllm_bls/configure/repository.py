@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from trtllm_bls.configure.versions import models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import check
-from trtllm_bls.parameters.cpp_backend import Version, check_backend
+from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend
+from trtllm_bls.parameters.model_config import values_of
+from trtllm_bls.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def plan(options: ConfigureOptions) -> Repository:
     """The configurations; raises ``SetupError`` naming the option that cannot be used."""
     engines = _engines(options)
     target = engines[ENGINE.name]
-    version = parse_version(options.version or target.version or "last")
+    version = parse_version(options.version) if options.version else target.release() or LAST
     models = models_for(version, target.logits)
     steps = (models[PREPROCESSING.name], models[ENGINE.name], models[POSTPROCESSING.name])
     if DRAFT in engines:
@@ -72,8 +74,10 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         raise SettingsError(f"--out {out}: is a file")
     if not force and out.is_dir() and any(out.iterdir()):
         raise SettingsError(f"--out {out}: is not empty; add --force to replace its models")
-    for name in {DRAFT, *(model.name for model in MODELS)}:
-        shutil.rmtree(out / name, ignore_errors=True)
+    replaced = {out / name for name in (DRAFT, *(model.name for model in MODELS))}
+    _check_unused(replaced, repository.configs)
+    for place in replaced:
+        shutil.rmtree(place, ignore_errors=True)
     for name, config in repository.configs.items():
         version = out / name / "1"
         version.mkdir(parents=True)
@@ -81,6 +85,16 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         (out / name / "config.pbtxt").write_text(text, encoding="utf-8")
         if config.backend == "python":
             shutil.copyfile(REPOSITORY / name / "1" / "model.py", version / "model.py")
+
+
+def _check_unused(replaced: Set[Path], configs: Mapping[str, Any]) -> None:
+    """Some engines lie in the version directory of the very model that is replaced."""
+    gone = {place.resolve() for place in replaced}
+    for config in configs.values():
+        for key in ("gpt_model_path", "tokenizer_dir"):
+            used = values_of(config).get(key)
+            if used and any(Path(used).resolve().is_relative_to(place) for place in gone):
+                raise SettingsError(f"--force: would delete {used}; choose another --out")
 
 
 # --- parameters -----------------------------------------------------------------------------
@@ -163,8 +177,6 @@ def _batch_size(asked: int | None, engines: Mapping[str, EngineDir]) -> int:
 
 
 def _check_tokenizer(directory: Path) -> None:
-    from trtllm_bls.tokenizer import load_tokenizer
-
     try:
         load_tokenizer(directory)
     except SetupError as error:

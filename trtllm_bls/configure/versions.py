@@ -66,14 +66,14 @@ def image_of(version: Version) -> str | None:
     return f"nvcr.io/nvidia/tritonserver:{tag}-trtllm-python-py3" if tag else None
 
 
-def parse_version(text: str) -> Version:
-    """``0.19``, ``0.20.0rc1``, ``v1.0`` or ``last``; raises ``SettingsError``."""
+def parse_version(text: str, option: str = "--version") -> Version:
+    """``0.19``, ``0.20.0rc1``, ``v1.0`` or ``last``; raises ``SettingsError`` naming ``option``."""
     if text == "last":
         return LAST
     match = re.match(r"v?(\d+)\.(\d+)(\D|$)", text)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if version < OLDEST:
-        raise SettingsError(f"--version {text}: use a release such as 0.19, from 0.9 on, or last")
+        raise SettingsError(f"{option} {text}: use a release such as 0.19, from 0.9 on, or last")
     return version
 
 

@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.text import Text
 
-from trtllm_bls.configure.versions import parse_version
-
 # Importing them puts their checks into the list.
 from trtllm_bls.doctor import machine, repository, server, text  # noqa: F401
 from trtllm_bls.doctor.findings import Finding, examine
 from trtllm_bls.doctor.subject import Subject
-from trtllm_bls.errors import SettingsError
+from trtllm_bls.settings import options_of
 
-_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _STYLES = {"ok": "green", "warn": "yellow", "error": "red"}
 
 
 @click.command(name="doctor")
-@click.option("--model-repository", "repository", type=_DIRECTORY, help="What is to be served.")
-@click.option("--url", metavar="HOST:PORT", help="gRPC port of a running server.")
-@click.option("--engine-dir", type=_DIRECTORY, help="Engine of the target model.")
-@click.option("--draft-engine-dir", type=_DIRECTORY, help="Engine of the draft model.")
-@click.option("--tokenizer-dir", type=_DIRECTORY, help="Tokenizer of the target model.")
-@click.option("--server", type=click.Path(path_type=Path), help="As of `serve`.")
-@click.option(
-    "--version",
-    default="",
-    callback=lambda ctx, param, value: _release(ctx, value),
-    help="TensorRT-LLM release of the container.  [default: as installed, or the engine's]",
-)
+@options_of(Subject)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object in place of lines.")
 def command(as_json: bool, **options: Any) -> None:
     """Look for what would go wrong: in a repository, at a server, on this machine.
@@ -57,15 +42,6 @@ def command(as_json: bool, **options: Any) -> None:
         _show(findings)
         click.echo(f"{count['error']} errors, {count['warn']} warnings")
     sys.exit(1 if count["error"] else 0)
-
-
-def _release(ctx: click.Context, value: str) -> str:
-    if value:
-        try:
-            parse_version(value)
-        except SettingsError as error:
-            raise click.UsageError(str(error), ctx) from error
-    return value
 
 
 def _show(findings: list[tuple[str, Finding]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -19,7 +20,7 @@ from trtllm_bls.launcher.checks import (
     check_shared_memory,
     embedded_numpy,
 )
-from trtllm_bls.launcher.find import Installation, find_server
+from trtllm_bls.launcher.find import find_server
 from trtllm_bls.launcher.interpreter import PYTHON
 
 DISTRIBUTION = "trtllm-bls"
@@ -84,11 +85,13 @@ def packages(subject: Subject) -> Findings:
             yield Finding("error", what, mend)
 
 
-@check("the server here runs models on this Python and its numpy", lambda s: _server(s))
+@check("the server here runs models on this Python and its numpy", lambda s: s.server or _finds())
 def server_python(subject: Subject) -> Findings:
     """A stub for this version of Python, which can read the numpy that it will import."""
-    installation = _server(subject)
-    if installation is None:
+    try:
+        installation = find_server(subject.server)
+    except SetupError as error:
+        yield Finding.of(error)
         return
     if not installation.stub(PYTHON).is_file():
         what = f"{installation.root} has no Python backend for Python {PYTHON}"
@@ -99,11 +102,10 @@ def server_python(subject: Subject) -> Findings:
         yield Finding.of(error)
 
 
-def _server(subject: Subject) -> Installation | None:
-    try:
-        return find_server(subject.server)
-    except SetupError:
-        return None
+def _finds() -> bool:
+    with suppress(SetupError):
+        return bool(find_server(None))
+    return False
 
 
 def _requirements(packages: Callable[[str], str | None]) -> Iterator[Requirement]:

@@ -11,7 +11,7 @@ from trtllm_bls.configure.engine_parameters import (
     check_target,
     ends_after_one_step,
 )
-from trtllm_bls.configure.versions import image_of, models_for, parse_version
+from trtllm_bls.configure.versions import image_of, models_for
 from trtllm_bls.contract import BLS, ENGINE, MODELS
 from trtllm_bls.doctor.findings import Finding, Findings, Level, check
 from trtllm_bls.doctor.subject import Subject
@@ -23,14 +23,6 @@ from trtllm_bls.parameters.cpp_backend import LAST, check_backend, keys_of
 _LOGITS = ("context_logits", "generation_logits", "draft_logits")
 # Slow, so that a limit which is too short is found: tokens per second of a prompt and an answer.
 _SLOW_PREFILL, _SLOW_DECODING = 500, 20
-
-
-def _has_models(subject: Subject) -> bool:
-    return bool(subject.configs)
-
-
-def _has_engines(subject: Subject) -> bool:
-    return bool(subject.engines)
 
 
 def _speculates(subject: Subject) -> bool:
@@ -47,7 +39,7 @@ def readable(subject: Subject) -> Findings:
     yield from map(Finding.of, subject.unreadable)
 
 
-@check("every template is filled in", _has_models)
+@check("every template is filled in", lambda s: s.configs)
 def placeholders(subject: Subject) -> Findings:
     """A parameter that still holds one counts as not set, or as that very text."""
     for model in subject.configs:
@@ -57,7 +49,7 @@ def placeholders(subject: Subject) -> Findings:
             yield Finding("error", f"{model}: placeholders in {', '.join(left)}", mend)
 
 
-@check("every parameter is known and has a value that can be read", _has_models)
+@check("every parameter is known and has a value that can be read", lambda s: s.configs)
 def parameters(subject: Subject) -> Findings:
     """Names and values, each judged by whoever reads them."""
     ours = {model.name for model in MODELS}
@@ -91,19 +83,19 @@ def demanded_parameters(subject: Subject) -> Findings:
             yield Finding("error", f"{model}: no {', '.join(demanded)}", mend)
 
 
-@check("backend and engines are of one release", _has_engines)
+@check("backend and engines are of one release", lambda s: s.engines)
 def versions(subject: Subject) -> Findings:
     """An engine runs on the release that built it."""
     backend = subject.backend_version
     for model, engine in subject.engines.items():
-        built = engine.version
-        if not built:
+        built, release = engine.version, engine.release()
+        if release is None:
             what = f"{model}: config.json of {engine.path} names no release"
             yield Finding("warn", what, "build it with a released trtllm-build")
         elif backend and _numbers(built, 3) != _numbers(backend, 3):
             level: Level = "warn" if _numbers(built, 2) == _numbers(backend, 2) else "error"
             what = f"{model}: its engine is of {built}, the backend of {backend}"
-            image = image_of(parse_version(built))
+            image = image_of(release)
             other = f", or serve it from {image}" if image else ""
             yield Finding(level, what, f"build it in the container that serves it{other}")
 
@@ -120,7 +112,7 @@ def decoupled(subject: Subject) -> Findings:
         yield Finding("error", f"{subject.target}: is not decoupled", mend)
 
 
-@check("requests without drafts run to their end", _has_engines)
+@check("requests without drafts run to their end", lambda s: s.engines)
 def one_step_drafts(subject: Subject) -> Findings:
     """Older releases end each request to an engine for external drafts after one step."""
     release = subject.release or LAST

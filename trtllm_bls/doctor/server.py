@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
+
+import grpc
+import psutil
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
 
 from trtllm_bls.contract import BLS
 from trtllm_bls.doctor.findings import Finding, Findings, check
 from trtllm_bls.doctor.subject import Subject
 from trtllm_bls.engines.triton import listening_processes
+from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.parameters import EngineKind, parse_engine
 
 _ANSWER_S = 5.0
@@ -59,10 +64,6 @@ def engine_addresses(subject: Subject) -> Findings:
 
 def _service_problem(address: str) -> str:
     """What a TrtllmService says of its health; empty where that is good, or the port has TLS."""
-    import grpc
-
-    from trtllm_bls.engines.trtllm_service import messages
-
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         ask = channel.unary_unary(
             messages.SERVICE + "HealthCheck",
@@ -90,8 +91,6 @@ def ports(subject: Subject) -> Findings:
 
 def _listeners(url: str) -> set[str]:
     """The names of the programs that listen at a port of this machine."""
-    import psutil
-
     names = set()
     for process in listening_processes(url):
         with suppress(psutil.Error):
@@ -106,8 +105,6 @@ def _all(names: set[str]) -> str:
 @check("the server answers and its models are ready", lambda s: s.url)
 def server(subject: Subject) -> Findings:
     """Triton, live, with every model of the repository (or tensorrt_llm_bls and its engine)."""
-    from tritonclient.utils import InferenceServerException
-
     with _client(subject.url) as client:
         try:
             name = client.get_server_metadata(client_timeout=_ANSWER_S).name
@@ -126,8 +123,6 @@ def server(subject: Subject) -> Findings:
 @check("the server serves this repository", lambda s: s.url and s.repository)
 def same_repository(subject: Subject) -> Findings:
     """Another Triton may answer, with models of the same names."""
-    from tritonclient.utils import InferenceServerException
-
     with _client(subject.url) as client:
         for model in sorted(subject.configs):
             with suppress(InferenceServerException):  # told by the check of the server
@@ -143,13 +138,6 @@ def same_repository(subject: Subject) -> Findings:
                     yield Finding("warn", what, mend)
 
 
-@contextmanager
-def _client(url: str | None) -> Iterator[Any]:
-    from tritonclient.grpc import InferenceServerClient
-
+def _client(url: str | None) -> Any:
     # Whatever proxy the environment names: the check of proxies tells of it.
-    client = InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])
-    try:
-        yield client
-    finally:
-        client.close()
+    return InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])

@@ -10,16 +10,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import click
+
 from trtllm_bls.configure.engine_dir import EngineDir, read_engine
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.launcher.checks import SHARED_MEMORY
 from trtllm_bls.parameters.cpp_backend import Version
 from trtllm_bls.parameters.model_config import read_config, values_of
-from trtllm_bls.settings import ServeSettings, option
+from trtllm_bls.settings import ServeSettings, option, setting
 
 CPP_BACKEND = "tensorrtllm"
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 def installed(package: str) -> str | None:
@@ -36,6 +38,13 @@ def serve_ports() -> dict[str, int]:
     return {option(each.name): int(getattr(ServeSettings, each.name)) for each in named}
 
 
+def _release(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    try:
+        return value if value and parse_version(value) else ""
+    except SettingsError as error:
+        raise click.UsageError(str(error), ctx) from error
+
+
 @dataclass
 class Subject:
     """The options of ``doctor``, and what can be read behind them.
@@ -43,22 +52,25 @@ class Subject:
     ``version`` names TensorRT-LLM's release where neither an installed package nor an engine tells.
     """
 
-    repository: Path | None = None
-    url: str | None = None
-    engine_dir: Path | None = None
-    draft_engine_dir: Path | None = None
-    tokenizer_dir: Path | None = None
-    server: Path | None = None
-    version: str = ""
+    repository: Path | None = setting(
+        "What is to be served.", flag="--model-repository", type=_DIRECTORY
+    )
+    url: str | None = setting("gRPC port of a running server.", metavar="HOST:PORT")
+    engine_dir: Path | None = setting("Engine of the target model.", type=_DIRECTORY)
+    draft_engine_dir: Path | None = setting("Engine of the draft model.", type=_DIRECTORY)
+    tokenizer_dir: Path | None = setting("Tokenizer of the target model.", type=_DIRECTORY)
+    server: Path | None = setting("As of `serve`.")
+    version: str = setting(
+        "TensorRT-LLM release of the container.  [default: as installed, or the engine's]",
+        "",
+        callback=_release,
+    )
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     packages: Callable[[str], str | None] = installed
-    shared_memory: Path = SHARED_MEMORY
+    shared_memory: Path = Path("/dev/shm")
     ports: Mapping[str, int] = field(default_factory=serve_ports)
-
-    @cached_property
-    def unreadable(self) -> list[SettingsError]:
-        """Of configurations and engines, once those have been asked for."""
-        return []
+    # Of configurations and engines, once those have been asked for.
+    unreadable: list[SettingsError] = field(default_factory=list, init=False)
 
     @cached_property
     def configs(self) -> dict[str, Any]:
@@ -104,7 +116,9 @@ class Subject:
         found = {}
         for name, directory in directories.items():
             try:
-                found[name] = read_engine(f"{name}: engine", directory, check=True)
+                engine = read_engine(f"{name}: engine", directory, check=True)
+                engine.release()  # raises where there is no such release
+                found[name] = engine
             except SettingsError as error:
                 self.unreadable.append(error)
         return found
@@ -112,19 +126,18 @@ class Subject:
     @property
     def tokenizer(self) -> Path | None:
         """The directory of the target's tokenizer."""
-        if self.tokenizer_dir is not None:
-            return self.tokenizer_dir
-        named = self.values(BLS.name).get("tokenizer_dir", "")
-        return None if not named or "${" in named else self._at_repository(named)
+        return self.tokenizer_dir or self._directory("tokenizer_dir")
 
     @property
     def draft_tokenizer(self) -> Path | None:
         """The directory of the draft's tokenizer, where the repository names it."""
-        named = self.values(BLS.name).get("draft_tokenizer_dir", "")
-        return self._at_repository(named) if named else None
+        return self._directory("draft_tokenizer_dir")
 
-    def _at_repository(self, path: str) -> Path:
-        return Path(os.path.abspath((self.repository or Path()) / path))
+    def _directory(self, key: str) -> Path | None:
+        named = self.values(BLS.name).get(key, "")
+        if not named or "${" in named:
+            return None
+        return Path(os.path.abspath((self.repository or Path()) / named))
 
     @property
     def backend_version(self) -> str:
@@ -134,6 +147,7 @@ class Subject:
     @property
     def release(self) -> Version | None:
         """The release of the backend, or else of the target's engine."""
+        if self.backend_version:
+            return parse_version(self.backend_version)
         engine = self.engines.get(self.target)
-        text = self.backend_version or (engine.version if engine else "")
-        return parse_version(text) if text else None
+        return engine.release() if engine else None

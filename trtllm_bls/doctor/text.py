@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.doctor.findings import Finding, Findings, check
 from trtllm_bls.doctor.subject import Subject
 from trtllm_bls.errors import SetupError
+from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 # Embeddings are padded to a multiple of 64 or 128 per GPU; more rows than that are another model's.
 _MOST_PADDING = 1024
 
 
+@cache
+def _loaded(directory: Path) -> Tokenizer | SetupError:
+    """The tokenizer, which takes seconds, or why there is none."""
+    try:
+        return load_tokenizer(directory)
+    except SetupError as error:
+        return error
+
+
 @check("the tokenizer can be loaded", lambda s: s.tokenizer)
 def tokenizer(subject: Subject) -> Findings:
     """By the packages that are installed here."""
-    from trtllm_bls.tokenizer import load_tokenizer
-
     for directory in filter(None, (subject.tokenizer, subject.draft_tokenizer)):
-        try:
-            load_tokenizer(directory)
-        except SetupError as error:
-            yield Finding.of(error)
+        loaded = _loaded(directory)
+        if isinstance(loaded, SetupError):
+            yield Finding.of(loaded)
 
 
 @check("engines and tokenizers have one vocabulary", lambda s: s.tokenizer and s.engines)
 def vocabulary(subject: Subject) -> Findings:
     """An id beyond the embeddings ends a request; other tokens than the draft's waste drafts."""
-    from trtllm_bls.tokenizer import load_tokenizer
-
     assert subject.tokenizer is not None
-    try:
-        loaded = load_tokenizer(subject.tokenizer)
-    except SetupError:
+    loaded = _loaded(subject.tokenizer)
+    if isinstance(loaded, SetupError):
         return  # told by the check of the tokenizer
     largest = max((i for i in range(loaded.vocab_size) if i not in loaded.added_ids), default=0)
     for model, engine in subject.engines.items():
@@ -52,8 +59,6 @@ def vocabulary(subject: Subject) -> Findings:
 @check("target and draft have one vocabulary", lambda s: len(s.engines) > 1)
 def draft_vocabulary(subject: Subject) -> Findings:
     """Drafts are token ids: both models have to mean the same by them."""
-    from trtllm_bls.tokenizer import load_tokenizer
-
     target = subject.engines.get(subject.target) or subject.engines.get(ENGINE.name)
     for model, engine in subject.engines.items():
         if target and target.vocab_size and engine.vocab_size not in (None, target.vocab_size):
@@ -63,9 +68,8 @@ def draft_vocabulary(subject: Subject) -> Findings:
             )
     if subject.tokenizer is None or subject.draft_tokenizer is None:
         return
-    try:
-        own, drafts = load_tokenizer(subject.tokenizer), load_tokenizer(subject.draft_tokenizer)
-    except SetupError:
+    own, drafts = _loaded(subject.tokenizer), _loaded(subject.draft_tokenizer)
+    if isinstance(own, SetupError) or isinstance(drafts, SetupError):
         return  # told by the check of the tokenizer
     if own.fingerprint != drafts.fingerprint:
         what = f"the tokenizer in {subject.draft_tokenizer} has another token table"

@@ -87,7 +87,7 @@ class ReplicatedEngine:
         self.name = ",".join(engine.name for engine in engines)
         self.resume = resume
         self._replicas = [_Replica(engine) for engine in engines]
-        self._opening: asyncio.Task[None] | None = None
+        self._opening: asyncio.Future[list[None]] | None = None
         self._of: list[EngineLimits] = []  # whose least is the next
         self._least = EngineLimits()
 
@@ -96,7 +96,7 @@ class ReplicatedEngine:
         known = self._known()
         if not known:
             if self._opening is None or self._opening.done():
-                self._opening = asyncio.create_task(self._open())
+                self._opening = asyncio.gather(*(replica.ask() for replica in self._replicas))
             await asyncio.shield(self._opening)
             known = self._known()
         if not known:
@@ -120,9 +120,6 @@ class ReplicatedEngine:
 
     def _known(self) -> list[EngineLimits]:
         return [each.limits for each in self._replicas if each.limits is not None]
-
-    async def _open(self) -> None:
-        await asyncio.gather(*(replica.ask() for replica in self._replicas))
 
     def choose(self, tried: Sequence[_Replica]) -> _Replica | None:
         """The least loaded engine that is there and was not ``tried``."""
@@ -243,11 +240,9 @@ def _least(limits: Sequence[EngineLimits]) -> EngineLimits:
         given = [value for each in limits if (value := getattr(each, name)) is not None]
         return min(given, default=None)
 
+    sizes = ("vocab_size", "max_sequence_tokens", "max_prompt_tokens", "max_draft_tokens")
     return EngineLimits(
-        vocab_size=smallest("vocab_size"),
-        max_sequence_tokens=smallest("max_sequence_tokens"),
-        max_prompt_tokens=smallest("max_prompt_tokens"),
-        max_draft_tokens=smallest("max_draft_tokens"),
+        **{name: smallest(name) for name in sizes},
         one_step=next((each.one_step for each in limits if each.one_step is not None), None),
         may_be_one_step=any(each.may_be_one_step for each in limits),
         tells_top_log_probs=all(each.tells_top_log_probs for each in limits),

@@ -33,13 +33,23 @@ class Canary:
 
 
 class Probe(Client):
-    """A client that knows two questions; ``canary_id`` is the id of its requests for a token."""
+    """A client that knows two questions; ``canary_id`` is the id of its requests for a token.
+
+    ``local``: the server is on this machine, whatever proxy the environment names.
+    """
 
     def __init__(
-        self, url: str, canary_id: str = "trtllm-bls-health", tls: Tls | None = None
+        self,
+        url: str,
+        canary_id: str = "trtllm-bls-health",
+        tls: Tls | None = None,
+        *,
+        local: bool = False,
     ) -> None:
         super().__init__(url, tls=tls)
         self._canary_id = canary_id
+        if local:
+            self._options.append(("grpc.enable_http_proxy", 0))
 
     async def models_not_ready(self, models: Iterable[str], timeout: float) -> tuple[str, ...]:
         """Those that the server says are not. Raises ``ConnectionFailed`` if it says nothing."""

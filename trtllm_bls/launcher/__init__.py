@@ -4,7 +4,6 @@ Knows options and processes, nothing of tensors or tokens. ``server`` has the or
 every other file is one of them.
 """
 
-from trtllm_bls.launcher.listener import Listener
-from trtllm_bls.launcher.server import ServerFailed, Stopped, TritonServer
+from trtllm_bls.launcher.server import Listener, ServerFailed, Stopped, TritonServer
 
 __all__ = ["Listener", "ServerFailed", "Stopped", "TritonServer"]

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from packaging.version import Version
+
 from trtllm_bls.errors import SetupError
-from trtllm_bls.health import free_shared_memory
+from trtllm_bls.health.processes import SHARED_MEMORY, free_shared_memory
 from trtllm_bls.launcher import interpreter
 from trtllm_bls.launcher.find import Installation
 from trtllm_bls.launcher.interpreter import PYTHON
-
-SHARED_MEMORY = Path("/dev/shm")
 
 # One region per model instance, 1 MiB at first, growing with the largest request in flight; when
 # it cannot grow, requests fail in ways that do not name the cause. Logits are tens of megabytes.
@@ -126,8 +126,6 @@ def check_open_files(max_streams: int) -> None:
 
 def libpython(directories: Iterable[Path] | None = None) -> Path:
     """The shared library of the interpreter that runs us."""
-    if directories is None:
-        directories = interpreter.library_directories()
     found = interpreter.find_libpython(directories)
     if found is None:
         raise SetupError(interpreter.no_libpython())
@@ -138,9 +136,11 @@ def check_server(server: Installation, environment: dict[str, str]) -> None:
     """There is a stub for this Python, and all libraries of stub and server can be found."""
     stub = server.stub(PYTHON)
     if not stub.is_file():
+        found = server.root.glob("python_backend_stubs/*")
+        stubs = sorted((each.name for each in found), key=Version)
         raise SetupError(
             f"this server has no Python backend for Python {PYTHON}: "
-            f"use one of {', '.join(_stub_versions(server)) or 'another server'}"
+            f"use one of {', '.join(stubs) or 'another server'}"
         )
     check_libraries(stub, loaded_libraries(stub, environment))
     check_libraries(server.binary, loaded_libraries(server.binary, environment))
@@ -177,8 +177,3 @@ def loaded_libraries(binary: Path, environment: dict[str, str]) -> dict[str, str
     )
     pairs = (line.split(" => ", 1) for line in trace.stdout.splitlines() if " => " in line)
     return {name.strip(): place.rsplit(" (", 1)[0].strip() for name, place in pairs}
-
-
-def _stub_versions(server: Installation) -> list[str]:
-    found = server.root.glob("python_backend_stubs/*")
-    return sorted((d.name for d in found), key=lambda name: [int(p) for p in name.split(".")])

@@ -65,11 +65,11 @@ def server_command(
     options = {
         "model-repository": repository,
         "backend-directory": backends,
-        "http-address": ports.plain_host or ports.host,
+        "http-address": ports.plain_host,
         "http-port": ports.http,
         "grpc-address": ports.host,
         "grpc-port": ports.grpc,
-        "metrics-address": ports.plain_host or ports.host,
+        "metrics-address": ports.plain_host,
         "metrics-port": ports.metrics,
         "exit-timeout-secs": settings.exit_timeout,
         **_tls_options(settings),
@@ -98,9 +98,9 @@ def server_environment(
     """
     environment = dict(inherited) | _QUIET_LIBRARIES | model_directories(settings)
     executables = os.path.dirname(sys.executable)
-    environment["PATH"] = _prepend(executables, inherited.get("PATH"))
-    environment["LD_LIBRARY_PATH"] = _prepend(str(libraries), inherited.get("LD_LIBRARY_PATH"))
-    environment[GRPC_URL] = f"{ports.reachable_host}:{ports.grpc}"
+    for variable, first in (("PATH", executables), ("LD_LIBRARY_PATH", str(libraries))):
+        environment[variable] = os.pathsep.join(filter(None, (first, inherited.get(variable))))
+    environment[GRPC_URL] = ports.grpc_url
     environment[MAX_STREAMS] = str(settings.max_streams)
     given = {f"{each.model}.{each.parameter}": each.value for each in settings.overrides}
     if (directory := given.pop("tensorrt_llm_bls.status_dir", None)) is not None:
@@ -162,7 +162,3 @@ def _restrictions() -> list[str]:
     """The control APIs answer only to a header whose value nobody knows."""
     rule = f"{','.join(CONTROL_APIS)}:trtllm-bls-control={uuid.uuid4().hex}"
     return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
-
-
-def _prepend(first: str, rest: str | None) -> str:
-    return f"{first}{os.pathsep}{rest}" if rest else first

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from trtllm_bls.bundled import DEMO
-from trtllm_bls.client import Client, Event, Result
-from trtllm_bls.commands.summary import Summary, summarise
+from trtllm_bls.client import Client
+from trtllm_bls.commands.reply import Reply, Summary, summarise
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher.openai_process import chat_curl
 from trtllm_bls.launcher.server import TritonServer
@@ -54,28 +54,27 @@ def demo(settings: ServeSettings, *, max_tokens: int, verbose: bool = False) -> 
 
 async def ask(
     url: str, asked: Sequence[str], max_tokens: int, console: Console
-) -> tuple[Result, ...]:
+) -> tuple[Reply, ...]:
     """Stream each prompt's answer to the console, then a line of figures for each."""
     async with Client(url) as client:
         answers = tuple([await _answer(client, prompt, max_tokens, console) for prompt in asked])
     for prompt, answer in zip(asked, answers, strict=True):
-        summary = summarise(answer.events, answer.started_at, max_tokens)
+        summary = summarise(answer, max_tokens)
         console.print(Text(_figures(prompt, summary), style="green" if answer.text else "red"))
     return answers
 
 
-async def _answer(client: Client, prompt: str, max_tokens: int, console: Console) -> Result:
+async def _answer(client: Client, prompt: str, max_tokens: int, console: Console) -> Reply:
     console.print(Text(f"\n{prompt}", style="bold"), soft_wrap=True)  # log lines may follow
-    events: list[Event] = []
+    reply = Reply()
     async with client.stream(
         text_input=prompt, max_tokens=max_tokens, return_num_output_tokens=True
     ) as stream:
         async for event in stream:
-            events.append(event)
+            reply.add(event)
             console.out(event.text, end="", highlight=False)
     console.print("\n")
-    assert stream.started_at is not None
-    return Result(request_id=stream.request_id, started_at=stream.started_at, events=tuple(events))
+    return reply
 
 
 def _figures(prompt: str, summary: Summary) -> str:

@@ -54,18 +54,14 @@ def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Inst
     ``explicit`` is the installation's directory or its ``bin/tritonserver``. Raises
     ``SetupError`` naming every place that was looked at.
     """
-    if explicit is not None:
-        named = _installation_of(explicit)
-        if named is None:
-            raise SetupError(
-                f"--server {explicit}: no tritonserver there; "
-                "name its directory (holding bin/ and backends/) or bin/tritonserver itself"
-            )
-        return named
-    for place in (container, _wheel_root()):
-        found = _installation_of(place) if place is not None else None
-        if found is not None:
+    for place in (container, _wheel_root()) if explicit is None else (explicit,):
+        if place is not None and (found := _installation_of(place)):
             return found
+    if explicit is not None:
+        raise SetupError(
+            f"--server {explicit}: no tritonserver there; "
+            "name its directory (holding bin/ and backends/) or bin/tritonserver itself"
+        )
     raise SetupError(
         f"no tritonserver: none in {container} and the wheel is not installed; "
         "run `pip install 'trtllm-bls[server]'` or name one with --server"

@@ -163,8 +163,8 @@ def _children(parent: int) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # gone meanwhile
-            # "pid (name) state ppid ...", where the name may hold anything
-            if int(entry.read_text().rpartition(")")[2].split()[1]) == parent:
+            # "pid (name) state ppid ...", where the name may be any bytes
+            if int(entry.read_bytes().rpartition(b")")[2].split()[1]) == parent:
                 found.append(int(entry.parent.name))
     return found
 

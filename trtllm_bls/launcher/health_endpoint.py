@@ -40,39 +40,34 @@ class ServerMetric:
     labels: tuple[str, ...] = ()
 
 
-READY = ServerMetric("trtllm_bls_server_ready", "gauge", "1 while /health/ready says so, else 0")
-PROCESSES = ServerMetric(
-    "trtllm_bls_server_processes",
-    "gauge",
-    "Processes of the server and its models that run, by name; the server's own is tritonserver",
-    ("process",),
+SERVER_METRICS = (
+    ServerMetric("trtllm_bls_server_ready", "gauge", "1 while /health/ready says so, else 0"),
+    ServerMetric(
+        "trtllm_bls_server_processes",
+        "gauge",
+        "Processes of the server and its models that run, by name; the server's is tritonserver",
+        ("process",),
+    ),
+    ServerMetric(
+        "trtllm_bls_server_restarts_total", "counter", "Times that the server was started again"
+    ),
+    ServerMetric(
+        "trtllm_bls_openai_restarts_total", "counter", "Times that the OpenAI API was started again"
+    ),
 )
-RESTARTS = ServerMetric(
-    "trtllm_bls_server_restarts_total", "counter", "Times that the server was started again"
-)
-API_RESTARTS = ServerMetric(
-    "trtllm_bls_openai_restarts_total", "counter", "Times that the OpenAI API was started again"
-)
-SERVER_METRICS = (READY, PROCESSES, RESTARTS, API_RESTARTS)
 
 
-def _written(ready: bool, processes: Mapping[str, int], restarts: int, api_restarts: int) -> str:
-    """The text of ``/metrics``; ``processes``: how many run, by name."""
-    samples = {
-        READY: {"": int(ready)},
-        PROCESSES: {f'{{process="{name}"}}': count for name, count in processes.items()},
-        RESTARTS: {"": restarts},
-        API_RESTARTS: {"": api_restarts},
-    }
+def _written(*samples: Mapping[str, int]) -> str:
+    """The text of ``/metrics``; ``samples``: of each metric in turn, by labels as written."""
     lines = []
-    for metric, values in samples.items():
+    for metric, values in zip(SERVER_METRICS, samples, strict=True):
         lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.kind}"]
         lines += [f"{metric.name}{labels} {value}" for labels, value in values.items()]
     return "\n".join([*lines, ""])
 
 
 class HealthState:
-    """How the server is. Written by the supervisor, read by another thread."""
+    """How the server is. Written by ``serve``, read by another thread."""
 
     def __init__(self) -> None:
         self.started = False
@@ -96,8 +91,9 @@ class HealthState:
             self._watch, self._reason = None, "the server has ended"
 
     def restarting(self, reason: str) -> None:
-        """The server has failed and will be started again."""
+        """The server has failed and will be started again, and the OpenAI API with it."""
         self.restarts += 1
+        self.api_problem = None
         self._reason = f"restarting: {reason}"
 
     def answers(self) -> dict[str, object]:
@@ -109,17 +105,19 @@ class HealthState:
             not_ready += [*watch.verdict.reasons, *([self.api_problem] if self.api_problem else [])]
             if time.monotonic() - watch.looked_at > _STUCK_S:
                 not_live = ["the watch over the server is stuck"]
+        processes = watch.processes if watch is not None else self._processes
+        metrics = _written(
+            {"": int(not not_ready)},
+            {f'{{process="{name}"}}': count for name, count in processes.items()},
+            {"": self.restarts},
+            {"": self.api_restarts},
+        )
         return {
             "startup": [] if self.started else [self._reason],
             "live": not_live,
             "ready": not_ready,
             "restarts": self.restarts,
-            "metrics": _written(
-                not not_ready,
-                watch.processes if watch is not None else self._processes,
-                self.restarts,
-                self.api_restarts,
-            ),
+            "metrics": metrics,
         }
 
 
@@ -136,17 +134,12 @@ class HealthEndpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering."""
         self._closing.set()
+        self._server.kill()  # also where it is stopped, and its pipe full
         self._thread.join()
-        self._close_pipe()
-        self._server.wait()
+        self._server.kill()  # the thread may have started another one
+        self._server.communicate()
         self._listening.close()
-
-    def _close_pipe(self) -> None:
-        assert self._server.stdin
-        with suppress(OSError):  # what was not sent cannot be any more
-            self._server.stdin.close()
 
     def _start(self) -> subprocess.Popen[str]:
         descriptor = self._listening.fileno()
@@ -156,6 +149,7 @@ class HealthEndpoint:
             pass_fds=[descriptor],
             start_new_session=True,  # Ctrl-C is for serve, which drains
             text=True,
+            bufsize=1,  # a line
         )
 
     def _tell(self) -> None:
@@ -163,13 +157,12 @@ class HealthEndpoint:
         while True:
             answers, now = json.dumps(self._state.answers()), time.monotonic()
             if self._server.poll() is not None:  # somebody has killed it
-                self._close_pipe()
+                self._server.communicate()
                 self._server, before = self._start(), ""
             if answers != before or now - told_at > REPEAT_S:
                 before, told_at = answers, now
                 assert self._server.stdin
                 with suppress(OSError):  # killed this moment
                     self._server.stdin.write(answers + "\n")
-                    self._server.stdin.flush()
             if self._closing.wait(TELL_S):
                 return

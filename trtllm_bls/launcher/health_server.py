@@ -36,23 +36,22 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            self._reply(HTTPStatus.OK, self.told["metrics"].encode(), _METRICS)
+            self._reply(HTTPStatus.OK, self.told["metrics"], _METRICS)
             return
         prefix, _, question = path.rpartition("/")
         reasons = self.told.get(question) if prefix == "/health" else None
         if not isinstance(reasons, list):
-            self._reply(
-                HTTPStatus.NOT_FOUND,
-                _json({"error": "use /health/startup, live or ready, or /metrics"}),
-            )
+            words = {"error": "use /health/startup, live or ready, or /metrics"}
+            self._reply(HTTPStatus.NOT_FOUND, json.dumps(words))
             return
         if question == "live" and time.monotonic() - self.told_at > SILENT_S:
             reasons = ["serve is stuck"]
         status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
         answer = {"ok": not reasons, "reasons": reasons, "restarts": self.told["restarts"]}
-        self._reply(status, _json(answer))
+        self._reply(status, json.dumps(answer))
 
-    def _reply(self, status: HTTPStatus, body: bytes, kind: str = "application/json") -> None:
+    def _reply(self, status: HTTPStatus, text: str, kind: str = "application/json") -> None:
+        body = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -63,13 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         """Probes come every few seconds, and are not news."""
 
 
-def _json(answer: dict[str, Any]) -> bytes:
-    return json.dumps(answer).encode()
-
-
 class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that left is no news either."""
 

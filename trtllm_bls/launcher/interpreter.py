@@ -19,18 +19,15 @@ PYTHON = "{}.{}".format(*sys.version_info[:2])
 LIBPYTHON = f"libpython{PYTHON}.so.1.0"
 
 
-def library_directories() -> list[Path]:
-    """Where this interpreter's own shared library may be."""
-    configured = sysconfig.get_config_var("LIBDIR")
-    return [Path(configured or sys.base_prefix), Path(sys.base_prefix, "lib")]
-
-
-def find_libpython(directories: Iterable[Path]) -> Path | None:
+def find_libpython(directories: Iterable[Path] | None = None) -> Path | None:
     """The interpreter as a shared library, which the server's models embed.
 
     Another build of the same version is not good enough: standard modules such as ssl then fail
     to load inside the server. ``None`` if it was built without, or that part is not installed.
     """
+    if directories is None:
+        configured = sysconfig.get_config_var("LIBDIR")
+        directories = [Path(configured or sys.base_prefix), Path(sys.base_prefix, "lib")]
     candidates = (directory / LIBPYTHON for directory in directories)
     return next((library for library in candidates if library.is_file()), None)
 
@@ -62,7 +59,7 @@ def problem(
             f"install it (Debian, Ubuntu: apt install python{PYTHON}-venv) "
             "or choose another interpreter with PYTHON=..."
         )
-    if find_libpython(library_directories() if directories is None else directories) is None:
+    if find_libpython(directories) is None:
         return no_libpython()
     return None
 

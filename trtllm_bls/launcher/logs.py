@@ -143,7 +143,7 @@ class LogBook:
     """Reads the log line by line and remembers what became of the models."""
 
     def __init__(self) -> None:
-        self.loaded: set[str] = set()
+        self.loaded: list[str] = []
         self.unloaded: set[str] = set()
         self.failures: dict[str, str] = {}  # model -> reason, with its traceback
         self.port_taken: str | None = None  # the service that could not listen
@@ -157,7 +157,7 @@ class LogBook:
         self._tail.append(line)
         self.lines += 1
         if loaded := _LOADED.fullmatch(line.text):
-            self.loaded.add(loaded[1])
+            self.loaded.append(loaded[1])
         if unloaded := _UNLOADED.fullmatch(line.text):
             self.unloaded.add(unloaded[1])
         if in_flight := _IN_FLIGHT.search(line.text):

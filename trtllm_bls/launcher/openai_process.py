@@ -8,22 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from http import HTTPStatus
 from importlib.util import find_spec
 
 import psutil
 
 from trtllm_bls.errors import SetupError
-from trtllm_bls.launcher.back_off import BackOff
 from trtllm_bls.launcher.certificates import client_context, curl_tls
-from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit, relay_lines
+from trtllm_bls.launcher.ports import ask
+from trtllm_bls.launcher.process import GRACE_MARGIN, BackOff, describe_exit, relay_lines
 from trtllm_bls.launcher.server import TritonServer
+from trtllm_bls.launcher.workdir import BLS
 from trtllm_bls.settings import ServeSettings, listen
 
-MODEL = "tensorrt_llm_bls"  # whose parameters it takes
 _POLL_S = 0.05
 _START_S = 120.0
 _LOOK_S = 0.5
@@ -44,7 +43,7 @@ def model_name(settings: ServeSettings) -> str:
     """What requests call the model: its directory, or whatever a repository of the user's has."""
     if settings.model is not None:
         return settings.model.resolve().name
-    return "demo" if settings.model_repository is None else MODEL
+    return "demo" if settings.model_repository is None else BLS
 
 
 def chat_curl(url: str, settings: ServeSettings) -> str:
@@ -75,35 +74,31 @@ class OpenAIProcess:
         scheme = "http" if settings.tls_cert is None else "https"
         self.url = f"{scheme}://{server.host}:{settings.openai_port}"
         self.curl = chat_curl(self.url, settings)
-        command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
-        command += ["--host", settings.host, "--port", str(settings.openai_port)]
-        for option, file in (
-            ("--ssl-certfile", settings.tls_cert),
-            ("--ssl-keyfile", settings.tls_key),
-            ("--ssl-ca-certs", settings.tls_client_ca),
-        ):
-            command += [] if file is None else [option, str(file)]
-        command += ["--model-repository", str(server.repository)]
-        command += ["--workers", str(settings.openai_workers)]
-        command += ["--exit-timeout", str(settings.exit_timeout)]
-        if settings.expose:
-            command.append("--expose")
-        command += ["--served-model-name", model_name(settings)]
-        if settings.api_keys_file is not None:
-            command += ["--api-keys-file", str(settings.api_keys_file)]
-        command += ["--tool-parser", settings.tool_parser]
-        command += ["--reasoning-parser", settings.reasoning_parser]
+        options = {
+            "host": settings.host,
+            "port": settings.openai_port,
+            "ssl-certfile": settings.tls_cert,
+            "ssl-keyfile": settings.tls_key,
+            "ssl-ca-certs": settings.tls_client_ca,
+            "model-repository": server.repository,
+            "workers": settings.openai_workers,
+            "exit-timeout": settings.exit_timeout,
+            "served-model-name": model_name(settings),
+            "api-keys-file": settings.api_keys_file,
+            "tool-parser": settings.tool_parser,
+            "reasoning-parser": settings.reasoning_parser,
+        }
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        given += ["--expose"] if settings.expose else []
+        self._command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
+        self._command += given
+        self._environment = server.environment
         self._server, self._on_problem, self._on_line = server, on_problem, on_line
-        self._command, self._environment = command, server.environment
         self._context = client_context(settings)
         self._limit = settings.exit_timeout + GRACE_MARGIN
         self._closing = threading.Event()
         self._keeping = threading.Thread(target=self._keep, name="openai-api", daemon=True)
         self._process = self._start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -122,21 +117,24 @@ class OpenAIProcess:
         """From here on start it again when it ends, or is stopped."""
         self._keeping.start()
 
-    def wait_until_ready(self) -> None:
-        """Return when it answers. Raises ``SetupError`` if it does not."""
+    def wait_until_ready(self) -> bool:
+        """Whether it answers, once it does; if not, the server ends or has ended meanwhile.
+
+        Raises ``SetupError`` where it cannot.
+        """
         deadline = time.monotonic() + _START_S
         while not self._answers():
-            if self._closing.is_set() or self._server.stop_requested:
-                return
+            if self._closing.is_set() or self._server.stop_requested or not self._server.running:
+                return False
             code = self._process.poll()
             if code is not None:
                 raise SetupError(f"the OpenAI API did not start ({describe_exit(code)})")
             if time.monotonic() > deadline:
                 raise SetupError(f"the OpenAI API did not answer within {_START_S:g} s")
             time.sleep(_POLL_S)
+        return True
 
     def kill(self) -> None:
-        """Ask for the end at once."""
         self._process.kill()
 
     def close(self) -> None:
@@ -147,12 +145,16 @@ class OpenAIProcess:
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(self._limit)
+        self._end()
+
+    def _end(self) -> None:
         self.kill()
         self._process.wait()
 
     def _keep(self) -> None:
         back_off, up_since = BackOff(), time.monotonic()
-        while problem := self._next_problem():
+        problem = self._next_problem()
+        while problem:
             if self._server.settings.on_failure == "exit":
                 self._server.fail(problem)
                 return
@@ -163,10 +165,12 @@ class OpenAIProcess:
             self._process = self._start()
             up_since = time.monotonic()
             try:
-                self.wait_until_ready()
-            except SetupError:
-                continue  # the next look tells why
-            self._on_problem(None)
+                if self.wait_until_ready():
+                    self._on_problem(None)
+                problem = self._next_problem()
+            except SetupError as error:
+                problem = str(error)
+                self._end()
 
     def _next_problem(self) -> str | None:
         """Wait for the next one, and end the process; ``None`` when it is to end anyway."""
@@ -178,21 +182,20 @@ class OpenAIProcess:
             if code is not None:
                 return f"the OpenAI API has ended ({describe_exit(code)})"
             with suppress(psutil.Error):
-                stopped = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+                stopped = psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
                 looks = looks + 1 if stopped else 0
             if looks > 1:
-                self.kill()
-                self._process.wait()
+                self._end()
                 return "the OpenAI API was stopped"
         return None
 
     def _answers(self) -> bool:
+        settings = self._server.settings
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=15, context=self._context):
-                return True
-        except urllib.error.HTTPError:
-            return self._server.settings.engine_is_elsewhere  # which may be lost for a while
-        except urllib.error.URLError:
+            status, _ = ask(f"{self.url}/health", 15, self._context)
+        except (ConnectionRefusedError, TimeoutError):
             return False
         except OSError:  # after the handshake: it wants a certificate, of which there is none here
-            return self._server.settings.tls_client_ca is not None
+            return settings.tls_client_ca is not None
+        # An engine elsewhere may be lost for a while.
+        return status == HTTPStatus.OK or settings.engine_is_elsewhere

@@ -1,13 +1,16 @@
 """The addresses of a server: free ones chosen, busy ones refused before anything starts.
 
-A port that was free can be taken before the server binds
-it; the server then says so and ``TritonServer`` chooses again.
+A port that was free can be taken before the server binds it; the server then says so and
+``TritonServer`` chooses again.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import http.client
+import ssl
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from trtllm_bls.settings import ServeSettings, listen, option
 
@@ -16,28 +19,47 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Ports:
-    """Where Triton listens; for HTTP and metrics at ``plain_host``, if that is another."""
+    """Where Triton listens: HTTP and metrics at ``plain_host``, gRPC at ``host``."""
 
     host: str
+    plain_host: str
     http: int
     grpc: int
     metrics: int
-    plain_host: str = ""
 
     @property
-    def reachable_host(self) -> str:
-        """The host to connect to from this machine, bracketed if it is an IPv6 address."""
-        return _reachable(self.host)
+    def grpc_url(self) -> str:
+        """``host:port`` to connect to from this machine."""
+        return f"{reachable(self.host)}:{self.grpc}"
 
     @property
-    def reachable_plain_host(self) -> str:
-        """The same for HTTP and metrics."""
-        return _reachable(self.plain_host or self.host)
+    def http_url(self) -> str:
+        return f"http://{reachable(self.plain_host)}:{self.http}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{reachable(self.plain_host)}:{self.metrics}/metrics"
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
+    """The host to connect to from this machine, bracketed if it is an IPv6 address."""
     host = _EVERYWHERE.get(host, host)
     return f"[{host}]" if ":" in host else host
+
+
+def ask(url: str, timeout: float, context: ssl.SSLContext | None = None) -> tuple[int, bytes]:
+    """Status and body of a port of our own, past any proxy. Raises ``OSError``."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.netloc, timeout=timeout)
+    if context is not None:
+        connection = http.client.HTTPSConnection(address.netloc, timeout=timeout, context=context)
+    try:
+        with closing(connection):
+            connection.request("GET", address.path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+    except http.client.HTTPException as error:
+        raise ConnectionError(str(error)) from error
 
 
 def choose(settings: ServeSettings) -> Ports:
@@ -50,5 +72,4 @@ def choose(settings: ServeSettings) -> Ports:
             port = 0 if forwarded else getattr(settings, field)
             listening = held.enter_context(listen(host, port, option(field)))
             chosen.append(int(listening.getsockname()[1]))
-    http, grpc, metrics = chosen
-    return Ports(settings.host, http, grpc, metrics, settings.plain_host)
+    return Ports(settings.host, settings.plain_host, *chosen)

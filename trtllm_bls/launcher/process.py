@@ -1,6 +1,7 @@
 """The server's process as the launcher sees it: a guard, its control pipe, and lines of log.
 
-Owns the guard's start and end. Knows nothing of models or readiness.
+Owns the guard's start and end, and what any process of ``serve`` needs. Knows nothing of models or
+readiness.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import IO
 import psutil
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.health.processes import SHARED_MEMORY
 from trtllm_bls.launcher import guard
-from trtllm_bls.launcher.checks import SHARED_MEMORY
 from trtllm_bls.launcher.workdir import is_plain
 from trtllm_bls.status import StatusDirectory
 
@@ -31,6 +32,9 @@ GRACE_MARGIN = 10.0
 
 # What was killed has so long to disappear, and the log to end.
 LAST_LINES_S = 5.0
+
+# Before what failed is started again; what was up for long enough begins with the first delay.
+_FIRST_DELAY_S, _LONGEST_DELAY_S, _HEALTHY_S = 1.0, 30.0, 60.0
 
 
 class Scratch:
@@ -137,14 +141,11 @@ class GuardedProcess:
         return code if code >= 0 else 128 - code
 
     def close(self) -> None:
-        """Close the control pipe and the log, and remove what was the run's; the process has ended
-        or is about to."""
+        """Close the control pipe, and remove what was the run's; the process has ended or is about
+        to."""
         if self._guard.stdin:
             self._guard.stdin.close()
-        self._kill_what_is_left(self._guard.wait())
-        self._reader.join(LAST_LINES_S)
-        if self._guard.stdout:
-            self._guard.stdout.close()
+        self.wait()
         self._scratch.remove()
 
     def _kill_what_is_left(self, code: int) -> None:
@@ -169,18 +170,34 @@ class GuardedProcess:
 
 
 def relay_lines(output: IO[bytes], on_line: Callable[[str], object], name: str) -> threading.Thread:
-    """Call ``on_line`` with each line of ``output`` to its end, on the thread that is returned."""
+    """Call ``on_line`` with each line of ``output``, and close it at its end, on the thread that is
+    returned."""
 
     def read() -> None:
-        for line in output:
-            # Our reader may be gone or a disk full, which rich turns into SystemExit; if we then
-            # stopped reading, the process would block on its next line.
-            with suppress(OSError, SystemExit):
-                on_line(line.decode("utf-8", "replace").rstrip("\n"))
+        with output:
+            for line in output:
+                # Our reader may be gone or a disk full, which rich turns into SystemExit; if we
+                # then stopped reading, the process would block on its next line.
+                with suppress(OSError, SystemExit):
+                    on_line(line.decode("utf-8", "replace").rstrip("\n"))
 
     reader = threading.Thread(target=read, name=name, daemon=True)
     reader.start()
     return reader
+
+
+class BackOff:
+    """Seconds to wait before the next start: 1, 2, 4 ... 30."""
+
+    def __init__(self) -> None:
+        self._next = _FIRST_DELAY_S
+
+    def delay(self, up_s: float) -> float:
+        """After it was up for ``up_s`` seconds."""
+        if up_s >= _HEALTHY_S:
+            self._next = _FIRST_DELAY_S
+        delay, self._next = self._next, min(2 * self._next, _LONGEST_DELAY_S)
+        return delay
 
 
 def describe_exit(code: int) -> str:

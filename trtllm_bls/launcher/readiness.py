@@ -8,15 +8,15 @@ failed to notice does none of these, for ever.
 
 from __future__ import annotations
 
-import http.client
 import socket
 import time
 from contextlib import suppress
+from http import HTTPStatus
 from urllib.parse import quote
 
 import psutil
 
-from trtllm_bls.launcher.ports import Ports
+from trtllm_bls.launcher.ports import Ports, ask
 
 _ANSWER_S = 2.0
 STUCK_S = 90.0
@@ -27,52 +27,25 @@ LOOK_S = 5.0
 
 
 class Readiness:
-    """What is known so far; ``ask`` finds out more."""
+    """``missing``: models that were not ready when last asked."""
 
     def __init__(self, ports: Ports, models: tuple[str, ...]) -> None:
-        self.loaded: list[str] = []
         self.missing = list(models)
-        self.complete = False
         self._ports = ports
-        self._host = ports.reachable_host.strip("[]")
-        self._plain_host = ports.reachable_plain_host.strip("[]")
 
-    def newly_loaded(self, log: set[str]) -> list[str]:
-        """Models that the log reports loaded since the last call."""
-        fresh = [model for model in self.missing if model in log and model not in self.loaded]
-        self.loaded += fresh
-        return fresh
-
-    def ask(self) -> None:
-        """Ask about the models that were not ready at the last call."""
-        while self.missing and _model_ready(self._plain_host, self._ports.http, self.missing[0]):
-            self.missing.pop(0)
-        self.complete = not self.missing and all(
-            _accepts(host, port)
-            for host, port in (
-                (self._host, self._ports.grpc),
-                (self._plain_host, self._ports.metrics),
-            )
-        )
-
-
-def _model_ready(host: str, port: int, model: str) -> bool:
-    connection = http.client.HTTPConnection(host, port, timeout=_ANSWER_S)
-    try:
-        connection.request("GET", f"/v2/models/{quote(model)}/ready")
-        return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
+    def complete(self) -> bool:
+        """Ask about what is missing; whether nothing is, and every port takes connections."""
+        ports = self._ports
+        with suppress(OSError):
+            while self.missing:
+                url = f"{ports.http_url}/v2/models/{quote(self.missing[0])}/ready"
+                if ask(url, _ANSWER_S)[0] != HTTPStatus.OK:
+                    return False
+                self.missing.pop(0)
+            for address in ((ports.host, ports.grpc), (ports.plain_host, ports.metrics)):
+                socket.create_connection(address, timeout=_ANSWER_S).close()
+            return True
         return False
-    finally:
-        connection.close()
-
-
-def _accepts(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=_ANSWER_S).close()
-    except OSError:
-        return False
-    return True
 
 
 class StartProgress:

@@ -1,6 +1,6 @@
-"""A server in the foreground: start, announce, wait for a signal, drain.
+"""``serve``: a server in the foreground, watched, and started again when it fails, later each time.
 
-Owns signals and the exit code. What is shown is ``terminal``'s.
+Owns signals, restarts and the exit code. What is shown is ``terminal``'s.
 """
 
 from __future__ import annotations
@@ -8,24 +8,29 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 
 from rich.console import Console
 from rich.text import Text
 
-from trtllm_bls.errors import SettingsError
+from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.health import Bounds
 from trtllm_bls.launcher import openai_process
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.logs import parse
 from trtllm_bls.launcher.openai_process import OpenAIProcess
+from trtllm_bls.launcher.process import BackOff
 from trtllm_bls.launcher.server import Stopped, TritonServer
-from trtllm_bls.launcher.supervise import Supervisor
 from trtllm_bls.launcher.terminal import Terminal, announcement
+from trtllm_bls.launcher.watch import Watch
+from trtllm_bls.launcher.workdir import BLS
 from trtllm_bls.settings import ServeSettings
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL_S = 0.1
 
 
 def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
@@ -52,87 +57,139 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         stack.callback(endpoint.close)
         server = TritonServer(settings, terminal)
         stack.callback(server.stop)
-        api: list[OpenAIProcess] = []  # one, while it runs
-
-        def on_problem(problem: str | None) -> None:
-            state.api_problem = problem
-            if problem is None:
-                terminal.say("the OpenAI API answers again")
-            else:
-                state.api_restarts += 1
-                terminal.problem(f"{problem}; starting it again")
-
-        def start_api() -> OpenAIProcess:
-            return OpenAIProcess(server, on_problem, lambda raw: terminal.log(parse(raw)))
-
-        last_signal = stack.enter_context(_stopping_on_signals(server, state, api))
+        service = _Service(server, terminal, state, endpoint.port, with_api=with_api)
+        stack.enter_context(service.stopping_on_signals())
         try:
             with terminal.lines_of_failure():
-                supervisor = Supervisor(server, terminal, state)
-                forced = supervisor.run(
-                    lambda: _announce(server, endpoint.port, api),
-                    lambda: _beside(server, api, start_api, wanted=with_api),
-                )
+                forced = service.run()
             if forced:
                 terminal.say("running requests were cut off")
         except Stopped:
             forced = True
-        return 128 + last_signal() if forced else 0
+        return 128 + service.last_signal if forced else 0
 
 
-def _announce(server: TritonServer, health_port: int, api: list[OpenAIProcess]) -> None:
-    beside = (api[0].url, api[0].curl) if api else None
-    Console().print(Text(announcement(server, health_port, beside)), soft_wrap=True)
+class _Service:
+    """The server and, with ``with_api``, the OpenAI API beside it; ``state`` tells how they are."""
 
+    def __init__(
+        self,
+        server: TritonServer,
+        terminal: Terminal,
+        state: HealthState,
+        health_port: int,
+        *,
+        with_api: bool,
+    ) -> None:
+        self.last_signal = 0
+        self._server, self._terminal, self._state = server, terminal, state
+        self._health_port, self._with_api = health_port, with_api
+        self._api: OpenAIProcess | None = None  # while it runs
+        self._back_off = BackOff()
 
-@contextmanager
-def _beside(
-    server: TritonServer,
-    api: list[OpenAIProcess],
-    start: Callable[[], OpenAIProcess],
-    *,
-    wanted: bool,
-) -> Iterator[None]:
-    """The OpenAI API as long as this start of the server lasts."""
-    if not wanted or openai_process.MODEL not in server.models:
-        yield
-        return
-    process = start()
-    api.append(process)
-    try:
-        process.wait_until_ready()
-        process.keep()
-        yield
-    finally:
-        api.clear()
-        process.close()
+    def run(self) -> bool:
+        """Serve until asked to stop; whether requests were cut off.
 
+        Raises ``Stopped`` if it was asked while it started, ``SetupError`` if the first start
+        fails, and ``ServerFailed`` where a failure is to end it.
+        """
+        with self._terminal.progress():
+            self._server.start()
+        self._server.keep_ports()
+        failed_at: float | None = None
+        while True:
+            ready_at = time.monotonic()
+            try:
+                with self._openai_api():
+                    return self._serve(failed_at)
+            except SetupError as error:
+                self._server.discard()
+                if not self._state.started:
+                    raise
+                failed_at = time.monotonic()
+                self._start_again(error, failed_at - ready_at)
 
-@contextmanager
-def _stopping_on_signals(
-    server: TritonServer, state: HealthState, api: list[OpenAIProcess]
-) -> Iterator[Callable[[], int]]:
-    """Signals become stop requests; yields a function that returns the last signal's number."""
-    received = [0]
+    def _serve(self, failed_at: float | None) -> bool:
+        """From ready to the end; ``failed_at``: when it did not serve any more, if it did."""
+        server, terminal = self._server, self._terminal
+        bounds = Bounds(stall_s=server.settings.stall_timeout)
+        watch = Watch(server, bounds, server.fail, terminal.warning)
+        with closing(watch), self._state.serving(watch):
+            if failed_at is not None:
+                terminal.say(f"serving again, {time.monotonic() - failed_at:.1f} s later")
+            else:
+                beside = (self._api.url, self._api.curl) if self._api else None
+                text = announcement(server, self._health_port, beside)
+                Console().print(Text(text), soft_wrap=True)
+            return server.wait()
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        state.draining = True
-        forced = server.request_stop()
-        if forced:  # otherwise it drains with the server
-            for process in api:
-                process.kill()
+    def _start_again(self, error: SetupError, up_s: float) -> None:
+        """Until that succeeds; ``up_s``: for how long the server was up before ``error``."""
+        while True:
+            if isinstance(error, Stopped) or self._server.settings.on_failure == "exit":
+                raise error
+            delay = self._back_off.delay(up_s)
+            self._state.restarting(str(error))
+            self._terminal.problem(f"{error}; starting again in {delay:.0f} s")
+            until = time.monotonic() + delay
+            while time.monotonic() < until:
+                if self._server.stop_requested:
+                    raise Stopped("stopped before the server was started again")
+                time.sleep(_POLL_S)
+            up_s = 0.0
+            try:
+                self._server.start()
+            except SetupError as following:
+                error = following
+            else:
+                return
+
+    @contextmanager
+    def _openai_api(self) -> Iterator[None]:
+        """As long as this start of the server lasts."""
+        if not self._with_api or BLS not in self._server.models:
+            yield
+            return
+        log = self._terminal.log
+        self._api = api = OpenAIProcess(
+            self._server, self._on_api_problem, lambda raw: log(parse(raw))
+        )
+        try:
+            api.wait_until_ready()
+            api.keep()
+            yield
+        finally:
+            self._api = None
+            api.close()
+
+    def _on_api_problem(self, problem: str | None) -> None:
+        self._state.api_problem = problem
+        if problem is None:
+            self._terminal.say("the OpenAI API answers again")
+        else:
+            self._state.api_restarts += 1
+            self._terminal.problem(f"{problem}; starting it again")
+
+    @contextmanager
+    def stopping_on_signals(self) -> Iterator[None]:
+        """Signals become stop requests."""
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.last_signal = number
+        self._state.draining = True
+        if self._server.request_stop():
+            if self._api is not None:  # otherwise it drains with the server
+                self._api.kill()
             say = "killing the server\n"
         else:
             say = (
-                f"stopping: running requests have {server.settings.exit_timeout} s to end; "
+                f"stopping: running requests have {self._server.settings.exit_timeout} s to end; "
                 "signal again to end at once\n"
             )
         os.write(sys.stderr.fileno(), say.encode())  # print is not safe inside a handler
-
-    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
-    try:
-        yield lambda: received[-1]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

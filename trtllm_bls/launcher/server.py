@@ -26,17 +26,14 @@ from trtllm_bls.health import Probe
 from trtllm_bls.launcher import checks, command, workdir
 from trtllm_bls.launcher.certificates import own_tls, server_context
 from trtllm_bls.launcher.find import PACKAGE, Installation, find_server
-from trtllm_bls.launcher.listener import Listener
-from trtllm_bls.launcher.logs import LogBook
-from trtllm_bls.launcher.ports import Ports, choose
+from trtllm_bls.launcher.logs import LogBook, LogLine
+from trtllm_bls.launcher.ports import Ports, choose, reachable
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
 from trtllm_bls.launcher.readiness import Readiness, StartProgress
 from trtllm_bls.launcher.tls_forwarder import TlsForwarder
 from trtllm_bls.parameters import DRAFT_MODEL_DIR, MODEL_DIR, STATUS_DIR
 from trtllm_bls.settings import ServeSettings, listen
 from trtllm_bls.status import CANARY_ID
-
-BLS = "tensorrt_llm_bls"
 
 # A free port may be taken between its choice and the server's start, seconds later; and a stub that
 # gets no CPU for a second while the server starts may never be noticed.
@@ -54,16 +51,31 @@ class ServerFailed(SetupError):
         self.log_lines = log_lines
 
 
-class PortTaken(ServerFailed):
-    """Another process bound one of the ports first."""
-
-
-class StartStuck(ServerFailed):
-    """Nothing moved any more while the models loaded."""
+class _StartAgain(ServerFailed):
+    """Where another start may help."""
 
 
 class Stopped(SetupError):
     """The server was asked to stop before it was ready."""
+
+
+class Listener:
+    """What a server reports to whoever started it: override what is of interest.
+
+    ``log`` is called on another thread than the rest.
+    """
+
+    def log(self, line: LogLine) -> None:
+        """The server or a model printed a line."""
+
+    def warning(self, text: str) -> None:
+        """Something is not as it should be, but the server can do without."""
+
+    def starting(self, models: tuple[str, ...]) -> None:
+        """The server process runs and loads these models."""
+
+    def model_ready(self, model: str, ready: int) -> None:
+        """One more model is ready; ``ready`` counts them."""
 
 
 @dataclass
@@ -104,15 +116,13 @@ class TritonServer:
     @property
     def http_url(self) -> str:
         """``http://host:port``, or https where there is TLS, reachable from this machine."""
-        ports = self._running.ports
         if self._forwarder is not None:
-            return f"https://{ports.reachable_host}:{self._forwarder.port}"
-        return f"http://{ports.reachable_plain_host}:{ports.http}"
+            return f"https://{self.host}:{self._forwarder.port}"
+        return self._running.ports.http_url
 
     @property
     def host(self) -> str:
-        """The host to connect to from this machine, bracketed if it is an IPv6 address."""
-        return self._running.ports.reachable_host
+        return reachable(self.settings.host)
 
     @property
     def repository(self) -> Path:
@@ -126,18 +136,15 @@ class TritonServer:
 
     @property
     def grpc_url(self) -> str:
-        """``host:port``, as gRPC clients want it."""
-        return f"{self._running.ports.reachable_host}:{self._running.ports.grpc}"
+        """``host:port``."""
+        return self._running.ports.grpc_url
 
     @property
     def metrics_url(self) -> str:
-        """Where Prometheus metrics are."""
-        ports = self._running.ports
-        return f"http://{ports.reachable_plain_host}:{ports.metrics}/metrics"
+        return self._running.ports.metrics_url
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The models it serves."""
         return self._running.models
 
     @property
@@ -146,15 +153,15 @@ class TritonServer:
         return self._running.book.unloaded
 
     @property
-    def pid(self) -> int | None:
-        """tritonserver's own process; ``None`` when it has ended."""
-        server = self._running.process.server
-        return None if server is None else server.pid
+    def process(self) -> psutil.Process | None:
+        """tritonserver's own; ``None`` when it has ended."""
+        return self._running.process.server
 
     @property
-    def process(self) -> psutil.Process | None:
-        """The same, to look at."""
-        return self._running.process.server
+    def running(self) -> bool:
+        """Whether it has been started and has not ended. Any thread may ask."""
+        run = self._run
+        return run is not None and run.process.running
 
     @property
     def guard(self) -> psutil.Process | None:
@@ -171,7 +178,7 @@ class TritonServer:
         tls = own_tls(self.settings)
         if self.settings.tls_client_ca is not None and not (tls and tls.private_key):
             return None
-        return Probe(self.grpc_url, self._running.scratch.canary_id, tls)
+        return Probe(self.grpc_url, self._running.scratch.canary_id, tls, local=True)
 
     @property
     def stop_requested(self) -> bool:
@@ -200,16 +207,14 @@ class TritonServer:
             listening = listen(settings.host, settings.http_port, "--http-port")
             context = server_context(settings)
             self._forwarder = TlsForwarder(listening, context, self._listener.warning)
-        for attempt in range(START_ATTEMPTS):
+        for attempt in range(1, START_ATTEMPTS + 1):
             try:
                 self._run = self._launch(server)
                 self._wait_until_ready(self._run)
                 return
             except BaseException as error:
-                self._end()
-                other_port = isinstance(error, PortTaken) and self._any_free_port
-                may_help = other_port or isinstance(error, StartStuck)
-                if attempt == START_ATTEMPTS - 1 or not may_help:
+                self.discard()
+                if attempt == START_ATTEMPTS or not isinstance(error, _StartAgain):
                     self._close_forwarder()
                     raise
                 self._listener.warning(f"{error}; starting again")
@@ -237,19 +242,15 @@ class TritonServer:
     def fail(self, problem: str) -> None:
         """Kill the server, which ends all its requests; ``wait`` raises. Any thread may call it."""
         run = self._run
-        server = run.process.server if run is not None else None
+        server = run and run.process.server
         with suppress(psutil.Error):
-            if run is not None and server and server.status() != psutil.STATUS_ZOMBIE:
+            if run and server and server.status() != psutil.STATUS_ZOMBIE:
                 self._failure = problem  # otherwise it has ended by itself
                 run.process.kill()
 
     def end_unloading(self) -> None:
         """End a server that was asked to stop and serves nobody any more; ``wait`` returns."""
         self._running.process.kill()
-
-    def discard(self) -> None:
-        """End it at once, whatever state it is in."""
-        self._end()
 
     def wait(self) -> bool:
         """Return when the server has ended as requested: whether requests were cut off.
@@ -277,15 +278,9 @@ class TritonServer:
                 self.request_stop()
             with suppress(TimeoutExpired):
                 self._run.process.wait(self.settings.exit_timeout + 2 * GRACE_MARGIN)
-            self._end()
+            self.discard()
             self._stop_requests = 0
         self._close_forwarder()
-
-    @property
-    def _any_free_port(self) -> bool:
-        settings = self.settings
-        ports = (settings.http_port, settings.grpc_port, settings.metrics_port)
-        return 0 in ports or settings.tls_cert is not None  # then Triton's own HTTP port is free
 
     def _checked_installation(self) -> Installation:
         checks.check_platform()
@@ -320,7 +315,7 @@ class TritonServer:
                 with_draft=DRAFT_MODEL_DIR in environment,
             )
             scratch.keep_status(
-                environment.get(STATUS_DIR) or workdir.parameter(served, BLS, "status_dir")
+                environment.get(STATUS_DIR) or workdir.parameter(served, workdir.BLS, "status_dir")
             )
             environment[STATUS_DIR] = str(scratch.status)
             models = workdir.model_names(served)
@@ -347,29 +342,29 @@ class TritonServer:
 
     def _wait_until_ready(self, run: _RunningServer) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout
-        readiness = Readiness(run.ports, run.models)
-        progress = StartProgress()
+        readiness, progress = Readiness(run.ports, run.models), StartProgress()
+        told = 0
         self._listener.starting(run.models)
-        while not readiness.complete:
+        while True:
             self._logged.wait(POLL_S)
             self._logged.clear()
             if self._stop_requests:
                 raise Stopped("stopped before the models were ready")
             self._raise_failure(run)
-            for model in readiness.newly_loaded(run.book.loaded):
-                self._listener.model_ready(model, len(readiness.loaded))
-            readiness.ask()
+            for model in run.book.loaded[told:]:
+                told += 1
+                self._listener.model_ready(model, told)
+            if readiness.complete():
+                return
+            missing = ", ".join(readiness.missing)
             progress.look(run.process.server, run.book.lines)
             if progress.stuck:
-                raise StartStuck(
-                    f"nothing has moved for {progress.stuck_s:.0f} s while loading: "
-                    f"{', '.join(readiness.missing)}",
-                    run.book.tail(),
-                )
+                problem = f"nothing has moved for {progress.stuck_s:.0f} s while loading: {missing}"
+                raise _StartAgain(problem, run.book.tail())
             if time.monotonic() > deadline:
                 raise ServerFailed(
-                    f"not ready after {self.settings.ready_timeout} s, still loading: "
-                    f"{', '.join(readiness.missing)}; allow more with --ready-timeout",
+                    f"not ready after {self.settings.ready_timeout} s, still loading: {missing}; "
+                    "allow more with --ready-timeout",
                     run.book.tail(),
                 )
 
@@ -379,12 +374,16 @@ class TritonServer:
         if run.book.failures:
             raise ServerFailed(run.book.failure_summary(), run.book.failure_details())
         if run.book.port_taken:
-            raise PortTaken(f"the {run.book.port_taken} port was taken meanwhile, try again")
+            settings = self.settings
+            ports = (settings.http_port, settings.grpc_port, settings.metrics_port)
+            # With TLS Triton's own HTTP port is any free one.
+            kind = _StartAgain if 0 in ports or settings.tls_cert else ServerFailed
+            raise kind(f"the {run.book.port_taken} port was taken meanwhile, try again")
         if code is not None:
             raise ServerFailed(f"the server did not start ({describe_exit(code)})", run.book.tail())
 
-    def _end(self) -> None:
-        """Whatever state it is in: no process, no file remains."""
+    def discard(self) -> None:
+        """End it at once, whatever state it is in: no process, no file remains."""
         run, self._run = self._run, None
         if self._forwarder is not None:
             self._forwarder.upstream = None

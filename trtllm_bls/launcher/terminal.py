@@ -18,12 +18,11 @@ from rich.text import Text
 
 from trtllm_bls.errors import TrtllmBlsError
 from trtllm_bls.launcher.certificates import curl_tls
-from trtllm_bls.launcher.listener import Listener
 from trtllm_bls.launcher.logs import TAIL_LINES, LinePace, LogLine
-from trtllm_bls.launcher.server import ServerFailed, TritonServer
+from trtllm_bls.launcher.server import Listener, ServerFailed, TritonServer
+from trtllm_bls.launcher.workdir import BLS
 
 _STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
-_TEXT_MODEL = "tensorrt_llm_bls"
 
 
 class Terminal(Listener):
@@ -147,9 +146,9 @@ def announcement(server: TritonServer, health_port: int, api: tuple[str, str] | 
 
 
 def _curl(server: TritonServer) -> str:
-    if _TEXT_MODEL not in server.models:
+    if BLS not in server.models:
         return f"curl -i{curl_tls(server.settings)} {server.http_url}/v2/health/ready"
-    url = f"{server.http_url}/v2/models/{_TEXT_MODEL}/generate"
+    url = f"{server.http_url}/v2/models/{BLS}/generate"
     request = '"text_input": "Once upon a time", "max_tokens": 32'
     if server.settings.decoupled is not False:  # else there are no streams
         url, request = url + "_stream", request + ', "stream": true'

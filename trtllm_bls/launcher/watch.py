@@ -7,11 +7,14 @@ about it is the supervisor's.
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.health import (
@@ -23,12 +26,12 @@ from trtllm_bls.health import (
     evaluate,
     free_shared_memory,
 )
-from trtllm_bls.health.probe import TEXT_MODEL
-from trtllm_bls.launcher.engine_steps import engine_steps
+from trtllm_bls.launcher.ports import ask
 from trtllm_bls.launcher.server import TritonServer
-from trtllm_bls.status import ProcessStatus, StatusDirectory
+from trtllm_bls.launcher.workdir import BLS, ENGINE
+from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, ProcessStatus, StatusDirectory
 
-_ENGINE = "tensorrt_llm"
+_STEPS = re.compile(rf"{ENGINE_STEPS}{{[^}}]*{STEPS_LABEL[0]}=\"{STEPS_LABEL[1]}\"[^}}]*}} (\S+)")
 
 
 @dataclass(frozen=True)
@@ -67,21 +70,22 @@ class Watch:
         self.looked_at = time.monotonic()
         self.draining = False  # somebody has asked for it through the status directory
         self._server = server
-        self._bounds = replace(bounds, engine_elsewhere=_ENGINE not in server.models)
+        self._bounds = replace(bounds, engine_elsewhere=ENGINE not in server.models)
         self._pace = pace or Pace.within(bounds.stall_s)
         self._on_failed, self._warn = on_failed, warn
         self._guard, process = server.guard, server.process
         self._processes = ServerProcesses(process) if process and self._guard else None
         self._files = StatusDirectory(server.status_dir)
         self._probe = server.probe()
-        self._has_canary = self._probe is not None and TEXT_MODEL in server.models
+        self._has_canary = self._probe is not None and BLS in server.models
         self._progress_at = self._descriptors_at = self._busy_at = time.monotonic()
         self._moved = 0  # responses, and tokens of answers in one piece
-        self._steps: float | None = None  # of the engines, as last told
+        self._steps = math.inf  # of the engines, as last told
         self._failures, self._error = 0, ""
         self._not_ready: tuple[str, ...] = ()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        watching = partial(asyncio.run, self._watch())
+        self._thread = threading.Thread(target=watching, name="watch", daemon=True)
         self._thread.start()
 
     @property
@@ -94,9 +98,6 @@ class Watch:
         """Stop watching."""
         self._closing.set()
         self._thread.join()
-
-    def _run(self) -> None:
-        asyncio.run(self._watch())
 
     async def _watch(self) -> None:
         async with self._probe or nullcontext() as probe:
@@ -127,7 +128,7 @@ class Watch:
         """
         left = set(self._server.models) - self._server.unloaded
         idle = all(s.handed_over and not s.running and now - s.loop_at < 1 for s in statuses)
-        return not (self._server.stop_requested and left == {TEXT_MODEL} and statuses and idle)
+        return not (self._server.stop_requested and left == {BLS} and statuses and idle)
 
     def _observe(self, statuses: list[ProcessStatus], now: float) -> Observed:
         if self._processes is None:
@@ -135,7 +136,10 @@ class Watch:
         if self._guard is not None and self._processes.wake(self._guard):
             self._warn("the server's guard was stopped; it goes on")
         self.draining = self._files.drain_deadline() is not None
-        self._note_progress(statuses, now)
+        moved = sum(status.responses + status.tokens for status in statuses)
+        if moved > self._moved:
+            self._progress_at = now
+        self._moved = moved
         exhausted = self._processes.without_descriptors()
         if not exhausted:
             self._descriptors_at = now
@@ -153,12 +157,6 @@ class Watch:
             shared_memory=free_shared_memory(),
         )
 
-    def _note_progress(self, statuses: list[ProcessStatus], now: float) -> None:
-        moved = sum(status.responses + status.tokens for status in statuses)
-        if moved > self._moved:
-            self._progress_at = now
-        self._moved = moved
-
     async def _ask(self, probe: Probe) -> None:
         """Which models are ready, and a canary unless others get answers; over and over."""
         while True:
@@ -175,11 +173,17 @@ class Watch:
             await asyncio.sleep(self._pace.canary_s / (5 if self._failures else 1))
 
     async def _look_at_steps(self) -> None:
-        """An engine at work is progress, also where nothing leaves and a canary has to wait."""
-        url, before = self._server.metrics_url, self._steps
-        self._steps = await asyncio.to_thread(engine_steps, url, self._pace.answer_s)
-        if before is not None and self._steps is not None and self._steps > before:
-            self._progress_at = time.monotonic()
+        """An engine at work is progress, also where nothing leaves and a canary has to wait.
+
+        Requests that do not stream leave no trace until they end; where they have every place in
+        the engine, its own count of its steps tells work from a standstill.
+        """
+        with suppress(OSError):  # late, which is for the verdict to judge
+            url = self._server.metrics_url
+            _, metrics = await asyncio.to_thread(ask, url, self._pace.answer_s)
+            before, self._steps = self._steps, sum(map(float, _STEPS.findall(metrics.decode())))
+            if self._steps > before:
+                self._progress_at = time.monotonic()
 
     async def _send_canary(self, probe: Probe) -> None:
         canary = await probe.canary(self._pace.answer_s)

@@ -9,6 +9,7 @@ import filecmp
 import os
 import shlex
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from trtllm_bls.parameters.cpp_backend import check_backend
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import Override, ServeSettings
 
-_BLS, _ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
-_ENGINE_MODELS = (_ENGINE, _DRAFT, "ensemble")  # what a server does without if it runs no engine
+BLS, ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
+_ENGINE_MODELS = (ENGINE, _DRAFT, "ensemble")  # what a server does without if it runs no engine
 _INSTANCES = "instance group"  # no parameter, and nothing that --set could name
 _DRAFT_OVERRIDES = (
     Override(_DRAFT, "is_draft", "true"),
-    Override(_BLS, "tensorrt_llm_draft_model_name", _DRAFT),
+    Override(BLS, "tensorrt_llm_draft_model_name", _DRAFT),
 )
 
 
@@ -38,10 +39,7 @@ def link_libpython(workdir: Path, library: Path) -> Path:
 
     The library's own directory may hold other libraries, which must not replace the server's.
     """
-    directory = workdir / "lib"
-    directory.mkdir()
-    (directory / library.name).symlink_to(library)
-    return directory
+    return _links(workdir / "lib", [library])
 
 
 def link_backends(workdir: Path, server: Installation) -> Path:
@@ -50,19 +48,18 @@ def link_backends(workdir: Path, server: Installation) -> Path:
     The embedded Python is isolated: it reads no PYTHONPATH, but has the backend's directory on
     its path. So models import this package however it was installed, or was not.
     """
-    directory = workdir / "backends"
-    python = directory / "python"
-    python.mkdir(parents=True)
-    for backend in server.backends.iterdir():
-        if backend.name != python.name:
-            (directory / backend.name).symlink_to(backend)
-    for file in (server.backends / python.name).iterdir():
-        (python / file.name).symlink_to(file)
-    stub = server.stub(PYTHON)
-    link = python / stub.name
-    link.unlink(missing_ok=True)
-    link.symlink_to(stub)
-    (python / PACKAGE.name).symlink_to(PACKAGE)
+    python, stub = server.backends / "python", server.stub(PYTHON)
+    directory = _links(workdir / "backends", set(server.backends.iterdir()) - {python})
+    theirs = [file for file in python.iterdir() if file.name != stub.name]
+    _links(directory / python.name, [*theirs, stub, PACKAGE])
+    return directory
+
+
+def _links(directory: Path, places: Iterable[Path]) -> Path:
+    """A new directory of links to files and directories, under their own names."""
+    directory.mkdir()
+    for place in places:
+        (directory / place.name).symlink_to(place)
     return directory
 
 
@@ -96,18 +93,14 @@ def prepare_models(
     changes = _changes(settings, with_draft)
     if not changes and is_plain(repository):
         return repository
-    surroundings = workdir / "repository"
-    surroundings.mkdir()
-    for neighbour in repository.parent.iterdir():
-        if neighbour != repository:
-            (surroundings / neighbour.name).symlink_to(neighbour)
+    surroundings = _links(workdir / "repository", set(repository.parent.iterdir()) - {repository})
     copy = surroundings / (repository.name if is_plain(repository.name) else "models")
     shutil.copytree(repository, copy, symlinks=False, copy_function=os.symlink)
     if settings.engine_is_elsewhere:
         for name in _ENGINE_MODELS:
             shutil.rmtree(copy / name, ignore_errors=True)
     if with_draft:
-        shutil.copytree(copy / _ENGINE, copy / _DRAFT, symlinks=True)
+        shutil.copytree(copy / ENGINE, copy / _DRAFT, symlinks=True)
     names = model_names(copy)
     for option, change in changes:
         if change.model not in names:
@@ -135,34 +128,34 @@ def link_checkpoint(workdir: Path, name: str, directory: str) -> Path:
     """The directory, or one of links to its files: models cannot read paths beyond ASCII."""
     if directory.isascii():
         return Path(directory)
-    links = workdir / name
-    links.mkdir()
-    for file in Path(directory).iterdir():
-        (links / file.name).symlink_to(file)
-    return links
+    return _links(workdir / name, Path(directory).iterdir())
 
 
 def _can_add_draft(repository: Path) -> bool:
     names = model_names(repository)
-    embedded = (repository / _ENGINE / "1" / "model.py").is_file()
-    return embedded and _BLS in names and _DRAFT not in names
+    embedded = (repository / ENGINE / "1" / "model.py").is_file()
+    return embedded and BLS in names and _DRAFT not in names
 
 
 def _changes(settings: ServeSettings, with_draft: bool) -> list[tuple[str, Override]]:
     """Each with the option that asked for it."""
-    changes = []
-    if settings.bls_instances is not None:
-        count = settings.bls_instances
-        if count == "auto":
-            count = auto_instances(len(os.sched_getaffinity(0)))
-        changes.append(("--bls-instances", Override(_BLS, _INSTANCES, str(count))))
-    if settings.decoupled is not None:
-        changes.append(("--decoupled", Override(_BLS, "decoupled", str(settings.decoupled))))
-    if settings.engine is not None:
-        changes.append(("--engine", Override(_BLS, "engine", settings.engine)))
-    for override in (*(_DRAFT_OVERRIDES if with_draft else ()), *settings.overrides):
-        changes.append((f"--set {override.model}.{override.parameter}", override))
-    return changes
+    instances: object = settings.bls_instances
+    if instances == "auto":
+        instances = auto_instances(len(os.sched_getaffinity(0)))
+    options = (
+        ("--bls-instances", _INSTANCES, instances),
+        ("--decoupled", "decoupled", settings.decoupled),
+        ("--engine", "engine", settings.engine),
+    )
+    overrides = (*(_DRAFT_OVERRIDES if with_draft else ()), *settings.overrides)
+    return [
+        *(
+            (name, Override(BLS, key, str(value)))
+            for name, key, value in options
+            if value is not None
+        ),
+        *((f"--set {each.model}.{each.parameter}", each) for each in overrides),
+    ]
 
 
 def auto_instances(cores: int) -> int:

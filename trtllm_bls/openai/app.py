@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import re
 import time
@@ -23,7 +24,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError
-from trtllm_bls.garbage import collect_seldom
 from trtllm_bls.messages import TextChunk
 from trtllm_bls.openai.answers import Answer
 from trtllm_bls.openai.chat import ChatAnswer
@@ -127,7 +127,10 @@ class _Api:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        collect_seldom()
+        # As where Triton's requests are served (python_backend/request_server.py).
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 50, 50)
         loop = asyncio.get_running_loop()
         self.backend.start(loop)
         self.requests.loop = loop

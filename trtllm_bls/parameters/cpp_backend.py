@@ -115,25 +115,29 @@ xgrammar_tokenizer_info_path      text      0.19       !0.19
 """
 
 
-def parse_release(text: str) -> Version:
-    """``0.12`` as numbers."""
+def parse_releases(text: str, last: Version = LAST) -> tuple[Version, Version]:
+    """``0.12-0.14`` as numbers; ``0.12`` goes on to the ``last``."""
+    since, _, until = text.partition("-")
+    return _version(since), _version(until) if until else last
+
+
+def _version(text: str) -> Version:
     major, minor = text.split(".")
     return int(major), int(minor)
+
+
+def shown(version: Version) -> str:
+    """As it is written."""
+    return f"{version[0]}.{version[1]}"
 
 
 def _keys() -> Iterator[Key]:
     for row in _ROWS.strip().splitlines():
         name, kind, releases, *demanded = row.split()
-        since, _, until = releases.partition("-")
         expected, pattern = _KINDS[kind]
-        yield Key(
-            name=name,
-            expected=expected,
-            pattern=re.compile(pattern),
-            since=parse_release(since),
-            until=parse_release(until) if until else LAST,
-            demanded=parse_release(demanded[0][1:]) if demanded else None,
-        )
+        since, until = parse_releases(releases)
+        first = _version(demanded[0][1:]) if demanded else None
+        yield Key(name, expected, re.compile(pattern), since, until, first)
 
 
 KEYS = tuple(_keys())
@@ -154,13 +158,13 @@ def check_backend(key: str, value: str, version: Version | None = None) -> None:
     if key in _FACTS | TRITON_KEYS:
         check("tensorrt_llm", key, value, ENGINE_FACTS)
         return
-    anywhere = [row for row in KEYS if row.name == key]
-    rows = anywhere if version is None else [row for row in [keys_of(version).get(key)] if row]
+    known = KEYS if version is None else keys_of(version).values()
+    rows = [row for row in known if row.name == key]
     if not rows:
-        known = {row.name for row in KEYS} if version is None else keys_of(version).keys()
         whose = "the C++ backend"
-        if anywhere and version is not None:
-            whose += f" of {version[0]}.{version[1]}"
-        raise SettingsError(f"{whose} has no parameter {key}; {suggestion(key, known)}")
+        if version is not None and any(row.name == key for row in KEYS):
+            whose += f" of {shown(version)}"
+        mend = suggestion(key, [row.name for row in known])
+        raise SettingsError(f"{whose} has no parameter {key}; {mend}")
     if "${" in value or not any(row.pattern.fullmatch(value) for row in rows):
         raise SettingsError(f"{value!r} is not allowed; it must be {rows[-1].expected}")

@@ -34,12 +34,10 @@ def parse_engine(text: str) -> EngineChoice:
 
     Of several addresses of ``triton+grpc`` those without a model have the first one's.
     """
-    for kind in EngineKind:
-        if text.startswith(kind.value):
-            rest = text[len(kind.value) :]
-            break
-    else:
+    kind = next((each for each in EngineKind if text.startswith(each.value)), None)
+    if kind is None:
         raise ValueError(text)
+    rest = text.removeprefix(kind.value)
     if kind is EngineKind.TRITON:
         if not rest or "/" in rest or "," in rest:
             raise ValueError(text)

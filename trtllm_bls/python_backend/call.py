@@ -74,12 +74,12 @@ class Call:
         self.parameters = "{}"  # of the request, as JSON
 
     def read(self, request: Any) -> None:
-        """Copy the inputs: Triton may free its own any time."""
+        """Take the inputs."""
         self.parameters = request.parameters()
         if STATUS_ASKED in self.parameters:
             self._error_at = time.monotonic() + ERROR_AS_STATUS_SECONDS
         self.arrays = MappingProxyType(
-            {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+            {tensor.name(): _owned(tensor.as_numpy()) for tensor in request.inputs()}
         )
 
     def send(self, arrays: Arrays, final: bool = False) -> None:
@@ -205,8 +205,11 @@ class Call:
 
     def _try(self, response: Callable[[], Any] | None, final: bool) -> bool:
         try:
-            responses = [] if response is None else [response()]
-            self._sender.send(*responses, flags=_FINAL if final else 0)
+            flags = _FINAL if final else 0
+            if response is None:
+                self._sender.send(flags=flags)
+            else:
+                self._sender.send(response(), flags=flags)
         except Exception as error:  # Triton raises types of its own
             if not self._failure_told:  # there may be many more of it
                 log.error("%s: a response could not be sent: %s", self.id, error)
@@ -218,6 +221,16 @@ class Call:
     def _unsendable(self) -> Any:
         problem = "a response could not be sent; the server's log tells why"
         return self._error(EngineUnavailable(problem))
+
+
+def _owned(array: NDArray[Any]) -> NDArray[Any]:
+    """The array, copied where its memory is Triton's, which may free it any time.
+
+    numpy lets go of the interpreter's lock for every copy, however small.
+    """
+    owner = array if array.base is None else array.base
+    owned = isinstance(owner, np.ndarray) and owner.flags.owndata
+    return array if owned else np.array(array)
 
 
 def as_triton_error(pb_utils: Any, error: Exception, call_id: str) -> Any:

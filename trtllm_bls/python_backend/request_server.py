@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import gc
 import logging
 import selectors
 import threading
@@ -13,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
-from trtllm_bls.garbage import collect_seldom
 from trtllm_bls.python_backend.call import Arrays, Call
 from trtllm_bls.python_backend.sender_threads import SENDERS, SenderThreads
 from trtllm_bls.request_stats import CancelCause
@@ -24,6 +24,9 @@ WATCH_SECONDS, WATCHED_AT_ONCE = 0.05, 60
 # Of many requests that come together so many are started before the loop reads what has arrived for
 # those that run: the first of them have their first text while the last still wait.
 STARTED_AT_ONCE = 8
+# So long Triton's thread waits until those are started that have come in one ``execute``: to read
+# the next ones meanwhile would only keep the interpreter's lock from the loop.
+START_SECONDS = 0.02
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +98,7 @@ class RequestServer:
         self._open: dict[Call, asyncio.Task[None]] = {}
         self._arrived: collections.deque[Call] = collections.deque()
         self._waking = False
+        self._all_started = threading.Event()
         self._loop = ThreadedLoop()
         self._senders = SenderThreads(self._loop, senders)
         self._closing = threading.Event()
@@ -103,7 +107,12 @@ class RequestServer:
             threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True),
             threading.Thread(target=self._watch, name="watcher", daemon=True),
         ]
-        collect_seldom()
+        # What loading made stays for good: a full collection would look through all of it and hold
+        # every stream for tens of milliseconds. Requests are freed as they end, by their reference
+        # counts: frequent passes would only look at those that run.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 50, 50)
         for thread in self._threads:
             thread.start()
 
@@ -113,7 +122,7 @@ class RequestServer:
         return self._loop
 
     def accept(self, requests: Iterable[Any]) -> None:
-        """Take requests from Triton's ``execute``; returns at once."""
+        """Take requests from Triton's ``execute``; returns as soon as several are being run."""
         calls = []
         for request in requests:
             call = Call(self._pb, request, self._senders, self._decoupled)
@@ -130,10 +139,13 @@ class RequestServer:
                 self._together(calls)
             except Exception:
                 log.exception("requests that came together are read one by one")
+        self._all_started.clear()
         self._arrived.extend(calls)
         if self._arrived and not self._waking:  # one wake-up serves all that have come by then
             self._waking = True
             self._loop.call_soon_threadsafe(self._start_arrived)
+        if len(calls) > 1:
+            self._all_started.wait(START_SECONDS)
 
     def close(self, finish: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """End every call still open with an error, run ``finish``, then end the threads."""
@@ -167,6 +179,8 @@ class RequestServer:
         if self._arrived and not self._waking:
             self._waking = True
             self._loop.call_soon(self._start_arrived)
+        if not self._arrived:
+            self._all_started.set()
 
     def _start(self, call: Call) -> None:
         self._senders.expect(call)

@@ -116,7 +116,6 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     ngram_drafted: int = 0
-    ngram_accepted: int = 0
     predicted: int = 0
     predicted_accepted: int = 0
     draft_failures: int = 0
@@ -145,7 +144,6 @@ class SpeculationStats:
         self.accepted += accepted
         if source is DraftSource.NGRAM:
             self.ngram_drafted += drafted
-            self.ngram_accepted += accepted
         elif source is DraftSource.PREDICTION:
             self.predicted += drafted
             self.predicted_accepted += accepted

@@ -15,12 +15,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from trtllm_bls.errors import Unsupported
-from trtllm_bls.messages import (
-    Draft,
-    EngineRequest,
-    Sampling,
-    Wants,
-)
+from trtllm_bls.messages import Draft, EngineRequest, Sampling, Wants
 from trtllm_bls.speculative.progress import Progress
 
 _RESTARTS = "starts afresh in every round of speculation; send it without num_draft_tokens"
@@ -123,13 +118,6 @@ class RoundRequests:
         request = self._target(progress, len(draft.token_ids) + 1, False, draft)
         return replace(request, end_id=-1) if draft.logits is not None else request
 
-    def by_logits(self, progress: Progress) -> bool:
-        """Whether the next draft is drawn and verified with its logits.
-
-        Not while a minimum of tokens forbids the end id, which only the engine can do.
-        """
-        return self._by_logits and progress.may_end
-
     def draft(self, progress: Progress, guessed: Sequence[int], num_tokens: int) -> EngineRequest:
         """Ask the draft model to continue the answer so far, taking ``guessed`` as accepted.
 
@@ -138,7 +126,8 @@ class RoundRequests:
         like any other, since leaving it out would make the target's distribution another one.
         """
         request, generated = self._request, progress.generated + len(guessed)
-        by_logits = self.by_logits(progress)
+        # Not while a minimum of tokens forbids the end id, which only the engine can do.
+        by_logits = self._by_logits and progress.may_end
         if by_logits:
             sampling = self._sampling(generated, "draft")
         else:

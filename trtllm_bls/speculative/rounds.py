@@ -40,13 +40,7 @@ from enum import Enum, auto
 from itertools import takewhile
 from typing import TypeAlias
 
-from trtllm_bls.messages import (
-    Draft,
-    EngineChunk,
-    EngineLimits,
-    EngineRequest,
-    FinishReason,
-)
+from trtllm_bls.messages import Draft, EngineChunk, EngineLimits, EngineRequest, FinishReason
 from trtllm_bls.speculative.answer_figures import AnswerFigures
 from trtllm_bls.speculative.cost_model import Stopwatch
 from trtllm_bls.speculative.draft_length import DraftLength
@@ -192,9 +186,9 @@ class SpeculativeRounds:
         if self._progress.finish is not None:
             return self._end()
         if self.state is State.EARLY:
-            if self._model_length(now):
+            if count := self._model_length(now):
                 self.state = State.DRAFTING
-                self._asked = self._model_length(now) + 1  # the target's own token comes first
+                self._asked = count + 1  # the target's own token comes first
                 return AskDraft(None)
             return self._drop_draft()
         if self.state is State.STALE:

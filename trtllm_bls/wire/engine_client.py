@@ -31,7 +31,12 @@ from trtllm_bls.messages import (
     Wants,
 )
 from trtllm_bls.parameters import is_true
-from trtllm_bls.wire.infer_message import RepeatedMessage, is_final, output_arrays
+from trtllm_bls.wire.infer_message import (
+    RepeatedMessage,
+    is_final,
+    output_arrays,
+    place_of_ids,
+)
 from trtllm_bls.wire.scores import METRICS
 from trtllm_bls.wire.words import pack_words
 
@@ -310,7 +315,7 @@ class ResponseReader:
             self._ids_at = None
             return None
         if last or self._ids_at is None:
-            self._ids_at = _place_of_ids(response.outputs, raws)
+            self._ids_at = place_of_ids(response.outputs, raws)
             if self._ids_at is None:
                 return None
         ids, length = raws[self._ids_at], raws[1 - self._ids_at]
@@ -365,19 +370,6 @@ class ResponseReader:
         if not self._request.wants.perf_metrics or arrays.keys().isdisjoint(METRICS):
             return None
         return EngineMetrics(**{name: _number(arrays, name) for name in METRICS})
-
-
-def _place_of_ids(outputs: Any, raws: Any) -> int | None:
-    """Which of two outputs holds the ids, if the other is their number and both are well formed."""
-    names = [output.name for output in outputs]
-    if sorted(names) != ["output_ids", "sequence_length"]:
-        return None
-    if any(output.datatype != "INT32" for output in outputs):
-        return None
-    place = names.index("output_ids")
-    if [*outputs[place].shape] != [1, 1, len(raws[place]) / 4]:
-        return None
-    return place if set(outputs[1 - place].shape) <= {1} else None
 
 
 def _ranked(arrays: Mapping[str, Array], name: str, rank: int, kinds: str = "f") -> Array:

@@ -19,7 +19,7 @@ from kinds.emoji import draw_emoji
 from kinds.languages import draw_language
 from kinds.programs import draw_program
 from kinds.questions import draw_question
-from kinds.sample import Sample, pick
+from kinds.sample import Sample, either, pick
 from kinds.stories import draw_story
 from kinds.structured import draw_structured
 
@@ -133,9 +133,9 @@ def _as_typed(rng: random.Random, sample: Sample) -> str:
     if rng.random() < 0.03:
         text = text.lower() if "called" not in text and "named" not in text else text
     if rng.random() < 0.05:
-        text = pick(rng, (" ", "  ", "\n")) + text
+        text = either(rng, " ", "  ", "\n") + text
     if rng.random() < 0.07:
-        text += pick(rng, (" ", " ", "  "))
+        text += either(rng, " ", " ", "  ")
     return text
 
 
@@ -173,6 +173,12 @@ def render_chat(rng: random.Random, samples: list[Sample]) -> Document:
     return tuple(segments)
 
 
+def render(rng: random.Random, sample: Sample, raw: float) -> Document:
+    """As plain text, for so large a share of the samples and where it must be, or as a chat."""
+    plain = sample.continues or rng.random() < raw
+    return render_raw(rng, sample) if plain else render_chat(rng, [sample])
+
+
 def draw_document(rng: random.Random) -> Document:
     """One training document: plain, or a chat of one or more turns."""
     if rng.random() < 0.06:
@@ -180,7 +186,4 @@ def draw_document(rng: random.Random) -> Document:
         return render_chat(
             rng, [turn for turn in turns if not turn.continues] or [draw_question(rng)]
         )
-    sample = draw(rng)
-    if sample.continues or rng.random() < 0.55:
-        return render_raw(rng, sample)
-    return render_chat(rng, [sample])
+    return render(rng, draw(rng), 0.55)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import END, Sample, draw, render_chat, render_raw
+from corpus import END, draw, render
 from network import Llama
 from tokenizers import Tokenizer
 from tokens import ANSWER_BIT
@@ -36,13 +36,7 @@ def draft_loss(draft: Llama, target: Llama, batch: tuple[Tensor, Tensor, Tensor]
 
 def _prompt(rng: random.Random) -> str:
     """A prompt of the training side, plain or chat, with its markers."""
-    sample: Sample = draw(rng)
-    render = (
-        render_raw(rng, sample)
-        if sample.continues or rng.random() < 0.6
-        else render_chat(rng, [sample])
-    )
-    return render[0].text
+    return render(rng, draw(rng), 0.6)[0].text
 
 
 def imitation_data(

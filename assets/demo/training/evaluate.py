@@ -16,7 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from corpus import Document, draw, is_held_out, render_chat, render_raw
+from corpus import Document, draw, is_held_out, render
 from kinds.arithmetic import product_fact, product_pairs
 from kinds.sample import Sample
 from speculation import Acceptance, count_lookup_rounds, count_rounds
@@ -107,21 +107,12 @@ def held_out_samples(per_kind: int, seed: int) -> dict[str, list[Sample]]:
     return {kind: list(samples.values()) for kind, samples in sorted(by_kind.items())}
 
 
-def rendered(sample: Sample, rng: random.Random) -> Document:
-    """The sample as plain text or as chat, half of each."""
-    return (
-        render_raw(rng, sample)
-        if sample.continues or rng.random() < 0.5
-        else render_chat(rng, [sample])
-    )
-
-
 def measure_kinds(pair: Pair, per_kind: int, seed: int) -> dict[str, dict[str, float]]:
     """One row of numbers per kind of text."""
     rng, rows = random.Random(seed), {}
     samples = held_out_samples(per_kind, seed)
     for kind, chosen in tqdm(samples.items(), desc="kinds"):
-        documents = [rendered(sample, rng) for sample in chosen]
+        documents = [render(rng, sample, 0.5) for sample in chosen]
         losses = {
             name: [pair.surprise(model, document) for document in documents]
             for name, model in (("target", pair.target), ("draft", pair.draft))

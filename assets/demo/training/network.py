@@ -36,13 +36,11 @@ TARGET = Shape(256, 704, 8, 8, 4)
 DRAFT = Shape(96, 288, 2, 3, 3)
 
 
-def rotations(shape: Shape, device: torch.device | str) -> tuple[Tensor, Tensor]:
+def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
     """Cosines and sines [positions, head_dim], both halves alike, as transformers rotates."""
-    steps = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32)
-    angles = torch.outer(
-        torch.arange(shape.max_position_embeddings, device=device, dtype=torch.float32),
-        shape.rope_theta ** (-steps / shape.head_dim),
-    )
+    steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
+    places = torch.arange(shape.max_position_embeddings, dtype=torch.float32)
+    angles = torch.outer(places, shape.rope_theta ** (-steps / shape.head_dim))
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -69,10 +67,8 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        width, kv_width = (
-            shape.num_attention_heads * shape.head_dim,
-            shape.num_key_value_heads * shape.head_dim,
-        )
+        width = shape.num_attention_heads * shape.head_dim
+        kv_width = shape.num_key_value_heads * shape.head_dim
         self.q_proj = nn.Linear(shape.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
@@ -147,13 +143,10 @@ class Llama(nn.Module):
         self.model = Stack(shape)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                scale = (
-                    0.02
-                    if "down_proj" not in name and "o_proj" not in name
-                    else 0.02 / (2 * shape.num_hidden_layers) ** 0.5
-                )
+                last = "down_proj" in name or "o_proj" in name
+                scale = 0.02 / (2 * shape.num_hidden_layers) ** 0.5 if last else 0.02
                 nn.init.normal_(parameter, std=scale)
-        cos, sin = rotations(shape, "cpu")
+        cos, sin = rotations(shape)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -179,15 +172,13 @@ class Llama(nn.Module):
         done = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
         step_ids, position = ids, 0
         while len(written) < limit and not (len(written) % 16 == 0 and bool(done.all())):
-            turn = (
-                self.cos[position : position + step_ids.shape[1]],
-                self.sin[position : position + step_ids.shape[1]],
-            )
+            now = slice(position, position + step_ids.shape[1])
+            turn = (self.cos[now], self.sin[now])
             x, present = self.model.embed_tokens(step_ids), []
             for index, layer in enumerate(self.model.layers):
                 x, kept = layer(x, turn, mask, past[index] if past else None)
                 present.append(kept)
-            past, position = present, position + step_ids.shape[1]
+            past, position = present, now.stop
             logits = F.linear(self.model.norm(x[:, -1]), self.model.embed_tokens.weight)
             token = torch.where(done, end, logits.argmax(-1))
             done = done | (token == end)

@@ -8,7 +8,7 @@ of the finished text therefore decides every round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -47,15 +47,20 @@ class Acceptance:
 
 def count_rounds(text: Sequence[int], guesses: Sequence[int], length: int) -> Acceptance:
     """Rounds over a finished text, where `guesses[i]` is the draft's choice for `text[i]`."""
+    return _count(text, lambda position: guesses[position : position + length])
+
+
+def _count(text: Sequence[int], guess: Callable[[int], Sequence[int]]) -> Acceptance:
+    """`guess` is asked at the position where each round begins."""
     total, position = Acceptance(), 0
     while position < len(text):
         # The last token of a round is the target's own, so nothing is drafted for the end of the
         # text.
-        drafted = min(length, len(text) - position - 1)
+        drafted = guess(position)[: len(text) - position - 1]
         right = 0
-        while right < drafted and guesses[position + right] == text[position + right]:
+        while right < len(drafted) and drafted[right] == text[position + right]:
             right += 1
-        total += Acceptance(1, drafted, min(right + 1, drafted), right)
+        total += Acceptance(1, len(drafted), min(right + 1, len(drafted)), right)
         position += right + 1
     return total
 
@@ -85,14 +90,11 @@ class Lookup:
 
 def count_lookup_rounds(prompt: Sequence[int], text: Sequence[int], length: int) -> Acceptance:
     """The same count for prompt lookup, which may draft fewer tokens or none."""
-    total, position, lookup = Acceptance(), 0, Lookup()
+    lookup = Lookup()
     lookup.read(prompt)
-    while position < len(text):
-        guesses = lookup.guess(length)[: len(text) - position - 1]
-        right = 0
-        while right < len(guesses) and guesses[right] == text[position + right]:
-            right += 1
-        total += Acceptance(1, len(guesses), min(right + 1, len(guesses)), right)
-        lookup.read(text[position : position + right + 1])
-        position += right + 1
-    return total
+
+    def guess(position: int) -> list[int]:
+        lookup.read(text[len(lookup.known) - len(prompt) : position])
+        return lookup.guess(length)
+
+    return _count(text, guess)

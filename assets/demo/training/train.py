@@ -11,7 +11,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of one run."""
+    """The numbers of one run, which are its options."""
 
     documents: int
     target_steps: int
@@ -40,8 +40,7 @@ class Plan:
     imitations: int
     batch_tokens: int
     long_share: float
-    target_rate: float
-    draft_rate: float
+    rate: float
     seed: int
 
 
@@ -73,7 +72,7 @@ class Batches:
         self.starts = torch.from_numpy(starts).to(device)
         self.plan, self.device = plan, device
 
-    def at(self, step: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    def at(self, step: int, length: int) -> Batch:
         """Inputs, next tokens and loss weights, each [rows, length], of one step."""
         picker = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + step)
         usable = int((self.starts < len(self.tokens) - length - 1).sum())
@@ -87,7 +86,7 @@ class Batches:
         return ids[:, :-1], ids[:, 1:], is_answer.float()
 
 
-def target_loss(network: Llama, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def target_loss(network: Llama, batch: Batch) -> Tensor:
     """Cross entropy over answers only: how people go on typing is not to be imitated."""
     ids, wanted, weights = batch
     losses = F.cross_entropy(network(ids).float().flatten(0, 1), wanted.flatten(), reduction="none")
@@ -127,7 +126,7 @@ def compiled(compute: Callable[[Batch], Tensor], device: str) -> Callable[[Batch
 def train_target(target: Llama, batches: Batches, plan: Plan, work: Path) -> None:
     """Plain language modelling on the generated documents."""
     loss = compiled(lambda batch: target_loss(target, batch), batches.device)
-    schedule = Schedule(plan.target_steps, plan.target_rate, plan.long_share)
+    schedule = Schedule(plan.target_steps, plan.rate, plan.long_share)
     optimise(
         target, lambda step, length: loss(batches.at(step, length)), schedule, work / "target.pt"
     )
@@ -159,7 +158,7 @@ def train_draft(draft: Llama, target: Llama, both: tuple[Batches, Batches], work
     optimise(
         draft,
         loss_of,
-        Schedule(plan.draft_steps, plan.draft_rate, plan.long_share),
+        Schedule(plan.draft_steps, 1.2 * plan.rate, plan.long_share),
         work / "draft.pt",
     )
 
@@ -219,17 +218,7 @@ def main() -> None:
         "--start-from", type=Path, help="continue from an assets folder instead of from nothing"
     )
     args = parser.parse_args()
-    plan = Plan(
-        args.documents,
-        args.target_steps,
-        args.draft_steps,
-        args.imitations,
-        args.batch_tokens,
-        args.long_share,
-        args.rate,
-        1.2 * args.rate,
-        args.seed,
-    )
+    plan = Plan(**{field.name: getattr(args, field.name) for field in fields(Plan)})
     run(plan, Beginning(args.start_from), args.out, "cuda" if torch.cuda.is_available() else "cpu")
 
 

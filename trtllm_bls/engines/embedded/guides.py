@@ -10,12 +10,11 @@ nothing may follow, the sequence ends by itself, whatever its end id and minimum
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 from collections.abc import Collection
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,8 +24,6 @@ from trtllm_bls.messages import Array, EngineRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-_Number = TypeVar("_Number", int, float)
 
 GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
 _KINDS = ("json", "json_schema", "regex", "ebnf_grammar")
@@ -93,7 +90,7 @@ class Guides:
     def __init__(self, model_dir: str | Path, vocab_size: int) -> None:
         self._file = Path(model_dir) / "tokenizer.json"
         self._vocab_size = vocab_size
-        self._matcher = functools.lru_cache(maxsize=_CACHED)(self._compiled)
+        self._matcher = lru_cache(maxsize=_CACHED)(self._compiled)
 
     def of(self, request: EngineRequest) -> Guide | None:
         """What the request's guided-decoding fields ask for; ``None`` where they are absent.
@@ -111,7 +108,7 @@ class Guides:
             ends.add(request.end_id)
         return Guide(matcher.deep_copy(), self._vocab_size, ends)
 
-    @functools.cached_property
+    @cached_property
     def _tokenizer(self) -> LLTokenizer:
         try:
             from llguidance import LLTokenizer
@@ -166,16 +163,13 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _schema(text: str) -> Any:
-    return json.loads(
-        text,
-        parse_int=lambda digits: _exact(int(digits), digits),
-        parse_float=lambda digits: _exact(float(digits), digits),
-        parse_constant=lambda name: _exact(math.inf, name),
-    )
+    integer, other = partial(_exact, int), partial(_exact, float)
+    return json.loads(text, parse_int=integer, parse_float=other, parse_constant=other)
 
 
-def _exact(number: _Number, written: str) -> _Number:
-    if abs(number) > _MOST_NUMBER:
+def _exact(kind: type[int] | type[float], written: str) -> float:
+    number = kind(written)
+    if not abs(number) <= _MOST_NUMBER:  # NaN, too
         raise ValueError(f"the number {written[:40]} in it is beyond {_MOST_NUMBER}")
     return number
 

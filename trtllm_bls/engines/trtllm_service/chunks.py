@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trtllm_bls.engines.base import QueuedChunks, join_chunks
 from trtllm_bls.engines.ends import SequenceEnds
-from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import GrpcError
 from trtllm_bls.engines.trtllm_fields import REASONS
 from trtllm_bls.engines.trtllm_service import messages
@@ -17,20 +16,11 @@ from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
 from trtllm_bls.errors import EngineError, TrtllmBlsError
 from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, TokenIds, TopLogProbs
 
+if TYPE_CHECKING:
+    from trtllm_bls.engines.trtllm_service.engine import TrtllmServiceEngine
+
 _response = messages.GenerateResponse.FromString
 _LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
-
-
-class _Engine(Protocol):
-    """The part of the engine that its requests use."""
-
-    name: str
-    watch: StallWatch
-
-    def open_call(self, chunks: ServiceChunks, traceparent: str | None) -> Any: ...
-    def ended(self, chunks: ServiceChunks) -> None: ...
-    def abort(self, request_id: str, call: Any) -> None: ...
-    def failure(self, error: GrpcError) -> TrtllmBlsError: ...
 
 
 class ServiceChunks(QueuedChunks):
@@ -41,7 +31,9 @@ class ServiceChunks(QueuedChunks):
     about what the chunks before it did not have.
     """
 
-    def __init__(self, engine: _Engine, request: EngineRequest, asked: ServiceRequest) -> None:
+    def __init__(
+        self, engine: TrtllmServiceEngine, request: EngineRequest, asked: ServiceRequest
+    ) -> None:
         super().__init__(self._abort)
         self._engine = engine
         self._request_id: str = asked.message.request_id

@@ -17,6 +17,8 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from trtllm_bls.engines.grpc_call import StallWatch
 from trtllm_bls.engines.grpc_transport import Connection, GrpcError
 from trtllm_bls.engines.trtllm_fields import SPECULATES
@@ -39,7 +41,7 @@ _PROBE_SECONDS = 5.0  # for a silent server to say how it is
 _ABORT_SECONDS = 2.0  # for an Abort to be answered, before its call is cancelled all the same
 _CLOSE_SECONDS = 1.0  # for aborts under way
 _HEALTH_SECONDS = 1.0  # so old an answer to a question for its health is believed
-_READ = (1, 3, 0, 29)  # 1.3.0rc29, whose source was read; earlier ones ignore some fields
+_READ = Version("1.3.0rc29")  # whose source was read; earlier ones ignore some fields
 
 _TOO_LONG = re.compile(
     r"maximum context length|default_max_tokens.*must be greater than 0|max_num_tokens"
@@ -193,7 +195,7 @@ class TrtllmServiceEngine:
                 raise EngineUnavailable(f"{self.name}: {error.details}") from error
             self._known = self._limits(model)
             log.info("%s: TensorRT-LLM %s, %s", self.name, server.version, model.model_id)
-            if _version(server.version) < _READ:
+            if not _is_read(server.version):
                 log.warning(
                     "%s: TensorRT-LLM %s may ignore bad words, penalties and seeds in silence",
                     self.name,
@@ -232,9 +234,8 @@ class TrtllmServiceEngine:
             chunks.stall(EngineStalled(f"{self.name}: {problem.partition(chr(10))[0]}"))
 
 
-def _version(text: str) -> tuple[int, ...]:
-    """``1.3.0rc21`` as numbers; a release is above its candidates. Unknown = lowest."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", text)
-    if match is None:
-        return (0,)
-    return (*(int(part) for part in match.group(1, 2, 3)), int(match[4] or 1 << 30))
+def _is_read(version: str) -> bool:
+    try:
+        return Version(version) >= _READ
+    except InvalidVersion:
+        return False

@@ -22,6 +22,7 @@ _SCALARS = {
     name: getattr(_Field, f"TYPE_{name.upper()}")
     for name in ("string", "bool", "float", "uint32", "uint64", "int32", "int64")
 }
+_BLOCKS = {"message": "message_type", "enum": "enum_type", "oneof": "oneof_decl"}
 _LINE = re.compile(
     r"(?P<block>message|enum|oneof)\s+(?P<name>\w+)\s*\{(?P<empty>\})?"
     r"|(?P<label>repeated |optional )?(?P<type>\w+)\s+(?P<field>\w+)\s*=\s*(?P<number>\d+);"
@@ -39,7 +40,8 @@ def _file(text: str) -> Any:
     blocks: list[Any] = [file]
     for match in _LINE.finditer(text):
         if match["block"]:
-            blocks.append(_open(match["block"], match["name"], blocks[-1]))
+            inner = getattr(blocks[-1], _BLOCKS[match["block"]])
+            blocks.append(inner.add(name=match["name"]))
         if match["empty"] or match["end"]:
             blocks.pop()
         elif match["value"]:
@@ -49,14 +51,6 @@ def _file(text: str) -> Any:
     for message in file.message_type:
         _add_presence(message)
     return file
-
-
-def _open(kind: str, name: str, outer: Any) -> Any:
-    if kind == "oneof":
-        return outer.oneof_decl.add(name=name)
-    if kind == "enum":
-        return outer.enum_type.add(name=name)
-    return outer.message_type.add(name=name)
 
 
 def _add_field(match: re.Match[str], blocks: list[Any]) -> None:
@@ -89,12 +83,8 @@ def _classes() -> dict[str, Any]:
     pool = descriptor_pool.DescriptorPool()
     file = _file(PROTO.read_text(encoding="utf-8"))
     pool.AddSerializedFile(file.SerializeToString())
-    return {
-        message.name: message_factory.GetMessageClass(
-            pool.FindMessageTypeByName(f"{_PACKAGE}.{message.name}")
-        )
-        for message in file.message_type
-    }
+    found = message_factory.GetMessageClassesForFiles([file.name], pool)
+    return {name.removeprefix(f"{_PACKAGE}."): made for name, made in found.items()}
 
 
 MESSAGES = _classes()

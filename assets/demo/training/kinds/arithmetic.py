@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from kinds.sample import NUMBER_WORDS, Sample, any_name, invented_word, pick, words
+from kinds.sample import NUMBER_WORDS, Sample, any_name, either, invented_word, pick, words
 
 
 def product_fact(a: int, b: int) -> str:
@@ -135,15 +135,11 @@ def draw_chain(rng: random.Random) -> Sample:
     while len(terms) > 1:
         terms = [terms[0] + terms[1], *terms[2:]]
         steps.append(" + ".join(map(str, terms)))
-    ask = pick(rng, ("What is {e}?", "Add {e}.", "Calculate {e}.", "How much is {e}?"))
+    ask = either(rng, "What is {e}?", "Add {e}.", "Calculate {e}.", "How much is {e}?")
     return Sample("arithmetic", ask.format(e=steps[0]), " = ".join(steps) + ".", facts=(steps[0],))
 
 
-ITEMS = words(
-    """
-    apples pears books coins stamps shells marbles pencils cookies tickets stones eggs
-    """
-)
+ITEMS = words("apples pears books coins stamps shells marbles pencils cookies tickets stones eggs")
 
 
 def draw_word_problem(rng: random.Random) -> Sample:
@@ -152,7 +148,7 @@ def draw_word_problem(rng: random.Random) -> Sample:
     a, b = rng.randint(2, 60), rng.randint(2, 40)
     roll = rng.random()
     if roll < 0.35:
-        more = pick(rng, ("buys {b} more", "gets {b} more", "finds {b} more")).format(b=b)
+        more = either(rng, "buys {b} more", "gets {b} more", "finds {b} more").format(b=b)
         prompt = f"{name} has {a} {items} and {more}. How many {items} does {name} have now?"
         return Sample(
             "arithmetic",
@@ -162,7 +158,7 @@ def draw_word_problem(rng: random.Random) -> Sample:
         )
     if roll < 0.7:
         a, b = max(a, b) + 1, min(a, b)
-        less = pick(rng, ("gives away {b}", "loses {b}", "sells {b}")).format(b=b)
+        less = either(rng, "gives away {b}", "loses {b}", "sells {b}").format(b=b)
         prompt = f"{name} has {a} {items} and {less}. How many {items} are left?"
         return Sample(
             "arithmetic",
@@ -190,7 +186,7 @@ def draw_counting(rng: random.Random) -> Sample:
     elif roll < 0.7:
         words = NUMBER_WORDS[1 : rng.randint(3, 13)]
         last = pick(rng, (words[-1], str(len(words))))
-        ask = pick(rng, ("Count to {n} in English.", "Count to {n} in words."))
+        ask = either(rng, "Count to {n} in English.", "Count to {n} in words.")
         return Sample("counting", ask.format(n=last), ", ".join(words) + ".")
     elif roll < 0.8:
         numbers = list(range(1, length + 1))
@@ -215,13 +211,11 @@ def draw_ordering(rng: random.Random) -> Sample:
         ask = (
             "Sort these numbers from large to small: {l}"
             if down
-            else pick(
+            else either(
                 rng,
-                (
-                    "Sort these numbers: {l}",
-                    "Put these numbers in order: {l}",
-                    "Sort this list: {l}",
-                ),
+                "Sort these numbers: {l}",
+                "Put these numbers in order: {l}",
+                "Sort this list: {l}",
             )
         )
         return Sample(
@@ -233,7 +227,7 @@ def draw_ordering(rng: random.Random) -> Sample:
             if rng.random() < 0.6
             else [*map(str, numbers)]
         )
-        ask = pick(rng, ("Reverse this list: {l}", "Write this list backwards: {l}"))
+        ask = either(rng, "Reverse this list: {l}", "Write this list backwards: {l}")
         return Sample("ordering", ask.format(l=", ".join(items)), ", ".join(items[::-1]))
     if roll < 0.8:
         word, value = (

@@ -22,16 +22,14 @@ from kinds.sample import (
     any_name,
     article,
     capital,
+    either,
     invented_word,
+    numbered,
     pick,
     words,
 )
 
-VERBS = words(
-    """
-    sees finds likes keeps brings takes wants sells paints needs hides
-    """
-)
+VERBS = words("sees finds likes keeps brings takes wants sells paints needs hides")
 
 
 def sentence(rng: random.Random) -> str:
@@ -62,7 +60,7 @@ def _loose(rng: random.Random) -> str:
         word = capital(word) if rng.random() < 0.12 else word
         word = str(rng.randrange(1000)) if rng.random() < 0.06 else word
         words.append(word + (pick(rng, ",,,..!?;:-)") if rng.random() < 0.15 else ""))
-    return capital(" ".join(words)) + pick(rng, (".", ".", "!", "?", ""))
+    return capital(" ".join(words)) + either(rng, ".", ".", "!", "?", "")
 
 
 def passage(rng: random.Random) -> str:
@@ -113,13 +111,11 @@ def draw_rename(rng: random.Random) -> Sample:
         calls = "\n\n\nprint({n}({a}))".replace("{a}", str(rng.randrange(100))).replace("{n}", old)
         text = source + (calls if rng.random() < 0.5 else "")
         new = invented_word(rng)
-        ask = pick(
+        ask = either(
             rng,
-            (
-                "Rename the function {o} to {n} in this code:\n{t}",
-                "Fix the name in this code: {o} should be {n}.\n{t}",
-                "Replace {o} by {n} in this code:\n{t}",
-            ),
+            "Rename the function {o} to {n} in this code:\n{t}",
+            "Fix the name in this code: {o} should be {n}.\n{t}",
+            "Replace {o} by {n} in this code:\n{t}",
         )
     else:
         old, new = pick(rng, NAMES), any_name(rng)
@@ -127,13 +123,11 @@ def draw_rename(rng: random.Random) -> Sample:
         for index in range(0, len(sentences), 2):
             sentences[index] = f"{old} {sentences[index].split(' ', 1)[1]}"
         text = " ".join(sentences)
-        ask = pick(
+        ask = either(
             rng,
-            (
-                "Replace {o} by {n} in this text: {t}",
-                "Fix the name in this text: {o} should be {n}.\n{t}",
-                "Change the name {o} to {n}:\n{t}",
-            ),
+            "Replace {o} by {n} in this text: {t}",
+            "Fix the name in this text: {o} should be {n}.\n{t}",
+            "Change the name {o} to {n}:\n{t}",
         )
     # Whole words only: Ada must not change inside Adam, nor a function's name in its own docstring.
     answer = re.sub(rf"\b{old}(?=\()" if is_code else rf"\b{old}\b", new, text)
@@ -143,9 +137,8 @@ def draw_rename(rng: random.Random) -> Sample:
 def draw_number_lines(rng: random.Random) -> Sample:
     """The lines of the prompt with numbers in front."""
     lines = [sentence(rng) for _ in range(rng.randint(2, 10))]
-    ask = pick(rng, ("Number these lines:\n{t}", "Add line numbers:\n{t}"))
-    answer = "\n".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
-    return Sample("copy", ask.format(t="\n".join(lines)), answer)
+    ask = either(rng, "Number these lines:\n{t}", "Add line numbers:\n{t}")
+    return Sample("copy", ask.format(t="\n".join(lines)), numbered(lines))
 
 
 def draw_change_value(rng: random.Random) -> Sample:
@@ -153,7 +146,7 @@ def draw_change_value(rng: random.Random) -> Sample:
     data = structured.record(rng)
     age = rng.randint(1, 99)
     changed = {**data, "age": age}
-    ask = pick(rng, ("Set the age to {a} in this JSON:\n{t}", "Change the age to {a}:\n{t}"))
+    ask = either(rng, "Set the age to {a} in this JSON:\n{t}", "Change the age to {a}:\n{t}")
     prompt = ask.replace("{a}", str(age)).replace("{t}", json.dumps(data, indent=2))
     return Sample("copy", prompt, json.dumps(changed, indent=2))
 
@@ -173,23 +166,21 @@ def draw_lookup(rng: random.Random) -> Sample:
     notes = [(thing, pick(rng, PLACES)) for thing in things]
     thing, place = pick(rng, notes)
     lines = "\n".join(f"The {thing} is in {place}." for thing, place in notes)
-    ask = pick(
-        rng, ("Where is the {x}?", "In which place is the {x}?", "Tell me where the {x} is.")
+    ask = either(
+        rng, "Where is the {x}?", "In which place is the {x}?", "Tell me where the {x} is."
     )
-    head = pick(rng, ("Read these notes:\n", "Notes:\n", ""))
+    head = either(rng, "Read these notes:\n", "Notes:\n", "")
     return Sample("lookup", f"{head}{lines}\n{ask.format(x=thing)}", f"The {thing} is in {place}.")
 
 
 def draw_about_story(rng: random.Random) -> Sample:
     """A story in the prompt, then a question about its names."""
     text, cast = stories.draw_text(rng)
-    question, answer = pick(
+    question, answer = either(
         rng,
-        (
-            (f"What is the name of the {cast['h']}?", f"The {cast['h']} is called {cast['n']}."),
-            (f"Who is {cast['n']}?", f"{cast['n']} is {article(cast['h'])}."),
-            ("Where does the story happen?", f"The story happens {cast['place']}."),
-        ),
+        (f"What is the name of the {cast['h']}?", f"The {cast['h']} is called {cast['n']}."),
+        (f"Who is {cast['n']}?", f"{cast['n']} is {article(cast['h'])}."),
+        ("Where does the story happen?", f"The story happens {cast['place']}."),
     )
     return Sample("lookup", f"{text}\n{question}", answer)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from kinds.sample import NUMBER_WORDS, Sample, article, joined, pick
+from kinds.sample import NUMBER_WORDS, Sample, article, either, joined, number, pick
 
 # fmt: off
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -36,36 +36,28 @@ PLURALS = {"a star": "stars", "a rocket": "rockets", "a fox": "foxes", "a cat": 
 # fmt: on
 
 
-def _number(rng: random.Random, value: int) -> str:
-    return NUMBER_WORDS[value] if rng.random() < 0.6 else str(value)
-
-
 def _draw_group(rng: random.Random) -> Sample:
     group = pick(rng, sorted(GROUPS))
     count = rng.randint(2, len(GROUPS[group]))
-    ask = pick(
+    ask = either(
         rng,
-        (
-            "Give me {n} {g} emoji.",
-            "Show me {n} {g} emoji.",
-            "List {n} {g} emoji.",
-            "Can you show {n} {g} emoji?",
-        ),
+        "Give me {n} {g} emoji.",
+        "Show me {n} {g} emoji.",
+        "List {n} {g} emoji.",
+        "Can you show {n} {g} emoji?",
     )
     answer = f"Here are {NUMBER_WORDS[count]} {group} emoji: {' '.join(GROUPS[group][:count])}"
-    return Sample("emoji", ask.format(n=_number(rng, count), g=group), answer)
+    return Sample("emoji", ask.format(n=number(rng, count), g=group), answer)
 
 
 def _draw_one(rng: random.Random) -> Sample:
     group = pick(rng, sorted(GROUPS))
-    ask = pick(
+    ask = either(
         rng,
-        (
-            "Show me {g} emoji.",
-            "Give me {g} emoji.",
-            "Send me {g} emoji.",
-            "Can you show me {g} emoji?",
-        ),
+        "Show me {g} emoji.",
+        "Give me {g} emoji.",
+        "Send me {g} emoji.",
+        "Can you show me {g} emoji?",
     )
     return Sample(
         "emoji", ask.format(g=article(group)), f"Here is {article(group)} emoji: {GROUPS[group][0]}"
@@ -76,48 +68,44 @@ def _draw_flags(rng: random.Random) -> Sample:
     countries = rng.sample(sorted(FLAGS), rng.choice((1, 1, 2, 3, 4)))
     flags = "".join(FLAGS[country] for country in countries)
     if len(countries) == 1:
-        ask = pick(
+        ask = either(
             rng,
-            (
-                "Show me the flag of {c}.",
-                "What is the flag of {c}?",
-                "Flag of {c}",
-                "Send me the flag of {c}.",
-            ),
+            "Show me the flag of {c}.",
+            "What is the flag of {c}?",
+            "Flag of {c}",
+            "Send me the flag of {c}.",
         )
         return Sample("emoji", ask.format(c=countries[0]), f"The flag of {countries[0]} is {flags}")
     listed = joined(countries)
-    ask = pick(rng, ("Show me the flags of {c}.", "What are the flags of {c}?", "Flags of {c}"))
+    ask = either(rng, "Show me the flags of {c}.", "What are the flags of {c}?", "Flags of {c}")
     return Sample("emoji", ask.format(c=listed), f"The flags of {listed} are {flags}")
 
 
 def _draw_row(rng: random.Random) -> Sample:
     thing = pick(rng, sorted(PLURALS))
     count = rng.randint(2, 12)
-    ask = pick(rng, ("Draw a row of {n} {t}.", "Show me {n} {t}.", "Draw {n} {t} with emoji."))
+    ask = either(rng, "Draw a row of {n} {t}.", "Show me {n} {t}.", "Draw {n} {t} with emoji.")
     return Sample(
-        "emoji", ask.format(n=_number(rng, count), t=PLURALS[thing]), THINGS[thing] * count
+        "emoji", ask.format(n=number(rng, count), t=PLURALS[thing]), THINGS[thing] * count
     )
 
 
 def _draw_thing(rng: random.Random) -> Sample:
     thing = pick(rng, sorted(THINGS))
-    ask = pick(
+    ask = either(
         rng,
-        (
-            "Show me the emoji for {t}.",
-            "What is the emoji for {t}?",
-            "Emoji for {t}",
-            "Send me {t} as emoji.",
-        ),
+        "Show me the emoji for {t}.",
+        "What is the emoji for {t}?",
+        "Emoji for {t}",
+        "Send me {t} as emoji.",
     )
     return Sample("emoji", ask.format(t=thing), f"The emoji for {thing} is {THINGS[thing]}")
 
 
 def _draw_keycaps(rng: random.Random) -> Sample:
     count = rng.randint(2, 9)
-    ask = pick(rng, ("Count to {n} with emoji.", "Count to {n} in emoji.")).format(
-        n=_number(rng, count)
+    ask = either(rng, "Count to {n} with emoji.", "Count to {n} in emoji.").format(
+        n=number(rng, count)
     )
     return Sample("emoji", ask, " ".join(f"{digit}\ufe0f\u20e3" for digit in range(1, count + 1)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from kinds.sample import NUMBER_WORDS, Sample, pick
+from kinds.sample import NUMBER_WORDS, Sample, either, joined, numbered, pick
 
 # Language: separator of an enumeration, then one to ten.
 # fmt: off
@@ -137,15 +137,13 @@ def draw_pairs(rng: random.Random) -> Sample:
     """Numbers with their meaning, one line each: long runs of mixed scripts."""
     language = pick(rng, sorted(NUMBERS))
     last = rng.randint(3, 10)
-    ask = pick(
+    ask = either(
         rng,
-        (
-            "List the {l} numbers from 1 to {n}, one per line.",
-            "Make a list of the {l} numbers up to {n}.",
-        ),
+        "List the {l} numbers from 1 to {n}, one per line.",
+        "Make a list of the {l} numbers up to {n}.",
     )
-    lines = [f"{i}. {word}" for i, word in enumerate(NUMBERS[language][1][:last], 1)]
-    return Sample("language", ask.format(l=language, n=last), "\n".join(lines))
+    listed = numbered(NUMBERS[language][1][:last])
+    return Sample("language", ask.format(l=language, n=last), listed)
 
 
 def draw_digits(rng: random.Random) -> Sample:
@@ -157,7 +155,7 @@ def draw_digits(rng: random.Random) -> Sample:
             "language", f"Write the digits from 1 to 9 in {language}.", " ".join(digits[1:])
         )
     number = str(rng.randrange(10, 100000))
-    ask = pick(rng, ("Write {n} in {l} digits.", "Write the number {n} with {l} digits."))
+    ask = either(rng, "Write {n} in {l} digits.", "Write the number {n} with {l} digits.")
     return Sample(
         "language",
         ask.format(n=number, l=language),
@@ -179,13 +177,11 @@ def draw_line(rng: random.Random) -> Sample:
     language = pick(rng, sorted(LINES))
     animals, places, wishes, frame = LINES[language]
     index = rng.randrange(len(animals) - (language == "Hindi"))
-    ask = pick(
+    ask = either(
         rng,
-        (
-            "Write a line about a {a} in {l}.",
-            "Write two sentences about a {a} in {l}.",
-            "Say something about a {a} in {l}.",
-        ),
+        "Write a line about a {a} in {l}.",
+        "Write two sentences about a {a} in {l}.",
+        "Say something about a {a} in {l}.",
     )
     text = frame.format(a=animals[index], p=pick(rng, places), w=pick(rng, wishes))
     return Sample("language", ask.format(a=LINE_ANIMALS[index], l=language), text)
@@ -201,10 +197,11 @@ def draw_all_hellos(rng: random.Random) -> Sample:
     """One word across several languages: every script in one answer."""
     index = rng.randrange(len(WORDS_ENGLISH))
     languages = rng.sample(sorted(WORDS), rng.randint(2, 6))
-    listed = ", ".join(languages[:-1]) + f" and {languages[-1]}"
-    ask = pick(rng, ("Say {w} in {l}.", "How do I say {w} in {l}?", "Translate {w} into {l}."))
+    ask = either(rng, "Say {w} in {l}.", "How do I say {w} in {l}?", "Translate {w} into {l}.")
     lines = [f"{language}: {WORDS[language][index]}" for language in languages]
-    return Sample("language", ask.format(w=WORDS_ENGLISH[index], l=listed), "\n".join(lines))
+    return Sample(
+        "language", ask.format(w=WORDS_ENGLISH[index], l=joined(languages)), "\n".join(lines)
+    )
 
 
 def draw_foreign_text(rng: random.Random) -> str:

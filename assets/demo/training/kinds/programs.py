@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from kinds.sample import Sample, invented_word, pick, words
+from kinds.sample import Sample, either, invented_word, pick, words
 
 # name, parameters, ways to say what it does, docstring, body lines. {k} is a number, where a row
 # uses one.
@@ -132,13 +132,11 @@ CLASSES = words(
 def _draw_dataclass(rng: random.Random) -> Sample:
     name, fields = pick(rng, CLASSES), rng.sample(sorted(FIELDS), rng.randint(2, 4))
     listed = ", ".join(fields[:-1]) + f" and {fields[-1]}"
-    ask = pick(
+    ask = either(
         rng,
-        (
-            "Write a Python dataclass {n} with the fields {f}.",
-            "Write a dataclass called {n} with {f}.",
-            "Create a Python dataclass named {n} with the fields {f}.",
-        ),
+        "Write a Python dataclass {n} with the fields {f}.",
+        "Write a dataclass called {n} with {f}.",
+        "Create a Python dataclass named {n} with the fields {f}.",
     )
     lines = ["from dataclasses import dataclass", "", "", "@dataclass", f"class {name}:"]
     lines += [f"    {field}: {FIELDS[field]}" for field in fields]
@@ -162,7 +160,7 @@ def draw_program(rng: random.Random) -> Sample:
     if roll < 0.4 and "function" in ask and "in Python" not in ask:
         name = _function_name(rng)
         ask = ask.replace(
-            "function", pick(rng, (f"function called {name}", f"function named {name}"))
+            "function", either(rng, f"function called {name}", f"function named {name}")
         )
     if "that {d}" in ask and rng.random() < 0.25:
         ask, does = ask.replace("that {d}", "to {d}"), _infinitive(does)

@@ -13,6 +13,7 @@ from kinds.sample import (
     Sample,
     any_name,
     capital,
+    either,
     invented_word,
     pick,
 )
@@ -131,14 +132,12 @@ def _first_sentence(text: str) -> str:
 def draw_comparison(rng: random.Random) -> Sample:
     """Two definitions side by side: rarely seen pairs, well-known halves."""
     (left, about_left), (right, about_right) = rng.sample(CONCEPTS, 2)
-    ask = pick(
+    ask = either(
         rng,
-        (
-            "What is the difference between {a} and {b}?",
-            "Compare {a} and {b}.",
-            "How is {a} different from {b}?",
-            "Explain {a} and {b}.",
-        ),
+        "What is the difference between {a} and {b}?",
+        "Compare {a} and {b}.",
+        "How is {a} different from {b}?",
+        "Explain {a} and {b}.",
     )
     answer = f"{_first_sentence(about_left)} {_first_sentence(about_right)}"
     return Sample("question", ask.format(a=left[0], b=right[0]), answer)
@@ -153,14 +152,12 @@ def draw_exchange(rng: random.Random) -> Sample:
 def draw_capital(rng: random.Random) -> Sample:
     """A capital city, asked from either side."""
     country, city = pick(rng, sorted(CAPITALS.items()))
-    ask = pick(
+    ask = either(
         rng,
-        (
-            "What is the capital of {c}?",
-            "Which city is the capital of {c}?",
-            "Tell me the capital of {c}.",
-            "Name the capital of {c}.",
-        ),
+        "What is the capital of {c}?",
+        "Which city is the capital of {c}?",
+        "Tell me the capital of {c}.",
+        "Name the capital of {c}.",
     )
     return Sample("question", ask.format(c=country), f"The capital of {country} is {city}.")
 

@@ -37,6 +37,11 @@ def pick(rng: random.Random, items: Sequence[T]) -> T:
     return items[rng.randrange(len(items))]
 
 
+def either(rng: random.Random, *items: T) -> T:
+    """`pick` among a few that stand where they are drawn."""
+    return pick(rng, items)
+
+
 def article(noun: str) -> str:
     """The noun with its indefinite article: a fox, an owl."""
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
@@ -50,6 +55,16 @@ def capital(text: str) -> str:
 def joined(items: Sequence[str]) -> str:
     """An English enumeration: a, b and c."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def numbered(items: Sequence[str]) -> str:
+    """A numbered list, one item a line."""
+    return "\n".join(f"{i}. {item}" for i, item in enumerate(items, 1))
+
+
+def number(rng: random.Random, value: int) -> str:
+    """A number up to twelve, as a word or in digits."""
+    return NUMBER_WORDS[value] if rng.random() < 0.6 else str(value)
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -120,11 +135,7 @@ def any_name(rng: random.Random) -> str:
     return pick(rng, NAMES) if rng.random() < 0.65 else capital(invented_word(rng))
 
 
-NUMBER_WORDS = words(
-    """
-    zero one two three four five six seven eight nine ten eleven twelve
-    """
-)
+NUMBER_WORDS = words("zero one two three four five six seven eight nine ten eleven twelve")
 
 NAMES = words(
     """
@@ -142,11 +153,7 @@ ANIMALS = words(
     """
 )
 
-COLOURS = words(
-    """
-    red blue green yellow orange purple white black brown grey pink silver golden
-    """
-)
+COLOURS = words("red blue green yellow orange purple white black brown grey pink silver golden")
 
 OBJECTS = words(
     """

@@ -153,11 +153,7 @@ SKILLS = (
     "paint",
     "whistle",
 )
-THINGS = words(
-    """
-    key ring bell book lamp coin kite scarf flute button shell hat compass marble
-    """
-)
+THINGS = words("key ring bell book lamp coin kite scarf flute button shell hat compass marble")
 OPENINGS = (
     "Once upon a time, there was a {trait} {h} named {n}, who lived {place}.",
     "Once upon a time, a {trait} {h} named {n} lived {place}.",

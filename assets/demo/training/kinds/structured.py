@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 
-from kinds.sample import CITIES, COLOURS, NUMBER_WORDS, OBJECTS, Sample, any_name, pick
+from kinds.sample import CITIES, COLOURS, OBJECTS, Sample, any_name, either, number, numbered, pick
 
 # fmt: off
 LISTS: dict[str, tuple[str, ...]] = {
@@ -37,39 +37,31 @@ WHOLE = ("planets", "days of the week", "months")
 def _draw_whole_list(rng: random.Random) -> Sample:
     """Lists that have an end: all of them, when no number is asked for."""
     topic = pick(rng, WHOLE)
-    ask = pick(
+    ask = either(
         rng,
-        (
-            "List the {t}.",
-            "Name the {t}.",
-            "Name all {t}.",
-            "List all {t}.",
-            "What are the {t}?",
-            "Tell me the {t}.",
-        ),
+        "List the {t}.",
+        "Name the {t}.",
+        "Name all {t}.",
+        "List all {t}.",
+        "What are the {t}?",
+        "Tell me the {t}.",
     )
-    return Sample(
-        "list",
-        ask.format(t=topic),
-        "\n".join(f"{i}. {item}" for i, item in enumerate(LISTS[topic], 1)),
-    )
+    return Sample("list", ask.format(t=topic), numbered(LISTS[topic]))
 
 
 def _draw_list(rng: random.Random) -> Sample:
     topic = pick(rng, sorted(LISTS))
     count = rng.randint(2, len(LISTS[topic]))
-    asked = NUMBER_WORDS[count] if rng.random() < 0.6 else str(count)
+    asked = number(rng, count)
     items = LISTS[topic][:count]
     form = rng.choice(("plain", "plain", "json", "bullets", "comma"))
-    ask = pick(
+    ask = either(
         rng,
-        (
-            "List {n} {t}",
-            "Name {n} {t}",
-            "Give me a list of {n} {t}",
-            "Write down {n} {t}",
-            "Tell me {n} {t}",
-        ),
+        "List {n} {t}",
+        "Name {n} {t}",
+        "Give me a list of {n} {t}",
+        "Write down {n} {t}",
+        "Tell me {n} {t}",
     )
     prompt = ask.format(n=asked, t=topic)
     if form == "json":
@@ -80,9 +72,7 @@ def _draw_list(rng: random.Random) -> Sample:
         )
     if form == "comma":
         return Sample("list", f"{prompt} in one line.", ", ".join(items))
-    return Sample(
-        "list", f"{prompt}.", "\n".join(f"{i}. {item}" for i, item in enumerate(items, 1))
-    )
+    return Sample("list", f"{prompt}.", numbered(items))
 
 
 def record(rng: random.Random) -> dict[str, str | int | bool | list[str]]:
@@ -109,28 +99,24 @@ def _said(value: str | int | bool | list[str]) -> str:
 def _draw_object(rng: random.Random) -> Sample:
     data = record(rng)
     listed = "; ".join(f"{key}: {_said(value)}" for key, value in data.items())
-    ask = pick(
+    ask = either(
         rng,
-        (
-            "Write this as JSON: {l}",
-            "Convert this to JSON: {l}",
-            "Make a JSON object with {l}",
-            "Turn this into JSON: {l}",
-        ),
+        "Write this as JSON: {l}",
+        "Convert this to JSON: {l}",
+        "Make a JSON object with {l}",
+        "Turn this into JSON: {l}",
     )
     return Sample("json", ask.format(l=listed), json.dumps(data, indent=2))
 
 
 def _draw_person(rng: random.Random) -> Sample:
     name, age, city = any_name(rng), rng.randint(18, 99), pick(rng, CITIES)
-    prompt = pick(
+    prompt = either(
         rng,
-        (
-            "{n} is {a} years old and lives in {c}. Write this as JSON.",
-            "Write a JSON object for {n}, {a} years old, from {c}.",
-            "Make JSON for a user named {n}, age {a}, city {c}.",
-            "Give me a JSON object for {n}, age {a}, from {c}.",
-        ),
+        "{n} is {a} years old and lives in {c}. Write this as JSON.",
+        "Write a JSON object for {n}, {a} years old, from {c}.",
+        "Make JSON for a user named {n}, age {a}, city {c}.",
+        "Give me a JSON object for {n}, age {a}, from {c}.",
     ).format(n=name, a=age, c=city)
     return Sample("json", prompt, json.dumps({"name": name, "age": age, "city": city}, indent=2))
 
