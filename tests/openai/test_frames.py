@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,10 +22,11 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 @given(text=TEXTS, index=st.integers(0, 127))
 def test_a_frame_is_one_line_of_json(delta: bool, usage: bool, text: str, index: int) -> None:
     """Whatever the text holds: quotes, line ends, control characters."""
-    frames = Frames(HEAD, delta=delta, usage=usage)
+    kind = "chat.completion.chunk" if delta else "text_completion"
+    frames = Frames(msgspec.structs.replace(HEAD, object=kind), usage=usage)
     value = {"delta": {"content": text}} if delta else {"text": text}
     expected = {
-        **{"id": HEAD.id, "object": "object", "created": 5, "model": HEAD.model},
+        **{"id": HEAD.id, "object": kind, "created": 5, "model": HEAD.model},
         "system_fingerprint": "fp",
         "choices": [{"index": index, **value, "logprobs": None, "finish_reason": None}],
         **({"usage": None} if usage else {}),

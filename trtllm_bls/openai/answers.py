@@ -49,11 +49,8 @@ class Answer(ABC):
         self._per_prompt = request.n or 1
         options = request.stream_options
         self._usage_wanted = options is not None and bool(options.include_usage)
-        self._frames = Frames(
-            msgspec.structs.replace(head, object=self.chunk_object),
-            delta=self.chunk_object == "chat.completion.chunk",
-            usage=self._usage_wanted,
-        )
+        chunk_head = msgspec.structs.replace(head, object=self.chunk_object)
+        self._frames = Frames(chunk_head, usage=self._usage_wanted)
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self._predicted = self._accepted = 0  # tokens drafted from a prediction

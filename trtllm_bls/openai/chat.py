@@ -66,9 +66,8 @@ class ChatAnswer(Answer):
             for parser in form.parsers(options, request.n or 1)
         ]
         self._begun: set[int] = set()
-        self._scores: TokenScores | None = None
-        if request.logprobs:
-            self._scores = TokenScores(tokenizer, request.top_logprobs or 0)
+        scores = TokenScores(tokenizer, request.top_logprobs or 0)
+        self._scores = scores if request.logprobs else None
 
     def _events(self, choice: int, chunk: TextChunk) -> bytes:
         events = b""

@@ -24,15 +24,15 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Frames:
-    """``delta``: chunks have their text in ``delta.content``, as of a chat, not in ``text``."""
+    """Of a chat, chunks have their text in ``delta.content``, else in ``text``."""
 
-    def __init__(self, head: Head, *, delta: bool, usage: bool) -> None:
-        self._delta = delta
+    def __init__(self, head: Head, *, usage: bool) -> None:
+        chat = head.object == "chat.completion.chunk"
+        self._field = b'"delta":{"content":' if chat else b'"text":'
         self._start = b"data: " + _encode(head)[:-1] + b',"choices":['
         # With include_usage, every chunk but the last has the field, and it is null.
         self._end = b'],"usage":null}\n\n' if usage else b"]}\n\n"
-        closing = b"}" if delta else b""
-        self._after_text = closing + b',"logprobs":null,"finish_reason":null}' + self._end
+        self._after_text = b"}" * chat + b',"logprobs":null,"finish_reason":null}' + self._end
         self._before_text: dict[int, bytes] = {}
 
     def text(self, index: int, text: str) -> bytes:
@@ -49,6 +49,5 @@ class Frames:
         return b"".join((self._start, b'],"usage":', _encode(usage), b"}\n\n"))
 
     def _before(self, index: int) -> bytes:
-        field = b'"delta":{"content":' if self._delta else b'"text":'
-        found = self._before_text[index] = self._start + b'{"index":%d,' % index + field
+        found = self._before_text[index] = self._start + b'{"index":%d,' % index + self._field
         return found

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_INT32)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_INT32)]
-TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_INT32)]
 Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias: TypeAlias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
@@ -57,7 +56,7 @@ class Common(msgspec.Struct, kw_only=True):
     min_tokens: Natural | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[Natural], msgspec.Meta(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
