@@ -49,7 +49,7 @@ from trtllm_bls.settings import Override, ServeSettings
 MODEL = repository.ROOT / "assets" / "demo" / "target"
 TARGETS = "direct,empty,bls,bls_2,bls_4,ensemble"
 BURST_TOKENS = 20
-BURST_WAVES = {1: 1, 32: 6, 128: 6}  # by requests at once; otherwise 2
+BURST_WAVES = {1: 1, 32: 4, 128: 4}  # by requests at once; otherwise 2
 ALONE = 20  # requests one after the other, where one at once is asked for
 PROMPTS = 64
 PLAIN_PROMPTS = (

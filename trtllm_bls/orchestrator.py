@@ -200,7 +200,8 @@ class Orchestrator:
 
     async def _prompt(self, request: TextRequest, limits: EngineLimits) -> Prompt:
         longest = _longest_prompt(limits)
-        if self._prompts.is_long(request):  # tokenising would hold up every other stream
+        # Tokenising what is long would hold up every other stream.
+        if request.text_ids is None and self._prompts.is_long(request):
             return await asyncio.to_thread(self._prompts.make, request, longest, _give_way)
         return self._prompts.make(request, longest)
 

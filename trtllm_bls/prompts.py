@@ -103,7 +103,34 @@ class PromptMaker:
         A prompt of more than ``max_prompt_tokens`` is refused, before it is tokenised where its
         length alone shows it.
         """
-        bias = request.embedding_bias
+        end_ids = self.end_ids(request)
+        stops: tuple[TokenIds, ...] = ()
+        bad_sequences: tuple[TokenIds, ...] = ()
+        engine_stops: tuple[TokenIds, ...] = ()
+        bias = request.token_bias
+        if request.stop_words or request.bad_words or request.embedding_bias:
+            stops, bad_sequences, bias = self._words(request, give_way)
+        if (stops or len(end_ids) > 1) and not request.sampling.min_tokens:
+            found = (*filter(None, stops), *((token,) for token in end_ids[1:]))
+            engine_stops = tuple(dict.fromkeys(found))
+        ids = self._ids(request, max_prompt_tokens)
+        return Prompt(
+            ids=ids,
+            end_ids=end_ids,
+            pad_id=self._tokenizer.pad_id if request.pad_id is None else request.pad_id,
+            stop_sequences=stops,
+            engine_stops=engine_stops,
+            bad_sequences=bad_sequences,
+            embedding_bias=bias,
+            extras=self._extras(request, ids),
+            prediction=self._prediction(request),
+        )
+
+    def _words(
+        self, request: TextRequest, give_way: Callable[[], object]
+    ) -> tuple[tuple[TokenIds, ...], tuple[TokenIds, ...], tuple[tuple[int, float], ...]]:
+        """The ids of each stop word that may end the answer, of bad words, and biased tokens."""
+        tokenizer, bias = self._tokenizer, request.embedding_bias
         if request.stop_words:
             checked_stops(request.stop_words)
         for field, words in (
@@ -112,39 +139,25 @@ class PromptMaker:
         ):
             if words:
                 check_words(field, words, MAX_WORDS, MAX_WORD_CHARS)
-        end_ids = self.end_ids(request)
-        stops: tuple[TokenIds, ...] = ()
-        engine_stops: tuple[TokenIds, ...] = ()
 
         def each(words: Iterable[_W]) -> Iterator[_W]:
             for word in words:
                 yield word
                 give_way()
 
-        if not request.sampling.min_tokens:
-            stops = tuple(map(self._tokenizer.stop_ids, each(request.stop_words)))
-            engine_stops = (*filter(None, stops), *((token,) for token in end_ids[1:]))
-        bad_words = dict.fromkeys(request.bad_words)
-        ids = self._ids(request, max_prompt_tokens)
-        return Prompt(
-            ids=ids,
-            end_ids=end_ids,
-            pad_id=self._tokenizer.pad_id if request.pad_id is None else request.pad_id,
-            stop_sequences=stops,
-            engine_stops=tuple(dict.fromkeys(engine_stops)),
-            bad_sequences=tuple(
-                ids for word in each(bad_words) for ids in self._tokenizer.word_variants(word)
-            ),
-            embedding_bias=(
+        stops = () if request.sampling.min_tokens else each(request.stop_words)
+        bad_words = each(dict.fromkeys(request.bad_words))
+        return (
+            tuple(map(tokenizer.stop_ids, stops)),
+            tuple(ids for word in bad_words for ids in tokenizer.word_variants(word)),
+            (
                 *(
                     (token, weight)
                     for word, weight in each(bias)
-                    for token in self._tokenizer.word_ids(word)
+                    for token in tokenizer.word_ids(word)
                 ),
                 *request.token_bias,
             ),
-            extras=self._extras(request, ids),
-            prediction=self._prediction(request),
         )
 
     def end_ids(self, request: TextRequest) -> TokenIds:
@@ -153,6 +166,8 @@ class PromptMaker:
         With the request's ``stop_token_ids``.
         """
         ends = self._tokenizer.end_ids
+        if request.end_id is None and not request.stop_token_ids:
+            return ends
         if request.end_id is not None:
             ends = () if request.end_id < 0 else (request.end_id,)
         return tuple(dict.fromkeys((*ends, *request.stop_token_ids)))

@@ -17,7 +17,7 @@ from tests.helpers.virtual_time import settle
 from tests.helpers.waiting import eventually
 from trtllm_bls.answer import Answer, TextRules
 from trtllm_bls.messages import EngineChunk, TokenIds
-from trtllm_bls.python_backend import MAX_QUEUED, Call, SenderThreads
+from trtllm_bls.python_backend import MAX_QUEUED, Call, SenderThreads, request_server
 from trtllm_bls.python_backend.request_server import STARTED_AT_ONCE, ThreadedLoop
 from trtllm_bls.python_backend.sender_threads import MANY_NEW, NEW_SECONDS
 
@@ -238,6 +238,48 @@ def test_requests_that_arrive_while_the_loop_is_busy_wake_it_once() -> None:
             server.accept([ask])
         assert len(wakes) == 1
         done.set()
+        for ask in asks:
+            ask.wait()
+
+
+def test_several_that_come_together_are_started_before_more_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To read more of them first would keep the interpreter's lock from the loop."""
+    monkeypatch.setattr(request_server, "START_SECONDS", SECONDS)
+    begun: list[Call] = []
+
+    async def handle(call: Call) -> None:
+        call.finish()
+
+    triton = FakeTriton()
+    with opened(triton, handle) as server:
+        start = server._start
+        server._start = lambda call: (begun.append(call), start(call))[1]  # type: ignore[method-assign]
+        for number_of_asks in (2, 3 * STARTED_AT_ONCE):
+            begun.clear()
+            server.accept([triton.ask(ONE, "number") for _ in range(number_of_asks)])
+            assert len(begun) == number_of_asks
+
+
+def test_a_loop_that_is_stuck_keeps_no_request_from_being_taken() -> None:
+    """Triton's thread goes on after a while: what comes then is answered, too."""
+    stuck, go_on = threading.Event(), threading.Event()
+
+    async def handle(call: Call) -> None:
+        if call.client_id == "stuck":
+            stuck.set()
+            go_on.wait(SECONDS)
+        call.finish()
+
+    triton = FakeTriton()
+    asks = [triton.ask(ONE, "number") for _ in range(4)]
+    with opened(triton, handle) as server:
+        server.accept([triton.ask(ONE, "number", id="stuck")])
+        assert stuck.wait(SECONDS)
+        server.accept(asks[:2])
+        server.accept(asks[2:])
+        go_on.set()
         for ask in asks:
             ask.wait()
 

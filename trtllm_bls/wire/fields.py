@@ -106,11 +106,13 @@ def _read_row(known: list[tuple[Tensor, Array]], row: int) -> Fields:
 def _read_value(tensor: Tensor, element: Any) -> Any:
     if not tensor.single:
         return _texts(tensor, element) if tensor.dtype == "STRING" else element
-    if np.size(element) != 1:
-        problem = f"expected one value per prompt, got {np.size(element)}"
-        raise InvalidRequest(tensor.name, problem)
-    # Of a one-dimensional array of objects the element is the object itself.
-    value = element.item() if isinstance(element, (np.ndarray, np.generic)) else element
+    value = element
+    if isinstance(element, (np.ndarray, np.generic)):
+        if element.size != 1:
+            problem = f"expected one value per prompt, got {element.size}"
+            raise InvalidRequest(tensor.name, problem)
+        value = element.item()
+    # Else it is the object itself, of a one-dimensional array of objects.
     if tensor.dtype == "STRING":
         return _text(tensor.name, value)
     if (bounds := tensor.bounds) is not None and not bounds.low < value < bounds.high:
