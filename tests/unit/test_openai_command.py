@@ -81,6 +81,15 @@ def test_what_it_cannot_start_with_is_one_line(
     assert says in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_port_that_there_cannot_be_is_refused(port: str, repository: Path) -> None:
+    pytest.importorskip("uvicorn")
+    words = ["openai", "--model-repository", str(repository), "--port", port]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert f"Invalid value for '--port': {port} is not in the range" in result.output
+
+
 def test_a_broken_configuration_is_named(repository: Path) -> None:
     """By its file."""
     (repository / "tensorrt_llm_bls" / "config.pbtxt").write_text("parameters {")

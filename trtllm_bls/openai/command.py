@@ -37,7 +37,13 @@ def _parameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=9000, show_default=True, help="Port; 0 = any free port.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=9000,
+    show_default=True,
+    help="Port; 0 = any free port.",
+)
 @click.option("--workers", default=1, show_default=True, help="Processes that share the port.")
 @click.option(
     "--model-repository",
