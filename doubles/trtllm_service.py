@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -47,6 +48,7 @@ class Behaviour:
     plays a server that was started without one. ``num_reasons``: of several sequences so many are
     told why they ended. ``silent_abort``: an aborted stream just stops. ``leaks``: of calls that
     are cancelled without an Abort every second one runs on. ``breaks_off``: no ``complete``.
+    ``unreadable``: the unary method whose answers are bytes that are no message.
     """
 
     model_id: str = "scripted"
@@ -61,6 +63,7 @@ class Behaviour:
     silent_abort: bool = False
     leaks: bool = True
     breaks_off: bool = False
+    unreadable: str = ""
     stop_ids: Callable[[str], TokenIds] | None = None
 
 
@@ -99,7 +102,9 @@ class ScriptedService:
         self._server = grpc.aio.server(options=[(size, _MESSAGE_BYTES) for size in sizes])
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         handlers = {
-            name: unary(handler, messages.MESSAGES[f"{name}Request"].FromString, _serialized)
+            name: unary(
+                handler, messages.MESSAGES[f"{name}Request"].FromString, partial(self._packed, name)
+            )
             for name, handler in (
                 ("Abort", self._abort),
                 ("HealthCheck", self._health_check),
@@ -125,6 +130,9 @@ class ScriptedService:
     async def wait(self) -> None:
         """Return once it has been stopped."""
         await self._server.wait_for_termination()
+
+    def _packed(self, method: str, message: Any) -> bytes:
+        return b"\xff" if self.behaviour.unreadable == method else _serialized(message)
 
     async def _generate(self, message: Any, context: Any) -> AsyncGenerator[Any, None]:
         self.requests.append(message)

@@ -157,26 +157,50 @@ async def test_silence_is_asked_about(health: str) -> None:
         await eventually(lambda: service.live == 0)
 
 
-async def test_a_service_that_falls_ill_is_refused_without_a_request_to_it() -> None:
+@pytest.mark.parametrize(
+    ("ill", "problem"),
+    [
+        ({"health": "NOT_OK"}, "it is not healthy: NOT_OK"),
+        ({"unreadable": "HealthCheck"}, "its HealthCheckResponse cannot be read"),
+    ],
+)
+async def test_a_service_that_falls_ill_is_refused_without_a_request_to_it(
+    ill: dict[str, str], problem: str
+) -> None:
     """It is asked for its health all the time; what runs there goes on."""
 
     async def refused(engine: Any) -> bool:
         try:
             await engine.limits()
         except EngineUnavailable as error:
-            return "it is not healthy: NOT_OK" in str(error)
+            return problem in str(error)
         return False
 
     async with reaching(RULE) as (engine, service):
         service.engine.fault = Fault(error=None, after_tokens=2)
         running = engine.generate(ASK)
         await running.wait()
-        service.behaviour = replace(service.behaviour, health="NOT_OK")
+        well = service.behaviour
+        service.behaviour = replace(well, **ill)
         await eventually(lambda: refused(engine))
         assert service.live == 1
-        service.behaviour = replace(service.behaviour, health="OK")
+        service.behaviour = well
         assert not await refused(engine)
         await running.aclose()
+
+
+@pytest.mark.parametrize("method", ["HealthCheck", "GetModelInfo", "GetServerInfo"])
+async def test_an_answer_about_itself_that_is_no_message_is_its_failure(method: str) -> None:
+    """And it is asked again: the next request finds it well."""
+    async with playing(RULE) as (service, url):
+        engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
+        service.behaviour = replace(service.behaviour, unreadable=method)
+        with pytest.raises(EngineUnavailable, match=rf"{url}: its {method}Response cannot be read"):
+            await engine.limits()
+        service.behaviour = replace(service.behaviour, unreadable="")
+        assert await engine.limits()
+        assert tuple(ids(await read(engine, ASK))) == ANSWER
+        await engine.close()
 
 
 # --- what the server tells of itself ----------------------------------------------------------

@@ -17,6 +17,7 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from packaging.version import InvalidVersion, Version
 
 from trtllm_bls.engines.grpc_call import StallWatch
@@ -95,9 +96,9 @@ class TrtllmServiceEngine:
     async def limits(self) -> EngineLimits:
         """What the service and its settings tell. Raises ``EngineUnavailable``, also for a service
         that is not well by its own account: it is asked every second, so that no request waits."""
-        if self._known is None or not self._healthy:
+        if not self._healthy:
             async with self._asking:
-                if self._known is None or not self._healthy:
+                if not self._healthy:
                     await self._open()
         assert self._known is not None
         return self._known
@@ -173,7 +174,10 @@ class TrtllmServiceEngine:
     async def _ask(self, method: str, timeout: float) -> Any:
         request = messages.MESSAGES[f"{method}Request"]().SerializeToString()
         answer = await self._connection.unary(messages.SERVICE + method, request, timeout)
-        return messages.MESSAGES[f"{method}Response"].FromString(answer)
+        try:
+            return messages.MESSAGES[f"{method}Response"].FromString(answer)
+        except DecodeError as error:
+            raise GrpcError("INTERNAL", f"its {method}Response cannot be read") from error
 
     async def _problem(self, timeout: float = _PROBE_SECONDS) -> str | None:
         """What is wrong with the server, by its own account or for want of one."""
