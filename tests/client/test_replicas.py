@@ -11,15 +11,16 @@ import pytest
 
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
-from tests.helpers.scripted_pairs import ids, read
+from tests.helpers.scripted_pairs import ids, read, told
 from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, Sampling
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, FinishReason, Sampling
 
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=6)
 DOWN = EngineUnavailable("down")
+UNREADABLE = Fault(error=ValueError("no\nmessage"), after_requests=1000, limits=True)
 
 
 def engines(count: int = 2) -> list[ScriptedEngine]:
@@ -98,18 +99,18 @@ class Filling:
     def __init__(self, name: str) -> None:
         self.name = name
         self.chunks = QueuedChunks()
-        self._begun = asyncio.Event()
+        self.begun = asyncio.Event()
 
     async def limits(self) -> EngineLimits:
         return EngineLimits()
 
     def generate(self, request: EngineRequest) -> QueuedChunks:
-        self._begun.set()
+        self.begun.set()
         return self.chunks
 
     async def awaited(self) -> None:
         """Return once a reader waits for its answer."""
-        await self._begun.wait()
+        await self.begun.wait()
         await asyncio.sleep(0)
 
     async def close(self) -> None:
@@ -174,6 +175,67 @@ async def test_an_engine_that_answers_again_gets_requests_again() -> None:
     await engine.close()
 
 
+@skipping_waits
+async def test_an_engine_whose_limits_cannot_be_read_rests_as_one_that_is_down() -> None:
+    """Whether it is asked first, beside its requests or while it rests; and it comes back."""
+    one, two = engines()
+    engine = together(one, two)
+    one.fault = UNREADABLE
+    await assert_resting(engine, one)
+    await assert_back(engine, one)
+
+    await asyncio.sleep(2)  # it is not asked beside each request
+    one.fault = UNREADABLE
+    await tokens(engine)
+    await assert_resting(engine, one)
+    await assert_back(engine, one)
+
+    one.fault = Fault(error=DOWN)
+    await tokens(engine)
+    one.fault = UNREADABLE
+    await asyncio.sleep(100)
+    await assert_resting(engine, one)
+    await assert_back(engine, one)
+
+    await asyncio.sleep(2)
+    one.fault = two.fault = UNREADABLE
+    await tokens(engine)
+    with pytest.raises(EngineUnavailable, match=r"^0: asking for its limits failed: ValueError"):
+        await tokens(engine)
+    await engine.close()
+
+
+async def assert_resting(engine: ReplicatedEngine, part: ScriptedEngine) -> None:
+    before = len(part.requests)
+    await tokens(engine)
+    assert len(part.requests) == before
+
+
+async def assert_back(engine: ReplicatedEngine, part: ScriptedEngine) -> None:
+    """Within the longest rest, once its fault is over."""
+    part.fault = None
+    before = len(part.requests)
+    await asyncio.sleep(31)
+    await tokens(engine)
+    assert len(part.requests) == before + 1
+
+
+@skipping_waits
+async def test_each_reason_to_rest_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """However often it is asked."""
+    one, two = engines()
+    engine = together(one, two)
+    await engine.limits()
+    one.fault = Fault(error=DOWN)
+    await tokens(engine)
+    one.fault = UNREADABLE
+    await asyncio.sleep(100)
+    await engine.close()
+    rest = "; no request goes there until it answers again"
+    failed = r"0: asking for its limits failed: ValueError('no\nmessage')"
+    assert caplog.messages == [f"down{rest}", f"{failed}{rest}"]
+
+
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9, seed=7)])
 async def test_a_begun_request_goes_on_elsewhere_only_where_that_is_asked_for(
@@ -196,6 +258,28 @@ async def test_a_begun_request_goes_on_elsewhere_only_where_that_is_asked_for(
     else:
         with pytest.raises(EngineUnavailable):
             await tokens(engine, request)
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"max_tokens": 3}, FinishReason.LENGTH),
+        ({"stop_sequences": ((9,),)}, FinishReason.STOP),
+        ({"end_id": 9}, FinishReason.END_ID),
+    ],
+)
+async def test_a_whole_answer_is_ended_rather_than_resumed(
+    more: dict[str, Any], reason: FinishReason
+) -> None:
+    """Its last token tells why, where its engine is lost before it does."""
+    one, two = filling = [Filling("one"), Filling("two")]
+    engine = ReplicatedEngine(filling, resume=True)
+    await engine.limits()
+    one.chunks.put([EngineChunk(token_ids=(7, 8)), EngineChunk(token_ids=(9,))])
+    one.chunks.fail(DOWN)
+    assert told(await read(engine, replace(ASK, **more))) == ([7, 8, 9], reason)
+    assert not two.begun.is_set()
     await engine.close()
 
 

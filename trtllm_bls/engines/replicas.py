@@ -1,9 +1,10 @@
 """Several engines of one model as one: each request goes to the one that does the least.
 
-An engine that cannot be reached, or has stalled, rests: no request is sent there until it has told
-its limits again, which it is asked for in the background, ever more rarely. A request that has
-produced nothing yet is tried on the others; so is one whose engine's queue is full. One that has
-produced tokens ends with the error, unless ``resume`` is on and it can be gone on with elsewhere.
+An engine that cannot be reached or asked, or has stalled, rests: no request is sent there until it
+has told its limits again, which it is asked for in the background, ever more rarely. A request that
+has produced nothing yet is tried on the others; so is one whose engine's queue is full. One that
+has produced tokens ends with the error, unless ``resume`` is on and it can be gone on with
+elsewhere, or has all its tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from trtllm_bls.engines.base import ChunkStream, Engine
+from trtllm_bls.engines.base import ChunkStream, Engine, QueuedChunks
+from trtllm_bls.engines.ends import SequenceEnds
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Overloaded
 from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, Wants
 
@@ -43,6 +45,9 @@ class _Replica:
             self.limits = await self.engine.limits()
         except EngineError as error:
             self.rest(error)
+        except Exception as error:  # bytes that are no message, say
+            problem = f"{self.engine.name}: asking for its limits failed: {error!r}"
+            self.rest(EngineUnavailable(problem))
 
     def ask_now_and_then(self) -> None:
         """Ask beside the requests, which are not to wait for one of several engines."""
@@ -52,20 +57,17 @@ class _Replica:
 
     def rest(self, error: EngineError) -> None:
         """Take no more requests until it answers again."""
-        self.limits, self.error = None, error
-        if self._return is None:
+        if self._return is None or str(error) != str(self.error):
             log.warning("%s; no request goes there until it answers again", error)
-            self._return = asyncio.create_task(self._come_back())
+        self.limits, self.error = None, error
+        self._return = self._return or asyncio.create_task(self._come_back())
 
     async def _come_back(self) -> None:
         seconds = _FIRST_REST_S
         while self.limits is None:
             await asyncio.sleep(seconds)
             seconds = min(2 * seconds, _LONGEST_REST_S)
-            try:
-                self.limits = await self.engine.limits()
-            except EngineError as error:
-                self.error = error
+            await self.ask()
         self._return = None
         log.info("%s answers again", self.engine.name)
 
@@ -183,16 +185,23 @@ class _ReplicaChunks(ChunkStream):
         replica.sequences += request.num_return_sequences
 
     async def _move(self, error: EngineError | Overloaded) -> None:
-        """To another engine; raises ``error`` where there is none, or the request has to stay."""
+        """To another engine, unless only the final flag is missing; raises ``error`` where there is
+        none, or the request has to stay."""
         replica = self._replica
         self._release()
         if isinstance(error, EngineError) and replica is not None:
             replica.rest(error)
+        await self._stream.aclose()
+        end = SequenceEnds(self._request, 0).feed(tuple(self._ids))
+        if end.final and not self._ended:
+            self._stream = last = QueuedChunks()
+            last.put([replace(end, token_ids=())])  # all that is missing
+            last.end()
+            return
         stays = self._begun and (not self._remembers or self._ended)
         other = None if stays else self._engine.choose(self._tried)
         if other is None:
             raise error
-        await self._stream.aclose()
         log.info("%s goes on at %s", self._request.request_id, other.engine.name)
         self._begin(other)
 
