@@ -66,7 +66,7 @@ class Lifecycle:
         self._files = StatusDirectory(Path(directory))
         self._loop_at = time.monotonic()
         self._unsettled_at = 0.0
-        self._missed_turns = 0
+        self._turned, self._missed_turns = True, 0
         self._draining = self._cut = False
         self._told: Future[None] | None = None  # whether the sender has been told to drain
         self._engine_problem: str | None = None
@@ -84,14 +84,15 @@ class Lifecycle:
         self._thread.join()
 
     def _run(self) -> None:
-        written, turn, look = 0.0, None, None
+        written, look = 0.0, None
         while not self._closing.wait(TICK_SECONDS):
             now = time.monotonic()
             deadline = self._files.drain_deadline()
             if deadline is not None:
                 self._drain(deadline, now)
-            if turn is None or turn.done():
-                turn, self._missed_turns = self._begin(self._turn()), 0
+            if self._turned:
+                self._turned, self._missed_turns = False, 0
+                self._server.loop.call_soon_threadsafe(self._turn)
             else:
                 self._missed_turns += 1
             if now - written >= WRITE_SECONDS or self._draining:
@@ -126,8 +127,8 @@ class Lifecycle:
     async def _drain_sender(self) -> None:
         self._sender.drain()
 
-    async def _turn(self) -> None:
-        self._loop_at = time.monotonic()
+    def _turn(self) -> None:
+        self._loop_at, self._turned = time.monotonic(), True
 
     async def _look(self) -> None:
         self._engine_problem = await self._sender.engine_problem()
