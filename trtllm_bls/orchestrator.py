@@ -297,7 +297,12 @@ async def _drive(
     stream.on_arrival(send_now)
     try:
         while not answer.must_cancel:
-            await stream.wait()
+            try:
+                await stream.wait()
+            except EngineError:
+                if answer.done:
+                    break  # by count: all that failed is to say so
+                raise
             if failure is not None:
                 raise failure
             if answer.must_cancel:

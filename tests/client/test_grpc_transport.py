@@ -283,7 +283,7 @@ async def test_closing_ends_what_is_open() -> None:
 # Servers that are not there, or not gRPC's
 
 
-@pytest.mark.parametrize("target", ["localhost", ":8001", "localhost:", "localhost:grpc"])
+@pytest.mark.parametrize("target", ["localhost", ":8001", "localhost:", "h:grpc", "h:65536"])
 def test_a_target_is_a_host_and_a_port(target: str) -> None:
     """Said where it is given, not at the first call."""
     with pytest.raises(ValueError, match="host:port"):

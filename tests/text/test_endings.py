@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import pytest
@@ -22,8 +23,9 @@ from tests.helpers.scripted_text import (
     tokenizer,
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
+from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.errors import EngineUnavailable
-from trtllm_bls.messages import EngineLimits, FinishReason
+from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, FinishReason
 from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.tokenizer import Tokenizer
 
@@ -40,6 +42,39 @@ def test_a_stream_that_fails_has_its_ending_before_the_error() -> None:
         with pytest.raises(EngineUnavailable):
             asyncio.run(orchestrator(engine).run(request, sink))
         assert [ending([chunk]) for chunk in sink.chunks if chunk.ending] == told
+
+
+class LostAtItsEnd:
+    """An engine that is lost after its last token, before it says that it has ended."""
+
+    name = "lost"
+
+    def __init__(self, text: str) -> None:
+        self.ids = tokenizer().encode_word(text)
+
+    async def limits(self) -> EngineLimits:
+        return EngineLimits()
+
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        return GeneratedChunks(self._chunks())
+
+    async def _chunks(self) -> AsyncGenerator[EngineChunk, None]:
+        for token in self.ids:
+            yield EngineChunk(token_ids=(token,))
+        raise EngineUnavailable("gone")
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_ended_by_count_is_whole_though_the_engine_is_lost(stream: bool) -> None:
+    """It had only to say that it has ended, too; the request counts as answered."""
+    engine, sink = LostAtItsEnd("one two three"), Collected()
+    request = asking(stream=stream, max_tokens=len(engine.ids))
+    asyncio.run(orchestrator(engine).run(request, sink))
+    assert text_of(sink.chunks) == "one two three"
+    assert ending(sink.chunks) == (FinishReason.LENGTH, None, len(engine.ids))
 
 
 async def test_a_stream_that_is_cancelled_has_its_ending_too() -> None:

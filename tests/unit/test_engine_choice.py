@@ -53,6 +53,7 @@ def test_a_choice_is_a_kind_and_addresses(text: str, kind: EngineKind, addresses
         "triton+grpc://a/m",
         "trtllm://a",
         "trtllm://a:port",
+        "trtllm://a:65536",
         "trtllm://a:1/m",
         "trtllm://",
         "http://a:1",

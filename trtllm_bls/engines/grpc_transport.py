@@ -44,7 +44,7 @@ class Connection:
         gathers: bool = False,
     ) -> None:
         host, _, port = target.rpartition(":")
-        if not host or not port.isdecimal():
+        if not host or not port.isdecimal() or int(port) > 65535:
             raise ValueError(f"target: {target!r} is not host:port")
         if tls is not None:
             tls.set_alpn_protocols(["h2"])

@@ -46,7 +46,7 @@ def parse_engine(text: str) -> EngineChoice:
     for part in rest.rstrip("/").split(","):
         address, _, model = part.strip().partition("/")
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or "/" in model:
+        if not host or not port.isdecimal() or int(port) > 65535 or "/" in model:
             raise ValueError(text)
         model = model or (addresses[0][1] if addresses else "")
         if bool(model) != (kind is EngineKind.TRITON_GRPC):
