@@ -159,7 +159,11 @@ class Orchestrator:
                 answer = self._answer(request, prompt, limits, max_tokens)
                 sink.begin(len(prompt.ids), answer)
                 stream = self._engine.generate(asked)
-                await _drive(stream, answer, sink, is_ready)
+                try:
+                    await _drive(stream, answer, sink, is_ready)
+                except EngineError:
+                    if not answer.done:  # else by count: the engine had only to say so, too
+                        raise
                 if not answer.done:
                     raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
         except (asyncio.CancelledError, Exception) as error:
@@ -297,12 +301,7 @@ async def _drive(
     stream.on_arrival(send_now)
     try:
         while not answer.must_cancel:
-            try:
-                await stream.wait()
-            except EngineError:
-                if answer.done:
-                    break  # by count: all that failed is to say so
-                raise
+            await stream.wait()
             if failure is not None:
                 raise failure
             if answer.must_cancel:
