@@ -123,6 +123,11 @@ HALF_CHARACTER = "is half of a character (a lone surrogate); send both halves, o
 MAX_LINE = 2000  # characters of an error or of a log line
 
 
+def half_character(error: UnicodeEncodeError) -> str:
+    """What is wrong with a text that cannot be encoded, where, and what to do."""
+    return f"{error.object[error.start]!a} at character {error.start} {HALF_CHARACTER}"
+
+
 def printable(text: str, most: int = MAX_LINE) -> str:
     """``text`` as one line of at most ``most`` characters that moves no cursor.
 

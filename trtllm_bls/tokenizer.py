@@ -28,7 +28,7 @@ from trtllm_bls.chat import GUARD, ChatGuard
 from trtllm_bls.checkpoint_dir import check_tokenizer, config_vocab_size, generation_eos, one_line
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
 from trtllm_bls.detokenizer.token_length import most_characters
-from trtllm_bls.errors import HALF_CHARACTER, InvalidRequest, TokenizerError
+from trtllm_bls.errors import InvalidRequest, TokenizerError, half_character
 from trtllm_bls.messages import ChatOptions, PromptIds
 
 logger = logging.getLogger(__name__)
@@ -349,8 +349,7 @@ def _check_unicode(text: str, field: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        problem = f"{text[error.start]!a} at character {error.start} {HALF_CHARACTER}"
-        raise InvalidRequest(field, problem) from None
+        raise InvalidRequest(field, half_character(error)) from None
 
 
 # --- loading --------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def test_without_a_terminal_each_line_is_a_message(triton: FakeGrpcServer) -> No
     assert failed.stderr == "error: prompt: is not liked\n"
     failed = piped("caf\udce9\n", "--url", triton.url)
     assert failed.returncode == 1
-    assert failed.stderr.startswith("error: messages: not valid Unicode at character ")
+    assert failed.stderr.startswith(r"error: messages: '\udce9' at character ")
     assert len(triton.asked) == 2
 
 

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from tests.helpers.virtual_time import settle
 from tests.helpers.waiting import eventually
 from trtllm_bls.answer import Answer, TextRules
 from trtllm_bls.messages import EngineChunk, TokenIds
-from trtllm_bls.python_backend import MAX_QUEUED, Call, SenderThreads, request_server
+from trtllm_bls.python_backend import (
+    MAX_QUEUED,
+    Call,
+    RequestServer,
+    SenderThreads,
+    request_server,
+)
 from trtllm_bls.python_backend.request_server import STARTED_AT_ONCE, ThreadedLoop
 from trtllm_bls.python_backend.sender_threads import MANY_NEW, NEW_SECONDS
 
@@ -210,21 +217,29 @@ async def test_a_call_is_ready_for_what_would_leave_soon() -> None:
     await asyncio.to_thread(senders.close)
 
 
-def test_requests_that_arrive_while_the_loop_is_busy_wake_it_once() -> None:
-    """Each wake-up is a write to a socket, which hands over the interpreter's lock."""
-    busy, done, wakes = threading.Event(), threading.Event(), []
+@contextmanager
+def stuck_loop(triton: FakeTriton) -> Iterator[tuple[RequestServer, threading.Event]]:
+    """A server whose loop stands still until the event is set; then it ends all its calls."""
+    stuck, go_on = threading.Event(), threading.Event()
 
     async def handle(call: Call) -> None:
-        if call.client_id == "busy":
-            busy.set()
-            done.wait(SECONDS)
+        if call.client_id == "stuck":
+            stuck.set()
+            go_on.wait(SECONDS)
         call.finish()
 
+    with opened(triton, handle) as server:
+        server.accept([triton.ask(ONE, "number", id="stuck")])
+        assert stuck.wait(SECONDS)
+        yield server, go_on
+
+
+def test_requests_that_arrive_while_the_loop_is_busy_wake_it_once() -> None:
+    """Each wake-up is a write to a socket, which hands over the interpreter's lock."""
+    wakes = []
     triton = FakeTriton()
     asks = [triton.ask(ONE, "number") for _ in range(50)]
-    with opened(triton, handle) as server:
-        server.accept([triton.ask(ONE, "number", id="busy")])
-        assert busy.wait(SECONDS)
+    with stuck_loop(triton) as (server, go_on):
         wake = server._loop.call_soon_threadsafe
         main = threading.get_ident()
 
@@ -237,7 +252,7 @@ def test_requests_that_arrive_while_the_loop_is_busy_wake_it_once() -> None:
         for ask in asks:
             server.accept([ask])
         assert len(wakes) == 1
-        done.set()
+        go_on.set()
         for ask in asks:
             ask.wait()
 
@@ -247,38 +262,24 @@ def test_several_that_come_together_are_started_before_more_are_taken(
 ) -> None:
     """To read more of them first would keep the interpreter's lock from the loop."""
     monkeypatch.setattr(request_server, "START_SECONDS", SECONDS)
-    begun: list[Call] = []
-
-    async def handle(call: Call) -> None:
-        call.finish()
-
     triton = FakeTriton()
-    with opened(triton, handle) as server:
-        start = server._start
-        server._start = lambda call: (begun.append(call), start(call))[1]  # type: ignore[method-assign]
-        for number_of_asks in (2, 3 * STARTED_AT_ONCE):
-            begun.clear()
-            server.accept([triton.ask(ONE, "number") for _ in range(number_of_asks)])
-            assert len(begun) == number_of_asks
+    asks = [triton.ask(ONE, "number") for _ in range(3 * STARTED_AT_ONCE)]
+    with stuck_loop(triton) as (server, go_on):
+        threading.Timer(0, go_on.set).start()
+        server.accept(asks)
+        assert not server._arrived
+        for ask in asks:
+            ask.wait()
 
 
 def test_a_loop_that_is_stuck_keeps_no_request_from_being_taken() -> None:
     """Triton's thread goes on after a while: what comes then is answered, too."""
-    stuck, go_on = threading.Event(), threading.Event()
-
-    async def handle(call: Call) -> None:
-        if call.client_id == "stuck":
-            stuck.set()
-            go_on.wait(SECONDS)
-        call.finish()
-
     triton = FakeTriton()
     asks = [triton.ask(ONE, "number") for _ in range(4)]
-    with opened(triton, handle) as server:
-        server.accept([triton.ask(ONE, "number", id="stuck")])
-        assert stuck.wait(SECONDS)
+    with stuck_loop(triton) as (server, go_on):
         server.accept(asks[:2])
         server.accept(asks[2:])
+        assert len(server._arrived) == len(asks)
         go_on.set()
         for ask in asks:
             ask.wait()

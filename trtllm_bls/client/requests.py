@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_bls.contract import Model, Tensor
-from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.errors import InvalidRequest, half_character
 from trtllm_bls.wire.infer_message import infer_message
 
 # What numpy calls the kinds of values that may become each type without losing anything.
@@ -83,8 +83,7 @@ def _typed(tensor: Tensor, value: Any, array: NDArray[Any]) -> NDArray[Any]:
         except AttributeError:
             raise _misfit(tensor, value) from None
         except UnicodeEncodeError as error:
-            problem = f"not valid Unicode at character {error.start} (a lone surrogate)"
-            raise InvalidRequest(tensor.name, problem) from None
+            raise InvalidRequest(tensor.name, half_character(error)) from None
         return np.array(texts, object).reshape(array.shape)
     if array.size and array.dtype.kind not in _KINDS.get(tensor.dtype, _WHOLE_NUMBERS):
         raise _misfit(tensor, value)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trtllm_bls.engines.base import Engine
+from trtllm_bls.errors import EngineError
 from trtllm_bls.parameters import STATUS_DIR
 from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, StatusDirectory
 
@@ -24,9 +25,12 @@ log = logging.getLogger(__name__)
 
 async def tell_longest(engine: Engine, model: str) -> None:
     """Tell the other processes of ``serve``, which keep a status directory."""
-    directory, longest = os.environ.get(STATUS_DIR), (await engine.limits()).max_sequence_tokens
-    if directory and longest:
-        StatusDirectory(directory).tell_longest(model, longest)
+    try:
+        directory, longest = os.environ.get(STATUS_DIR), (await engine.limits()).max_sequence_tokens
+        if directory and longest:
+            StatusDirectory(directory).tell_longest(model, longest)
+    except (EngineError, OSError) as error:
+        log.warning("%s: /v1/models does not tell its longest sequence: %s", model, error)
 
 
 def told_longest(directory: str, model: str) -> int | None:
