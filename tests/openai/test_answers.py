@@ -331,6 +331,18 @@ async def test_an_engine_of_this_server_tells_how_long_a_sequence_it_takes(
     assert (await card_of(client))["max_model_len"] is None
 
 
+async def test_a_length_that_cannot_be_told_is_said_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is missing, of which model, and why; the engine's model goes on."""
+    monkeypatch.setenv(STATUS_DIR, str(tmp_path / "missing"))
+    await tell_longest(saying(SAYS, max_sequence_tokens=77), "tensorrt_llm")
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.startswith("tensorrt_llm: /v1/models does not tell its longest sequence: ")
+    assert "missing" in said
+
+
 async def card_of(client: openai.OpenAI) -> dict[str, object]:
     return (await asyncio.to_thread(client.models.retrieve, MODEL)).to_dict()
 
