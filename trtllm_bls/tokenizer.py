@@ -60,6 +60,7 @@ class Tokenizer:
             # Its own encode first clears what the file may say of truncation and padding; done
             # here, nothing changes the tokenizer later, when several threads share it.
             hf.encode("", verbose=False)
+            self._backend.encode_batch_fast([""])  # its threads start now, on any core
         self._warned_of_bos = False
         self._bos_id: int | None = hf.bos_token_id  # which transformers looks up anew each time
         self.vocab_size = len(hf)

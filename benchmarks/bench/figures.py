@@ -19,6 +19,8 @@ SERVER = "tritonserver"
 class Row:
     """One target under one load. Times in ms, CPU in µs per token, memory in MB.
 
+    ``itl_*``: inter-token latency as NVIDIA's AIPerf and GenAI-Perf define it, one value for each
+    request: the time from its first text to its last, divided by the tokens after the first text.
     ``token_*``: time between a response and the one before it, divided by the tokens in it, each
     token counted. ``gap_*``: the time between responses itself. Responses without text, such as an
     empty final one, are not counted.
@@ -32,6 +34,8 @@ class Row:
     ttft_p50: float
     ttft_p99: float
     tokens_per_s: float | None = None
+    itl_p50: float | None = None
+    itl_p99: float | None = None
     token_p50: float | None = None
     token_p99: float | None = None
     gap_p50: float | None = None
@@ -79,9 +83,12 @@ def steady_row(
             before = arrived
     token_p50, token_p99 = _percentiles(np.repeat(each, np.rint(counts).astype(int)))
     gap_p50, gap_p99 = _percentiles(gaps)
+    whole = [a for a in answers if begin <= a.ended <= end]
+    itl_p50, itl_p99 = _percentiles([each for a in whole for each in _inter_token_latency(a)])
     row = Row("steady", target, streams, len(answers), sum(bad.values()), ttft_p50, ttft_p99)
     row.tokens_per_s = tokens / (end - begin) * 1e9
     row.token_p50, row.token_p99, row.gap_p50, row.gap_p99 = token_p50, token_p99, gap_p50, gap_p99
+    row.itl_p50, row.itl_p99 = itl_p50, itl_p99
     row.responses_per_token = responses / tokens if tokens else None
     row.problems = dict(bad)
     if processes is not None:
@@ -98,6 +105,13 @@ def _first(answer: Answer) -> float:
     """Milliseconds to the first response with text in it."""
     full = (time for time, part in zip(answer.arrived, answer.parts, strict=True) if part)
     return (next(full, answer.ended) - answer.started) / 1e6
+
+
+def _inter_token_latency(answer: Answer) -> list[float]:
+    """The answer's one value, none where all text came at once."""
+    full = [pair for pair in zip(answer.arrived, answer.tokens(), strict=True) if pair[1]]
+    after_first = sum(count for _, count in full[1:])
+    return [(full[-1][0] - full[0][0]) / 1e6 / after_first] if after_first else []
 
 
 def _problems(answers: Sequence[Answer]) -> Counter[str]:

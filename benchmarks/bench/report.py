@@ -35,8 +35,9 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 def _steady_table(rows: Sequence[Row]) -> Table:
     title = "all streams busy; ms; token: time between responses / tokens; CPU: µs per token"
     table = Table(title=title)
-    names = ("streams", "target", "tokens/s", "of direct", "TTFT p50", "p99", "token p50", "p99")
-    names += ("gap p99", "resp/token", "server", "model", "engine", "RSS MB", "shm MB", "bad")
+    names = ("streams", "target", "tokens/s", "of direct", "TTFT p50", "p99", "ITL p50", "p99")
+    names += ("token p50", "p99", "gap p99", "resp/token", "server", "model", "engine")
+    names += ("RSS MB", "shm MB", "bad")
     for name in names:
         table.add_column(name, justify="left" if name == "target" else "right")
     for row in rows:
@@ -47,6 +48,7 @@ def _steady_table(rows: Sequence[Row]) -> Table:
         cpu = [_number(row.cpu.get(name), 0) for name in ("server", "model", "engine")]
         cells = [_number(row.tokens_per_s, 0), share]
         cells += [_number(value, 1) for value in (row.ttft_p50, row.ttft_p99)]
+        cells += [_number(value, 2) for value in (row.itl_p50, row.itl_p99)]
         cells += [_number(value, 2) for value in (row.token_p50, row.token_p99)]
         cells += [_number(row.gap_p99, 1), _number(row.responses_per_token, 2), *cpu]
         cells += [_number(row.rss_mb, 0), _number(row.shm_mb, 0), f"{row.bad}/{row.answers}"]

@@ -189,6 +189,7 @@ OTHER = {
     "engine_transport": "bls",
     "exclude_input_in_output": "true",
     "expose_kv_cache_metrics": "true",
+    "one_core": "false",
     "overlap_drafts": "on",
     "skip_special_tokens": "false",
     "unverifiable_drafts": "ignore",

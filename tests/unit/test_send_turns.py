@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -25,7 +27,7 @@ from trtllm_bls.python_backend import (
     SenderThreads,
     request_server,
 )
-from trtllm_bls.python_backend.request_server import STARTED_AT_ONCE, ThreadedLoop
+from trtllm_bls.python_backend.request_server import READ_AT_ONCE, STARTED_AT_ONCE, ThreadedLoop
 from trtllm_bls.python_backend.sender_threads import MANY_NEW, NEW_SECONDS
 
 MANY = 3 * MAX_QUEUED
@@ -272,13 +274,40 @@ def test_several_that_come_together_are_started_before_more_are_taken(
             ask.wait()
 
 
+def test_of_very_many_that_come_together_the_first_are_started_before_the_others_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody's first token waits until the prompts of all have been tokenised."""
+    monkeypatch.setattr(request_server, "START_SECONDS", SECONDS)
+    happened: list[str] = []
+
+    async def handle(call: Call) -> None:
+        happened.append("started")
+        call.finish()
+
+    def together(calls: Sequence[Call]) -> None:
+        happened.extend(["read"] * len(calls))
+
+    triton = FakeTriton()
+    asks = [triton.ask(ONE, "number") for _ in range(2 * READ_AT_ONCE + 2)]
+    server = RequestServer(triton, handle, together=together)
+    server.accept(asks)
+    server.close()
+    sizes = [len(list(several)) for _, several in itertools.groupby(happened)]
+    assert happened[0] == "read"
+    assert sizes == [READ_AT_ONCE] * 4 + [2] * 2
+
+
 def test_a_loop_that_is_stuck_keeps_no_request_from_being_taken() -> None:
     """Triton's thread goes on after a while: what comes then is answered, too."""
     triton = FakeTriton()
-    asks = [triton.ask(ONE, "number") for _ in range(4)]
+    asks = [triton.ask(ONE, "number") for _ in range(2 + 3 * READ_AT_ONCE)]
     with stuck_loop(triton) as (server, go_on):
         server.accept(asks[:2])
-        server.accept(asks[2:])
+        waited = mock.patch.object(server._all_started, "wait", return_value=False)
+        with waited as wait:
+            server.accept(asks[2:])
+        assert wait.call_count == 1  # however many pieces there are
         assert len(server._arrived) == len(asks)
         go_on.set()
         for ask in asks:

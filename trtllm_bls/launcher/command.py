@@ -38,12 +38,13 @@ THREAD_MARGIN = 32
 # or switch the log off. Inference, health, metadata, configuration and statistics stay open.
 CONTROL_APIS = ("shared-memory", "model-repository", "logging", "trace")
 
-# Models come from local directories: nothing is to be looked for in the network, and tokenizers
-# must not warn about, or deadlock on, threads across forks.
+# Models come from local directories: nothing is to be looked for in the network. Tokenizers use
+# their threads without a word: no process of ours forks without another program to run.
+TOKENIZER_THREADS = 8  # at most, in each process that tokenises
 _QUIET_LIBRARIES = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
+    "TOKENIZERS_PARALLELISM": "true",
     "PYTHONUNBUFFERED": "1",
 }
 
@@ -97,6 +98,8 @@ def server_environment(
     the first ``python3`` there, and by nothing else.
     """
     environment = dict(inherited) | _QUIET_LIBRARIES | model_directories(settings)
+    threads = min(TOKENIZER_THREADS, len(os.sched_getaffinity(0)))
+    environment.setdefault("RAYON_NUM_THREADS", str(threads))
     executables = os.path.dirname(sys.executable)
     for variable, first in (("PATH", executables), ("LD_LIBRARY_PATH", str(libraries))):
         environment[variable] = os.pathsep.join(filter(None, (first, inherited.get(variable))))

@@ -106,6 +106,7 @@ class BlsParameters:
     draft_deadline_seconds: float
     overlap_drafts: bool | None  # None: where it measures faster
     max_streams: int
+    one_core: bool = True
     status_dir: str = ""
     engine: EngineChoice | None = None  # None: the model ``target`` of this server
     engine_max_sequence_tokens: int | None = None

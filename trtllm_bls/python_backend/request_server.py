@@ -5,28 +5,33 @@ from __future__ import annotations
 import asyncio
 import collections
 import gc
+import itertools
 import logging
 import selectors
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from functools import partial
 from typing import Any
 
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
 from trtllm_bls.python_backend.call import Arrays, Call
+from trtllm_bls.python_backend.one_core import OneCore
 from trtllm_bls.python_backend.sender_threads import SENDERS, SenderThreads
 from trtllm_bls.request_stats import CancelCause
 
 # Asking for a caller costs a round trip, so all calls share so many questions: each is asked every
 # 50 ms while there are at most 60 calls, and every 250 ms while there are 300.
 WATCH_SECONDS, WATCHED_AT_ONCE = 0.05, 60
+CORE_SECONDS = 1.0  # between two looks at what else the core does
 # Of many requests that come together so many are started before the loop reads what has arrived for
 # those that run: the first of them have their first text while the last still wait.
 STARTED_AT_ONCE = 8
-# So long Triton's thread waits until those are started that have come in one ``execute``: to read
-# the next ones meanwhile would only keep the interpreter's lock from the loop.
-START_SECONDS = 0.02
+# So many are read at once of those that have come in one ``execute``. Triton's thread waits, no
+# longer than this, until they are started: to read the next ones meanwhile would only keep the
+# interpreter's lock from the loop.
+READ_AT_ONCE, START_SECONDS = 16, 0.02
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +83,7 @@ class RequestServer:
     ``decoupled``: the model may send any number of responses to one request; otherwise exactly one.
     ``senders``: the threads that send. ``log_ends``: log each request that ends without an answer.
     ``together``: is told, in Triton's thread, which calls have come in one ``execute``, if several.
+    ``one_core``: keep the threads, and the one that makes this, on one core while it is free.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class RequestServer:
         senders: int = SENDERS,
         log_ends: bool = True,
         together: Callable[[Sequence[Call]], object] = bool,
+        one_core: bool = False,
     ) -> None:
         self._pb = pb_utils
         self._handle = handle
@@ -113,8 +120,11 @@ class RequestServer:
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 50, 50)
+        self._one_core: OneCore | None = None
         for thread in self._threads:
             thread.start()
+        if one_core:
+            self._stay_on_one_core()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -123,6 +133,19 @@ class RequestServer:
 
     def accept(self, requests: Iterable[Any]) -> None:
         """Take requests from Triton's ``execute``; returns as soon as several are being run."""
+        left, loop_starts = iter(requests), True
+        while several := list(itertools.islice(left, READ_AT_ONCE)):
+            calls = self._read(several)
+            self._all_started.clear()
+            self._arrived.extend(calls)
+            if self._arrived and not self._waking:  # one wake-up serves all that have come by then
+                self._waking = True
+                self._loop.call_soon_threadsafe(self._start_arrived)
+            if len(calls) > 1 and loop_starts:
+                loop_starts = self._all_started.wait(START_SECONDS)
+
+    def _read(self, requests: Iterable[Any]) -> list[Call]:
+        """The calls to be run; the others are answered."""
         calls = []
         for request in requests:
             call = Call(self._pb, request, self._senders, self._decoupled)
@@ -139,13 +162,7 @@ class RequestServer:
                 self._together(calls)
             except Exception:
                 log.exception("requests that came together are read one by one")
-        self._all_started.clear()
-        self._arrived.extend(calls)
-        if self._arrived and not self._waking:  # one wake-up serves all that have come by then
-            self._waking = True
-            self._loop.call_soon_threadsafe(self._start_arrived)
-        if len(calls) > 1:
-            self._all_started.wait(START_SECONDS)
+        return calls
 
     def close(self, finish: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """End every call still open with an error, run ``finish``, then end the threads."""
@@ -226,9 +243,32 @@ class RequestServer:
                 task.cancel(CancelCause.SHUTDOWN.value)
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _stay_on_one_core(self) -> None:
+        named = [*self._threads, *self._senders.threads, threading.current_thread()]
+        try:
+            core = OneCore(thread.native_id for thread in named if thread.native_id)
+        except OSError as error:
+            log.info("threads run on any core: %s", error)
+            return
+        free = ThreadPoolExecutor(thread_name_prefix="worker", initializer=core.free_this_thread)
+        self._loop.call_soon_threadsafe(self._loop.set_default_executor, free)
+        self._one_core = core
+
+    def _look_at_core(self) -> None:
+        try:
+            if self._one_core is not None:
+                self._one_core.look()
+        except OSError as error:
+            log.info("threads run on any core: %s", error)
+            self._one_core = None
+
     def _watch(self) -> None:
         waiting: list[Call] = []
-        while not self._closing.wait(WATCH_SECONDS):
+        for look in itertools.count(1):
+            if self._closing.wait(WATCH_SECONDS):
+                return
+            if look % round(CORE_SECONDS / WATCH_SECONDS) == 0:
+                self._look_at_core()
             if not waiting:
                 # copy() is atomic under the GIL; a call that ends meanwhile is not gone.
                 waiting = list(self._open.copy())

@@ -44,11 +44,11 @@ class SenderThreads:
         self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
         self._waking = False
         self.responses = 0
-        self._threads = [
+        self.threads = [
             threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
             for number in range(threads)
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
 
     def expect(self, call: Sendable) -> None:
@@ -76,7 +76,7 @@ class SenderThreads:
 
     def _room(self) -> int:
         """How many more responses may be under way."""
-        most = 1 if self._rush else MAX_QUEUED + len(self._threads)
+        most = 1 if self._rush else MAX_QUEUED + len(self.threads)
         return most - len(self._under_way)
 
     def _look_at_rush(self) -> None:
@@ -105,9 +105,9 @@ class SenderThreads:
     def close(self) -> None:
         """Send what is queued, then end the threads; what was to wait is tried once more."""
         sys.setswitchinterval(self._switch_seconds)
-        for _ in self._threads:
+        for _ in self.threads:
             self._work.put(False)
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join()
         for call in list(self._later):
             self._send(call)

@@ -1,0 +1,270 @@
+"""Threads on one core, chosen by what the cores do; the threads and their affinity are real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.helpers.fake_python_backend import SECONDS, FakeTriton
+from tests.helpers.request_servers import ONE
+from trtllm_bls.python_backend import Call, RequestServer, request_server
+from trtllm_bls.python_backend.one_core import OneCore, Ticks, core_ticks
+
+CORES = sorted(os.sched_getaffinity(0))
+SECOND = os.sysconf("SC_CLK_TCK")
+needs_two = pytest.mark.skipif(len(CORES) < 2, reason="one core is all there is")
+
+
+class Machine:
+    """Cores whose work is told second by second, and a process's part of it."""
+
+    def __init__(self) -> None:
+        self.ticks: Ticks = dict.fromkeys(CORES, (0, 0))
+        self.own = 0.0
+
+    def second(self, work: dict[int, float], own: float = 0.0) -> None:
+        """``work``: the share of this second that each core works; others do all the time."""
+        for core, (busy, all_) in self.ticks.items():
+            done = round(work.get(core, 1.0) * SECOND)
+            self.ticks[core] = (busy + done, all_ + SECOND)
+        self.own += own
+
+
+class Sleeper:
+    """A thread that waits; it may start another one."""
+
+    def __init__(self) -> None:
+        self._over, self._start, self.started = (threading.Event() for _ in range(3))
+        self.child: Sleeper | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self._start.wait()
+        if not self._over.is_set():
+            self.child = Sleeper()
+            self.started.set()
+            self._over.wait()
+
+    @property
+    def id(self) -> int:
+        assert self.thread.native_id is not None
+        return self.thread.native_id
+
+    @property
+    def cores(self) -> set[int]:
+        return os.sched_getaffinity(self.id)
+
+    def start_another(self) -> Sleeper:
+        self._start.set()
+        assert self.started.wait(10)
+        assert self.child is not None
+        return self.child
+
+    def end(self) -> None:
+        self._over.set()
+        self._start.set()
+        if self.child is not None:
+            self.child.end()
+        self.thread.join()
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[Sleeper]]:
+    with ExitStack() as stack:
+        made = [Sleeper() for _ in range(2)]
+        for each in made:
+            stack.callback(each.end)
+        yield made
+
+
+@pytest.fixture
+def one_core(machine: Machine, sleepers: list[Sleeper]) -> OneCore:
+    ids = [each.id for each in sleepers]
+    return OneCore(ids, lambda: dict(machine.ticks), lambda: machine.own)
+
+
+@needs_two
+def test_threads_run_on_the_core_with_least_work(
+    machine: Machine, one_core: OneCore, sleepers: list[Sleeper]
+) -> None:
+    assert [each.cores for each in sleepers] == [set(CORES)] * 2  # until the first look
+    machine.second({CORES[1]: 0.1})
+    one_core.look()
+    assert one_core.core == CORES[1]
+    assert [each.cores for each in sleepers] == [{CORES[1]}] * 2
+    assert os.sched_getaffinity(0) == set(CORES)  # a thread that was not named
+
+
+@needs_two
+@pytest.mark.parametrize(
+    ("share", "own", "stays"),
+    [
+        (1.0, 0.75, True),  # full, nearly all of it ours
+        (0.8, 0.1, True),  # others work there, but there is room
+        (1.0, 0.6, False),
+        (0.95, 0.0, False),
+    ],
+)
+def test_a_core_is_left_where_it_is_full_and_much_of_it_is_work_of_others(
+    machine: Machine, one_core: OneCore, share: float, own: float, stays: bool
+) -> None:
+    machine.second({CORES[0]: 0.0})
+    one_core.look()
+    assert one_core.core == CORES[0]
+    machine.second({CORES[0]: share, CORES[1]: 0.2}, own)
+    one_core.look()
+    assert one_core.core == (CORES[0] if stays else CORES[1])
+
+
+@needs_two
+def test_where_no_core_is_free_threads_run_on_any_until_one_is(
+    machine: Machine, one_core: OneCore, sleepers: list[Sleeper]
+) -> None:
+    machine.second({CORES[0]: 0.0})
+    one_core.look()
+    machine.second({})
+    one_core.look()
+    assert one_core.core is None
+    assert sleepers[0].cores == set(CORES)
+    machine.second({CORES[0]: 0.3})
+    one_core.look()
+    assert one_core.core is None
+    machine.second({CORES[0]: 0.2})
+    one_core.look()
+    assert sleepers[0].cores == {CORES[0]}
+
+
+@needs_two
+def test_a_thread_that_was_started_by_one_of_them_moves_along(
+    machine: Machine, one_core: OneCore, sleepers: list[Sleeper]
+) -> None:
+    """It has its starter's core, which it would else keep for good."""
+    machine.second({CORES[0]: 0.0})
+    one_core.look()
+    child = sleepers[0].start_another()
+    assert child.cores == {CORES[0]}
+    machine.second({CORES[1]: 0.0})
+    one_core.look()
+    assert child.cores == {CORES[1]}
+    machine.second({})
+    one_core.look()
+    assert child.cores == set(CORES)
+
+
+@needs_two
+def test_a_thread_that_frees_itself_stays_free(
+    machine: Machine, one_core: OneCore, sleepers: list[Sleeper]
+) -> None:
+    seen: list[set[int]] = []
+
+    def tokenise() -> None:
+        os.sched_setaffinity(0, {CORES[0]})  # as inherited from its starter
+        one_core.free_this_thread()
+        machine.second({CORES[0]: 0.0})
+        one_core.look()
+        seen.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=tokenise)
+    thread.start()
+    thread.join()
+    assert sleepers[0].cores == {CORES[0]}
+    assert seen == [set(CORES)]
+
+
+def test_threads_that_have_ended_do_no_harm(machine: Machine) -> None:
+    ended = Sleeper()
+    ended.end()
+    machine.second({CORES[0]: 0.0})
+    one_core = OneCore([ended.id], lambda: dict(machine.ticks), lambda: machine.own)
+    machine.second({CORES[0]: 0.0})
+    one_core.look()
+    assert one_core.core == CORES[0]
+
+
+def test_two_looks_within_a_tick_change_nothing(machine: Machine, one_core: OneCore) -> None:
+    machine.second({CORES[0]: 0.0})
+    one_core.look()
+    one_core.look()
+    assert one_core.core == CORES[0]
+
+
+def test_the_systems_own_figures() -> None:
+    """Every core that we may use is told, and no core works longer than it runs."""
+    ticks = core_ticks()
+    assert set(CORES) <= ticks.keys()
+    assert all(0 <= busy <= all_ for busy, all_ in ticks.values())
+
+
+def test_a_server_keeps_its_threads_together_and_lets_workers_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of the loop, the senders, the watcher and Triton; ``asyncio.to_thread``'s are free."""
+    looked, freed = threading.Event(), []
+
+    class Watched(OneCore):
+        def __init__(self, threads: Iterable[int]) -> None:
+            self.named = list(threads)
+
+        def look(self) -> None:
+            looked.set()
+
+        def free_this_thread(self) -> None:
+            freed.append(threading.get_native_id())
+
+    async def handle(call: Call) -> None:
+        ran.append(threading.get_native_id())
+        worked.append(await asyncio.to_thread(threading.get_native_id))
+        call.finish()
+
+    ran: list[int] = []
+    worked: list[int] = []
+    monkeypatch.setattr(request_server, "OneCore", Watched)
+    triton = FakeTriton()
+    server = RequestServer(triton, handle, senders=2, one_core=True)
+    ask = triton.ask(ONE, "number")
+    server.accept([ask])
+    ask.wait()
+    assert looked.wait(SECONDS)
+    named = server._one_core.named  # type: ignore[union-attr]
+    server.close()
+    assert len(set(named)) == 5
+    assert {*ran, threading.get_native_id()} < set(named)
+    assert freed == worked
+    assert not set(worked) & set(named)
+
+
+@pytest.mark.parametrize("where", ["__init__", "look"])
+def test_a_system_that_does_not_let_us_choose_is_told_and_left_alone(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a sandbox without /proc, or one that refuses the call."""
+    caplog.set_level("INFO")
+    told = threading.Event()
+
+    def refused(*_: object) -> None:
+        told.set()
+        raise PermissionError(1, "Operation not permitted")
+
+    async def handle(call: Call) -> None:
+        call.finish()
+
+    monkeypatch.setattr(OneCore, where, refused)
+    triton = FakeTriton()
+    server = RequestServer(triton, handle, one_core=True)
+    assert told.wait(SECONDS)
+    ask = triton.ask(ONE, "number")
+    server.accept([ask])
+    ask.wait()
+    server.close()
+    assert caplog.messages == ["threads run on any core: [Errno 1] Operation not permitted"]

@@ -1,0 +1,124 @@
+"""The threads of one interpreter, kept on one core while that core has little other work.
+
+Python's threads run one at a time. On several cores each handover of the interpreter's lock wakes
+another core, whose caches hold nothing of the work: it then takes a seventh to a third more CPU
+(docs/performance.md). What works without the lock, as a tokeniser's threads, stays free.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+# A core is left that is full where other work than ours takes so large a share of its time; one is
+# taken where all other work takes less.
+_OTHERS, _FULL = 0.3, 0.9
+
+# Of each core since the machine's start, in ticks: its time at work, and all its time.
+Ticks = dict[int, tuple[int, int]]
+
+
+class OneCore:
+    """Keeps ``threads`` (native ids) and what they start on one core at a time, by ``look``.
+
+    ``ticks`` and ``own_seconds`` are read at each look: what the cores have done, and what this
+    process has. Raises ``OSError`` where the system tells neither cores nor their work.
+    """
+
+    def __init__(
+        self,
+        threads: Iterable[int],
+        ticks: Callable[[], Ticks] | None = None,
+        own_seconds: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._threads = list(threads)
+        self._all = os.sched_getaffinity(0)
+        # Memory that has been touched is near the cores of the package that we run on.
+        here = _package(_current_core())
+        self._near = [core for core in self._all if _package(core) == here]
+        self._ticks, self._own_seconds = ticks or core_ticks, own_seconds
+        self._before, self._own_before = self._ticks(), own_seconds()
+        self.core: int | None = None  # None: any
+
+    def look(self) -> None:
+        """Choose again by the work since the last look; to be called about once a second.
+
+        Raises ``OSError``.
+        """
+        shares, others = self._work()
+        if not shares:  # no tick has passed
+            return
+        if self.core in shares and (others[self.core] < _OTHERS or shares[self.core] < _FULL):
+            return
+        free = [core for core in self._near if others.get(core, 1.0) < _OTHERS]
+        # Processes that look at the same time should not all take the same one.
+        idlest = min(free, key=lambda core: (round(others[core], 1), random.random()), default=None)
+        if idlest != self.core:
+            self._keep_on(idlest)
+
+    def _work(self) -> tuple[dict[int, float], dict[int, float]]:
+        """The share of its time that each core has worked since the last look, and what of it is
+        not ours where we stay on that core."""
+        now, own = self._ticks(), self._own_seconds()
+        shares, lengths = {}, {}
+        for core, (busy, all_) in now.items():
+            busy_before, before = self._before.get(core, (busy, all_))
+            if all_ > before:
+                shares[core] = (busy - busy_before) / (all_ - before)
+                lengths[core] = (all_ - before) / os.sysconf("SC_CLK_TCK")
+        others = dict(shares)
+        if self.core in shares:
+            ours = (own - self._own_before) / lengths[self.core]
+            others[self.core] = max(0.0, shares[self.core] - ours)
+        self._before, self._own_before = now, own
+        return shares, others
+
+    def free_this_thread(self) -> None:
+        """Let the calling thread run on any core, for good."""
+        os.sched_setaffinity(0, self._all)
+
+    def _keep_on(self, core: int | None) -> None:
+        followers = () if self.core is None else _threads_on(self.core)
+        self.core = core
+        for thread in {*self._threads, *followers}:
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(thread, self._all if core is None else {core})
+
+
+def _threads_on(core: int) -> list[int]:
+    """Threads of this process that may only run there, as those do that were started by others."""
+    found = []
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):
+            if os.sched_getaffinity(thread) == {core}:
+                found.append(thread)
+    return found
+
+
+def core_ticks() -> Ticks:
+    """From /proc/stat, where a virtual machine's stolen time is work of others."""
+    found = {}
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *numbers = line.split()
+        if name.startswith("cpu") and name != "cpu":
+            ticks = [int(number) for number in numbers[:8]]  # what follows is in them already
+            found[int(name[3:])] = (sum(ticks) - ticks[3] - ticks[4], sum(ticks))  # idle, waiting
+    return found
+
+
+def _current_core() -> int:
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
+    return int(after_name.split()[36])
+
+
+def _package(core: int) -> str:
+    """The processor that a core is part of; all are one where nothing tells."""
+    told = Path(f"/sys/devices/system/cpu/cpu{core}/topology/physical_package_id")
+    try:
+        return told.read_text().strip()
+    except OSError:
+        return ""
