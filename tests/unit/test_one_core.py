@@ -91,7 +91,7 @@ def sleepers() -> Iterator[list[Sleeper]]:
 @pytest.fixture
 def one_core(machine: Machine, sleepers: list[Sleeper]) -> OneCore:
     ids = [each.id for each in sleepers]
-    return OneCore(ids, lambda: dict(machine.ticks), lambda: machine.own)
+    return OneCore(ids, 0, lambda: dict(machine.ticks), lambda: machine.own)
 
 
 @needs_two
@@ -182,11 +182,24 @@ def test_a_thread_that_frees_itself_stays_free(
     assert seen == [set(CORES)]
 
 
+@needs_two
+def test_processes_that_look_at_the_same_time_take_different_cores(machine: Machine) -> None:
+    """All cores are free when a server starts: any rule that is the same for all takes one."""
+    processes = [
+        OneCore([], number, lambda: dict(machine.ticks), lambda: machine.own)
+        for number in range(len(CORES))
+    ]
+    machine.second(dict.fromkeys(CORES, 0.02) | {CORES[0]: 0.0})
+    for process in processes:
+        process.look()
+    assert {process.core for process in processes} == set(CORES)
+
+
 def test_threads_that_have_ended_do_no_harm(machine: Machine) -> None:
     ended = Sleeper()
     ended.end()
     machine.second({CORES[0]: 0.0})
-    one_core = OneCore([ended.id], lambda: dict(machine.ticks), lambda: machine.own)
+    one_core = OneCore([ended.id], 0, lambda: dict(machine.ticks), lambda: machine.own)
     machine.second({CORES[0]: 0.0})
     one_core.look()
     assert one_core.core == CORES[0]
@@ -213,8 +226,9 @@ def test_a_server_keeps_its_threads_together_and_lets_workers_go(
     looked, freed = threading.Event(), []
 
     class Watched(OneCore):
-        def __init__(self, threads: Iterable[int]) -> None:
+        def __init__(self, threads: Iterable[int], first: int) -> None:
             self.named = list(threads)
+            self.first = first - os.getppid()
 
         def look(self) -> None:
             looked.set()
@@ -231,13 +245,16 @@ def test_a_server_keeps_its_threads_together_and_lets_workers_go(
     worked: list[int] = []
     monkeypatch.setattr(request_server, "OneCore", Watched)
     triton = FakeTriton()
-    server = RequestServer(triton, handle, senders=2, one_core=True)
+    server = RequestServer(triton, handle, senders=2, one_core=3)
     ask = triton.ask(ONE, "number")
     server.accept([ask])
     ask.wait()
     assert looked.wait(SECONDS)
-    named = server._one_core.named  # type: ignore[union-attr]
+    watched = server._one_core
+    assert isinstance(watched, Watched)
     server.close()
+    named = watched.named
+    assert watched.first == 3
     assert len(set(named)) == 5
     assert {*ran, threading.get_native_id()} < set(named)
     assert freed == worked
@@ -261,7 +278,7 @@ def test_a_system_that_does_not_let_us_choose_is_told_and_left_alone(
 
     monkeypatch.setattr(OneCore, where, refused)
     triton = FakeTriton()
-    server = RequestServer(triton, handle, one_core=True)
+    server = RequestServer(triton, handle, one_core=0)
     assert told.wait(SECONDS)
     ask = triton.ask(ONE, "number")
     server.accept([ask])

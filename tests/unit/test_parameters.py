@@ -213,6 +213,15 @@ def test_no_row_is_without_effect(model: str, reader: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("name", "number"), [("tensorrt_llm_bls_0_3", 3), ("bls_2_1_12", 12), ("", 0), ("bls", 0)]
+)
+def test_a_process_has_the_number_in_its_name(name: str, number: int) -> None:
+    """Triton's name for it: the model, the group of instances, and its number in the group."""
+    args = {"model_config": '{"name": "bls"}', "model_repository": "/m/bls"}
+    assert Parameters(args | {"model_instance_name": name}).instance == number
+
+
+@pytest.mark.parametrize(
     ("instances", "values", "running", "queued"),
     [
         (1, {}, 16, 64),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +42,8 @@ class Parameters:
         self._environment = environment
         self._given = environment.get(GIVEN, "").split(",")
         groups = config.get("instance_group", [])
+        # As in "tensorrt_llm_bls_0_3": the third number of Triton's name for this process.
+        self.instance = int(re.sub(r".*\D", "", args.get("model_instance_name", "")) or 0)
         self.instances = max(1, sum(int(group.get("count", 1)) for group in groups))
 
     def read(self, rows: Iterable[Parameter]) -> dict[str, Any]:
@@ -82,7 +85,7 @@ _KEYS = {
     **{name: f"engine_{name}" for name in ("tls_ca", "tls_cert", "tls_key", "tls_pin")},
 }
 _MADE = {"num_draft_tokens", "overlap_drafts", "engine", "engine_max_sequence_tokens"}
-_MADE |= {"ignore_unverifiable_drafts", "repository", "max_running", "max_queued", "limits"}
+_MADE |= {"ignore_unverifiable_drafts", "repository", "instance", "max_running", "max_queued", "limits"}
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class BlsParameters:
     overlap_drafts: bool | None  # None: where it measures faster
     max_streams: int
     one_core: bool = True
+    instance: int = 0  # of this process among the model's
     status_dir: str = ""
     engine: EngineChoice | None = None  # None: the model ``target`` of this server
     engine_max_sequence_tokens: int | None = None
@@ -143,6 +147,7 @@ class BlsParameters:
             engine_max_sequence_tokens=value["engine_max_sequence_tokens"] or None,
             ignore_unverifiable_drafts=value["unverifiable_drafts"] == "ignore",
             repository=parameters.repository,
+            instance=parameters.instance,
             max_running=running,
             max_queued=4 * running if queued is None else queued,
             limits=request_limits(value),

@@ -8,7 +8,6 @@ another core, whose caches hold nothing of the work: it then takes a seventh to 
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -25,21 +24,27 @@ Ticks = dict[int, tuple[int, int]]
 class OneCore:
     """Keeps ``threads`` (native ids) and what they start on one core at a time, by ``look``.
 
-    ``ticks`` and ``own_seconds`` are read at each look: what the cores have done, and what this
-    process has. Raises ``OSError`` where the system tells neither cores nor their work.
+    ``first``: the core to take where several are equally free, counted from any; processes that
+    look at the same time should each have their own. ``ticks`` and ``own_seconds`` are read at each
+    look: what the cores have done, and what this process has. Raises ``OSError`` where the system tells neither cores nor their work.
     """
 
     def __init__(
         self,
         threads: Iterable[int],
+        first: int = 0,
         ticks: Callable[[], Ticks] | None = None,
         own_seconds: Callable[[], float] = time.process_time,
     ) -> None:
         self._threads = list(threads)
         self._all = os.sched_getaffinity(0)
         # Memory that has been touched is near the cores of the package that we run on.
-        here = _package(_current_core())
-        self._near = [core for core in self._all if _package(core) == here]
+        here = _topology(_current_core(), "physical_package_id")
+        near = [c for c in self._all if _topology(c, "physical_package_id") == here]
+        # Neighbours in this order are not the two halves of one core.
+        near.sort(key=lambda c: (not _topology(c, "thread_siblings_list").startswith(str(c)), c))
+        first %= len(near)
+        self._near = near[first:] + near[:first]
         self._ticks, self._own_seconds = ticks or core_ticks, own_seconds
         self._before, self._own_before = self._ticks(), own_seconds()
         self.core: int | None = None  # None: any
@@ -55,8 +60,7 @@ class OneCore:
         if self.core in shares and (others[self.core] < _OTHERS or shares[self.core] < _FULL):
             return
         free = [core for core in self._near if others.get(core, 1.0) < _OTHERS]
-        # Processes that look at the same time should not all take the same one.
-        idlest = min(free, key=lambda core: (round(others[core], 1), random.random()), default=None)
+        idlest = min(free, key=lambda core: round(others[core], 1), default=None)
         if idlest != self.core:
             self._keep_on(idlest)
 
@@ -115,10 +119,9 @@ def _current_core() -> int:
     return int(after_name.split()[36])
 
 
-def _package(core: int) -> str:
-    """The processor that a core is part of; all are one where nothing tells."""
-    told = Path(f"/sys/devices/system/cpu/cpu{core}/topology/physical_package_id")
+def _topology(core: int, name: str) -> str:
+    """What the system tells of a core; nothing where it does not."""
     try:
-        return told.read_text().strip()
+        return Path(f"/sys/devices/system/cpu/cpu{core}/topology/{name}").read_text().strip()
     except OSError:
         return ""

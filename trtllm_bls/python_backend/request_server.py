@@ -7,6 +7,7 @@ import collections
 import gc
 import itertools
 import logging
+import os
 import selectors
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -83,7 +84,8 @@ class RequestServer:
     ``decoupled``: the model may send any number of responses to one request; otherwise exactly one.
     ``senders``: the threads that send. ``log_ends``: log each request that ends without an answer.
     ``together``: is told, in Triton's thread, which calls have come in one ``execute``, if several.
-    ``one_core``: keep the threads, and the one that makes this, on one core while it is free.
+    ``one_core``: keep the threads, and the one that makes this, on one core while one is free; the
+    number of this process among its like, so that each has its own.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class RequestServer:
         senders: int = SENDERS,
         log_ends: bool = True,
         together: Callable[[Sequence[Call]], object] = bool,
-        one_core: bool = False,
+        one_core: int | None = None,
     ) -> None:
         self._pb = pb_utils
         self._handle = handle
@@ -123,8 +125,8 @@ class RequestServer:
         self._one_core: OneCore | None = None
         for thread in self._threads:
             thread.start()
-        if one_core:
-            self._stay_on_one_core()
+        if one_core is not None:
+            self._stay_on_one_core(one_core)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -243,10 +245,11 @@ class RequestServer:
                 task.cancel(CancelCause.SHUTDOWN.value)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _stay_on_one_core(self) -> None:
+    def _stay_on_one_core(self, number: int) -> None:
         named = [*self._threads, *self._senders.threads, threading.current_thread()]
+        ids = [thread.native_id for thread in named if thread.native_id]
         try:
-            core = OneCore(thread.native_id for thread in named if thread.native_id)
+            core = OneCore(ids, os.getppid() + number)  # another server's begin elsewhere
         except OSError as error:
             log.info("threads run on any core: %s", error)
             return

@@ -30,7 +30,7 @@ class TritonPythonModel:
             decoupled=parameters.decoupled,
             log_ends=not parameters.log_requests,  # which has a line for them, too
             together=service.arrived,
-            one_core=parameters.one_core,
+            one_core=parameters.instance if parameters.one_core else None,
         )
         self._lifecycle: Lifecycle | None = None
         if parameters.status_dir:
