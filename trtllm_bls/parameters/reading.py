@@ -85,7 +85,14 @@ _KEYS = {
     **{name: f"engine_{name}" for name in ("tls_ca", "tls_cert", "tls_key", "tls_pin")},
 }
 _MADE = {"num_draft_tokens", "overlap_drafts", "engine", "engine_max_sequence_tokens"}
-_MADE |= {"ignore_unverifiable_drafts", "repository", "instance", "max_running", "max_queued", "limits"}
+_MADE |= {
+    "ignore_unverifiable_drafts",
+    "repository",
+    "instance",
+    "max_running",
+    "max_queued",
+    "limits",
+}
 
 
 @dataclass(frozen=True)
