@@ -189,7 +189,7 @@ OTHER = {
     "engine_transport": "bls",
     "exclude_input_in_output": "true",
     "expose_kv_cache_metrics": "true",
-    "one_core": "false",
+    "one_core": "off",
     "overlap_drafts": "on",
     "skip_special_tokens": "false",
     "unverifiable_drafts": "ignore",
@@ -210,6 +210,19 @@ def test_no_row_is_without_effect(model: str, reader: Any, tmp_path: Path) -> No
     for key in rows_of(model).keys() - {"decoupled", "is_draft"}:
         other = paths.get(rows_of(model)[key].kind) or OTHER.get(key, "7")
         assert reader.read(parameters(**given | {key: other})) != before, key
+
+
+@pytest.mark.parametrize(
+    ("value", "instances", "expected"),
+    [("", 1, True), ("auto", 4, False), ("on", 4, True), ("off", 1, False)],
+)
+def test_one_core_is_for_a_model_of_one_process_unless_told(
+    value: str, instances: int, expected: bool, tmp_path: Path
+) -> None:
+    """Several processes have work for several cores, and each has less of it."""
+    read = parameters(tokenizer_dir=str(tmp_path), one_core=value)
+    read.instances = instances
+    assert BlsParameters.read(read).one_core is expected
 
 
 @pytest.mark.parametrize(

@@ -84,15 +84,9 @@ _KEYS = {
     "max_draft_tokens": "max_draft_len",
     **{name: f"engine_{name}" for name in ("tls_ca", "tls_cert", "tls_key", "tls_pin")},
 }
-_MADE = {"num_draft_tokens", "overlap_drafts", "engine", "engine_max_sequence_tokens"}
-_MADE |= {
-    "ignore_unverifiable_drafts",
-    "repository",
-    "instance",
-    "max_running",
-    "max_queued",
-    "limits",
-}
+_MADE = {"num_draft_tokens", "overlap_drafts", "one_core", "engine", "engine_max_sequence_tokens"}
+_MADE |= {"ignore_unverifiable_drafts", "repository", "instance", "limits"}
+_MADE |= {"max_running", "max_queued"}
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,7 @@ class BlsParameters:
     draft_deadline_seconds: float
     overlap_drafts: bool | None  # None: where it measures faster
     max_streams: int
-    one_core: bool = True
+    one_core: bool = False
     instance: int = 0  # of this process among the model's
     status_dir: str = ""
     engine: EngineChoice | None = None  # None: the model ``target`` of this server
@@ -154,6 +148,7 @@ class BlsParameters:
             engine_max_sequence_tokens=value["engine_max_sequence_tokens"] or None,
             ignore_unverifiable_drafts=value["unverifiable_drafts"] == "ignore",
             repository=parameters.repository,
+            one_core={"on": True, "off": False}.get(value["one_core"], parameters.instances == 1),
             instance=parameters.instance,
             max_running=running,
             max_queued=4 * running if queued is None else queued,

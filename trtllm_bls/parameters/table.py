@@ -111,9 +111,9 @@ unverifiable_drafts  bls  refuse|ignore  default=refuse
     refusal, or plain decoding.
 max_streams  bls  count>=1  default=256  env=TRTLLM_BLS_MAX_STREAMS
     Requests that the connection to the engine and the server's threads are made for.
-one_core  bls  flag  default=true
-    Keep the model's threads on one core while that core has little other work: they run one at
-    a time, and faster so.
+one_core  bls  auto|on|off  default=auto
+    Keep a process's threads on one core while that core has little other work: they run one at
+    a time, and cheaper so. auto = where the model has one process.
 status_dir  bls  text  env=TRTLLM_BLS_STATUS_DIR
     Directory where the model tells what it does, and is asked to drain; empty = none.
 log_requests  bls  flag  default=true
