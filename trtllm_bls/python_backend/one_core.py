@@ -26,7 +26,8 @@ class OneCore:
 
     ``first``: the core to take where several are equally free, counted from any; processes that
     look at the same time should each have their own. ``ticks`` and ``own_seconds`` are read at each
-    look: what the cores have done, and what this process has. Raises ``OSError`` where the system tells neither cores nor their work.
+    look: what the cores have done, and what this process has. Raises ``OSError`` where the system
+    tells neither.
     """
 
     def __init__(
