@@ -223,6 +223,21 @@ def test_a_model_that_is_not_decoupled_is_told_to_the_operator() -> None:
     assert "model_transaction_policy.decoupled" in str(failing(config=config))
 
 
+async def test_a_configuration_that_is_no_message_is_the_engines_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As from a server of another kind that answers everything."""
+
+    async def nonsense(*_: object) -> bytes:
+        return b"\xff"
+
+    engine = GrpcEngine("there:8001", "tensorrt_llm", 10)
+    monkeypatch.setattr(engine._connection, "unary", nonsense)
+    with pytest.raises(EngineError, match="^tensorrt_llm at there:8001: its configuration cannot"):
+        await engine.limits()
+    await engine.close()
+
+
 async def test_nobody_at_the_address() -> None:
     """Unavailable, with the address."""
     engine = GrpcEngine("127.0.0.1:1", "tensorrt_llm", vocab_size=50)

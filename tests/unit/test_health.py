@@ -332,8 +332,9 @@ def test_a_server_that_is_not_there_is_not_healthy() -> None:
     assert json.loads(result.output)["ready"] is False
 
 
-def test_an_address_that_is_none_is_refused() -> None:
+@pytest.mark.parametrize("url", ["nowhere", "nowhere:80x", "nowhere:65536"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
     """In one line."""
-    result = CliRunner().invoke(main, ["health", "--url", "nowhere"])
+    result = CliRunner().invoke(main, ["health", "--url", url])
     assert result.exit_code == 1
-    assert result.stderr == "error: --url nowhere: write host:port, where gRPC is served\n"
+    assert result.stderr == f"error: --url {url}: write host:port, where gRPC is served\n"

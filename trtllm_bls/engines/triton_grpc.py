@@ -20,6 +20,7 @@ import contextlib
 import logging
 import ssl
 
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.engines.base import QueuedChunks, ids_chunk
@@ -146,7 +147,12 @@ class GrpcEngine:
             answer = await self._connection.unary(_SERVICE + "ModelConfig", request, timeout)
         except GrpcError as error:
             raise self.failure(error) from error
-        self._known = DeployedModel.of(service_pb2.ModelConfigResponse.FromString(answer).config)
+        try:
+            config = service_pb2.ModelConfigResponse.FromString(answer).config
+        except DecodeError as error:
+            problem = f"{self.name} at {self.url}: its configuration cannot be read"
+            raise EngineError(problem) from error
+        self._known = DeployedModel.of(config)
         self._known_at, self._doubted = _now(), False
         return self._known
 

@@ -76,7 +76,7 @@ async def look(
 ) -> Verdict:
     """One look at the server at ``url``. Raises ``SettingsError`` for what is no address."""
     host, _, port = url.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise SettingsError(f"--url {url}: write host:port, where gRPC is served")
     here = is_loopback(host.strip("[]"))
     local = find_server(int(port)) if here else None
