@@ -108,23 +108,29 @@ def test_threads_run_on_the_core_with_least_work(
 
 @needs_two
 @pytest.mark.parametrize(
-    ("share", "own", "stays"),
+    ("share", "own", "elsewhere", "then"),
     [
-        (1.0, 0.75, True),  # full, nearly all of it ours
-        (0.8, 0.1, True),  # others work there, but there is room
-        (1.0, 0.6, False),
-        (0.95, 0.0, False),
+        (1.0, 0.75, 0.0, CORES[0]),  # full, nearly all of it ours
+        (0.6, 0.1, 0.2, CORES[-1]),  # half of it others', who leave another core alone
+        (1.0, 0.0, 0.2, CORES[-1]),
+        (0.8, 0.1, 0.4, CORES[0]),  # others are everywhere, and here is room
+        (1.0, 0.1, 0.4, None),
     ],
 )
-def test_a_core_is_left_where_it_is_full_and_much_of_it_is_work_of_others(
-    machine: Machine, one_core: OneCore, share: float, own: float, stays: bool
+def test_a_core_is_left_where_much_of_it_is_work_of_others(
+    machine: Machine,
+    one_core: OneCore,
+    share: float,
+    own: float,
+    elsewhere: float,
+    then: int | None,
 ) -> None:
     machine.second({CORES[0]: 0.0})
     one_core.look()
     assert one_core.core == CORES[0]
-    machine.second({CORES[0]: share, CORES[1]: 0.2}, own)
+    machine.second({CORES[0]: share, CORES[-1]: elsewhere}, own)
     one_core.look()
-    assert one_core.core == (CORES[0] if stays else CORES[1])
+    assert one_core.core == then
 
 
 @needs_two

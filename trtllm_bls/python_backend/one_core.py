@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-# A core is left that is full where other work than ours takes so large a share of its time; one is
-# taken where all other work takes less.
+# A core is left where other work than ours takes so large a share of its time, for one where it
+# takes less, or for any core if there is none and this one is full.
 _OTHERS, _FULL = 0.3, 0.9
 
 # Of each core since the machine's start, in ticks: its time at work, and all its time.
@@ -58,18 +58,21 @@ class OneCore:
         shares, others = self._work()
         if not shares:  # no tick has passed
             return
-        if self.core in shares and (others[self.core] < _OTHERS or shares[self.core] < _FULL):
+        if others.get(self.core, 1.0) < _OTHERS:
             return
         free = [core for core in self._near if others.get(core, 1.0) < _OTHERS]
+        if not free and shares.get(self.core, 1.0) < _FULL:
+            return
         idlest = min(free, key=lambda core: round(others[core], 1), default=None)
         if idlest != self.core:
             self._keep_on(idlest)
 
-    def _work(self) -> tuple[dict[int, float], dict[int, float]]:
+    def _work(self) -> tuple[dict[int | None, float], dict[int | None, float]]:
         """The share of its time that each core has worked since the last look, and what of it is
         not ours where we stay on that core."""
         now, own = self._ticks(), self._own_seconds()
-        shares, lengths = {}, {}
+        shares: dict[int | None, float] = {}
+        lengths: dict[int | None, float] = {}
         for core, (busy, all_) in now.items():
             busy_before, before = self._before.get(core, (busy, all_))
             if all_ > before:
