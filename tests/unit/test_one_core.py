@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -72,6 +73,12 @@ class Sleeper:
         if self.child is not None:
             self.child.end()
         self.thread.join()
+
+
+@pytest.fixture(autouse=True)
+def resolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may leave does so at once."""
+    monkeypatch.setattr(random, "random", lambda: 0.5)
 
 
 @pytest.fixture
@@ -199,6 +206,24 @@ def test_processes_that_look_at_the_same_time_take_different_cores(machine: Mach
     for process in processes:
         process.look()
     assert {process.core for process in processes} == set(CORES)
+
+
+@needs_two
+def test_processes_on_one_core_do_not_leave_it_together_for_ever(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models of one server both begin on its first core, and see the same of all others."""
+    monkeypatch.undo()
+    cores = CORES[:2]
+    pair = [OneCore([], 0, lambda: dict(machine.ticks), lambda: machine.own) for _ in range(2)]
+    for _ in range(100):
+        on = [each.core for each in pair]
+        machine.second({core: on.count(core) * 0.5 for core in cores}, own=0.5)
+        for each in pair:
+            each.look()
+        if on[0] is not None and on[0] != on[1]:
+            return
+    pytest.fail("they share a core after 100 looks")
 
 
 def test_threads_that_have_ended_do_no_harm(machine: Machine) -> None:

@@ -8,6 +8,8 @@ another core, whose caches hold nothing of the work: it then takes a seventh to 
 from __future__ import annotations
 
 import os
+import random
+import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -24,8 +26,8 @@ Ticks = dict[int, tuple[int, int]]
 class OneCore:
     """Keeps ``threads`` (native ids) and what they start on one core at a time, by ``look``.
 
-    ``first``: the core to take where several are equally free, counted from any; processes that
-    look at the same time should each have their own. ``ticks`` and ``own_seconds`` are read at each
+    ``first``: the number of the core to begin with where several are equally free; processes that
+    start together should each have their own. ``ticks`` and ``own_seconds`` are read at each
     look: what the cores have done, and what this process has. Raises ``OSError`` where the system
     tells neither.
     """
@@ -42,8 +44,7 @@ class OneCore:
         # Memory that has been touched is near the cores of the package that we run on.
         here = _topology(_current_core(), "physical_package_id")
         near = [c for c in self._all if _topology(c, "physical_package_id") == here]
-        # Neighbours in this order are not the two halves of one core.
-        near.sort(key=lambda c: (not _topology(c, "thread_siblings_list").startswith(str(c)), c))
+        near.sort(key=lambda c: (_is_second_half(c), c))  # two halves of one core are far apart
         first %= len(near)
         self._near = near[first:] + near[:first]
         self._ticks, self._own_seconds = ticks or core_ticks, own_seconds
@@ -60,6 +61,8 @@ class OneCore:
             return
         if others.get(self.core, 1.0) < _OTHERS:
             return
+        if self.core is not None and random.random() < 0.5:
+            return  # another process may leave now, and for the same core
         free = [core for core in self._near if others.get(core, 1.0) < _OTHERS]
         if not free and shares.get(self.core, 1.0) < _FULL:
             return
@@ -121,6 +124,12 @@ def core_ticks() -> Ticks:
 def _current_core() -> int:
     after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
     return int(after_name.split()[36])
+
+
+def _is_second_half(core: int) -> bool:
+    """Whether it shares its execution units with another one of a lower number."""
+    halves = re.match(r"\d+", _topology(core, "thread_siblings_list"))
+    return halves is not None and int(halves[0]) < core
 
 
 def _topology(core: int, name: str) -> str:
