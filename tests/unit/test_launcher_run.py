@@ -18,18 +18,20 @@ from trtllm_bls.launcher.find import Installation
 from trtllm_bls.launcher.ports import Ports
 from trtllm_bls.parameters import Parameters, rows_of
 from trtllm_bls.parameters.kinds import TEXT
+from trtllm_bls.python_backend.sender_threads import SENDERS
 from trtllm_bls.settings import Override, ServeSettings
 
+BLS = workdir.BLS
 PORTS = Ports("127.0.0.1", "127.0.0.1", 8000, 8001, 8002)
 
 
 # --- command and environment ----------------------------------------------------------------
 
 
-def options(settings: ServeSettings) -> list[str]:
-    return command.server_command(
-        Installation(Path("/triton")), settings, PORTS, Path("/models"), Path("/be"), "mine_"
-    )
+def options(settings: ServeSettings, **more: Any) -> list[str]:
+    server = Installation(Path("/triton"))
+    places = (Path("/models"), Path("/be"), "mine_")
+    return command.server_command(server, settings, PORTS, *places, **more)
 
 
 def environment(settings: ServeSettings, **inherited: str) -> dict[str, str]:
@@ -44,12 +46,57 @@ def test_every_address_is_bound_to_the_host() -> None:
         assert f"--{service}-port={port}" in given
 
 
-def test_the_thread_pool_is_larger_than_the_number_of_streams() -> None:
+def pool(settings: ServeSettings, **more: Any) -> int:
+    found = [o for o in options(settings, **more) if "thread-pool-size" in o]
+    assert len(found) == 1
+    name, _, size = found[0].rpartition("=")
+    assert name == "--backend-config=python,thread-pool-size"
+    return int(size)
+
+
+def test_the_thread_pool_is_larger_than_the_number_of_streams_that_may_hold_one() -> None:
     """Otherwise streams that wait for their first token would hold up running ones."""
-    pools = [o for o in options(ServeSettings(max_streams=500)) if "thread-pool-size" in o]
-    assert len(pools) == 1
-    assert pools[0].startswith("--backend-config=python,thread-pool-size=")
-    assert int(pools[0].rpartition("=")[2]) > 500
+    assert pool(ServeSettings(max_streams=500)) > 500
+    assert pool(ServeSettings(max_streams=500), sends_only=True) == SENDERS
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "config", "given", "expected"),
+    [
+        ("tensorrt_llm", None, 'backend: "tensorrtllm"', None, True),
+        ("custom", b"import triton_python_backend_utils", 'backend: "python"', None, False),
+        (BLS, "shipped", "", None, True),
+        (BLS, "shipped", "", "auto", False),  # asked for: it may call inside the server
+        (BLS, "shipped", "auto", None, True),
+        (BLS, "shipped", "grpc", "grpc", True),
+        (BLS, "shipped", "bls", None, False),
+        ("another_name", "shipped", "bls", None, False),
+    ],
+)
+def test_which_python_models_only_send(
+    model: str,
+    code: bytes | str | None,
+    config: str,
+    given: str | None,
+    expected: bool,
+    tmp_path: Path,
+) -> None:
+    """All others may call models inside the server, where each call holds a thread."""
+    version = tmp_path / model / "1"
+    version.mkdir(parents=True)
+    if code is not None:
+        shipped = (REPOSITORY / BLS / "1" / "model.py").read_bytes()
+        (version / "model.py").write_bytes(shipped if isinstance(code, str) else code)
+    if config and ":" not in config:
+        value = f'value {{ string_value: "{config}" }}'
+        config = f'parameters {{ key: "engine_transport" {value} }}'
+    (version.parent / "config.pbtxt").write_text(config)
+    overrides = (Override(BLS, "engine_transport", given),) if given else ()
+    assert workdir.sends_only(tmp_path, ServeSettings(overrides=overrides)) is expected
+
+
+def test_our_own_repository_only_sends() -> None:
+    assert workdir.sends_only(REPOSITORY, ServeSettings())
 
 
 def test_shared_memory_carries_the_servers_own_prefix() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -213,13 +214,25 @@ def test_no_row_is_without_effect(model: str, reader: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("value", "instances", "expected"),
-    [("", 1, True), ("auto", 4, False), ("on", 4, True), ("off", 1, False)],
+    ("value", "instances", "cores", "expected"),
+    [
+        ("", 1, 2, True),
+        ("auto", 4, 15, False),
+        ("auto", 4, 16, True),
+        ("on", 4, 2, True),
+        ("off", 1, 16, False),
+    ],
 )
-def test_one_core_is_for_a_model_of_one_process_unless_told(
-    value: str, instances: int, expected: bool, tmp_path: Path
+def test_one_core_is_for_each_process_if_there_are_enough_unless_told(
+    value: str,
+    instances: int,
+    cores: int,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Several processes have work for several cores, and each has less of it."""
+    """The engine and the server need cores, too."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     read = parameters(tokenizer_dir=str(tmp_path), one_core=value)
     read.instances = instances
     assert BlsParameters.read(read).one_core is expected

@@ -29,10 +29,13 @@ from trtllm_bls.parameters import (
 )
 from trtllm_bls.settings import ServeSettings
 
-# Each model instance has this pool inside the server, for engine calls and for sending. A stream
-# that waits for its first token may hold one thread; with fewer threads than streams, running
-# streams wait behind it. The margin is for control requests and streams that are just ending.
+# Each model instance has a pool of threads inside the server, for its calls of other models and for
+# sending. A call holds a thread until its first response: with fewer threads than streams, running
+# streams wait behind new ones. The margin is for control requests and streams that are just ending.
 THREAD_MARGIN = 32
+# Where no model calls another, only sends use them, and at most as many at once as a model has
+# threads that send. More would take turns, each on a core whose caches hold nothing of the work.
+SENDING_THREADS = 4
 
 # Any client could otherwise read other requests' inputs in shared memory, load and unload models,
 # or switch the log off. Inference, health, metadata, configuration and statistics stay open.
@@ -56,13 +59,15 @@ def server_command(
     repository: Path,
     backends: Path,
     region_prefix: str,
+    sends_only: bool = False,
 ) -> list[str]:
-    """What to run. ``region_prefix`` begins the names of all shared-memory regions.
+    """What to run. ``region_prefix`` begins the names of all shared-memory regions; ``sends_only``:
+    no Python model calls another one inside the server.
 
     Configurations are taken as they are (no auto-completion): it would start every model's
     Python twice.
     """
-    threads = settings.max_streams + THREAD_MARGIN
+    threads = SENDING_THREADS if sends_only else settings.max_streams + THREAD_MARGIN
     options = {
         "model-repository": repository,
         "backend-directory": backends,

@@ -31,7 +31,7 @@ from trtllm_bls.launcher.ports import Ports, choose, reachable
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
 from trtllm_bls.launcher.readiness import Readiness, StartProgress
 from trtllm_bls.launcher.tls_forwarder import TlsForwarder
-from trtllm_bls.parameters import DRAFT_MODEL_DIR, MODEL_DIR, STATUS_DIR
+from trtllm_bls.parameters import DRAFT_MODEL_DIR, ENGINE_TRANSPORT, MODEL_DIR, STATUS_DIR
 from trtllm_bls.settings import ServeSettings, listen
 from trtllm_bls.status import CANARY_ID
 
@@ -319,8 +319,10 @@ class TritonServer:
             )
             environment[STATUS_DIR] = str(scratch.status)
             models = workdir.model_names(served)
+            if sends_only := workdir.sends_only(served, self.settings):
+                environment[ENGINE_TRANSPORT] = "grpc"
             order = command.server_command(
-                server, self.settings, ports, served, backends, scratch.region_prefix
+                server, self.settings, ports, served, backends, scratch.region_prefix, sends_only
             )
             book = LogBook()
             process = GuardedProcess(

@@ -119,6 +119,23 @@ def parameter(repository: Path, model: str, key: str) -> str:
         return ""
 
 
+def sends_only(repository: Path, settings: ServeSettings) -> bool:
+    """Whether Python models call no other ones inside the server: all are ours, and the
+    orchestrator may be told to reach its engines over gRPC."""
+    given = {(each.model, each.parameter) for each in settings.overrides}
+    for name in model_names(repository):
+        if not any((repository / name).glob("*/*.py")):
+            continue
+        transport = parameter(repository, name, "engine_transport")
+        if (
+            _our_model(repository / name, "") is None
+            or transport == "bls"
+            or (transport != "grpc" and (name, "engine_transport") in given)
+        ):
+            return False
+    return True
+
+
 def is_plain(path: Path | str) -> bool:
     """Whether Triton can pass a path on: it goes through a shell, unquoted, to Python as ASCII."""
     return shlex.quote(str(path)) == str(path)

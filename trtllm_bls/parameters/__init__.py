@@ -16,6 +16,7 @@ from trtllm_bls.parameters.reading import (
 from trtllm_bls.parameters.table import (
     DRAFT_MODEL_DIR,
     ENGINE_TLS_PIN,
+    ENGINE_TRANSPORT,
     GIVEN,
     GRPC_URL,
     MAX_STREAMS,
@@ -29,6 +30,7 @@ from trtllm_bls.parameters.table import (
 __all__ = [
     "DRAFT_MODEL_DIR",
     "ENGINE_TLS_PIN",
+    "ENGINE_TRANSPORT",
     "GIVEN",
     "GRPC_URL",
     "MAX_STREAMS",

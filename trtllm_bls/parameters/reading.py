@@ -46,6 +46,11 @@ class Parameters:
         self.instance = int(re.sub(r".*\D", "", args.get("model_instance_name", "")) or 0)
         self.instances = max(1, sum(int(group.get("count", 1)) for group in groups))
 
+    @property
+    def has_cores(self) -> bool:
+        """Whether each process can have a core beside those of the engine and the server."""
+        return self.instances == 1 or len(os.sched_getaffinity(0)) >= 4 * self.instances
+
     def read(self, rows: Iterable[Parameter]) -> dict[str, Any]:
         """The values by key, in the type of each row's kind. Raises ``SettingsError``.
 
@@ -148,7 +153,7 @@ class BlsParameters:
             engine_max_sequence_tokens=value["engine_max_sequence_tokens"] or None,
             ignore_unverifiable_drafts=value["unverifiable_drafts"] == "ignore",
             repository=parameters.repository,
-            one_core={"on": True, "off": False}.get(value["one_core"], parameters.instances == 1),
+            one_core={"on": True, "off": False}.get(value["one_core"], parameters.has_cores),
             instance=parameters.instance,
             max_running=running,
             max_queued=4 * running if queued is None else queued,

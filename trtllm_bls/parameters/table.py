@@ -30,6 +30,7 @@ MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
 THREADS = "TRTLLM_BLS_ENGINE_THREADS"
 STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
 ENGINE_TLS_PIN = "TRTLLM_BLS_ENGINE_TLS_PIN"
+ENGINE_TRANSPORT = "TRTLLM_BLS_ENGINE_TRANSPORT"
 GIVEN = "TRTLLM_BLS_GIVEN"  # MODEL.PARAMETER, ...: what no variable overrides
 
 _MODELS = {
@@ -73,7 +74,7 @@ engine_max_sequence_tokens  bls  count>=0  default=0
     tell unless it was started with `--max_seq_len`; 0 = what it tells.
 engine_resume  bls  flag  default=false
     With several addresses: a greedy or seeded request goes on when its engine is lost.
-engine_transport  bls  auto|bls|grpc  default=auto
+engine_transport  bls  auto|bls|grpc  default=auto  env=TRTLLM_BLS_ENGINE_TRANSPORT
     How the engine is called: over Triton's gRPC port, inside Triton, or whichever works.
 engine_url  bls  text  default=localhost:8001  env=TRTLLM_BLS_GRPC_URL
     `host:port` of the gRPC port behind which the engine is.
@@ -113,7 +114,8 @@ max_streams  bls  count>=1  default=256  env=TRTLLM_BLS_MAX_STREAMS
     Requests that the connection to the engine and the server's threads are made for.
 one_core  bls  auto|on|off  default=auto
     Keep a process's threads on one core while that core has little other work: they run one at
-    a time, and cheaper so. auto = where the model has one process.
+    a time, and cheaper so. auto = where the model has one process, or the machine four cores
+    for each.
 status_dir  bls  text  env=TRTLLM_BLS_STATUS_DIR
     Directory where the model tells what it does, and is asked to drain; empty = none.
 log_requests  bls  flag  default=true

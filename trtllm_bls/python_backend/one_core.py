@@ -61,12 +61,12 @@ class OneCore:
             return
         if others.get(self.core, 1.0) < _OTHERS:
             return
-        if self.core is not None and random.random() < 0.5:
-            return  # another process may leave now, and for the same core
         free = [core for core in self._near if others.get(core, 1.0) < _OTHERS]
         if not free and shares.get(self.core, 1.0) < _FULL:
             return
         idlest = min(free, key=lambda core: round(others[core], 1), default=None)
+        if idlest is not None and self.core is not None and random.random() < 0.5:
+            return  # another process may leave now, and for the same core
         if idlest != self.core:
             self._keep_on(idlest)
 
