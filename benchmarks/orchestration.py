@@ -44,6 +44,7 @@ from bench.report import plot, save, show
 from rich.console import Console
 
 from trtllm_bls.launcher import ServerFailed, TritonServer
+from trtllm_bls.launcher.command import SENDING_THREADS
 from trtllm_bls.settings import Override, ServeSettings
 
 MODEL = repository.ROOT / "assets" / "demo" / "target"
@@ -150,6 +151,7 @@ def serving(
             model=MODEL,
             model_repository=models,
             max_streams=max_streams,
+            thread_pool_size=SENDING_THREADS,  # as with an engine in C++, which is no Python model
             overrides=(Override(repository.ENGINE, "step_ms", str(step_ms)),),
         )
         with TritonServer(settings) as server:

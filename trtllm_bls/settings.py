@@ -24,7 +24,7 @@ from trtllm_bls.parameters.engine_choice import ENGINE
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _AT_LEAST_ONE = (
-    *("max_streams", "threads", "bls_instances", "openai_workers"),
+    *("max_streams", "threads", "bls_instances", "thread_pool_size", "openai_workers"),
     *("exit_timeout", "ready_timeout", "stall_timeout"),
 )
 
@@ -162,6 +162,10 @@ class ServeSettings:
         type=str,
         metavar="N|auto",
         callback=_parse_instances,
+    )
+    thread_pool_size: int | None = setting(
+        "Triton's threads of each Python model (default: 4; one for each stream where the engine "
+        "is called inside Triton, or a model's code is not our own)."
     )
     decoupled: bool | None = setting(
         "Whether tensorrt_llm_bls streams; false allows unary requests instead."

@@ -25,6 +25,7 @@ from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from tests.helpers.ticking_models import TICKER, write_model
 from trtllm_bls.errors import EngineError
 from trtllm_bls.launcher import TritonServer
+from trtllm_bls.launcher.command import SENDING_THREADS
 from trtllm_bls.settings import Override, ServeSettings
 from trtllm_bls.tokenizer import load_tokenizer
 
@@ -66,6 +67,8 @@ def echo_settings(scratch: Path, transport: str, **more: Any) -> ServeSettings:
     return free_ports(
         model=DEMO / "target",
         model_repository=echo_repository(scratch),
+        # As with an engine in C++: the scripted one's code is not the package's own.
+        thread_pool_size=SENDING_THREADS if transport == "grpc" else None,
         **more,
         overrides=(
             Override("tensorrt_llm_bls", "engine_transport", transport),

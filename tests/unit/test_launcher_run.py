@@ -58,6 +58,7 @@ def test_the_thread_pool_is_larger_than_the_number_of_streams_that_may_hold_one(
     """Otherwise streams that wait for their first token would hold up running ones."""
     assert pool(ServeSettings(max_streams=500)) > 500
     assert pool(ServeSettings(max_streams=500), sends_only=True) == SENDERS
+    assert pool(ServeSettings(thread_pool_size=7)) == 7
 
 
 @pytest.mark.parametrize(

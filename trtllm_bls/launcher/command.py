@@ -68,6 +68,7 @@ def server_command(
     Python twice.
     """
     threads = SENDING_THREADS if sends_only else settings.max_streams + THREAD_MARGIN
+    threads = settings.thread_pool_size or threads
     options = {
         "model-repository": repository,
         "backend-directory": backends,
