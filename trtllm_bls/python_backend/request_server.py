@@ -199,7 +199,7 @@ class RequestServer:
             self._waking = True
             self._loop.call_soon(self._start_arrived)
         if not self._arrived:
-            self._all_started.set()
+            self._loop.call_soon(self._all_started.set)  # when the tasks have begun
 
     def _start(self, call: Call) -> None:
         self._senders.expect(call)
