@@ -151,7 +151,7 @@ def serving(
             model=MODEL,
             model_repository=models,
             max_streams=max_streams,
-            thread_pool_size=SENDING_THREADS,  # as with an engine in C++, which is no Python model
+            thread_pool_size=SENDING_THREADS,  # the engine stands for one in C++
             overrides=(Override(repository.ENGINE, "step_ms", str(step_ms)),),
         )
         with TritonServer(settings) as server:

@@ -67,7 +67,7 @@ def echo_settings(scratch: Path, transport: str, **more: Any) -> ServeSettings:
     return free_ports(
         model=DEMO / "target",
         model_repository=echo_repository(scratch),
-        # As with an engine in C++: the scripted one's code is not the package's own.
+        # As before an engine in C++, which the scripted one stands for.
         thread_pool_size=SENDING_THREADS if transport == "grpc" else None,
         **more,
         overrides=(

@@ -7,6 +7,7 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from tests.helpers.server_requests import (
@@ -19,8 +20,10 @@ from tests.helpers.server_requests import (
 )
 from tests.helpers.waiting import until
 from tests.live.conftest import DEMO
+from tests.reliability.processes import named
 from trtllm_bls.client import Client
 from trtllm_bls.errors import TrtllmBlsError
+from trtllm_bls.python_backend.sender_threads import SENDERS
 
 if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer
@@ -51,6 +54,14 @@ def test_one_prompt_one_text_on_every_path(server: TritonServer, sampling: dict[
     assert generate(server.http_url, "ensemble", **body)["text_output"] == text
     events = generate_stream(server.http_url, **body)
     assert "".join(event["text_output"] for event in events) == text
+
+
+def test_few_threads_send_and_engines_are_called_over_grpc(server: TritonServer) -> None:
+    """Calls inside Triton would each hold one of the threads until their first response."""
+    assert server.process is not None
+    assert f"--backend-config=python,thread-pool-size={SENDERS}" in server.process.cmdline()
+    (orchestrator,) = [pid for pid, name in named(server).items() if name == "tensorrt_llm_bls"]
+    assert psutil.Process(orchestrator).environ()["TRTLLM_BLS_ENGINE_TRANSPORT"] == "grpc"
 
 
 def test_a_fresh_seed_is_told_and_repeats_the_text(server: TritonServer) -> None:

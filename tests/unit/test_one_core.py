@@ -141,6 +141,22 @@ def test_a_core_is_left_where_much_of_it_is_work_of_others(
 
 
 @needs_two
+def test_lots_are_drawn_for_another_core_alone(
+    machine: Machine, one_core: OneCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To let a full one go, nobody has to wait for another process."""
+    monkeypatch.setattr(random, "random", lambda: 0.0)
+    machine.second({CORES[0]: 0.0})
+    one_core.look()
+    machine.second({CORES[-1]: 0.2})
+    one_core.look()
+    assert one_core.core == CORES[0]
+    machine.second({})
+    one_core.look()
+    assert one_core.core is None
+
+
+@needs_two
 def test_where_no_core_is_free_threads_run_on_any_until_one_is(
     machine: Machine, one_core: OneCore, sleepers: list[Sleeper]
 ) -> None:
