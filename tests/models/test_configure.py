@@ -15,6 +15,7 @@ from tests.helpers.model_configurations import check_wires, rows_of_config, rows
 from tests.models.configured import BUILD, NOT_PAGED, Demo, error_of, make_engine
 from trtllm_bls.configure.pbtxt import PARAMETERS
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
+from trtllm_bls.python_backend.request_server import READ_AT_ONCE
 from trtllm_bls.wire.engine_client import DeployedModel
 
 CHECKOUT = Path(__file__).parents[2] / "models"
@@ -51,6 +52,18 @@ def test_the_engines_slot_holds_the_cpp_backend_and_no_python(demo: Demo) -> Non
     assert config.dynamic_batching.default_queue_policy.max_queue_size == 7
     assert config.dynamic_batching.max_queue_delay_microseconds == 1000
     assert list((demo.out / "tensorrt_llm" / "1").iterdir()) == []
+
+
+@pytest.mark.parametrize(("largest", "handed_over"), [(32, READ_AT_ONCE), (8, 8)])
+def test_so_many_requests_are_handed_over_as_one_process_reads_at_once(
+    demo: Demo, largest: int, handed_over: int
+) -> None:
+    """More would wait in that process while others have nothing to do; Triton refuses a size
+    above the largest batch."""
+    demo.write("--max-batch-size", str(largest))
+    config = demo.config(BLS.name)
+    assert config.max_batch_size == largest
+    assert list(config.dynamic_batching.preferred_batch_size) == [handed_over]
 
 
 @pytest.mark.parametrize("model", [PREPROCESSING, POSTPROCESSING, BLS], ids=lambda m: m.name)

@@ -18,6 +18,7 @@ from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSI
 from trtllm_bls.parameters import is_true, rows_of
 
 MAX_BATCH_SIZE = 64
+PREFERRED_BATCH_SIZE = 16  # requests to the orchestrator in one ``execute``, while more wait
 STEPS = (PREPROCESSING, ENGINE, POSTPROCESSING)  # of the ensemble
 
 # The checked-in configurations: they work as they stand.
@@ -35,14 +36,17 @@ def config_text(model: Model, parameters: Mapping[str, str]) -> str:
 
 
 def model_config(
-    model: Model, parameters: Mapping[str, str], steps: tuple[Model, Model, Model] = STEPS
+    model: Model,
+    parameters: Mapping[str, str],
+    steps: tuple[Model, Model, Model] = STEPS,
+    max_batch_size: int = MAX_BATCH_SIZE,
 ) -> Any:
     """The model's configuration as Triton's own protobuf message (``ModelConfig``).
 
     A parameter ``decoupled`` becomes the transaction policy, which without it is the model's own.
     ``steps`` are the ensemble's models, where they are not the contract's own.
     """
-    config = model_config_pb2.ModelConfig(name=model.name, max_batch_size=MAX_BATCH_SIZE)
+    config = model_config_pb2.ModelConfig(name=model.name, max_batch_size=max_batch_size)
     if model.backend == "ensemble":
         config.platform = "ensemble"
     else:
@@ -63,8 +67,11 @@ def model_config(
         config.instance_group.add(count=1, kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
     if model.name == BLS.name:
         # Requests that wait while one is handed over come with the next, in one call of execute:
-        # the thread that hands them over waits for the interpreter's lock once, not for each.
-        config.dynamic_batching.SetInParent()
+        # the thread that hands them over waits for the interpreter's lock once, not for each. One
+        # process reads so many at once; of more than that the rest goes to other processes.
+        config.dynamic_batching.preferred_batch_size.append(
+            min(PREFERRED_BATCH_SIZE, max_batch_size)
+        )
     for key, value in values.items():
         if key != "decoupled":
             config.parameters[key].string_value = value

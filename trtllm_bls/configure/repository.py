@@ -53,10 +53,10 @@ def plan(options: ConfigureOptions) -> Repository:
         models[DRAFT] = replace(drafting[ENGINE.name], name=DRAFT)
     launch = plan_launch(options, engines, version)
     parameters = _parameters(options, engines, version, launch)
-    configs = {name: model_config(model, parameters[name], steps) for name, model in models.items()}
     size = _batch_size(options.max_batch_size, engines)
-    for config in configs.values():
-        config.max_batch_size = size
+    configs = {
+        name: model_config(model, parameters[name], steps, size) for name, model in models.items()
+    }
     configs[BLS.name].instance_group[0].count = options.bls_instances
     for name in engines:
         batching = configs[name].dynamic_batching
