@@ -155,7 +155,8 @@ class ServeSettings:
         type=click.Choice(["auto", "none", *REASONING_TAGS]),
     )
     max_streams: int = setting(
-        "Requests that may run at once.", int(rows_of("tensorrt_llm_bls")["max_streams"].default)
+        "Requests that may run at once; up to twice as many with several --bls-instances.",
+        int(rows_of("tensorrt_llm_bls")["max_streams"].default),
     )
     bls_instances: int | Literal["auto"] | None = setting(
         "Processes of tensorrt_llm_bls: a number, or auto (by the number of cores).",
@@ -165,7 +166,8 @@ class ServeSettings:
     )
     thread_pool_size: int | None = setting(
         "Triton's threads of each Python model (default: 4; one for each stream where the engine "
-        "is called inside Triton, or a model's code is not our own)."
+        "is called inside Triton, or a model's code is not our own). Fewer than streams only "
+        "where no model calls another one inside Triton: each call holds one until its first token."
     )
     decoupled: bool | None = setting(
         "Whether tensorrt_llm_bls streams; false allows unary requests instead."

@@ -43,10 +43,10 @@ def test_options_come_before_the_environment_and_that_before_the_repository(
     assert read_parameters(repository, {"engine_url": "option:3"}).engine_url == "option:3"
 
 
-def test_workers_share_what_may_run_at_once(repository: Path) -> None:
+def test_each_worker_has_twice_its_share_of_what_may_run_at_once(repository: Path) -> None:
     """As the processes of ``tensorrt_llm_bls`` do."""
     assert read_parameters(repository, {}).max_running == 100
-    assert read_parameters(repository, {}, workers=4).max_running == 25
+    assert read_parameters(repository, {}, workers=4).max_running == 50
 
 
 def test_relative_paths_start_where_they_were_given(

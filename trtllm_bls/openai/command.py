@@ -147,8 +147,8 @@ def read_parameters(
 ) -> BlsParameters:
     """``given``, then the environment, then what ``repository`` has. Raises ``SettingsError``.
 
-    What may run at once is divided between ``workers``. A relative path starts at the current
-    directory, one of the repository's at the repository.
+    Of what may run at once each of several ``workers`` has twice its share. A relative path starts
+    at the current directory, one of the repository's at the repository.
     """
     values: dict[str, str] = {}
     base = Path.cwd()

@@ -143,7 +143,10 @@ class BlsParameters:
         value = parameters.read(rows_of("tensorrt_llm_bls").values())
         running, queued = value["max_running_requests"], value["max_queued_requests"]
         if running is None:
-            running = max(1, value["max_streams"] // parameters.instances)
+            # Requests are not spread evenly: at a process's own share, some would wait there
+            # while others have room.
+            share = 2 * value["max_streams"] // parameters.instances
+            running = max(1, min(share, value["max_streams"]))
         fields = {name: value[_KEYS.get(name, name)] for name in cls.__annotations__.keys() - _MADE}
         return cls(
             **fields,

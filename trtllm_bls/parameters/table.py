@@ -150,7 +150,8 @@ is_draft  engine  flag  default=false
     This is the draft model: its checkpoint follows `TRTLLM_BLS_DRAFT_MODEL_DIR`.
 max_running_requests  bls  count>=1|auto  default=auto
     Requests that may run at once; one with several sequences or rows counts once for each.
-    More wait. auto = `max_streams`, shared among the model's instances.
+    More wait. auto = `max_streams`; where the model has several processes, for each of them
+    twice its share of that, since requests are not spread evenly.
 max_queued_requests  bls  count>=0|auto  default=auto
     Requests that may wait for one that runs to end, counted alike; one more is refused at
     once. auto = 4 times as many as may run.
