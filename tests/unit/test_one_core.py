@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
+import subprocess
+import sys
 import threading
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from tests.helpers.fake_python_backend import SECONDS, FakeTriton
-from tests.helpers.request_servers import ONE
-from trtllm_bls.python_backend import Call, RequestServer, request_server
 from trtllm_bls.python_backend.one_core import OneCore, Ticks, core_ticks
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -95,10 +94,31 @@ def sleepers() -> Iterator[list[Sleeper]]:
         yield made
 
 
+class Processes:
+    """Makes what each process of a test would have; no other test's is in their way."""
+
+    def __init__(self, machine: Machine, closing: ExitStack) -> None:
+        self._machine, self._closing = machine, closing
+        self.claims = f"test {uuid.uuid4()}"
+
+    def start(self, threads: Iterable[int] = (), first: int = 0, *, alone: bool = False) -> OneCore:
+        """``alone``: it sees no claims of the others, as in a container of its own."""
+        claims = str(uuid.uuid4()) if alone else self.claims
+        machine = self._machine
+        made = OneCore(threads, first, lambda: dict(machine.ticks), lambda: machine.own, claims)
+        self._closing.callback(made.close)
+        return made
+
+
 @pytest.fixture
-def one_core(machine: Machine, sleepers: list[Sleeper]) -> OneCore:
-    ids = [each.id for each in sleepers]
-    return OneCore(ids, 0, lambda: dict(machine.ticks), lambda: machine.own)
+def processes(machine: Machine) -> Iterator[Processes]:
+    with ExitStack() as closing:
+        yield Processes(machine, closing)
+
+
+@pytest.fixture
+def one_core(processes: Processes, sleepers: list[Sleeper]) -> OneCore:
+    return processes.start([each.id for each in sleepers])
 
 
 @needs_two
@@ -106,7 +126,7 @@ def test_threads_run_on_the_core_with_least_work(
     machine: Machine, one_core: OneCore, sleepers: list[Sleeper]
 ) -> None:
     assert [each.cores for each in sleepers] == [set(CORES)] * 2  # until the first look
-    machine.second({CORES[1]: 0.1})
+    machine.second({CORES[0]: 0.25, CORES[1]: 0.1})
     one_core.look()
     assert one_core.core == CORES[1]
     assert [each.cores for each in sleepers] == [{CORES[1]}] * 2
@@ -212,26 +232,81 @@ def test_a_thread_that_frees_itself_stays_free(
 
 
 @needs_two
-def test_processes_that_look_at_the_same_time_take_different_cores(machine: Machine) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_processes_that_look_at_the_same_time_take_different_cores(
+    machine: Machine, processes: Processes, alone: bool
+) -> None:
     """All cores are free when a server starts: any rule that is the same for all takes one."""
-    processes = [
-        OneCore([], number, lambda: dict(machine.ticks), lambda: machine.own)
-        for number in range(len(CORES))
-    ]
+    several = [processes.start(first=number, alone=alone) for number in range(len(CORES))]
     machine.second(dict.fromkeys(CORES, 0.02) | {CORES[0]: 0.0})
-    for process in processes:
+    for process in several:
         process.look()
-    assert {process.core for process in processes} == set(CORES)
+    assert {process.core for process in several} == set(CORES)
+
+
+@needs_two
+def test_a_core_is_kept_by_one_process_until_that_leaves(
+    machine: Machine, processes: Processes
+) -> None:
+    """Idle processes see each other's cores as free; under load they would share one."""
+    idle = dict.fromkeys(CORES, 0.0)
+    several = [processes.start() for _ in range(len(CORES) + 1)]
+    machine.second(idle)
+    for process in several:
+        process.look()
+    first, waiting = several[0], several[-1]
+    kept = first.core
+    assert kept is not None
+    assert {process.core for process in several[:-1]} == set(CORES)
+    assert waiting.core is None
+    machine.second(idle | {kept: 1.0})
+    for process in (first, waiting):
+        process.look()
+    assert (first.core, waiting.core) == (None, None)  # all other cores are taken
+    machine.second(idle)
+    waiting.look()
+    assert waiting.core == kept
+    waiting.close()
+    machine.second(idle)
+    first.look()
+    assert first.core == kept
+
+
+def test_a_process_that_is_killed_leaves_its_core(machine: Machine, processes: Processes) -> None:
+    """Nothing of it stays on the disk, so nobody has to clean up."""
+    idle = dict.fromkeys(CORES, 0.0)
+    code = (
+        "import sys, time; from trtllm_bls.python_backend.one_core import OneCore\n"
+        "ticks = iter([{core: (0, all_) for core in eval(sys.argv[1])} for all_ in (0, 100)])\n"
+        "taken = OneCore([], 0, lambda: next(ticks), lambda: 0.0, sys.argv[2]); taken.look()\n"
+        "print(taken.core, flush=True); time.sleep(600)"
+    )
+    words = [sys.executable, "-c", code, str(CORES), processes.claims]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            taken = int(other.stdout.readline())
+            late = [processes.start() for _ in CORES]
+            machine.second(idle)
+            for process in late:
+                process.look()
+            assert {process.core for process in late} == {*CORES, None} - {taken}
+        finally:
+            other.kill()
+    machine.second(idle)
+    for process in late:
+        process.look()
+    assert {process.core for process in late} == set(CORES)
 
 
 @needs_two
 def test_processes_on_one_core_do_not_leave_it_together_for_ever(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two models of one server both begin on its first core, and see the same of all others."""
+    """Those of two containers may begin on the same core, and see the same of all others."""
     monkeypatch.undo()
     cores = CORES[:2]
-    pair = [OneCore([], 0, lambda: dict(machine.ticks), lambda: machine.own) for _ in range(2)]
+    pair = [processes.start(alone=True) for _ in range(2)]
     for _ in range(100):
         on = [each.core for each in pair]
         machine.second({core: on.count(core) * 0.5 for core in cores}, own=0.5)
@@ -242,11 +317,11 @@ def test_processes_on_one_core_do_not_leave_it_together_for_ever(
     pytest.fail("they share a core after 100 looks")
 
 
-def test_threads_that_have_ended_do_no_harm(machine: Machine) -> None:
+def test_threads_that_have_ended_do_no_harm(machine: Machine, processes: Processes) -> None:
     ended = Sleeper()
     ended.end()
     machine.second({CORES[0]: 0.0})
-    one_core = OneCore([ended.id], 0, lambda: dict(machine.ticks), lambda: machine.own)
+    one_core = processes.start([ended.id])
     machine.second({CORES[0]: 0.0})
     one_core.look()
     assert one_core.core == CORES[0]
@@ -264,71 +339,3 @@ def test_the_systems_own_figures() -> None:
     ticks = core_ticks()
     assert set(CORES) <= ticks.keys()
     assert all(0 <= busy <= all_ for busy, all_ in ticks.values())
-
-
-def test_a_server_keeps_its_threads_together_and_lets_workers_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Those of the loop, the senders, the watcher and Triton; ``asyncio.to_thread``'s are free."""
-    looked, freed = threading.Event(), []
-
-    class Watched(OneCore):
-        def __init__(self, threads: Iterable[int], first: int) -> None:
-            self.named = list(threads)
-            self.first = first - os.getppid()
-
-        def look(self) -> None:
-            looked.set()
-
-        def free_this_thread(self) -> None:
-            freed.append(threading.get_native_id())
-
-    async def handle(call: Call) -> None:
-        ran.append(threading.get_native_id())
-        worked.append(await asyncio.to_thread(threading.get_native_id))
-        call.finish()
-
-    ran: list[int] = []
-    worked: list[int] = []
-    monkeypatch.setattr(request_server, "OneCore", Watched)
-    triton = FakeTriton()
-    server = RequestServer(triton, handle, senders=2, one_core=3)
-    ask = triton.ask(ONE, "number")
-    server.accept([ask])
-    ask.wait()
-    assert looked.wait(SECONDS)
-    watched = server._one_core
-    assert isinstance(watched, Watched)
-    server.close()
-    named = watched.named
-    assert watched.first == 3
-    assert len(set(named)) == 5
-    assert {*ran, threading.get_native_id()} < set(named)
-    assert freed == worked
-    assert not set(worked) & set(named)
-
-
-@pytest.mark.parametrize("where", ["__init__", "look"])
-def test_a_system_that_does_not_let_us_choose_is_told_and_left_alone(
-    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As in a sandbox without /proc, or one that refuses the call."""
-    caplog.set_level("INFO")
-    told = threading.Event()
-
-    def refused(*_: object) -> None:
-        told.set()
-        raise PermissionError(1, "Operation not permitted")
-
-    async def handle(call: Call) -> None:
-        call.finish()
-
-    monkeypatch.setattr(OneCore, where, refused)
-    triton = FakeTriton()
-    server = RequestServer(triton, handle, one_core=0)
-    assert told.wait(SECONDS)
-    ask = triton.ask(ONE, "number")
-    server.accept([ask])
-    ask.wait()
-    server.close()
-    assert caplog.messages == ["threads run on any core: [Errno 1] Operation not permitted"]

@@ -7,9 +7,11 @@ another core, whose caches hold nothing of the work: it then takes a seventh to 
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -28,8 +30,9 @@ class OneCore:
 
     ``first``: the number of the core to begin with where several are equally free; processes that
     start together should each have their own. ``ticks`` and ``own_seconds`` are read at each
-    look: what the cores have done, and what this process has. Raises ``OSError`` where the system
-    tells neither.
+    look: what the cores have done, and what this process has. Each core is kept by one process at
+    most of those that give the same name for ``claims`` and share a network namespace. Raises
+    ``OSError`` where the system tells neither.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class OneCore:
         first: int = 0,
         ticks: Callable[[], Ticks] | None = None,
         own_seconds: Callable[[], float] = time.process_time,
+        claims: str = "trtllm-bls",
     ) -> None:
         self._threads = list(threads)
         self._all = os.sched_getaffinity(0)
@@ -49,6 +53,8 @@ class OneCore:
         self._near = near[first:] + near[:first]
         self._ticks, self._own_seconds = ticks or core_ticks, own_seconds
         self._before, self._own_before = self._ticks(), own_seconds()
+        self._claims = claims
+        self._claim: socket.socket | None = None
         self.core: int | None = None  # None: any
 
     def look(self) -> None:
@@ -62,13 +68,18 @@ class OneCore:
         if others.get(self.core, 1.0) < _OTHERS:
             return
         free = [core for core in self._near if others.get(core, 1.0) < _OTHERS]
-        if not free and shares.get(self.core, 1.0) < _FULL:
+        free.sort(key=lambda core: round(others[core], 1))
+        if free and self.core is not None and random.random() < 0.5:
+            return  # a process of another container may leave now, and for the same core
+        if any(map(self._keep_on, free)) or self.core is None:
             return
-        idlest = min(free, key=lambda core: round(others[core], 1), default=None)
-        if idlest is not None and self.core is not None and random.random() < 0.5:
-            return  # another process may leave now, and for the same core
-        if idlest != self.core:
-            self._keep_on(idlest)
+        if shares.get(self.core, 1.0) >= _FULL:
+            self._keep_on(None)
+
+    def close(self) -> None:
+        """Let another process have the core."""
+        if self._claim is not None:
+            self._claim.close()
 
     def _work(self) -> tuple[dict[int | None, float], dict[int | None, float]]:
         """The share of its time that each core has worked since the last look, and what of it is
@@ -92,12 +103,29 @@ class OneCore:
         """Let the calling thread run on any core, for good."""
         os.sched_setaffinity(0, self._all)
 
-    def _keep_on(self, core: int | None) -> None:
+    def _keep_on(self, core: int | None) -> bool:
+        """Whether it is done: a core that another process keeps is not taken. ``None``: any core.
+
+        Looks alone do not tell who has a core: an idle process's seems free, and both would find
+        out under load. The claim is a socket's address without a file: it is given up with the
+        process, however that ends.
+        """
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            if core is not None:
+                claim.bind(f"\0{self._claims} core {core}")
+        except OSError as error:
+            claim.close()
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+        self.close()
         followers = () if self.core is None else _threads_on(self.core)
-        self.core = core
+        self.core, self._claim = core, claim
         for thread in {*self._threads, *followers}:
             with suppress(ProcessLookupError):  # it has ended
                 os.sched_setaffinity(thread, self._all if core is None else {core})
+        return True
 
 
 def _threads_on(core: int) -> list[int]:

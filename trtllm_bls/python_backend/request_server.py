@@ -176,6 +176,8 @@ class RequestServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         for thread in self._threads:
             thread.join()
+        if self._one_core is not None:
+            self._one_core.close()
         self._loop.close()
 
     @property
@@ -258,11 +260,13 @@ class RequestServer:
         self._one_core = core
 
     def _look_at_core(self) -> None:
+        if self._one_core is None:
+            return
         try:
-            if self._one_core is not None:
-                self._one_core.look()
+            self._one_core.look()
         except OSError as error:
             log.info("threads run on any core: %s", error)
+            self._one_core.close()
             self._one_core = None
 
     def _watch(self) -> None:
