@@ -280,9 +280,11 @@ def test_of_very_many_that_come_together_the_first_are_started_before_the_others
     """Nobody's first token waits until the prompts of all have been tokenised."""
     monkeypatch.setattr(request_server, "START_SECONDS", SECONDS)
     happened: list[str] = []
+    told_before: list[bool] = []  # that all have begun
 
     async def handle(call: Call) -> None:
         happened.append("started")
+        told_before.append(server._all_started.is_set())
         call.finish()
 
     def together(calls: Sequence[Call]) -> None:
@@ -296,6 +298,7 @@ def test_of_very_many_that_come_together_the_first_are_started_before_the_others
     sizes = [len(list(several)) for _, several in itertools.groupby(happened)]
     assert happened[0] == "read"
     assert sizes == [READ_AT_ONCE] * 4 + [2] * 2
+    assert not any(told_before)
 
 
 def test_a_loop_that_is_stuck_keeps_no_request_from_being_taken() -> None:
