@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pexpect
 import pytest
 from click.testing import CliRunner
+from pexpect.fdpexpect import fdspawn
 
 from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
@@ -34,10 +34,47 @@ from tests.helpers.waiting import until
 from trtllm_bls.commands.chat import main
 
 CHAT = Path(__file__).parents[2] / "client" / "chat.py"
+CTRL_C, CTRL_D = "\x03", "\x04"
 PASTE_BEGINS, PASTE_ENDS = "\x1b[200~", "\x1b[201~"
-Start = Callable[..., pexpect.spawn]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty:DeprecationWarning")
+# Makes the terminal that it has as its input its own, so that Ctrl-C reaches it. Tests that a shell
+# runs in the background ignore Ctrl-C, and what they start too.
+IN_TERMINAL = """
+import fcntl, os, signal, struct, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+class Terminal(fdspawn):
+    """The chat in a terminal of its own.
+
+    Not ``pexpect.spawn``: it forks, and a fork of a process with gRPC's threads may die before it
+    runs the command.
+    """
+
+    def __init__(self, *words: str) -> None:
+        ours, theirs = os.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", IN_TERMINAL, str(CHAT), *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm-256color"},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        super().__init__(ours, encoding="utf-8", timeout=60)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.close()
+
+
+Start = Callable[..., Terminal]
 
 
 def answers(request: Any) -> list[Step]:
@@ -63,19 +100,9 @@ def triton() -> Iterator[FakeGrpcServer]:
 def start() -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def spawn(*words: str) -> pexpect.spawn:
-            command = [str(CHAT), *words]
-            env = {**os.environ, "TERM": "xterm-256color"}
-            child = pexpect.spawn(
-                sys.executable,
-                command,
-                encoding="utf-8",
-                timeout=60,
-                env=env,
-                # Tests that a shell runs in the background ignore Ctrl-C, and what they start too.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            )
-            stack.callback(child.close, force=True)
+        def spawn(*words: str) -> Terminal:
+            child = Terminal(*words)
+            stack.callback(child.end)
             child.expect("> ")
             return child
 
@@ -97,7 +124,7 @@ def test_a_conversation_goes_on_through_interruptions_and_errors(
     child.expect(r"\*\*2\*\* messages")
     child.sendline("wait")
     child.expect("Half of \\[2Jit")  # the escape character does not reach the terminal
-    child.send("\x03")
+    child.send(CTRL_C)
     child.expect("interrupted")
     child.sendline("fail")
     child.expect("error: prompt: is not liked")
@@ -126,10 +153,9 @@ def test_a_conversation_goes_on_through_interruptions_and_errors(
     child.expect("/nothing is no command")
     child.sendline("/help")
     child.expect("interrupts an answer")
-    child.sendeof()
+    child.send(CTRL_D)
     child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
+    assert child.process.wait() == 0
     assert triton.cancels == 1
 
 
@@ -152,14 +178,14 @@ def test_ctrl_c_with_an_openai_api(start: Start) -> None:
     engine = ScriptedEngine(hashed(600, first=10), script)
     with serving(engine) as api:
         child = start("--url", f"{api.url}/v1", "-o", "100000", "--plain")
-        child.send("unfinished\x03")
+        child.send(f"unfinished{CTRL_C}")
         child.expect("Ctrl-D leaves")
         child.sendline("Hi")
         until(lambda: engine.live == 1)
-        child.send("\x03")
+        child.send(CTRL_C)
         child.expect("interrupted")
         until(lambda: engine.live == 0)
-        child.sendeof()
+        child.send(CTRL_D)
         child.expect(pexpect.EOF)
     (request,) = engine.requests
     assert "unfinished" not in tokenizer().decode(request.input_ids)
@@ -173,7 +199,7 @@ def test_stats_of_an_openai_api_come_from_its_usage(start: Start) -> None:
         child.sendline("Hi")
         child.sendline("/stats")
         child.expect("ended: length, [0-9]+ tokens in the prompt, 5 in the answer")
-        child.sendeof()
+        child.send(CTRL_D)
         child.expect(pexpect.EOF)
 
 
