@@ -19,6 +19,7 @@ from tests.helpers.scripted_services import playing
 from tests.helpers.scripted_text import Collected, padded_model, tokenizer
 from tests.helpers.small_tokenizers import directory
 from tests.helpers.waiting import eventually
+from trtllm_bls import __version__
 from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
 from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.parameters import BlsParameters, parse_engine, rows_of
@@ -115,6 +116,17 @@ async def test_an_engine_elsewhere_shows_that_it_goes_on() -> None:
     made = Deployment(parameters(), Registry())
     assert made.orchestrator._defaults.shown == 0  # an engine here tells its steps
     await made.close()
+
+
+async def test_the_first_line_of_the_log_is_not_left_to_the_first_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Triton's logger takes 50 ms for it, which a live measurement found."""
+    caplog.set_level("INFO")
+    made = Deployment(parameters(max_running=3, max_queued=5), Registry())
+    made.start(asyncio.get_running_loop())
+    await made.close()
+    assert caplog.messages == [f"trtllm-bls {__version__}: at most 3 requests run, and 5 wait"]
 
 
 @pytest.mark.parametrize("source", ["off", "model", "ngram", "mixed"])

@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from trtllm_bls import __version__
 from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.replicas import ReplicatedEngine
@@ -46,7 +47,7 @@ class Deployment:
         self.tokenizer = load_tokenizer(parameters.tokenizer_dir)
         self.reports = _reports(parameters, pb_utils, model_name)
         self.engine = _engine(parameters, pb_utils, self.tokenizer, self.reports)
-        self._is_service = _is_service(parameters)
+        self._parameters = parameters
         defaults = Defaults(
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
@@ -70,10 +71,18 @@ class Deployment:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to report requests; they run on ``loop``."""
         self.reports.start(loop, self.orchestrator.load)
+        # For its first line Triton's logger looks at the file of each module that is loaded, which
+        # takes 50 ms: now, not in the first request.
+        log.info(
+            "trtllm-bls %s: at most %d requests run, and %d wait",
+            __version__,
+            self._parameters.max_running,
+            self._parameters.max_queued,
+        )
 
     async def engine_problem(self) -> str | None:
         """What is wrong with an engine that tells of its health; one to two seconds old at most."""
-        if self._is_service:
+        if _is_service(self._parameters):
             try:
                 await self.engine.limits()
             except EngineError as error:
