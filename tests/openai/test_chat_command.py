@@ -236,3 +236,15 @@ def test_a_server_that_is_not_there_is_named(url: str, code: int, told: str) -> 
     shown = CliRunner().invoke(main, ["--url", url], input="Hi\n")
     assert shown.exit_code == code
     assert shown.stderr.startswith(told) and shown.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "demo")])
+@pytest.mark.parametrize("base", ["", "/", "/v2"])
+def test_a_url_without_the_apis_path_is_told_by_name(base: str, model: tuple[str, ...]) -> None:
+    engine = ScriptedEngine(hashed(600, first=10), Script(vocab_size=tokenizer().vocab_size))
+    with serving(engine) as api:
+        url = f"{api.url}{base}"
+        shown = CliRunner().invoke(main, ["--url", url, *model], input="Hi\n")
+        assert shown.exit_code == 2
+        assert shown.stderr.startswith(f"error: --url {url}: ")
+        assert shown.stderr.endswith("; an OpenAI API's base usually ends in /v1\n")

@@ -115,12 +115,18 @@ class OpenAIClient:
                 elif isinstance(event, (h11.EndOfMessage, h11.ConnectionClosed)):
                     break
             if status != 200:
-                raise _refusal(status, refused)
+                raise self._refused(status, refused)
         except (OSError, h11.ProtocolError) as error:
             raise ConnectionFailed(f"{self.url}: the connection broke: {error}") from error
         finally:
             writer.close()
             await asyncio.sleep(0)  # it closes in the loop's next turn, which may not come for long
+
+    def _refused(self, status: int, body: bytes) -> TrtllmBlsError:
+        refusal = _refusal(status, body)
+        if status != 404 or self._path.endswith("/v1"):
+            return refusal
+        return SettingsError(f"--url {self.url}: {refusal}; an OpenAI API's base usually ends in /v1")
 
 
 def _refusal(status: int, body: bytes) -> TrtllmBlsError:
