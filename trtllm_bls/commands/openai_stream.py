@@ -126,7 +126,9 @@ class OpenAIClient:
         refusal = _refusal(status, body)
         if status != 404 or self._path.endswith("/v1"):
             return refusal
-        return SettingsError(f"--url {self.url}: {refusal}; an OpenAI API's base usually ends in /v1")
+        return SettingsError(
+            f"--url {self.url}: {refusal}; an OpenAI API's base usually ends in /v1"
+        )
 
 
 def _refusal(status: int, body: bytes) -> TrtllmBlsError:
