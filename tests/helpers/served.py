@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -14,23 +13,12 @@ from typing import Any
 import psutil
 
 from tests.helpers.server_settings import ROOT
-from tests.helpers.waiting import until
 
 
 def good(url: str) -> dict[str, Any]:
-    """A health endpoint's answer, once it is a good one: changes are told within moments."""
-
-    def answer_when_good() -> dict[str, Any] | None:
-        try:
-            with urllib.request.urlopen(url, timeout=20) as answer:
-                return dict(json.load(answer))
-        except urllib.error.HTTPError as error:
-            error.close()
-            return None
-
-    found = until(answer_when_good)
-    assert found is not None
-    return found
+    """A health endpoint's answer, which is a good one. ``serve`` tells it before it says so."""
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return dict(json.load(answer))
 
 
 class Served:
@@ -61,6 +49,7 @@ class Served:
         self.urls = dict(self.process.stdout.readline().split() for _ in services)
         self.process.stdout.readline()
         self.curl = self.process.stdout.readline()
+        assert good(self.urls["health"])["restarts"] == 0
         (self.guard,) = self._children(self.process.pid, "guard.py")
         self.stub, *_ = self._children(self.server.pid, "triton_python")
         self.prefix = self.stub.cmdline()[2].rsplit("_", 1)[0]

@@ -94,6 +94,7 @@ def test_a_server_that_stays_without_descriptors_is_started_again(repository: Pa
             assert "tritonserver has used its 0 file descriptors; starting again in 1 s" in told
             with suppress(ConnectionResetError):
                 assert waiting.recv(1) == b""
+        running.wait_for_line("serving again")
         assert good(running.urls["health"])["restarts"] == 1
         running.process.terminate()
         assert running.end()[0] == 0

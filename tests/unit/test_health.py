@@ -11,7 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from tests.helpers.waiting import until, until_ended
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Bounds, Observed, ServerProcesses, Verdict, evaluate, find_server
+from trtllm_bls.launcher import health_endpoint
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.process import BackOff
 from trtllm_bls.launcher.readiness import StartProgress
@@ -186,6 +187,19 @@ def test_startup_live_and_ready_are_kept_apart(endpoint: tuple[HealthState, str]
     assert get(f"{url}/elsewhere")[0] == get(f"{url.removesuffix('/health')}/")[0] == 404
 
 
+def test_what_is_told_is_answered_at_once() -> None:
+    """Who reads that ``serve`` is ready may ask the next moment, and a script then goes on."""
+    state = HealthState()
+    with closing(HealthEndpoint("127.0.0.1", 0, state)) as running:
+        url = f"http://127.0.0.1:{running.port}/health/ready"
+        for _ in range(20):
+            with state.serving(looking(Verdict())):
+                running.tell()
+                assert get(url)[0] == 200
+            running.tell()
+            assert get(url)[1]["reasons"] == ["the server has ended"]
+
+
 def test_the_process_that_answers_is_started_again(endpoint: tuple[HealthState, str]) -> None:
     """Should somebody kill it, probes are answered again a moment later."""
     _, url = endpoint
@@ -201,15 +215,19 @@ def test_the_process_that_answers_is_started_again(endpoint: tuple[HealthState, 
     until(live)
 
 
-def test_a_process_that_was_stopped_ends_with_the_endpoint() -> None:
+def test_a_process_that_was_stopped_ends_with_the_endpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It would not hear that its input has ended, nor take more of it."""
     running = HealthEndpoint("127.0.0.1", 0, HealthState())
     (answering,) = psutil.Process().children()
     answering.suspend()
-    closing = threading.Thread(target=running.close, daemon=True)
-    closing.start()
+    monkeypatch.setattr(health_endpoint, "_TOLD_S", 0.1)
+    running.tell()  # gives up
+    ending = threading.Thread(target=running.close, daemon=True)
+    ending.start()
     until_ended([answering], SECONDS)
-    closing.join()
+    ending.join()
 
 
 def test_the_reasons_are_told() -> None:

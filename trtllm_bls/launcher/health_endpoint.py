@@ -21,10 +21,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from trtllm_bls.launcher import health_server
+from trtllm_bls.launcher.ports import ask, reachable
 from trtllm_bls.launcher.watch import Watch
 from trtllm_bls.settings import listen
 
 TELL_S = 0.2
+_TOLD_S = 2.0
 REPEAT_S = 5.0  # also where nothing has changed, as a sign of life
 _STUCK_S = 60.0  # the watch looks twice a second
 
@@ -128,13 +130,26 @@ class HealthEndpoint:
         self._state = state
         self._listening = listen(host, port, "--health-port")
         self.port: int = self._listening.getsockname()[1]
+        self._url = f"http://{reachable(host)}:{self.port}/health/ready"
         self._server = self._start()
-        self._closing = threading.Event()
+        self._closing, self._now = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._tell, name="health-endpoint", daemon=True)
         self._thread.start()
 
+    def tell(self) -> None:
+        """Return once what is answered is the state of this moment, or after 2 seconds."""
+        self._now.set()
+        until = time.monotonic() + _TOLD_S
+        while time.monotonic() < until:
+            with suppress(OSError, ValueError):
+                answer = json.loads(ask(self._url, _TOLD_S)[1])
+                if answer["reasons"] == self._state.answers()["ready"]:
+                    return
+            time.sleep(0.005)
+
     def close(self) -> None:
         self._closing.set()
+        self._now.set()
         self._server.kill()  # also where it is stopped, and its pipe full
         self._thread.join()
         self._server.kill()  # the thread may have started another one
@@ -164,5 +179,7 @@ class HealthEndpoint:
                 assert self._server.stdin
                 with suppress(OSError):  # killed this moment
                     self._server.stdin.write(answers + "\n")
-            if self._closing.wait(TELL_S):
+            self._now.wait(TELL_S)
+            self._now.clear()
+            if self._closing.is_set():
                 return

@@ -57,7 +57,7 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         stack.callback(endpoint.close)
         server = TritonServer(settings, terminal)
         stack.callback(server.stop)
-        service = _Service(server, terminal, state, endpoint.port, with_api=with_api)
+        service = _Service(server, terminal, state, endpoint, with_api=with_api)
         stack.enter_context(service.stopping_on_signals())
         try:
             with terminal.lines_of_failure():
@@ -70,20 +70,23 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
 
 
 class _Service:
-    """The server and, with ``with_api``, the OpenAI API beside it; ``state`` tells how they are."""
+    """The server and, with ``with_api``, the OpenAI API beside it.
+
+    ``state`` is how they are, which ``endpoint`` answers.
+    """
 
     def __init__(
         self,
         server: TritonServer,
         terminal: Terminal,
         state: HealthState,
-        health_port: int,
+        endpoint: HealthEndpoint,
         *,
         with_api: bool,
     ) -> None:
         self.last_signal = 0
         self._server, self._terminal, self._state = server, terminal, state
-        self._health_port, self._with_api = health_port, with_api
+        self._endpoint, self._with_api = endpoint, with_api
         self._api: OpenAIProcess | None = None  # while it runs
         self._back_off = BackOff()
 
@@ -115,11 +118,12 @@ class _Service:
         bounds = Bounds(stall_s=server.settings.stall_timeout)
         watch = Watch(server, bounds, server.fail, terminal.warning)
         with closing(watch), self._state.serving(watch):
+            self._endpoint.tell()  # who reads that it serves may ask at once
             if failed_at is not None:
                 terminal.say(f"serving again, {time.monotonic() - failed_at:.1f} s later")
             else:
                 beside = (self._api.url, self._api.curl) if self._api else None
-                text = announcement(server, self._health_port, beside)
+                text = announcement(server, self._endpoint.port, beside)
                 Console().print(Text(text), soft_wrap=True)
             return server.wait()
 
