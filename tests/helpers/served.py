@@ -45,11 +45,15 @@ class Served:
             cwd=ROOT,
             start_new_session=True,
         )
-        assert self.process.stdout
-        self.urls = dict(self.process.stdout.readline().split() for _ in services)
-        self.process.stdout.readline()
-        self.curl = self.process.stdout.readline()
-        assert good(self.urls["health"])["restarts"] == 0
+        try:
+            assert self.process.stdout
+            self.urls = dict(self.process.stdout.readline().split() for _ in services)
+            self.process.stdout.readline()
+            self.curl = self.process.stdout.readline()
+            assert good(self.urls["health"])["restarts"] == 0
+        except BaseException:  # nobody else would end it
+            self.process.terminate()
+            raise
         (self.guard,) = self._children(self.process.pid, "guard.py")
         self.stub, *_ = self._children(self.server.pid, "triton_python")
         self.prefix = self.stub.cmdline()[2].rsplit("_", 1)[0]
