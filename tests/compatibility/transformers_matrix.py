@@ -78,7 +78,11 @@ def run(row: Row) -> dict[str, str]:
     """Install the row's packages, run the tests; what was installed, and how many passed."""
     place = ENVIRONMENTS / row.name
     python, report = place / "bin" / "python", place / "report.xml"
-    subprocess.run([f"python{row.python}", "-m", "venv", place], check=True)
+    interpreter = f"python{row.python}"
+    try:
+        subprocess.run([interpreter, "-m", "venv", place], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"error: {error}: put a {interpreter} with venv on the PATH") from None
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "-e", ROOT, "numpy<2", *row.packages, *TOOLS], check=True)
     report.unlink(missing_ok=True)
