@@ -82,7 +82,8 @@ def run(row: Row) -> dict[str, str]:
     try:
         subprocess.run([interpreter, "-m", "venv", place], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit(f"error: {error}: put a {interpreter} with venv on the PATH") from None
+        told = f"error: put a {interpreter} with venv on the PATH; the one there fails: {error}"
+        raise SystemExit(told) from None
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "-e", ROOT, "numpy<2", *row.packages, *TOOLS], check=True)
     report.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ from trtllm_bls.launcher.watch import Watch
 from trtllm_bls.settings import listen
 
 TELL_S = 0.2
-_TOLD_S = 2.0
+_TOLD_S = 2.0  # for it to be answered, once told
 REPEAT_S = 5.0  # also where nothing has changed, as a sign of life
 _STUCK_S = 60.0  # the watch looks twice a second
 
@@ -140,9 +140,9 @@ class HealthEndpoint:
         """Return once what is answered is the state of this moment, or after 2 seconds."""
         self._now.set()
         until = time.monotonic() + _TOLD_S
-        while time.monotonic() < until:
+        while (left := until - time.monotonic()) > 0:
             with suppress(OSError, ValueError):
-                answer = json.loads(ask(self._url, _TOLD_S)[1])
+                answer = json.loads(ask(self._url, left)[1])
                 if answer["reasons"] == self._state.answers()["ready"]:
                     return
             time.sleep(0.005)

@@ -72,9 +72,9 @@ class Deployment:
         """Begin to report requests; they run on ``loop``."""
         self.reports.start(loop, self.orchestrator.load)
         # For its first line Triton's logger looks at the file of each module that is loaded, which
-        # takes 50 ms: now, not in the first request.
+        # takes 40 ms: now, not in the first request.
         log.info(
-            "trtllm-bls %s: at most %d requests run, and %d wait",
+            "trtllm-bls %s: this process runs at most %d requests, and %d more wait",
             __version__,
             self._parameters.max_running,
             self._parameters.max_queued,
