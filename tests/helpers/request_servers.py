@@ -54,7 +54,8 @@ class ManualSenders(SenderThreads):
         for queued in (self._first, self._later):
             while queued:
                 call, response, final = queued.popleft()
-                self._sent(call, call.deliver(response, final))
+                self._reports.append((call, call.deliver(response, final)))
+        self.take_reports()
 
     def time_is_up(self) -> None:
         """What was delayed is handed over, and sent."""

@@ -11,8 +11,8 @@ cancels their tasks. ``Call`` alone knows Triton's response sender and keeps its
 - Only outputs that the caller asked for are sent.
 - ``is_cancelled`` is never called after FINAL, nor during a send: one lock guards both.
 
-``pb_utils`` comes in as an argument, so tests run without Triton. Nothing here knows of text, tokens
-or engines.
+``pb_utils`` comes in as an argument, so tests run without Triton. Nothing here knows of text,
+tokens or engines.
 """
 
 from trtllm_bls.python_backend.call import MAX_QUEUED, Call, SenderThreads

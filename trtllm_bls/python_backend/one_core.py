@@ -24,8 +24,8 @@ _CLAIM = "\0trtllm-bls core"  # an abstract socket's name, before the core's num
 class OneCore:
     """Keeps ``threads`` (native ids) on one core, which ``check`` chooses.
 
-    No two processes of a network namespace take the same core: each claims its own, since the core
-    of an idle process looks free. Raises ``OSError`` where /proc/stat cannot be read.
+    Each process of a network namespace claims its own, since the core of an idle one looks free.
+    Raises ``OSError`` where /proc/stat cannot be read.
     """
 
     def __init__(self, threads: Iterable[int]) -> None:
@@ -69,8 +69,7 @@ class OneCore:
 
     def _claims(self, core: int) -> bool:
         """Claim ``core`` in place of the present one; false if another process has it."""
-        # The kernel removes an abstract socket with its process, however that ends.
-        claim = socket.socket(socket.AF_UNIX)
+        claim = socket.socket(socket.AF_UNIX)  # the kernel removes it with its process
         try:
             claim.bind(f"{_CLAIM} {core}")
         except OSError as error:
