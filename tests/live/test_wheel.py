@@ -10,9 +10,11 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import pytest
 
 from trtllm_bls.bundled import DEMO
+from trtllm_bls.cli import main
 from trtllm_bls.launcher.demo import prompts
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +64,7 @@ def test_the_wheel_brings_repository_and_demo(installed: Path) -> None:
     assert "Traceback" not in shown.stderr
 
 
-@pytest.mark.parametrize("name", ["configure", "demo", "generate", "serve"])
+@pytest.mark.parametrize("name", main.list_commands(click.Context(main)))
 def test_every_command_is_there(installed: Path, name: str) -> None:
     """Their code is in the package, not in the checkout's programs."""
     shown = run([installed, name, "--help"], installed.parent)
