@@ -22,10 +22,12 @@ REQUESTS ?= 10000
 STREAMS ?= 50000
 MINUTES ?= 60
 SEED ?= 1
-# Test processes at once. A file's tests stay together, since they share what the file's fixtures start.
+# Test processes at once. The tests of one file, or of one server, stay in one process.
 WORKERS ?= 2
-UNIT_TESTS := $(BIN)/pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
-LIVE_TESTS := $(BIN)/pytest -q --durations=10
+PARALLEL := -n $(WORKERS) --no-loadscope-reorder
+UNIT_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadfile --durations=10
+LIVE_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadgroup --durations=10 \
+	tests/conformance tests/live tests/reliability
 
 # The last client wheel whose perf_analyzer needs no newer glibc than 2.34, a load generator in C++.
 PERF_ANALYZER := tritonclient==2.51.0
@@ -115,7 +117,7 @@ static: $(INSTALLED)
 	$(BIN)/mypy
 
 check: static
-	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile tests/unit
+	$(BIN)/pytest -q $(PARALLEL) --dist loadfile tests/unit
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

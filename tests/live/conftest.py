@@ -88,7 +88,7 @@ class BeforeAService:
     models: tuple[str, ...]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("ticker") / "models"
     write_model(made, "ticker", TICKER)
