@@ -31,15 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     Tests that share a server come first. Those that start servers of their own are spread one by
     one after them, so that all workers end at about the same time.
     """
-    shares = {}
     for item in items:
         if isinstance(item, pytest.Function) and not LIVE.isdisjoint(item.path.parents):
             item.add_marker(pytest.mark.live)
             if group := _shared_server(item):
                 item.add_marker(pytest.mark.xdist_group(group))
-                shares[item] = group
     yield
-    items.sort(key=lambda item: item not in shares)
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
 def _shared_server(item: pytest.Function) -> str:

@@ -55,6 +55,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.with_name("trtllm-bls")
 
 
+@pytest.mark.slow
 def test_the_wheel_brings_repository_and_demo(installed: Path) -> None:
     """The demo answers its three prompts with nothing but what was installed."""
     shown = run([installed, "demo", "--max-tokens", "8", "--threads", "1"], installed.parent)
