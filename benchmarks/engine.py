@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
-from trtllm_bls.messages import EngineRequest, Sampling
+from trtllm_bls.types import EngineRequest, Sampling
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {

@@ -29,7 +29,7 @@ from trtllm_bls.bundled import DEMO
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.engines.triton_grpc import GrpcEngine
 from trtllm_bls.engines.trtllm_service.engine import TrtllmServiceEngine
-from trtllm_bls.messages import EngineRequest, Sampling
+from trtllm_bls.types import EngineRequest, Sampling
 
 
 async def read(stream: ChunkStream) -> int:
@@ -69,7 +69,7 @@ async def measure(engine: Engine, streams: int, length: int) -> tuple[float, int
         ]
         return sum(await asyncio.gather(*(read(engine.generate(each)) for each in requests)))
 
-    await engine.limits()
+    await engine.capacity()
     await all_of()
     began, wall = time.process_time(), time.perf_counter()
     tokens = await all_of()

@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.stepping import SteppingEngine
 
 from trtllm_bls.bundled import DEMO
-from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.types import TextChunk, TextRequest
 
 TICK = os.sysconf("SC_CLK_TCK")
 

@@ -23,8 +23,8 @@ from padded import demo_and_padded
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.messages import EngineRequest, Sampling, SpeculationRequest
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+from trtllm_bls.types import EngineRequest, Sampling, SpeculationRequest
 
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
 NAMES = ("Ada", "Bruno", "Chen", "Dana", "Emil", "Fatima", "Goro", "Hana")

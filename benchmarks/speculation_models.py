@@ -31,9 +31,9 @@ from trtllm_bls.client import Client
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.launcher import TritonServer
-from trtllm_bls.messages import EngineRequest, Sampling, SpeculationRequest
 from trtllm_bls.settings import ServeSettings
 from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.types import EngineRequest, Sampling, SpeculationRequest
 
 WAYS: dict[str, dict[str, Any]] = {
     "k=4": {"num_draft_tokens": 4},

@@ -21,9 +21,9 @@ from doubles.scripted_tokens import Choice, Rule, RuleSampler
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import EngineUnavailable, InvalidRequest
-from trtllm_bls.messages import (
+from trtllm_bls.types import (
+    EngineCapacity,
     EngineChunk,
-    EngineLimits,
     EngineMetrics,
     EngineRequest,
     FinishReason,
@@ -55,13 +55,13 @@ class Fault:
     """What goes wrong, from the request numbered ``after_requests`` (0 = the first) on.
 
     ``error`` is raised once the request has ``after_tokens`` tokens; ``None`` means that it never
-    answers again. ``limits`` tells whether asking for the limits goes wrong in the same way.
+    answers again. ``capacity`` tells whether asking for the capacity goes wrong in the same way.
     """
 
     error: Exception | None = None
     after_requests: int = 0
     after_tokens: int = 0
-    limits: bool = False
+    capacity: bool = False
 
 
 class ScriptedEngine:
@@ -79,7 +79,7 @@ class ScriptedEngine:
         self.cancelled: list[str] = []
         self.live = 0
         self._rule = rule
-        self._limits = EngineLimits(
+        self._capacity = EngineCapacity(
             vocab_size=self.script.vocab_size,
             max_sequence_tokens=self.script.max_sequence_tokens,
             max_draft_tokens=self.script.max_draft_tokens,
@@ -87,10 +87,10 @@ class ScriptedEngine:
         self._closed = False
         self._free_at = 0.0  # loop time at which the batch is free again
 
-    async def limits(self) -> EngineLimits:
-        if self.fault is not None and self.fault.limits:
+    async def capacity(self) -> EngineCapacity:
+        if self.fault is not None and self.fault.capacity:
             await _go_wrong(self.fault)
-        return self._limits
+        return self._capacity
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""
@@ -99,7 +99,7 @@ class ScriptedEngine:
     async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         number = len(self.requests)
         self.requests.append(request)
-        _check(request, self._limits)
+        _check(request, self._capacity)
         self.live += 1
         answered = False
         try:
@@ -142,8 +142,8 @@ class ScriptedEngine:
         await _go_wrong(fault)
 
 
-def _check(request: EngineRequest, limits: EngineLimits) -> None:
-    check_request(request, limits)
+def _check(request: EngineRequest, capacity: EngineCapacity) -> None:
+    check_request(request, capacity)
     if request.draft is not None and not request.draft.token_ids:
         raise InvalidRequest("draft_input_ids", "a draft without tokens")
 

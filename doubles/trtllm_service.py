@@ -25,10 +25,10 @@ from doubles.scripted_tokens import reciting
 from trtllm_bls.engines.base import ChunkStream, Engine, GeneratedChunks
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError
-from trtllm_bls.messages import (
+from trtllm_bls.types import (
     Array,
+    EngineCapacity,
     EngineChunk,
-    EngineLimits,
     EngineRequest,
     FinishReason,
     Sampling,
@@ -219,7 +219,7 @@ class _Answer:
 
     async def _run(self) -> None:
         try:
-            await self._service.engine.limits()
+            await self._service.engine.capacity()
             async with aclosing(self._service.engine.generate(self._request)) as stream:
                 async for chunk in stream:
                     self._service.tokens += len(chunk.token_ids)
@@ -442,8 +442,8 @@ class EchoEngine:
         self._script = script
         self._faults = faults or {}
 
-    async def limits(self) -> EngineLimits:
-        return EngineLimits(max_sequence_tokens=self._script.max_sequence_tokens)
+    async def capacity(self) -> EngineCapacity:
+        return EngineCapacity(max_sequence_tokens=self._script.max_sequence_tokens)
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trtllm_bls.detokenizer.vocabulary import Detokenizer
-from trtllm_bls.messages import (
+from trtllm_bls.stopping import StopMatcher
+from trtllm_bls.types import (
     Array,
     Ending,
     EngineChunk,
@@ -27,7 +28,6 @@ from trtllm_bls.messages import (
     TokenIds,
     TokenText,
 )
-from trtllm_bls.stopping import StopMatcher
 
 
 @dataclass(kw_only=True)  # see EngineChunk

@@ -19,8 +19,11 @@ from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.answer import Answer, TextRules, too_late
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import EngineError, Unsupported
-from trtllm_bls.messages import (
-    EngineLimits,
+from trtllm_bls.prompts import Prompt, PromptMaker
+from trtllm_bls.request_stats import RequestRecord, RequestStats, TextSink
+from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import (
+    EngineCapacity,
     EngineRequest,
     FinishReason,
     Sampling,
@@ -28,9 +31,6 @@ from trtllm_bls.messages import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.prompts import Prompt, PromptMaker
-from trtllm_bls.request_stats import RequestRecord, RequestStats, TextSink
-from trtllm_bls.tokenizer import Tokenizer
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout_at
@@ -148,15 +148,17 @@ class Orchestrator:
         try:
             in_time = nullcontext() if deadline is None else timeout_at(deadline)
             async with in_time, self._place(request):
-                limits = await self._engine.limits()
-                prompt = await self._prompt(request, limits)
-                max_tokens = self._max_tokens(request, prompt, limits)
-                request = _with_logits(request, limits)
+                capacity = await self._engine.capacity()
+                prompt = await self._prompt(request, capacity)
+                max_tokens = self._max_tokens(request, prompt, capacity)
+                request = _with_logits(request, capacity)
                 asked = self._engine_request(request, prompt, max_tokens)
                 sink.shown = asked.streaming and not request.stream
                 if request.wants.context_logits or request.wants.generation_logits:
-                    self._defaults.limits.check_logits(asked.logit_rows(limits), limits.vocab_size)
-                answer = self._answer(request, prompt, limits, max_tokens)
+                    self._defaults.limits.check_logits(
+                        asked.logit_rows(capacity), capacity.vocab_size
+                    )
+                answer = self._answer(request, prompt, capacity, max_tokens)
                 sink.begin(len(prompt.ids), answer)
                 stream = self._engine.generate(asked)
                 try:
@@ -202,25 +204,25 @@ class Orchestrator:
         seconds = self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
         return None if seconds is None else asyncio.get_running_loop().time() + seconds
 
-    async def _prompt(self, request: TextRequest, limits: EngineLimits) -> Prompt:
-        longest = _longest_prompt(limits)
+    async def _prompt(self, request: TextRequest, capacity: EngineCapacity) -> Prompt:
+        longest = _longest_prompt(capacity)
         # Tokenising what is long would hold up every other stream.
         if request.text_ids is None and self._prompts.is_long(request):
             return await asyncio.to_thread(self._prompts.make, request, longest, _give_way)
         return self._prompts.make(request, longest)
 
-    def _max_tokens(self, request: TextRequest, prompt: Prompt, limits: EngineLimits) -> int:
+    def _max_tokens(self, request: TextRequest, prompt: Prompt, capacity: EngineCapacity) -> int:
         """As many as the request allows; all that fit and may be asked for where it is open."""
         if request.max_tokens is not None:
             return request.max_tokens
         room = _UNKNOWN_ROOM
-        if limits.max_sequence_tokens is not None:
-            room = limits.max_sequence_tokens - len(prompt.ids)
+        if capacity.max_sequence_tokens is not None:
+            room = capacity.max_sequence_tokens - len(prompt.ids)
         most = self._defaults.limits.max_output_tokens
         return room if most is None else min(room, most)
 
     def _answer(
-        self, request: TextRequest, prompt: Prompt, limits: EngineLimits, max_tokens: int
+        self, request: TextRequest, prompt: Prompt, capacity: EngineCapacity, max_tokens: int
     ) -> Answer:
         # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is spelled.
         whole_with_prompt = not (request.stream or request.exclude_input_in_output)
@@ -235,7 +237,7 @@ class Orchestrator:
             echo_ids=tuple(prompt.ids) if request.echo or whole_with_prompt else (),
             accumulate=self._defaults.accumulate,
             seed=request.sampling.seed,
-            max_sequence_tokens=limits.max_sequence_tokens,
+            max_sequence_tokens=capacity.max_sequence_tokens,
             expose_kv_cache_metrics=self._defaults.expose_kv_cache_metrics,
             return_tokens=request.return_tokens,
             return_drafted=request.return_drafted,
@@ -321,9 +323,9 @@ def _give_way() -> None:
     time.sleep(0.0001)
 
 
-def _with_logits(request: TextRequest, limits: EngineLimits) -> TextRequest:
+def _with_logits(request: TextRequest, capacity: EngineCapacity) -> TextRequest:
     """Where the engine does not tell the likeliest ids of a place, its logits do."""
-    if not request.wants.top_log_probs or limits.tells_top_log_probs:
+    if not request.wants.top_log_probs or capacity.tells_top_log_probs:
         return request
     wants = replace(request.wants, top_log_probs=0, generation_logits=True)
     return replace(request, wants=wants)
@@ -348,11 +350,11 @@ def _with_prediction(asked: SpeculationRequest, prompt: Prompt) -> SpeculationRe
     return replace(asked, prediction=prompt.prediction) if prompt.prediction else asked
 
 
-def _longest_prompt(limits: EngineLimits) -> int | None:
+def _longest_prompt(capacity: EngineCapacity) -> int | None:
     """In tokens; at least one new token must fit behind it."""
-    longest = limits.max_prompt_tokens
-    if limits.max_sequence_tokens is not None:
-        room = limits.max_sequence_tokens - 1
+    longest = capacity.max_prompt_tokens
+    if capacity.max_sequence_tokens is not None:
+        room = capacity.max_sequence_tokens - 1
         longest = room if longest is None else min(longest, room)
     return longest
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from trtllm_bls.answer import Answer
 from trtllm_bls.errors import InvalidRequest, Overloaded
-from trtllm_bls.messages import Ending, FinishReason, SpeculationCounts, TextChunk, TextRequest
+from trtllm_bls.types import Ending, FinishReason, SpeculationCounts, TextChunk, TextRequest
 
 MOST_CHARACTERS = 1000  # of a prompt and an error: figures may wait to be read, prompts are large
 

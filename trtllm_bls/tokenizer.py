@@ -29,7 +29,7 @@ from trtllm_bls.checkpoint_dir import check_tokenizer, config_vocab_size, genera
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
 from trtllm_bls.detokenizer.token_length import most_characters
 from trtllm_bls.errors import InvalidRequest, TokenizerError, half_character
-from trtllm_bls.messages import ChatOptions, PromptIds
+from trtllm_bls.types import ChatOptions, PromptIds
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from doubles.trtllm_service import Behaviour, ScriptedService
 from trtllm_bls.engines.base import QueuedChunks, ids_chunk
-from trtllm_bls.messages import (
+from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.types import (
+    EngineCapacity,
     EngineChunk,
-    EngineLimits,
     EngineRequest,
     FinishReason,
     TokenIds,
 )
-from trtllm_bls.tokenizer import load_tokenizer
 
 _LENGTH = EngineChunk(token_ids=(), final=True, finish_reason=FinishReason.LENGTH)
 
@@ -37,8 +37,8 @@ class SteppingEngine:
         self._due = 0.0
         self._ticking = False
 
-    async def limits(self) -> EngineLimits:
-        return EngineLimits()
+    async def capacity(self) -> EngineCapacity:
+        return EngineCapacity()
 
     def generate(self, request: EngineRequest) -> QueuedChunks:
         stream = QueuedChunks(lambda: self._open.pop(stream, None))

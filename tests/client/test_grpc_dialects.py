@@ -20,7 +20,7 @@ from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import (
     InvalidRequest,
 )
-from trtllm_bls.messages import Sampling
+from trtllm_bls.types import Sampling
 
 # --- dialects -------------------------------------------------------------------------------
 
@@ -81,14 +81,14 @@ async def test_limits_are_the_models_parameters() -> None:
     """Asked for once; what is no number is not known."""
     config = model_config(ENGINE, {"max_sequence_tokens": "64", "max_draft_len": "${x}"})
     async with reaching(config=config) as (engine, triton):
-        limits = await engine.limits()
+        limits = await engine.capacity()
         assert (limits.max_sequence_tokens, limits.max_draft_tokens) == (64, None)
-        await engine.limits()
+        await engine.capacity()
         assert triton.config_asked == 1
     for own, drafts in (("embedded", 4), ("llm_api", 0), ("trtllm://gpu:1", 0)):
         config = model_config(ENGINE, {"engine": own, "max_draft_len": "4"})
         async with reaching(config=config) as (engine, _):
-            assert (await engine.limits()).max_draft_tokens == drafts
+            assert (await engine.capacity()).max_draft_tokens == drafts
 
 
 @pytest.mark.parametrize(
@@ -112,5 +112,5 @@ async def test_the_c_backend_may_end_requests_after_one_step_unless_it_tells(
 ) -> None:
     """Its template has no parameter for it; our own engine never does."""
     async with reaching(config=model_config(ENGINE, parameters)) as (engine, _):
-        limits = await engine.limits()
+        limits = await engine.capacity()
         assert (limits.one_step, limits.may_be_one_step) == (one_step, may_be)

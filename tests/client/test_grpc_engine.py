@@ -34,7 +34,7 @@ from trtllm_bls.errors import (
     InvalidRequest,
     TrtllmBlsError,
 )
-from trtllm_bls.messages import EngineChunk, EngineMetrics, Wants
+from trtllm_bls.types import EngineChunk, EngineMetrics, Wants
 from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
 
 # --- chunks ---------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_a_refusal_of_our_own_engine_comes_back_as_what_it_was() -> None:
 async def test_a_failed_request_fails_no_other_that_is_about_to_start() -> None:
     """The model is asked again for what it declares, but only by requests that come later."""
     async with reaching(Fail("out of blocks")) as (engine, triton):
-        await engine.limits()
+        await engine.capacity()
         with pytest.raises(EngineError, match="out of blocks"):
             await engine.generate(ASK).wait()
         triton.steps = (Say((3,), final=True),)
@@ -171,7 +171,7 @@ async def test_a_failed_request_fails_no_other_that_is_about_to_start() -> None:
         await chunks.wait()
         assert [chunk.token_ids for chunk in chunks.take()] == [(3,)]
         assert triton.config_asked == 1
-        await engine.limits()
+        await engine.capacity()
         assert triton.config_asked == 2
 
 
@@ -234,7 +234,7 @@ async def test_a_configuration_that_is_no_message_is_the_engines_error(
     engine = GrpcEngine("there:8001", "tensorrt_llm", 10)
     monkeypatch.setattr(engine._connection, "unary", nonsense)
     with pytest.raises(EngineError, match="tensorrt_llm at there:8001: its configuration cannot"):
-        await engine.limits()
+        await engine.capacity()
     await engine.close()
 
 
@@ -242,7 +242,7 @@ async def test_nobody_at_the_address() -> None:
     """Unavailable, with the address."""
     engine = GrpcEngine("127.0.0.1:1", "tensorrt_llm", vocab_size=50)
     with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:1"):
-        await engine.limits()
+        await engine.capacity()
     await engine.close()
 
 
@@ -252,7 +252,7 @@ async def test_nobody_at_the_address() -> None:
 async def test_leaving_early_is_seen_by_the_engine() -> None:
     """Closed after a chunk, or cancelled while waiting for one."""
     async with reaching(Say((3,)), HOLD) as (engine, triton):
-        await engine.limits()
+        await engine.capacity()
         async with aclosing(engine.generate(ASK)) as chunks:
             await chunks.wait()
         await triton.cancelled.wait()
@@ -268,7 +268,7 @@ async def test_leaving_early_is_seen_by_the_engine() -> None:
 async def test_leaving_after_the_last_chunk_cancels_nothing() -> None:
     """A cancel around the final response leaks the request inside Triton 24.10."""
     async with reaching(Say((3,)), Say((4,), final=True), LINGER) as (engine, triton):
-        await engine.limits()
+        await engine.capacity()
         async with aclosing(engine.generate(ASK)) as chunks:
             async for chunk in chunks:
                 if chunk.final:

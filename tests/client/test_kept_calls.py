@@ -20,7 +20,7 @@ from tests.helpers.fake_engine_server import (
 )
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import EngineRequest
+from trtllm_bls.types import EngineRequest
 
 
 def named(request_id: str) -> EngineRequest:
@@ -64,7 +64,7 @@ async def test_no_two_requests_share_a_call_at_a_time() -> None:
     """A cancel ends a whole call."""
     all_asked = asyncio.Event()
     async with reaching(Say((3,)), all_asked, Say((4,), final=True)) as (engine, triton):
-        await engine.limits()
+        await engine.capacity()
         for names, calls in (("abcd", [1, 1, 1, 1]), ("efgh", [2, 2, 2, 2])):
             all_asked.clear()
             reading = [asyncio.create_task(read(engine, named(name))) for name in names]
@@ -97,7 +97,7 @@ async def test_a_request_that_is_over_no_longer_cancels() -> None:
     """Its reader may close it late, while the call has another one."""
     go_on = asyncio.Event()
     async with reaching(Say((3,), final=True)) as (engine, triton):
-        await engine.limits()
+        await engine.capacity()
         early = engine.generate(named("early"))
         await early.wait()
         triton.steps = (Say((3,)), go_on, Say((4,), final=True))

@@ -18,7 +18,7 @@ from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.llm_api import LlmApiEngine, open_llm
 from trtllm_bls.errors import EngineError, EngineUnavailable, SetupError, Unsupported
-from trtllm_bls.messages import EngineRequest, FinishReason, Sampling, Wants
+from trtllm_bls.types import EngineRequest, FinishReason, Sampling, Wants
 
 EOS = 2
 ANSWER = (11, 12, 13, 14, 15)
@@ -41,7 +41,7 @@ async def opened(
     """The engine, and the LLM that it was given."""
     monkeypatch.setattr(api, "ENGINE", ScriptedEngine(rule, script))
     engine = open_llm("llm", Path("model"), {"max_sequence_tokens": 64, "threads": 3}, lambda: 1000)
-    await engine.limits()
+    await engine.capacity()
     yield engine, engine._llm
     await engine.close()
 
@@ -130,7 +130,7 @@ async def test_errors_and_absence(api: Any, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(EngineError, match="llm: out of memory"):
             await read(engine, ASK)
     with pytest.raises(EngineUnavailable):
-        await engine.limits()
+        await engine.capacity()
     monkeypatch.setitem(__import__("sys").modules, "tensorrt_llm", None)
     with pytest.raises(SetupError, match="engine llm_api needs TensorRT-LLM"):
         open_llm("llm", Path("model"), {}, lambda: 1000)

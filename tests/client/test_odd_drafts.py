@@ -14,8 +14,8 @@ from tests.helpers.fake_engine_server import HANG_UP, Fail, reaching
 from tests.helpers.fake_grpc_server import Say, tokens
 from tests.helpers.scripted_pairs import VOCAB, SpeculatingEngine, hashed_pair, read, told
 from tests.helpers.scripted_pairs import engine_request as ask
-from trtllm_bls.messages import Sampling
 from trtllm_bls.speculative.shared import SpeculationShared
+from trtllm_bls.types import Sampling
 
 LOGITS = np.zeros((1, 2, VOCAB), np.float32)
 WHOLE = tokens(1, 2, final=True, generation_logits=LOGITS)
@@ -87,7 +87,7 @@ async def test_an_odd_reply_of_a_draft_engine_means_plain_decoding(
     expected = told(await read(plain.target, request))
     target = hashed_pair(words=VOCAB).target
     async with reaching(reply) as (draft, server):
-        await draft.limits()
+        await draft.capacity()
         engine = SpeculatingEngine(
             target,
             draft,

@@ -16,11 +16,11 @@ from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, FinishReason, Sampling
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason, Sampling
 
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=6)
 DOWN = EngineUnavailable("down")
-UNREADABLE = Fault(error=ValueError("no\nmessage"), after_requests=1000, limits=True)
+UNREADABLE = Fault(error=ValueError("no\nmessage"), after_requests=1000, capacity=True)
 
 
 def engines(count: int = 2) -> list[ScriptedEngine]:
@@ -33,7 +33,7 @@ def together(*parts: ScriptedEngine, **options: Any) -> ReplicatedEngine:
 
 
 async def tokens(engine: Any, request: EngineRequest = ASK) -> list[int]:
-    await engine.limits()
+    await engine.capacity()
     return ids(await read(engine, request))
 
 
@@ -41,7 +41,7 @@ async def test_the_least_loaded_engine_is_chosen() -> None:
     """By sequences that run there now; a request that has ended or left counts no more."""
     one, two = engines()
     engine = together(one, two)
-    await engine.limits()
+    await engine.capacity()
     heavy = engine.generate(replace(ASK, num_return_sequences=3))
     light = [engine.generate(ASK) for _ in range(3)]
     for stream in (heavy, *light):
@@ -72,7 +72,7 @@ async def test_chunks_are_taken_where_they_arrive_at_each_engine_in_turn() -> No
     """What the first engine refuses, the second gives to the same reader, which is not woken."""
     one, two = filling = [Filling("one"), Filling("two")]
     engine = ReplicatedEngine(filling)
-    await engine.limits()
+    await engine.capacity()
     stream, taken = engine.generate(ASK), []
 
     def take_now() -> bool:
@@ -101,8 +101,8 @@ class Filling:
         self.chunks = QueuedChunks()
         self.begun = asyncio.Event()
 
-    async def limits(self) -> EngineLimits:
-        return EngineLimits()
+    async def capacity(self) -> EngineCapacity:
+        return EngineCapacity()
 
     def generate(self, request: EngineRequest) -> QueuedChunks:
         self.begun.set()
@@ -131,12 +131,12 @@ async def test_each_engine_is_tried_once_and_the_last_error_is_told() -> None:
 async def test_an_engine_that_was_lost_gets_no_requests_until_it_answers() -> None:
     """With all of them lost, the next request asks again instead of waiting for its rest to end."""
     one, two = engines()
-    one.fault = Fault(error=DOWN, limits=True)
+    one.fault = Fault(error=DOWN, capacity=True)
     engine = together(one, two)
     for _ in range(3):
         assert len(await tokens(engine)) == 6
     assert not one.requests
-    two.fault, one.fault = Fault(error=DOWN, limits=True), None
+    two.fault, one.fault = Fault(error=DOWN, capacity=True), None
     with pytest.raises(EngineUnavailable):
         await tokens(engine)
     assert len(await tokens(engine)) == 6
@@ -161,10 +161,10 @@ async def test_an_engine_that_answers_again_gets_requests_again() -> None:
     """It is asked without any request, ever more rarely, for half a minute at most."""
     one, two = engines()
     engine = together(one, two)
-    await engine.limits()
+    await engine.capacity()
     one.fault = Fault(error=DOWN)
     await tokens(engine)
-    one.fault = Fault(error=DOWN, limits=True)
+    one.fault = Fault(error=DOWN, capacity=True)
     await asyncio.sleep(100)
     await tokens(engine)
     assert len(one.requests) == 1, "the one that failed"
@@ -200,7 +200,7 @@ async def test_an_engine_whose_limits_cannot_be_read_rests_as_one_that_is_down()
     await asyncio.sleep(2)
     one.fault = two.fault = UNREADABLE
     await tokens(engine)
-    with pytest.raises(EngineUnavailable, match=r"^0: asking for its limits failed: ValueError"):
+    with pytest.raises(EngineUnavailable, match=r"^0: asking for its capacity failed: ValueError"):
         await tokens(engine)
     await engine.close()
 
@@ -225,14 +225,14 @@ async def test_each_reason_to_rest_is_one_line(caplog: pytest.LogCaptureFixture)
     """However often it is asked."""
     one, two = engines()
     engine = together(one, two)
-    await engine.limits()
+    await engine.capacity()
     one.fault = Fault(error=DOWN)
     await tokens(engine)
     one.fault = UNREADABLE
     await asyncio.sleep(100)
     await engine.close()
     rest = "; no request goes there until it answers again"
-    failed = r"0: asking for its limits failed: ValueError('no\nmessage')"
+    failed = r"0: asking for its capacity failed: ValueError('no\nmessage')"
     assert caplog.messages == [f"down{rest}", f"{failed}{rest}"]
 
 
@@ -275,7 +275,7 @@ async def test_a_whole_answer_is_ended_rather_than_resumed(
     """Its last token tells why, where its engine is lost before it does."""
     one, two = filling = [Filling("one"), Filling("two")]
     engine = ReplicatedEngine(filling, resume=True)
-    await engine.limits()
+    await engine.capacity()
     one.chunks.put([EngineChunk(token_ids=(7, 8)), EngineChunk(token_ids=(9,))])
     one.chunks.fail(DOWN)
     assert told(await read(engine, replace(ASK, **more))) == ([7, 8, 9], reason)
@@ -295,7 +295,7 @@ async def test_a_drawn_request_without_a_seed_is_not_resumed() -> None:
 async def test_leaving_ends_the_engines_work() -> None:
     one, two = engines()
     engine = together(one, two)
-    await engine.limits()
+    await engine.capacity()
     stream = engine.generate(replace(ASK, max_tokens=1000))
     await stream.wait()
     await stream.aclose()

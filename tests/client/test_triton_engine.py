@@ -17,7 +17,7 @@ from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines.triton import Route, TritonEngine, _is_foreign
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest
-from trtllm_bls.messages import Sampling
+from trtllm_bls.types import Sampling
 
 LISTEN = """
 import socket, time
@@ -47,9 +47,9 @@ async def test_a_reachable_server_is_spoken_to_over_grpc_unless_told_otherwise(
     """Opened once, by the first request, also where two come at once."""
     async with Triton() as triton:
         model = TritonEngine("tensorrt_llm", route(triton.url, transport))
-        await asyncio.gather(model.limits(), model.limits())
+        await asyncio.gather(model.capacity(), model.capacity())
         for _ in range(2):
-            assert (await model.limits()).max_sequence_tokens == 64
+            assert (await model.capacity()).max_sequence_tokens == 64
             assert type(model._chosen).__name__ == kind
         assert triton.config_asked == 1
         await model.close()
@@ -59,13 +59,13 @@ async def test_without_a_port_only_auto_and_bls_go_on() -> None:
     """grpc was asked for, so its absence is an error; the next request tries again."""
     for transport in ("auto", "bls"):
         model = TritonEngine("tensorrt_llm", route("127.0.0.1:1", transport))
-        await model.limits()
+        await model.capacity()
         assert type(model._chosen).__name__ == "BlsEngine"
         await model.close()
     model = TritonEngine("tensorrt_llm", route("127.0.0.1:1", "grpc"))
     for _ in range(2):
         with pytest.raises(EngineUnavailable):
-            await model.limits()
+            await model.capacity()
     await model.close()
 
 
@@ -74,11 +74,11 @@ async def test_a_choice_made_for_want_of_a_port_is_made_again() -> None:
     async with Triton() as triton:
         model = TritonEngine("tensorrt_llm", route(triton.url))
         down = TritonEngine("tensorrt_llm", route("127.0.0.1:1"))
-        await down.limits()
+        await down.capacity()
         assert type(down._chosen).__name__ == "BlsEngine"
         down._grpc, model._grpc = model._grpc, down._grpc
         down._look_again_at = 0.0  # the time has come
-        await down.limits()
+        await down.capacity()
         assert type(down._chosen).__name__ == "GrpcEngine"
         for engine in (model, down):
             await engine.close()
@@ -96,7 +96,7 @@ async def test_tensors_are_read_from_the_repository_where_nobody_can_be_asked(
     (tmp_path / "tensorrt_llm" / "config.pbtxt").write_text(text_format.MessageToString(config))
     there = replace(route("127.0.0.1:1"), repository=tmp_path)
     model = TritonEngine("tensorrt_llm", there)
-    assert (await model.limits()).max_sequence_tokens == 77
+    assert (await model.capacity()).max_sequence_tokens == 77
     with pytest.raises(InvalidRequest, match="seed"):
         asked = replace(ASK, sampling=Sampling(seed=1))
         await model.generate(asked).wait()
@@ -131,7 +131,7 @@ async def test_a_model_that_cannot_serve_us_is_an_error_on_any_transport(
     async with Triton(config=config) as triton:
         model = TritonEngine(name, route(triton.url, transport))
         with pytest.raises(EngineError, match=r"decoupled|misspelt"):
-            await model.limits()
+            await model.capacity()
 
 
 @pytest.mark.parametrize("transport", ["auto", "grpc", "bls"])
@@ -141,7 +141,7 @@ async def test_a_model_that_is_still_loading_decides_nothing(transport: str) -> 
         triton.loading = True
         model = TritonEngine("tensorrt_llm", route(triton.url, transport))
         with pytest.raises(EngineUnavailable, match="no available versions"):
-            await model.limits()
+            await model.capacity()
         triton.loading = False
-        assert (await model.limits()).max_sequence_tokens == 64
+        assert (await model.capacity()).max_sequence_tokens == 64
         await model.close()

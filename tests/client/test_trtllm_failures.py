@@ -34,7 +34,7 @@ from trtllm_bls.errors import (
     EngineUnavailable,
     InvalidRequest,
 )
-from trtllm_bls.messages import (
+from trtllm_bls.types import (
     EngineChunk,
     FinishReason,
 )
@@ -110,14 +110,14 @@ async def test_a_server_that_is_down_is_unavailable_and_comes_back() -> None:
     async with playing(RULE) as (_, url):
         port = int(url.rpartition(":")[2])
         engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
-        await engine.limits()
+        await engine.capacity()
         assert tuple(ids(await read(engine, ASK))) == ANSWER
     with pytest.raises(EngineUnavailable):
         await read(engine, ASK)
     with pytest.raises(EngineUnavailable):
-        await engine.limits()
+        await engine.capacity()
     async with playing(RULE, port=port):
-        await engine.limits()
+        await engine.capacity()
         assert tuple(ids(await read(engine, ASK))) == ANSWER
         await engine.close()
 
@@ -132,7 +132,7 @@ async def test_another_grpc_server_is_named_as_such() -> None:
     async with Triton() as triton:
         engine = TrtllmServiceEngine(triton.url)
         with pytest.raises(EngineUnavailable, match="another gRPC service answers there"):
-            await engine.limits()
+            await engine.capacity()
         await engine.close()
 
 
@@ -171,7 +171,7 @@ async def test_a_service_that_falls_ill_is_refused_without_a_request_to_it(
 
     async def refused(engine: Any) -> bool:
         try:
-            await engine.limits()
+            await engine.capacity()
         except EngineUnavailable as error:
             return problem in str(error)
         return False
@@ -196,9 +196,9 @@ async def test_an_answer_about_itself_that_is_no_message_is_its_failure(method: 
         engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
         service.behaviour = replace(service.behaviour, unreadable=method)
         with pytest.raises(EngineUnavailable, match=rf"{url}: its {method}Response cannot be read"):
-            await engine.limits()
+            await engine.capacity()
         service.behaviour = replace(service.behaviour, unreadable="")
-        assert await engine.limits()
+        assert await engine.capacity()
         assert tuple(ids(await read(engine, ASK))) == ANSWER
         await engine.close()
 
@@ -219,7 +219,7 @@ async def test_limits_come_from_the_settings_or_the_server(
     max_seq_len: int, settings: dict[str, Any], longest: int | None
 ) -> None:
     async with reaching(RULE, settings=settings, max_seq_len=max_seq_len) as (engine, _):
-        limits = await engine.limits()
+        limits = await engine.capacity()
         assert limits.max_sequence_tokens == longest
         assert limits.max_draft_tokens == 0
 

@@ -19,15 +19,15 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Unsupported,
 )
-from trtllm_bls.messages import (
+from trtllm_bls.types import (
     Draft,
-    EngineLimits,
+    EngineCapacity,
     EngineRequest,
     Sampling,
     Wants,
 )
 
-NO_LIMITS = EngineLimits()
+NO_LIMITS = EngineCapacity()
 
 
 def sent(request: EngineRequest) -> Any:

@@ -30,8 +30,8 @@ from trtllm_bls.engines.trtllm_service.requests import service_request
 from trtllm_bls.errors import (
     EngineUnavailable,
 )
-from trtllm_bls.messages import (
-    EngineLimits,
+from trtllm_bls.types import (
+    EngineCapacity,
     FinishReason,
     Sampling,
     Wants,
@@ -169,7 +169,7 @@ def test_a_request_that_ended_is_not_aborted() -> None:
 async def test_closing_aborts_what_runs() -> None:
     async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
         engine = TrtllmServiceEngine(url)
-        await engine.limits()
+        await engine.capacity()
         stream = engine.generate(replace(ASK, max_tokens=800))
         await stream.wait()
         await engine.close()
@@ -181,7 +181,7 @@ async def test_a_call_that_is_cancelled_alone_leaks_half_of_the_time() -> None:
     """Of the played server, as of the real one: what aborting first is for."""
     async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
         connection = Connection(url)
-        asked = service_request(replace(ASK, max_tokens=800), "id", EOS, EngineLimits())
+        asked = service_request(replace(ASK, max_tokens=800), "id", EOS, EngineCapacity())
         for number in range(4):
             asked.message.request_id = str(number)
             arrived = asyncio.Event()
@@ -205,7 +205,7 @@ async def test_two_services_stand_in_for_each_other(resume: bool) -> None:
         settings = ServiceSettings(eos_id=EOS)
         parts = [TrtllmServiceEngine(each, settings) for each in (url, other)]
         engine = ReplicatedEngine(parts, resume=resume)
-        await engine.limits()
+        await engine.capacity()
         stream = engine.generate(replace(ASK, max_tokens=60))
         await stream.wait()
         first = stream.take()
@@ -217,7 +217,7 @@ async def test_two_services_stand_in_for_each_other(resume: bool) -> None:
             with pytest.raises(EngineUnavailable):
                 async for _ in stream:
                     pass
-        await engine.limits()
+        await engine.capacity()
         assert len(ids(await read(engine, replace(ASK, max_tokens=60)))) == 60
         assert two.requests
         await engine.close()

@@ -63,7 +63,7 @@ def before_a_service() -> Iterator[TritonServer]:
     behaviour = Behaviour(
         eos_id=tokenizer.eos_id or 0,
         vocab_size=tokenizer.vocab_size,
-        max_seq_len=engine._limits.max_sequence_tokens or 0,
+        max_seq_len=engine._capacity.max_sequence_tokens or 0,
     )
     with service_in_a_thread(engine, behaviour) as (_, url):
         address = Override("tensorrt_llm", "engine", f"trtllm://{url}")

@@ -25,7 +25,7 @@ from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.llm_api import LlmApiEngine
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError, Unsupported
-from trtllm_bls.messages import Draft, EngineLimits, EngineRequest, Sampling, Wants
+from trtllm_bls.types import Draft, EngineCapacity, EngineRequest, Sampling, Wants
 from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
 
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=2, end_id=EOS)
@@ -78,7 +78,7 @@ PROBES: dict[str, dict[str, Any]] = {
 async def _answer(engine: Engine, request: EngineRequest) -> str:
     """Empty where the engine answers, else why it does not."""
     try:
-        await engine.limits()
+        await engine.capacity()
         async with aclosing(engine.generate(request)) as stream:
             async for _ in stream:
                 pass
@@ -102,7 +102,7 @@ async def ask_all() -> dict[str, list[str]]:
     embedded = EmbeddedEngine(DEMO / "target", EmbeddedSettings(threads=1))
     api = _fake_api()
     api.ENGINE = ScriptedEngine(RULE)
-    llm_api = LlmApiEngine("llm_api", api, api.LLM("none"), EngineLimits(max_draft_tokens=0))
+    llm_api = LlmApiEngine("llm_api", api, api.LLM("none"), EngineCapacity(max_draft_tokens=0))
     told = {}
     async with reaching(RULE) as (service, _):
         for name, more in PROBES.items():

@@ -22,7 +22,7 @@ from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
 from trtllm_bls.engines.embedded.runner import Runner
 from trtllm_bls.engines.embedded.sequence import Sequence, Submission
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, Sampling
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, Sampling
 
 VOCAB = 96
 NO_LOOP: Any = None  # of submissions whose events nobody delivers
@@ -140,10 +140,10 @@ class Steps:
 
     def add(self, asked: EngineRequest) -> Submission:
         submission = Submission(asked.num_return_sequences, QueuedChunks(), NO_LOOP)
-        limits = EngineLimits(vocab_size=VOCAB, max_sequence_tokens=self.length)
+        capacity = EngineCapacity(vocab_size=VOCAB, max_sequence_tokens=self.length)
         self.batcher.add(
             [
-                Sequence(asked, index, limits, submission)
+                Sequence(asked, index, capacity, submission)
                 for index in range(asked.num_return_sequences)
             ]
         )

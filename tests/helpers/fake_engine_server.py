@@ -15,7 +15,7 @@ from tests.helpers.fake_grpc_server import Fail, FakeGrpcServer, Step
 from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines.triton_grpc import GrpcEngine
-from trtllm_bls.messages import EngineChunk, EngineRequest
+from trtllm_bls.types import EngineChunk, EngineRequest
 
 __all__ = [
     "ASK",
@@ -101,6 +101,6 @@ async def reaching(
 
 
 async def read(engine: GrpcEngine, request: EngineRequest = ASK) -> list[EngineChunk]:
-    await engine.limits()
+    await engine.capacity()
     async with aclosing(engine.generate(request)) as chunks:
         return [chunk async for chunk in chunks]

@@ -11,9 +11,9 @@ from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, FinishReason, Sampling
 from trtllm_bls.speculative.options import SpeculationOptions, SpeculationStats
 from trtllm_bls.speculative.shared import SpeculationShared
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason, Sampling
 
 VOCAB = 12
 GREEDY = Sampling(top_k=1)
@@ -46,8 +46,8 @@ class TellsLess(ScriptedEngine):
         super().__init__(rule, script)
         self._untold = untold
 
-    async def limits(self) -> EngineLimits:
-        return replace(await super().limits(), **{self._untold: None})
+    async def capacity(self) -> EngineCapacity:
+        return replace(await super().capacity(), **{self._untold: None})
 
 
 class RedrawingEngine(ScriptedEngine):

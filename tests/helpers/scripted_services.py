@@ -15,7 +15,7 @@ from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import read
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
-from trtllm_bls.messages import EngineChunk, EngineRequest
+from trtllm_bls.types import EngineChunk, EngineRequest
 
 EOS = 2
 
@@ -28,7 +28,7 @@ async def reaching(
     async with playing(rule, script, **behaviour) as (service, url):
         engine = TrtllmServiceEngine(url, ServiceSettings(**{"eos_id": EOS} | (settings or {})))
         try:
-            await engine.limits()
+            await engine.capacity()
             yield engine, service
         finally:
             await engine.close()

@@ -16,11 +16,11 @@ from doubles.scripted_tokens import reciting
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+from trtllm_bls.types import TextChunk, TextRequest
 
 PROMPT = "The quick"
 

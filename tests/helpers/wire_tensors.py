@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_bls.messages import (
+from trtllm_bls.types import (
     EngineRequest,
     TextRequest,
 )

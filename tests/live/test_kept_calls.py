@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.live.conftest import echo_settings
 from trtllm_bls.engines.triton_grpc import GrpcEngine
 from trtllm_bls.launcher import TritonServer
-from trtllm_bls.messages import EngineRequest
+from trtllm_bls.types import EngineRequest
 
 
 def test_an_engines_server_ends_in_order_while_callers_keep_calls(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_an_engines_server_ends_in_order_while_callers_keep_calls(tmp_path: Path
             async with aclosing(engine.generate(request)) as chunks:
                 assert [chunk.final async for chunk in chunks][-1]
 
-        await engine.limits()
+        await engine.capacity()
         await asyncio.gather(*(one(number) for number in range(4)))
         server.request_stop()
         forced = await asyncio.to_thread(server.wait)

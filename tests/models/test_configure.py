@@ -103,8 +103,8 @@ def test_nothing_is_left_to_fill_in(demo: Demo) -> None:
 def test_the_engines_limits_reach_the_orchestrator(demo: Demo) -> None:
     """It reads them where it looks for every engine's limits, and sizes come from the build."""
     demo.write()
-    limits = DeployedModel.of(demo.config("tensorrt_llm")).limits
-    assert (limits.max_sequence_tokens, limits.max_draft_tokens) == (4096, 10)
+    capacity = DeployedModel.of(demo.config("tensorrt_llm")).capacity
+    assert (capacity.max_sequence_tokens, capacity.max_draft_tokens) == (4096, 10)
     assert {demo.config(model.name).max_batch_size for model in MODELS} == {32}
 
 

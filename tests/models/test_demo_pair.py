@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.embedded_steps import answers
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
-from trtllm_bls.messages import EngineRequest
 from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.types import EngineRequest
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo"
 NEW_TOKENS = 48

@@ -9,7 +9,7 @@ from tests.helpers.embedded_steps import POISON, Steps, generated, prompt, reque
 from trtllm_bls.engines.embedded import EmbeddedSettings
 from trtllm_bls.engines.embedded.slots import Slots
 from trtllm_bls.errors import EngineError, SettingsError
-from trtllm_bls.messages import EngineChunk, FinishReason, Wants
+from trtllm_bls.types import EngineChunk, FinishReason, Wants
 
 
 def test_a_step_serves_a_prompt_and_every_running_sequence() -> None:

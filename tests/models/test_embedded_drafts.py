@@ -12,11 +12,11 @@ from tests.helpers.embedded_steps import NO_LOOP, VOCAB, Steps, generated, promp
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.embedded.sequence import Sequence, Submission
 from trtllm_bls.engines.sampling import TokenSampler
-from trtllm_bls.messages import (
+from trtllm_bls.types import (
     Array,
     Draft,
+    EngineCapacity,
     EngineChunk,
-    EngineLimits,
     EngineRequest,
     FinishReason,
     Sampling,
@@ -174,8 +174,8 @@ def speculated(count: int, by_logits: bool, sampling: Sampling) -> tuple[int, ..
             sampling=sampling,
             draft=Draft(token_ids=draft, logits=logits),
         )
-        limits = EngineLimits(vocab_size=SIZE, max_sequence_tokens=64)
-        sequence = Sequence(ask, 0, limits, Submission(1, QueuedChunks(), NO_LOOP))
+        capacity = EngineCapacity(vocab_size=SIZE, max_sequence_tokens=64)
+        sequence = Sequence(ask, 0, capacity, Submission(1, QueuedChunks(), NO_LOOP))
         target = rows(TARGET, ids[-1], draft)
         sequence.computed_to(len(ids) + count, target.argmax(axis=1).tolist(), target)
         ids = tuple(sequence.tokens)

@@ -33,7 +33,7 @@ from trtllm_bls.errors import (
     Overloaded,
     Unsupported,
 )
-from trtllm_bls.messages import Draft, EngineChunk, EngineRequest, FinishReason, Wants
+from trtllm_bls.types import Draft, EngineChunk, EngineRequest, FinishReason, Wants
 
 TRUTH = generated(IDS := prompt(14), 20)
 
@@ -225,7 +225,7 @@ async def test_the_seam_streams_many_requests_at_once(engine: EmbeddedEngine) ->
 
     texts = await asyncio.gather(*(text(n) for n in range(10)))
     assert texts == [generated(prompt(10 + n, start=n), 8) for n in range(10)]
-    limits = await seam.limits()
+    limits = await seam.capacity()
     assert (limits.vocab_size, limits.max_sequence_tokens) == (VOCAB, 128)
     assert limits.max_draft_tokens == engine.settings.max_draft_len
 
@@ -268,7 +268,7 @@ def test_a_reader_whose_loop_is_gone_does_not_hold_the_engine() -> None:
     gone.close()
     abandoned = Submission(1, QueuedChunks(), gone)
     with open_engine(max_batch=1) as small:
-        small._add([Sequence(request(IDS, 110), 0, small._limits, abandoned)])
+        small._add([Sequence(request(IDS, 110), 0, small._capacity, abandoned)])
         assert read(small, request(IDS, 2))[0] == TRUTH[:2]
         assert abandoned.cancelled
         assert small._batcher.num_computed_tokens < 20  # one step of it, two of the other

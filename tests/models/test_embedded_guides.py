@@ -25,14 +25,14 @@ from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.embedded.guides import Guides
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.messages import (
+from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+from trtllm_bls.types import (
     Draft,
     EngineRequest,
     FinishReason,
     Sampling,
     SpeculationRequest,
 )
-from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"
 PERSON = {

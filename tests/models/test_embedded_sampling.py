@@ -12,7 +12,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from tests.helpers.embedded_steps import Steps, generated, prompt, request
 from trtllm_bls.engines.sampling import TokenSampler, log_prob
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import Array, EngineRequest, Sampling
+from trtllm_bls.types import Array, EngineRequest, Sampling
 
 ROW = np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05], dtype=np.float32))  # best: 1, then 2, 3
 

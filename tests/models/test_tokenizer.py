@@ -15,8 +15,8 @@ import tokenizers
 from tests.helpers.loaded_tokenizers import copied, loaded
 from tests.helpers.small_tokenizers import MAKERS, directory
 from trtllm_bls.errors import InvalidRequest, TokenizerError
-from trtllm_bls.messages import ChatOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+from trtllm_bls.types import ChatOptions
 
 # --- text to ids ----------------------------------------------------------------------------
 

@@ -22,10 +22,10 @@ from doubles.scripted_tokens import hashed
 from tests.helpers.openai_server import MODEL
 from tests.helpers.scripted_text import PROMPT, drafted, prompt_ids, saying, tokenizer
 from tests.openai.conftest import SAYS, Connect
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.parameters import STATUS_DIR
 from trtllm_bls.services.engine_steps import tell_longest
 from trtllm_bls.status import StatusDirectory
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 
 HELLO = [{"role": "user", "content": "Hi"}]
 TOKENS = len(tokenizer().encode_word(SAYS))
@@ -200,8 +200,8 @@ def test_log_probs_of_a_chat_have_the_bytes_of_the_text(connect: Connect, stream
 class Telling(ScriptedEngine):
     """Tells two likely ids beside each token, as TensorRT-LLM's own service does."""
 
-    async def limits(self) -> EngineLimits:
-        return replace(await super().limits(), tells_top_log_probs=True)
+    async def capacity(self) -> EngineCapacity:
+        return replace(await super().capacity(), tells_top_log_probs=True)
 
     async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         assert not request.wants.generation_logits

@@ -31,12 +31,12 @@ from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.errors import EngineUnavailable
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.exposition import SharedSamples, samples, written
 from trtllm_bls.openai.streams import Outbox
 from trtllm_bls.services.request_metrics import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
 from trtllm_bls.status import StatusDirectory
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 
 
 def endless(step_seconds: float = 0.002) -> ScriptedEngine:
@@ -89,8 +89,8 @@ class FedByHand:
     def __init__(self) -> None:
         self.stream = QueuedChunks()
 
-    async def limits(self) -> EngineLimits:
-        return EngineLimits()
+    async def capacity(self) -> EngineCapacity:
+        return EngineCapacity()
 
     def generate(self, request: EngineRequest) -> QueuedChunks:
         return self.stream

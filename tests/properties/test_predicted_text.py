@@ -13,8 +13,8 @@ from tests.helpers.scripted_pairs import hashed_pair, ids, pair, read, told
 from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import Unsupported
-from trtllm_bls.messages import EngineRequest, Sampling, SpeculationCounts, SpeculationRequest
 from trtllm_bls.speculative.predicted_text import PredictedText
+from trtllm_bls.types import EngineRequest, Sampling, SpeculationCounts, SpeculationRequest
 
 TEXT = tuple(range(10, 90))
 PROMPT, END = (1, 2, 3), 9

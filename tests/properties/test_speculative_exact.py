@@ -13,8 +13,8 @@ from doubles.scripted_tokens import agreeing, hashed, reciting
 from tests.helpers.scripted_pairs import GREEDY, VOCAB, hashed_pair, ids, pair, read, told
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import skipping_waits
-from trtllm_bls.messages import EngineRequest, FinishReason, Sampling, Wants
 from trtllm_bls.speculative.options import DraftSource
+from trtllm_bls.types import EngineRequest, FinishReason, Sampling, Wants
 
 LENGTHS = range(1, 13)
 FIXED_OR_ADAPTIVE = (0, 1, 2, 3, 4, 5, 6, None)

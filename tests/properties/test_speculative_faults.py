@@ -33,8 +33,8 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
 )
-from trtllm_bls.messages import Draft, SpeculationRequest
 from trtllm_bls.speculative.options import DraftSource
+from trtllm_bls.types import Draft, SpeculationRequest
 
 BROKEN = EngineError("broken")
 ERRORS = (
@@ -187,10 +187,10 @@ async def test_a_broken_target_is_not_taken_to_refuse_drafts_only() -> None:
 async def test_a_target_that_does_not_tell_its_limits_fails() -> None:
     """As it would for a plain request."""
     engines = hashed_pair()
-    engines.target.fault = Fault(error=BROKEN, after_requests=99, limits=True)
+    engines.target.fault = Fault(error=BROKEN, after_requests=99, capacity=True)
     limits = engines.speculative()
     with pytest.raises(EngineError):
-        await limits.limits()
+        await limits.capacity()
 
 
 # --- leaving ----------------------------------------------------------------------------------

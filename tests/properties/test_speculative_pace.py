@@ -16,7 +16,6 @@ from tests.helpers.virtual_time import run_skipping_waits as run
 from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import EngineChunk, EngineRequest
 from trtllm_bls.speculative.cost_model import (
     Acceptance,
     Costs,
@@ -35,6 +34,7 @@ from trtllm_bls.speculative.draft_length import (
 )
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.shared import SpeculationShared
+from trtllm_bls.types import EngineChunk, EngineRequest
 
 MODEL = DraftSource.MODEL
 

@@ -25,9 +25,9 @@ from tests.helpers.scripted_text import (
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.errors import EngineUnavailable
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, FinishReason
 from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason
 
 
 def test_a_stream_that_fails_has_its_ending_before_the_error() -> None:
@@ -52,8 +52,8 @@ class LostAtItsEnd:
     def __init__(self, text: str) -> None:
         self.ids = tokenizer().encode_word(text)
 
-    async def limits(self) -> EngineLimits:
-        return EngineLimits()
+    async def capacity(self) -> EngineCapacity:
+        return EngineCapacity()
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         return GeneratedChunks(self._chunks())
@@ -147,7 +147,7 @@ def test_waiting_for_the_engine_counts() -> None:
     """The engine is not asked any more once the time is up; each sequence has its ending."""
     engine = saying("one two three")
 
-    engine.fault = Fault(limits=True)
+    engine.fault = Fault(capacity=True)
 
     async def scenario(clock: Clock) -> None:
         request = asking(timeout_s=5, num_return_sequences=2)
@@ -243,7 +243,7 @@ def test_an_engine_that_fails_when_the_time_is_up_has_failed() -> None:
 
     async def scenario(clock: Clock) -> None:
         class Late(ScriptedEngine):
-            async def limits(self) -> EngineLimits:
+            async def capacity(self) -> EngineCapacity:
                 clock.now = 6
                 raise EngineUnavailable("gone")
 

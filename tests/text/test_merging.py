@@ -16,9 +16,10 @@ from tests.helpers.random_cases import cut_anywhere, run_cases
 from tests.helpers.scripted_text import Collected, asking, orchestrator, tokenizer
 from tests.helpers.virtual_time import run_skipping_waits
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
-from trtllm_bls.messages import (
+from trtllm_bls.orchestrator import Defaults
+from trtllm_bls.types import (
+    EngineCapacity,
     EngineChunk,
-    EngineLimits,
     EngineMetrics,
     EngineRequest,
     FinishReason,
@@ -27,7 +28,6 @@ from trtllm_bls.messages import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.orchestrator import Defaults
 
 ALL = Wants(log_probs=True, context_logits=True, generation_logits=True, perf_metrics=True)
 REASONS = (None, FinishReason.END_ID, FinishReason.LENGTH, FinishReason.STOP)
@@ -60,8 +60,8 @@ class Delivers:
     ahead: bool = False  # of its reader, without waiting for it
     name: str = "delivers"
 
-    async def limits(self) -> EngineLimits:
-        return EngineLimits(max_sequence_tokens=400)
+    async def capacity(self) -> EngineCapacity:
+        return EngineCapacity(max_sequence_tokens=400)
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         return TaskChunks(self._fill) if self.ahead else Grouped(self.groups)

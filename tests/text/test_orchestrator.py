@@ -28,15 +28,15 @@ from tests.helpers.scripted_text import (
 )
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.errors import EngineError, EngineUnavailable
-from trtllm_bls.messages import (
+from trtllm_bls.orchestrator import Defaults
+from trtllm_bls.types import (
+    EngineCapacity,
     EngineChunk,
-    EngineLimits,
     EngineRequest,
     FinishReason,
     Sampling,
     Wants,
 )
-from trtllm_bls.orchestrator import Defaults
 
 STOP, LENGTH, END_ID = FinishReason.STOP, FinishReason.LENGTH, FinishReason.END_ID
 SENTENCE = "It wasn't fun: 世界 🙂!\n"
@@ -240,8 +240,8 @@ class Uneven:
         self.steps = 0
         self.closed = False
 
-    async def limits(self) -> EngineLimits:
-        return EngineLimits()
+    async def capacity(self) -> EngineCapacity:
+        return EngineCapacity()
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         return GeneratedChunks(self._chunks(request))
@@ -345,7 +345,7 @@ def test_an_engines_error_comes_after_the_text_it_had_said() -> None:
 def test_an_engine_that_cannot_tell_its_limits_is_not_asked_for_more() -> None:
     """Its error is the answer."""
     engine = saying("one")
-    engine.fault = Fault(error=EngineUnavailable("gone"), limits=True)
+    engine.fault = Fault(error=EngineUnavailable("gone"), capacity=True)
     with pytest.raises(EngineUnavailable):
         ask(engine)
     assert engine.requests == []

@@ -14,9 +14,9 @@ from tests.helpers.virtual_time import run_skipping_waits, skipping_waits
 from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import EngineStalled, EngineUnavailable, InvalidRequest, Overloaded
-from trtllm_bls.messages import SpeculationRequest, TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.request_stats import CancelCause, Outcome, RequestStats
+from trtllm_bls.types import SpeculationRequest, TextRequest
 
 TEXT = "one two three four"
 TOKENS = len(tokenizer().encode_word(TEXT))
@@ -98,7 +98,7 @@ def test_a_request_whose_time_is_up_was_cancelled_by_its_deadline(stream: bool) 
 def test_time_that_is_up_before_the_engine_has_the_request() -> None:
     """There is no time in a queue that was never left, and no prompt was counted."""
     engine = saying(TEXT)
-    engine.fault = Fault(limits=True)
+    engine.fault = Fault(capacity=True)
     stats = stats_of(engine, asking(stream=True, timeout_s=1))
     assert (stats.outcome, stats.reason) == (Outcome.CANCELLED, "deadline")
     assert (stats.queue_s, stats.prompt_tokens, stats.duration_s) == (None, 0, 1)
@@ -156,7 +156,7 @@ async def test_load_tells_who_runs_and_who_waits() -> None:
     engine = saying(TEXT, step_seconds=1)
     served = Orchestrator(tokenizer(), engine, Defaults())
     waits = saying(TEXT)
-    waits.fault = Fault(limits=True)
+    waits.fault = Fault(capacity=True)
     other = Orchestrator(tokenizer(), waits, Defaults())
     tasks = [
         asyncio.create_task(each.run(asking(stream=True), Collected()))

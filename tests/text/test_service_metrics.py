@@ -13,7 +13,6 @@ from tests.helpers.fake_metrics import Registry
 from tests.helpers.scripted_text import saying, tokenizer
 from tests.helpers.services_on_fake_backend import STREAM, Bench, serving
 from trtllm_bls.errors import EngineError, InvalidRequest
-from trtllm_bls.messages import TextRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.request_stats import RequestStats
 from trtllm_bls.services.metrics import TritonMetrics
@@ -26,6 +25,7 @@ from trtllm_bls.services.request_metrics import (
     RESPONSES,
 )
 from trtllm_bls.services.text_service import TextService
+from trtllm_bls.types import TextRequest
 
 TEXT = "one two three four"
 TOKENS = len(tokenizer().encode_word(TEXT))

@@ -24,8 +24,8 @@ from tests.helpers.scripted_text import (
 from tests.helpers.services_on_fake_backend import SILENT, STREAM, text_service, words
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks, QueuedChunks, TaskChunks
 from trtllm_bls.errors import EngineError, InvalidRequest
-from trtllm_bls.messages import EngineChunk, EngineRequest
 from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import EngineChunk, EngineRequest
 
 # --- tensorrt_llm_bls -----------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class Eager:
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self._engine = engine
-        self.close, self.limits = engine.close, engine.limits
+        self.close, self.capacity = engine.close, engine.capacity
         self.done = threading.Event()
 
     @property
@@ -309,7 +309,7 @@ class Bumpy:
         self.live = 0
         self._engine = ScriptedEngine(hashed(600, first=300), Script(vocab_size=1000))
         self._chance = random.Random(11)
-        self.close, self.limits = self._engine.close, self._engine.limits
+        self.close, self.capacity = self._engine.close, self._engine.capacity
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         return GeneratedChunks(self._chunks(request))

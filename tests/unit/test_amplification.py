@@ -19,9 +19,9 @@ import pytest
 from tests.helpers.scripted_text import Collected, orchestrator, saying, tokenizer
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import TrtllmBlsError
-from trtllm_bls.messages import EngineLimits
 from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.services.tokens import Postprocessor, Preprocessor
+from trtllm_bls.types import EngineCapacity
 from trtllm_bls.wire.engine_server import engine_requests
 from trtllm_bls.wire.text import text_requests
 
@@ -77,7 +77,7 @@ def ask_text(arrays: dict[str, Any]) -> None:
 
 def ask_engine(arrays: dict[str, Any]) -> None:
     for row in engine_requests(arrays, "r", None, LIMITS):
-        LIMITS.check_logits(row.request.logit_rows(EngineLimits()), 32_000)
+        LIMITS.check_logits(row.request.logit_rows(EngineCapacity()), 32_000)
 
 
 def preprocess(arrays: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.triton_bls import BlsEngine
 from trtllm_bls.errors import EngineError, EngineStalled, InvalidRequest
-from trtllm_bls.messages import EngineChunk, EngineRequest, Wants
+from trtllm_bls.types import EngineChunk, EngineRequest, Wants
 from trtllm_bls.wire.engine_client import DeployedModel
 
 ASK = EngineRequest(request_id="mine", input_ids=(7, 8), max_tokens=9)
@@ -146,7 +146,7 @@ def test_the_deployed_model_decides_what_is_sent() -> None:
     model = DeployedModel(inputs, parameters={"max_draft_len": "4"})
     with pytest.raises(InvalidRequest, match="pad_id"):
         told(say(3), request=replace(ASK, pad_id=1), model=model)
-    assert run(engine(Child(), model=model).limits()).max_draft_tokens == 4
+    assert run(engine(Child(), model=model).capacity()).max_draft_tokens == 4
 
 
 async def test_responses_that_arrive_while_the_reader_is_busy_are_all_kept() -> None:

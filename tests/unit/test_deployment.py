@@ -21,10 +21,10 @@ from tests.helpers.small_tokenizers import directory
 from tests.helpers.waiting import eventually
 from trtllm_bls import __version__
 from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
-from trtllm_bls.messages import TextChunk, TextRequest
 from trtllm_bls.parameters import BlsParameters, parse_engine, rows_of
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
+from trtllm_bls.types import TextChunk, TextRequest
 
 
 def parameters(**more: Any) -> BlsParameters:
@@ -179,7 +179,7 @@ async def test_an_engine_behind_tls_is_reached_by_who_shows_its_certificate(tmp_
     async def ask(url: str, **files: Path) -> int | None:
         made = Deployment(parameters(engine_url=url, **files), Registry())
         try:
-            return (await made.engine.limits()).max_sequence_tokens
+            return (await made.engine.capacity()).max_sequence_tokens
         finally:
             await made.close()
 

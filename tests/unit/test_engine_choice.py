@@ -21,10 +21,10 @@ from trtllm_bls.engines.triton import TritonEngine
 from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
 from trtllm_bls.errors import SettingsError, SetupError, Unsupported
 from trtllm_bls.launcher import command, workdir
-from trtllm_bls.messages import SpeculationRequest
 from trtllm_bls.parameters import EngineKind, check, parse_engine
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.settings import ServeSettings
+from trtllm_bls.types import SpeculationRequest
 
 ELSEWHERE = "trtllm://gpu:50051"
 
@@ -93,7 +93,7 @@ async def test_models_of_other_servers_stand_in_for_each_other() -> None:
         choice = parse_engine(f"triton+grpc://{one.url}/tensorrt_llm,{two.url}")
         deployment = Deployment(parameters(engine=choice))
         for _ in range(2):
-            await deployment.engine.limits()
+            await deployment.engine.capacity()
             chunks = [chunk async for chunk in deployment.engine.generate(ASK)]
             assert chunks[0].token_ids == (7, 8)
             await one.__aexit__()
@@ -121,7 +121,7 @@ async def test_a_request_for_drafts_of_a_service_meets_what_the_deployment_says(
     async with playing(reciting((7, 8), len(ASK.input_ids), then=2)) as (service, url):
         choice = parse_engine(f"trtllm://{url}")
         deployment = Deployment(parameters(engine=choice, ignore_unverifiable_drafts=ignored))
-        await deployment.engine.limits()
+        await deployment.engine.capacity()
         if ignored:
             chunks = [chunk async for chunk in deployment.engine.generate(asked)]
             assert [token for chunk in chunks for token in chunk.token_ids][:2] == [7, 8]

@@ -13,8 +13,10 @@ from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING
 from trtllm_bls.errors import InvalidRequest, Overloaded
-from trtllm_bls.messages import (
-    EngineLimits,
+from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.parameters import rows_of
+from trtllm_bls.types import (
+    EngineCapacity,
     EngineMetrics,
     EngineRequest,
     FinishReason,
@@ -22,8 +24,6 @@ from trtllm_bls.messages import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.parameters import rows_of
 from trtllm_bls.wire.fields import read_rows
 
 SMALL = RequestLimits(max_prompt_bytes=10, max_request_bytes=100)
@@ -156,7 +156,7 @@ def test_a_stream_repeats_the_logits_of_its_prompt(more: Any, rows: int) -> None
             **more,
         }
     )
-    assert request.logit_rows(EngineLimits(max_sequence_tokens=100)) == rows
+    assert request.logit_rows(EngineCapacity(max_sequence_tokens=100)) == rows
 
 
 def test_reused_blocks_are_not_told() -> None:

@@ -14,7 +14,6 @@ import pytest
 from tests.helpers.fake_metrics import Registry
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import printable
-from trtllm_bls.messages import SpeculationCounts
 from trtllm_bls.request_stats import Outcome, RequestStats
 from trtllm_bls.services.metrics import TritonMetrics
 from trtllm_bls.services.request_log import RequestLog
@@ -37,6 +36,7 @@ from trtllm_bls.services.request_metrics import (
 from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.speculative.options import DraftSource, SpeculationStats
 from trtllm_bls.status import CANARY_ID
+from trtllm_bls.types import SpeculationCounts
 
 GOOD = RequestStats(
     request_id="7-1",

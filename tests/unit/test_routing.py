@@ -24,15 +24,15 @@ from trtllm_bls.errors import (
     Overloaded,
     Unsupported,
 )
-from trtllm_bls.messages import (
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions, SpeculationStats
+from trtllm_bls.types import (
     Draft,
+    EngineCapacity,
     EngineChunk,
-    EngineLimits,
     EngineRequest,
     Sampling,
     SpeculationRequest,
 )
-from trtllm_bls.speculative.options import DraftSource, SpeculationOptions, SpeculationStats
 
 OPTIONS = SpeculationOptions(draft_source=DraftSource.NGRAM)
 # What speculation cannot keep, by the name under which it is refused.
@@ -132,7 +132,7 @@ class Routed:
         )
 
     async def read(self, request: EngineRequest) -> list[EngineChunk]:
-        await self.engine.limits()
+        await self.engine.capacity()
         return await read(self.engine, request)
 
 
@@ -176,7 +176,7 @@ def test_a_draft_model_that_is_not_there_fails_no_request(
 ) -> None:
     """Not deployed at all, or unreachable: the answer is the target's; the log says why."""
     engines = hashed_pair()
-    engines.draft.fault = Fault(error=EngineUnavailable("draft: gone"), limits=True)
+    engines.draft.fault = Fault(error=EngineUnavailable("draft: gone"), capacity=True)
     routed = Routed(engines, None if missing else engines.draft)
     with caplog.at_level(logging.WARNING, "trtllm_bls.speculation"):
         for _ in range(2):
@@ -221,8 +221,8 @@ async def test_closing_closes_both_engines() -> None:
 class TellsOneStep(ScriptedEngine):
     """As the configuration of an engine that was built for external drafts does."""
 
-    async def limits(self) -> EngineLimits:
-        return replace(await super().limits(), one_step=True)
+    async def capacity(self) -> EngineCapacity:
+        return replace(await super().capacity(), one_step=True)
 
 
 def one_step_pair() -> Pair:
@@ -267,8 +267,8 @@ def test_a_one_step_target_verifies_a_callers_own_draft() -> None:
 class MayBeOneStep(ScriptedEngine):
     """An engine in the C++ backend, whose configuration does not say how it was built."""
 
-    async def limits(self) -> EngineLimits:
-        return replace(await super().limits(), may_be_one_step=True)
+    async def capacity(self) -> EngineCapacity:
+        return replace(await super().capacity(), may_be_one_step=True)
 
 
 def untold_pair(one_step: bool) -> Pair:
@@ -305,7 +305,7 @@ def test_an_engine_that_refuses_to_be_tried_is_used_as_it_is(error: Exception, a
     engines = untold_pair(one_step=False)
     routed = Routed(engines)
     engines.target.fault = Fault(error=error)
-    run(routed.engine.limits())
+    run(routed.engine.capacity())
     engines.target.fault = None
     assert engines.shared.one_step is None
     assert told(run(routed.read(ask()))) == plain_answer(ask())
@@ -317,7 +317,7 @@ async def test_what_cannot_be_decoded_token_by_token_is_refused_by_name(field: s
     """With the reason: speculation was not asked for."""
     engines = one_step_pair()
     routed = Routed(engines)
-    await routed.engine.limits()
+    await routed.engine.capacity()
     with pytest.raises(Unsupported) as caught:
         routed.engine.generate(ask(**{"sampling": GREEDY, **CANNOT[field]}))
     assert caught.value.field == field
@@ -330,7 +330,7 @@ async def test_a_target_that_verifies_nothing_is_asked_plainly() -> None:
     """By default; a request that asks for drafts is told by name that there are none."""
     both = hashed_pair(max_draft_tokens=0)
     engine = RoutingEngine(both.target, both.draft, OPTIONS, by_default=True)
-    await engine.limits()
+    await engine.capacity()
     plain = ids(await read(engine, asking()))
     assert plain == ids(await read(both.target, ask()))
     assert not both.draft.requests

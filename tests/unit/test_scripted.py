@@ -12,7 +12,7 @@ import pytest
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import agreeing, hashed, reciting, table
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Unsupported
-from trtllm_bls.messages import (
+from trtllm_bls.types import (
     Draft,
     EngineChunk,
     EngineRequest,
@@ -251,10 +251,10 @@ async def test_leaving_a_stream_ends_its_work() -> None:
 def test_limits_are_told_unless_their_fault_is_on() -> None:
     """The fault of the limits is its own switch."""
     engine = saying(3, max_draft_tokens=4)
-    assert asyncio.run(engine.limits()).max_draft_tokens == 4
-    engine.fault = Fault(error=EngineUnavailable("gone"), limits=True)
+    assert asyncio.run(engine.capacity()).max_draft_tokens == 4
+    engine.fault = Fault(error=EngineUnavailable("gone"), capacity=True)
     with pytest.raises(EngineUnavailable):
-        asyncio.run(engine.limits())
+        asyncio.run(engine.capacity())
 
 
 def test_a_closed_engine_answers_no_more() -> None:

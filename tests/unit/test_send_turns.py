@@ -19,7 +19,6 @@ from tests.helpers.scripted_text import asking
 from tests.helpers.virtual_time import settle
 from tests.helpers.waiting import eventually
 from trtllm_bls.answer import Answer, TextRules
-from trtllm_bls.messages import EngineChunk, TokenIds
 from trtllm_bls.python_backend import (
     MAX_QUEUED,
     Call,
@@ -29,6 +28,7 @@ from trtllm_bls.python_backend import (
 )
 from trtllm_bls.python_backend.request_server import READ_AT_ONCE, STARTED_AT_ONCE, ThreadedLoop
 from trtllm_bls.python_backend.sender_threads import MANY_NEW, NEW_SECONDS
+from trtllm_bls.types import EngineChunk, TokenIds
 
 MANY = 3 * MAX_QUEUED
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.scripted_pairs import engine_request as ask
-from trtllm_bls.messages import (
-    Draft,
-    EngineChunk,
-    EngineLimits,
-    EngineMetrics,
-    FinishReason,
-    Sampling,
-)
 from trtllm_bls.speculative.answer_figures import AnswerFigures
 from trtllm_bls.speculative.progress import Progress, Verdict
 from trtllm_bls.speculative.prompt_lookup import PromptLookup
 from trtllm_bls.speculative.round_requests import RoundRequests, round_seed
+from trtllm_bls.types import (
+    Draft,
+    EngineCapacity,
+    EngineChunk,
+    EngineMetrics,
+    FinishReason,
+    Sampling,
+)
 
 END, STOP, LENGTH = FinishReason.END_ID, FinishReason.STOP, FinishReason.LENGTH
 
@@ -71,7 +71,7 @@ def test_there_is_room_for_a_whole_round_or_for_none() -> None:
     """One token of the budget is the target's own; the engine counts draft and answer both."""
     assert Progress(ask((1,), max_tokens=5)).max_draft == 4
     assert Progress(ask((1,), max_tokens=1)).max_draft == 0
-    ten = EngineLimits(max_sequence_tokens=10)
+    ten = EngineCapacity(max_sequence_tokens=10)
     assert Progress(ask((1,) * 4, max_tokens=50), ten).max_draft == 2
     assert Progress(ask((1,) * 4, max_tokens=50), ten).remaining == 6
     assert Progress(ask((1,) * 12, max_tokens=50), ten).max_draft == 0
@@ -79,7 +79,7 @@ def test_there_is_room_for_a_whole_round_or_for_none() -> None:
 
 def test_no_request_has_a_longer_prompt_than_the_engine_takes() -> None:
     """What follows a round has the answer so far as its prompt; so has what follows a stretch."""
-    progress = Progress(ask((1,) * 4, max_tokens=50), EngineLimits(max_prompt_tokens=8))
+    progress = Progress(ask((1,) * 4, max_tokens=50), EngineCapacity(max_prompt_tokens=8))
     assert (progress.max_draft, progress.stretch(4), progress.stretch(5)) == (3, 4, 50)
     progress.take((5, 6, 7))
     assert (progress.max_draft, progress.stretch(1), progress.stretch(2)) == (0, 1, 47)

@@ -19,7 +19,7 @@ from tests.helpers.wire_tensors import (
 )
 from trtllm_bls.contract import BLS
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import (
+from trtllm_bls.types import (
     EngineRequest,
     Sampling,
     TextRequest,

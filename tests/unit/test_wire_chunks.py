@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import (
+from trtllm_bls.types import (
     Ending,
     EngineChunk,
     EngineMetrics,

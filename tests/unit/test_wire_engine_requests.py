@@ -22,7 +22,7 @@ from tests.helpers.wire_tensors import (
 )
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import (
+from trtllm_bls.types import (
     Draft,
     EngineRequest,
     Sampling,

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2
 
 from tests.helpers.random_cases import run_cases
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import EngineChunk, EngineRequest, Wants
+from trtllm_bls.types import EngineChunk, EngineRequest, Wants
 from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, wire_id
 
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trtllm_bls.errors import EngineError, Overloaded
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, TokenIds
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, TokenIds
 
 MAX_WAITING_CHUNKS = 16_384  # of one stream; a reader that far behind is given up
 
@@ -40,11 +40,11 @@ class Engine(Protocol):
 
     name: str
 
-    async def limits(self) -> EngineLimits:
+    async def capacity(self) -> EngineCapacity:
         """What the engine can take. Raises ``EngineUnavailable`` if it cannot be asked."""
 
     def generate(self, request: EngineRequest) -> ChunkStream:
-        """Start a request; call it on the event loop, once ``limits`` has answered.
+        """Start a request; call it on the event loop, once ``capacity`` has answered.
 
         A non-streaming request has one chunk per sequence. Raises ``InvalidRequest`` for a request
         that the engine refuses, here or in the stream before its first chunk; in the stream,

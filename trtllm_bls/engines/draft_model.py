@@ -12,9 +12,9 @@ from contextlib import aclosing
 
 from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array, Draft, EngineLimits, EngineRequest, TokenIds
 from trtllm_bls.speculative.rounds import DraftFailure
 from trtllm_bls.speculative.shared import SpeculationShared
+from trtllm_bls.types import Array, Draft, EngineCapacity, EngineRequest, TokenIds
 
 log = logging.getLogger("trtllm_bls.speculation")
 
@@ -64,8 +64,8 @@ class DraftModel:
 
     async def _propose(self, request: EngineRequest) -> Draft | DraftFailure:
         try:
-            limits = self._shared.draft_limits = await self._engine.limits()
-            if (problem := _mismatch(limits, self._shared.target_limits)) is not None:
+            capacity = self._shared.draft_capacity = await self._engine.capacity()
+            if (problem := _mismatch(capacity, self._shared.target_capacity)) is not None:
                 return DraftFailure("vocabulary", problem)
             async with aclosing(self._engine.generate(request)) as stream:
                 chunk = join_chunks([chunk async for chunk in stream])
@@ -83,7 +83,7 @@ def _draft(request: EngineRequest, ids: TokenIds, logits: Array | None) -> Draft
     return Draft(token_ids=ids, logits=logits[: len(ids)])
 
 
-def _mismatch(draft: EngineLimits, target: EngineLimits | None) -> str | None:
+def _mismatch(draft: EngineCapacity, target: EngineCapacity | None) -> str | None:
     known = target.vocab_size if target else None
     if draft.vocab_size is None or known is None or draft.vocab_size == known:
         return None

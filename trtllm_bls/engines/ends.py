@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trtllm_bls.engines.base import ids_chunk
-from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, TokenIds
 from trtllm_bls.stopping import StopSequences
+from trtllm_bls.types import EngineChunk, EngineRequest, FinishReason, TokenIds
 
 
 def end_id_of(request: EngineRequest) -> int | None:

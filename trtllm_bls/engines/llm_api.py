@@ -19,7 +19,7 @@ from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks, join_chunks
 from trtllm_bls.engines.ends import SequenceEnds, end_id_of
 from trtllm_bls.errors import EngineError, EngineUnavailable, SetupError, TrtllmBlsError
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, FinishReason
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason
 
 _NOWHERE = "this package does not pass it on to the LLM API"
 _TAKEN = {"guided_decoding_guide_type", "guided_decoding_guide"}
@@ -48,34 +48,34 @@ def open_llm(
     names = {"max_batch": "max_batch_size", "max_sequence_tokens": "max_seq_len"}
     options = {names[key]: value for key, value in sizes.items() if key in names}
     llm = api.LLM(model=str(model_dir), **options)
-    limits = EngineLimits(
+    capacity = EngineCapacity(
         vocab_size=vocab_size(),  # not before: a tokenizer that is loaded first hides torch
         max_sequence_tokens=sizes.get("max_sequence_tokens"),
         max_draft_tokens=0,
     )
-    return LlmApiEngine(name, api, llm, limits)
+    return LlmApiEngine(name, api, llm, capacity)
 
 
 class LlmApiEngine:
     """``llm``, made by module ``api``. Implements ``trtllm_bls.engines.base.Engine``."""
 
-    def __init__(self, name: str, api: Any, llm: Any, limits: EngineLimits) -> None:
+    def __init__(self, name: str, api: Any, llm: Any, capacity: EngineCapacity) -> None:
         self.name = name
         self._api = api
         self._llm = llm
-        self._limits = limits
+        self._capacity = capacity
         self._closed = False
 
-    async def limits(self) -> EngineLimits:
+    async def capacity(self) -> EngineCapacity:
         """What the parameters tell."""
         if self._closed:
             raise EngineUnavailable(f"{self.name}: the engine is closed")
-        return self._limits
+        return self._capacity
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""
         refused = {name: _NOWHERE for name in request.extras if name not in _TAKEN} | _REFUSED
-        trtllm.check(request, self._limits, refused)
+        trtllm.check(request, self._capacity, refused)
         return TaskChunks(partial(self._run, request, self._sampling_params(request)))
 
     async def close(self) -> None:

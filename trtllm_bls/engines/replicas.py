@@ -1,7 +1,7 @@
 """Several engines of one model as one: each request goes to the one that does the least.
 
 An engine that cannot be reached or asked, or has stalled, rests: no request is sent there until it
-has told its limits again, which it is asked for in the background, ever more rarely. A request that
+has told its capacity again. It is asked in the background, ever more rarely. A request that
 has produced nothing yet is tried on the others; so is one whose engine's queue is full. One that
 has produced tokens ends with the error, unless ``resume`` is on and it can be gone on with
 elsewhere, or has all its tokens.
@@ -17,7 +17,7 @@ from dataclasses import replace
 from trtllm_bls.engines.base import ChunkStream, Engine, QueuedChunks
 from trtllm_bls.engines.ends import SequenceEnds
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Overloaded
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest, Wants
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, Wants
 
 _ASK_AGAIN_S = 1.0
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 30.0  # doubled each time
@@ -32,21 +32,23 @@ class _Replica:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.sequences = 0
-        self.limits: EngineLimits | None = None  # while it rests, and before it is first asked
-        self.error: EngineError = EngineUnavailable(f"{engine.name}: not asked for its limits yet")
+        self.capacity: EngineCapacity | None = None  # while it rests, and before it is first asked
+        self.error: EngineError = EngineUnavailable(
+            f"{engine.name}: not asked for its capacity yet"
+        )
         self._asking: asyncio.Task[None] | None = None
         self._asked_at = 0.0
         self._return: asyncio.Task[None] | None = None
 
     async def ask(self) -> None:
-        """Have its limits, or rest."""
+        """Have its capacity, or rest."""
         self._asked_at = asyncio.get_running_loop().time()
         try:
-            self.limits = await self.engine.limits()
+            self.capacity = await self.engine.capacity()
         except EngineError as error:
             self.rest(error)
         except Exception as error:  # bytes that are no message, say
-            problem = f"{self.engine.name}: asking for its limits failed: {error!r}"
+            problem = f"{self.engine.name}: asking for its capacity failed: {error!r}"
             self.rest(EngineUnavailable(problem))
 
     def ask_now_and_then(self) -> None:
@@ -59,12 +61,12 @@ class _Replica:
         """Take no more requests until it answers again."""
         if self._return is None or str(error) != str(self.error):
             log.warning("%s; no request goes there until it answers again", error)
-        self.limits, self.error = None, error
+        self.capacity, self.error = None, error
         self._return = self._return or asyncio.create_task(self._come_back())
 
     async def _come_back(self) -> None:
         seconds = _FIRST_REST_S
-        while self.limits is None:
+        while self.capacity is None:
             await asyncio.sleep(seconds)
             seconds = min(2 * seconds, _LONGEST_REST_S)
             await self.ask()
@@ -90,10 +92,10 @@ class ReplicatedEngine:
         self.resume = resume
         self._replicas = [_Replica(engine) for engine in engines]
         self._opening: asyncio.Future[list[None]] | None = None
-        self._of: list[EngineLimits] = []  # whose least is the next
-        self._least = EngineLimits()
+        self._of: list[EngineCapacity] = []  # whose least is the next
+        self._least = EngineCapacity()
 
-    async def limits(self) -> EngineLimits:
+    async def capacity(self) -> EngineCapacity:
         """What all that can be reached can take. Raises ``EngineUnavailable`` if there is none."""
         known = self._known()
         if not known:
@@ -104,7 +106,7 @@ class ReplicatedEngine:
         if not known:
             raise self._replicas[0].error
         for replica in self._replicas:
-            if replica.limits is not None:
+            if replica.capacity is not None:
                 replica.ask_now_and_then()
         if known != self._of:
             self._of, self._least = known, _least(known)
@@ -120,12 +122,12 @@ class ReplicatedEngine:
             self._opening.cancel()
         await asyncio.gather(*(replica.close() for replica in self._replicas))
 
-    def _known(self) -> list[EngineLimits]:
-        return [each.limits for each in self._replicas if each.limits is not None]
+    def _known(self) -> list[EngineCapacity]:
+        return [each.capacity for each in self._replicas if each.capacity is not None]
 
     def choose(self, tried: Sequence[_Replica]) -> _Replica | None:
         """The least loaded engine that is there and was not ``tried``."""
-        there = [each for each in self._replicas if each.limits is not None and each not in tried]
+        there = [each for each in self._replicas if each.capacity is not None and each not in tried]
         return min(there, key=lambda replica: replica.sequences, default=None)
 
 
@@ -242,18 +244,18 @@ def _rest(request: EngineRequest, ids: Sequence[int]) -> EngineRequest:
     )
 
 
-def _least(limits: Sequence[EngineLimits]) -> EngineLimits:
+def _least(capacities: Sequence[EngineCapacity]) -> EngineCapacity:
     """What each of several engines can take."""
 
     def smallest(name: str) -> int | None:
-        given = [value for each in limits if (value := getattr(each, name)) is not None]
+        given = [value for each in capacities if (value := getattr(each, name)) is not None]
         return min(given, default=None)
 
     sizes = ("vocab_size", "max_sequence_tokens", "max_prompt_tokens", "max_draft_tokens")
-    return EngineLimits(
+    return EngineCapacity(
         **{name: smallest(name) for name in sizes},
-        one_step=next((each.one_step for each in limits if each.one_step is not None), None),
-        may_be_one_step=any(each.may_be_one_step for each in limits),
-        tells_top_log_probs=all(each.tells_top_log_probs for each in limits),
-        speculates=limits[0].speculates,
+        one_step=next((each.one_step for each in capacities if each.one_step is not None), None),
+        may_be_one_step=any(each.may_be_one_step for each in capacities),
+        tells_top_log_probs=all(each.tells_top_log_probs for each in capacities),
+        speculates=capacities[0].speculates,
     )

@@ -1,4 +1,4 @@
-"""Whether an engine can run a request: the bounds of the contract table, and the engine's limits.
+"""Whether an engine can run a request: the bounds of the contract table, and the engine's capacity.
 
 Values from the wire and requests made in Python meet the same rules and the same error texts.
 """
@@ -14,14 +14,14 @@ import numpy as np
 
 from trtllm_bls.contract.models import ENGINE
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.messages import Array, Draft, EngineLimits, EngineRequest
+from trtllm_bls.types import Array, Draft, EngineCapacity, EngineRequest
 
 
-def check_request(request: EngineRequest, limits: EngineLimits) -> None:
-    """Raises ``InvalidRequest`` by wire name for anything that no engine with these limits runs,
+def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
+    """Raises ``InvalidRequest`` by wire name for anything that no engine of this capacity runs,
     and ``Unsupported`` for beam search, which none of this package's own engines has.
 
-    What the limits do not tell is not checked.
+    What the capacity does not tell is not checked.
     """
     draft = request.draft or Draft(token_ids=())
     _check_bounds(
@@ -35,19 +35,21 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
         raise Unsupported("beam_width", f"{problem}, use num_return_sequences")
     if not request.input_ids:
         raise InvalidRequest("input_ids", "the prompt is empty")
-    if limits.max_sequence_tokens is not None:
-        _check_length("input_ids", request.input_ids, limits.max_sequence_tokens - 1)
-    if limits.max_draft_tokens is not None:
-        _check_length("draft_input_ids", draft.token_ids, limits.max_draft_tokens)
+    if capacity.max_sequence_tokens is not None:
+        _check_length("input_ids", request.input_ids, capacity.max_sequence_tokens - 1)
+    if capacity.max_draft_tokens is not None:
+        _check_length("draft_input_ids", draft.token_ids, capacity.max_draft_tokens)
     for name, words in (
         ("stop_words_list", request.stop_sequences),
         ("bad_words_list", request.bad_sequences),
     ):
         if not all(words):
             raise InvalidRequest(name, "holds an empty sequence")
-    _check_tokens(request, draft, sys.maxsize if limits.vocab_size is None else limits.vocab_size)
+    _check_tokens(
+        request, draft, sys.maxsize if capacity.vocab_size is None else capacity.vocab_size
+    )
     if draft.logits is not None:
-        vocab_size = limits.vocab_size or draft.logits.shape[-1]
+        vocab_size = capacity.vocab_size or draft.logits.shape[-1]
         _check_logits(draft.logits, (len(draft.token_ids), vocab_size))
 
 

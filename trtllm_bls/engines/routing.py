@@ -16,10 +16,10 @@ from functools import partial
 from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
 from trtllm_bls.engines.speculative import SpeculativeRun
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
-from trtllm_bls.messages import EngineLimits, EngineRequest, SpeculationRequest
 from trtllm_bls.speculative.options import SpeculationOptions, SpeculationStats
 from trtllm_bls.speculative.round_requests import check_speculative, one_step_probe
 from trtllm_bls.speculative.shared import SpeculationShared
+from trtllm_bls.types import EngineCapacity, EngineRequest, SpeculationRequest
 
 _NOT_ASKED = SpeculationRequest()
 _PLAIN = SpeculationOptions(num_draft_tokens=0)
@@ -61,16 +61,16 @@ class RoutingEngine:
         self._verifies = True
         self._speculates = ""
 
-    async def limits(self) -> EngineLimits:
+    async def capacity(self) -> EngineCapacity:
         """The target's. One that may end every request after one step is tried, once."""
-        limits = await self._target.limits()
-        self._verifies, self._speculates = limits.max_draft_tokens != 0, limits.speculates
-        if limits.one_step is not None:
-            self.shared.one_step = limits.one_step
-        elif limits.may_be_one_step and self.shared.one_step is None:
+        capacity = await self._target.capacity()
+        self._verifies, self._speculates = capacity.max_draft_tokens != 0, capacity.speculates
+        if capacity.one_step is not None:
+            self.shared.one_step = capacity.one_step
+        elif capacity.may_be_one_step and self.shared.one_step is None:
             async with self._probing:
                 await self._probe_steps()
-        return limits
+        return capacity
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``; refuses by name what speculation was asked for but cannot do."""

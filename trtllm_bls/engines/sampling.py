@@ -29,7 +29,7 @@ from typing import Protocol
 import numpy as np
 
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import Array, EngineRequest
+from trtllm_bls.types import Array, EngineRequest
 
 _DRAWS, _ACCEPTANCE = 0, 1  # number streams
 

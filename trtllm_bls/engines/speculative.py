@@ -19,7 +19,6 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
 )
-from trtllm_bls.messages import EngineChunk, EngineRequest
 from trtllm_bls.speculative.options import SpeculationOptions, SpeculationStats
 from trtllm_bls.speculative.rounds import (
     AskDraft,
@@ -31,6 +30,7 @@ from trtllm_bls.speculative.rounds import (
     Verify,
 )
 from trtllm_bls.speculative.shared import SpeculationShared
+from trtllm_bls.types import EngineChunk, EngineRequest
 
 # A full queue in the middle of an answer is waited for: seconds, doubled each time.
 _FIRST_RETRY_S, _LONGEST_RETRY_S, _RETRIES = 0.02, 1.0, 40
@@ -63,7 +63,7 @@ class SpeculativeRun:
     ) -> None:
         """Fill ``chunks``. Raises what the target raises."""
         shared = self._shared
-        shared.target_limits = await self._target.limits()
+        shared.target_capacity = await self._target.capacity()
         has_draft = self._draft_engine is not None
         rounds = SpeculativeRounds(self._request, options, shared, has_draft_model=has_draft)
         # Without a draft engine no action ever asks for one.

@@ -22,7 +22,7 @@ from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.engines.triton_bls import BlsEngine
 from trtllm_bls.engines.triton_grpc import GrpcEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable
-from trtllm_bls.messages import EngineLimits, EngineRequest
+from trtllm_bls.types import EngineCapacity, EngineRequest
 from trtllm_bls.wire.engine_client import DeployedModel
 
 _CONNECT_SECONDS = 5.0
@@ -50,7 +50,7 @@ class Route:
 
 
 class TritonEngine:
-    """The model ``name``, opened when its limits are first asked for."""
+    """The model ``name``, opened when its capacity are first asked for."""
 
     def __init__(self, name: str, route: Route) -> None:
         self.name = name
@@ -61,10 +61,10 @@ class TritonEngine:
         self._look_again_at = float("inf")
         self._lock = asyncio.Lock()
         # Once nothing is left to choose, these are the chosen engine's own.
-        self.limits: Callable[[], Coroutine[Any, Any, EngineLimits]] = self._limits
+        self.capacity: Callable[[], Coroutine[Any, Any, EngineCapacity]] = self._capacity
         self.generate: Callable[[EngineRequest], ChunkStream] = self._generate
 
-    async def _limits(self) -> EngineLimits:
+    async def _capacity(self) -> EngineCapacity:
         """Opens the engine if need be. Raises ``EngineUnavailable``; the next call tries again."""
         if self._is_to_choose():
             async with self._lock:
@@ -72,12 +72,12 @@ class TritonEngine:
                     self._chosen = await self._choose()
         assert self._chosen is not None
         if self._look_again_at == float("inf"):
-            self.limits, self.generate = self._chosen.limits, self._chosen.generate
-        return await self._chosen.limits()
+            self.capacity, self.generate = self._chosen.capacity, self._chosen.generate
+        return await self._chosen.capacity()
 
     def _generate(self, request: EngineRequest) -> ChunkStream:
         if self._chosen is None:
-            raise EngineUnavailable(f"{self.name}: not asked for its limits yet")
+            raise EngineUnavailable(f"{self.name}: not asked for its capacity yet")
         return self._chosen.generate(request)
 
     async def close(self) -> None:

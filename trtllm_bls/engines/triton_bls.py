@@ -25,7 +25,7 @@ import numpy as np
 
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.errors import EngineError, EngineStalled, from_wire
-from trtllm_bls.messages import Array, EngineChunk, EngineLimits, EngineRequest
+from trtllm_bls.types import Array, EngineCapacity, EngineChunk, EngineRequest
 from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs, wire_id
 
 if sys.version_info >= (3, 11):
@@ -61,9 +61,9 @@ class BlsEngine:
         self._ended: collections.deque[tuple[float, Any]] = collections.deque()
         self._ended_lock = threading.Lock()
 
-    async def limits(self) -> EngineLimits:
+    async def capacity(self) -> EngineCapacity:
         """What the model's parameters tell, where they are known."""
-        return self._model.limits
+        return self._model.capacity
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""

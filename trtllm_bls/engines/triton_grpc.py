@@ -33,7 +33,7 @@ from trtllm_bls.errors import (
     TrtllmBlsError,
     from_wire,
 )
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs, wire_id
 from trtllm_bls.wire.infer_message import NO_PARAMETERS, packed_infer_message
 
@@ -80,9 +80,9 @@ class GrpcEngine:
             stall_seconds, lambda: bool(self._running), self._problem, self._stall
         )
 
-    async def limits(self) -> EngineLimits:
+    async def capacity(self) -> EngineCapacity:
         """What the model's parameters tell."""
-        return (await self.model()).limits
+        return (await self.model()).capacity
 
     async def model(self, timeout: float = _CONFIG_SECONDS) -> DeployedModel:
         """What the model declares; known for a while once asked for. Raises ``EngineError``."""
@@ -94,9 +94,9 @@ class GrpcEngine:
         return self._known
 
     def doubt_model(self) -> None:
-        """The model may have been reloaded: ``limits`` asks again.
+        """The model may have been reloaded: ``capacity`` asks again.
 
-        Requests that have asked for the limits already, and rounds of speculative decoding, go on
+        Requests that have asked for the capacity already, and rounds of speculative decoding, go on
         with what is known: another request's failure must not be theirs.
         """
         self._doubted = True
@@ -112,7 +112,7 @@ class GrpcEngine:
     def generate(self, request: EngineRequest) -> GrpcChunks:
         """See ``Engine.generate``."""
         if self._known is None:
-            raise EngineUnavailable(f"{self.name} at {self.url}: not asked for its limits yet")
+            raise EngineUnavailable(f"{self.name} at {self.url}: not asked for its capacity yet")
         chunks = GrpcChunks(self, request, self._known)
         self._running.add(chunks)
         self.watch.begin()

@@ -14,7 +14,7 @@ import numpy as np
 
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.messages import Array, EngineLimits, EngineRequest, FinishReason, Sampling
+from trtllm_bls.types import Array, EngineCapacity, EngineRequest, FinishReason, Sampling
 
 # Why a sequence ended; a stop of the request's own is seen in the ids.
 REASONS = {
@@ -38,7 +38,7 @@ _NEUTRAL = {
 }
 
 
-def check(request: EngineRequest, limits: EngineLimits, refused: Mapping[str, str]) -> None:
+def check(request: EngineRequest, capacity: EngineCapacity, refused: Mapping[str, str]) -> None:
     """Raises ``InvalidRequest``, or ``Unsupported`` for what neither takes or is ``refused``: why,
     by wire name."""
     present = {
@@ -52,7 +52,7 @@ def check(request: EngineRequest, limits: EngineLimits, refused: Mapping[str, st
     for name, is_there in present.items():
         if is_there and name in refused:
             raise Unsupported(name, f"cannot be honoured: {refused[name]}")
-    check_request(request, limits)
+    check_request(request, capacity)
 
 
 def copies(request: EngineRequest) -> int:

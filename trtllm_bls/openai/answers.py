@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from trtllm_bls.messages import (
+from trtllm_bls.openai.errors import invalid
+from trtllm_bls.openai.frames import Frames, Head
+from trtllm_bls.openai.schema import Common
+from trtllm_bls.types import (
     Ending,
     FinishReason,
     Sampling,
@@ -16,9 +19,6 @@ from trtllm_bls.messages import (
     TextChunk,
     TextRequest,
 )
-from trtllm_bls.openai.errors import invalid
-from trtllm_bls.openai.frames import Frames, Head
-from trtllm_bls.openai.schema import Common
 
 _COLDEST = 1e-5  # smaller temperatures and top_p leave the likeliest token alone, or overflow
 _UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)

@@ -24,7 +24,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError
-from trtllm_bls.messages import TextChunk
 from trtllm_bls.openai.answers import Answer
 from trtllm_bls.openai.chat import ChatAnswer
 from trtllm_bls.openai.completions import CompletionAnswer
@@ -45,6 +44,7 @@ from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.engine_steps import told_longest
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
+from trtllm_bls.types import TextChunk
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _REFUSED_FOR = {401: "authorization", 415: "content-type"}  # headers, where no field is to blame
@@ -171,8 +171,8 @@ class _Api:
     async def longest(self) -> int | None:
         """The model's limit on prompt and answer together, in tokens, where it is known."""
         with suppress(TrtllmBlsError):
-            limits = await self.backend.engine.limits()
-            if longest := limits.max_sequence_tokens or limits.max_prompt_tokens:
+            capacity = await self.backend.engine.capacity()
+            if longest := capacity.max_sequence_tokens or capacity.max_prompt_tokens:
                 return longest
         return told_longest(self.settings.status_dir, self.backend.engine.name)
 

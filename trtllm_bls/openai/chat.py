@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from trtllm_bls.messages import ChatOptions, Ending, TextChunk, TextRequest, Wants
 from trtllm_bls.openai.answers import Answer, shared_fields, well_ended
 from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, with_allowed_tools
 from trtllm_bls.openai.deltas import ChoiceDeltas
@@ -17,6 +16,7 @@ from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
 from trtllm_bls.openai.schema import ChatRequest
 from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import ChatOptions, Ending, TextChunk, TextRequest, Wants
 
 _ROLES = ("developer", "system", "user", "assistant", "tool")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from trtllm_bls.messages import TextChunk, TextRequest, Wants
 from trtllm_bls.openai.answers import Answer, shared_fields, well_ended
 from trtllm_bls.openai.constraints import ChatFormats, guide_of
 from trtllm_bls.openai.errors import invalid
@@ -13,6 +12,7 @@ from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
 from trtllm_bls.openai.schema import CompletionRequest
 from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import TextChunk, TextRequest, Wants
 
 _DEFAULT_TOKENS = 16  # as OpenAI's
 _MOST_PROMPTS = 256

@@ -23,10 +23,10 @@ from trtllm_bls.chat_parsing import (
     formats_of,
 )
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array, ChatOptions
 from trtllm_bls.openai.errors import as_json, invalid
 from trtllm_bls.openai.schema import ChatRequest, Common
 from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import Array, ChatOptions
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from trtllm_bls.errors import Overloaded, TrtllmBlsError
-from trtllm_bls.messages import FinishReason, SpeculationRequest, TextChunk, TextRequest
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.services.request_reports import unreported_id
+from trtllm_bls.types import FinishReason, SpeculationRequest, TextChunk, TextRequest
 
 _FRESH_S = 5.0  # so long an answer proves that the engine works
 _TRUSTED_S = 30.0  # so long a probe is not kept waiting for the next proof

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_bls.messages import Array, TextChunk, TokenText
 from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import Array, TextChunk, TokenText
 
 _LOWEST = -9999.0  # JSON has no minus infinity
 

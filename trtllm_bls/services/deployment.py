@@ -84,7 +84,7 @@ class Deployment:
         """What is wrong with an engine that tells of its health; one to two seconds old at most."""
         if _is_service(self._parameters):
             try:
-                await self.engine.limits()
+                await self.engine.capacity()
             except EngineError as error:
                 return str(error)
         return None

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import EngineChunk, EngineRequest
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.batch import run_rows
+from trtllm_bls.types import EngineChunk, EngineRequest
 from trtllm_bls.wire.engine_server import ChunkWriter, engine_requests, is_stop
 
 
@@ -49,12 +49,12 @@ class EngineService:
         for output in ("output_ids", "sequence_length"):
             if output not in call.wanted:  # upstream refuses too: padding could not be recognised
                 raise InvalidRequest(output, "must be among the requested outputs")
-        limits = await self._engine.limits()
-        rows = engine_requests(call.arrays, call.id, limits.vocab_size, self._limits)
+        capacity = await self._engine.capacity()
+        rows = engine_requests(call.arrays, call.id, capacity.vocab_size, self._limits)
         for row in rows:
             self._limits.check_output_tokens("request_output_len", row.request.max_tokens)
-        logit_rows = sum(row.request.logit_rows(limits) for row in rows)
-        self._limits.check_logits(logit_rows, limits.vocab_size)
+        logit_rows = sum(row.request.logit_rows(capacity) for row in rows)
+        self._limits.check_logits(logit_rows, capacity.vocab_size)
         call.sequences = len(rows) * rows[0].request.num_return_sequences
         running = _RunningCall()
         for number, row in enumerate(rows):

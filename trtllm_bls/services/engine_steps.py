@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 async def tell_longest(engine: Engine, model: str) -> None:
     """Tell the other processes of ``serve``, which keep a status directory."""
     try:
-        directory, longest = os.environ.get(STATUS_DIR), (await engine.limits()).max_sequence_tokens
+        directory, longest = (
+            os.environ.get(STATUS_DIR),
+            (await engine.capacity()).max_sequence_tokens,
+        )
         if directory and longest:
             StatusDirectory(directory).tell_longest(model, longest)
     except (EngineError, OSError) as error:

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.messages import FinishReason, TextChunk, TextRequest
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.batch import run_rows
+from trtllm_bls.types import FinishReason, TextChunk, TextRequest
 from trtllm_bls.wire.text import text_arrays, text_requests, with_callers_name
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trtllm_bls.admission import RequestLimits
-from trtllm_bls.messages import Array, PromptIds, TokenIds
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import Array, PromptIds, TokenIds
 from trtllm_bls.wire.text import prompt_requests, sequence_ids
 from trtllm_bls.wire.words import pack_words
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trtllm_bls.messages import EngineChunk, EngineMetrics, FinishReason, SpeculationCounts
+from trtllm_bls.types import EngineChunk, EngineMetrics, FinishReason, SpeculationCounts
 
 _COUNTS = (
     *("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks"),

@@ -39,8 +39,8 @@ class DraftLength:
         self._sources = {
             source: _SourceState(Acceptance(shared.rates[source].rate)) for source in DraftSource
         }
-        limits = shared.target_limits
-        engine_most = limits.max_draft_tokens if limits else None
+        capacity = shared.target_capacity
+        engine_most = capacity.max_draft_tokens if capacity else None
         most = options.max_draft_tokens
         self._ceiling = most if engine_most is None else min(most, engine_most)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.messages import EngineRequest, SpeculationCounts
 from trtllm_bls.parameters import rows_of
 from trtllm_bls.speculative.round_requests import check_speculative
+from trtllm_bls.types import EngineRequest, SpeculationCounts
 
 # In-flight requests -> longest draft, read as "up to so many requests"; none above the last row.
 # The shape of TensorRT-LLM's draft_len_schedule and vLLM's table, at the small end of both:

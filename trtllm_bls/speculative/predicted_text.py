@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtllm_bls.messages import TokenIds
+from trtllm_bls.types import TokenIds
 
 # Tokens ahead of where the prediction was left -> tokens that must match there. What is further
 # ahead, or behind (text that was moved), needs the last number.

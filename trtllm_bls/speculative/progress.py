@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
-from trtllm_bls.messages import EngineLimits, EngineRequest, FinishReason, TokenIds
 from trtllm_bls.stopping import StopSequences
+from trtllm_bls.types import EngineCapacity, EngineRequest, FinishReason, TokenIds
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Verdict:
 class Progress:
     """The prompt and the answer so far; ``finish`` is set once the answer is complete."""
 
-    def __init__(self, request: EngineRequest, limits: EngineLimits | None = None) -> None:
-        limits = limits or EngineLimits()
+    def __init__(self, request: EngineRequest, capacity: EngineCapacity | None = None) -> None:
+        capacity = capacity or EngineCapacity()
         self.ids = list(request.input_ids)
         self.generated = 0
         self.finish: FinishReason | None = None
-        self._longest = limits.max_sequence_tokens
-        self._longest_prompt = limits.max_prompt_tokens
+        self._longest = capacity.max_sequence_tokens
+        self._longest_prompt = capacity.max_prompt_tokens
         self._limit = request.max_tokens
         if self._longest is not None:  # a prompt too long is for the target to refuse
             self._limit = min(self._limit, max(1, self._longest - len(self.ids)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtllm_bls.messages import TokenIds
+from trtllm_bls.types import TokenIds
 
 _CANDIDATES = 16  # latest earlier places that are compared; more changes little and costs time
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from trtllm_bls.errors import Unsupported
-from trtllm_bls.messages import Draft, EngineRequest, Sampling, Wants
 from trtllm_bls.speculative.progress import Progress
+from trtllm_bls.types import Draft, EngineRequest, Sampling, Wants
 
 _RESTARTS = "starts afresh in every round of speculation; send it without num_draft_tokens"
 _PER_PROMPT = "is laid out for one prompt, which grows in every round of speculation"

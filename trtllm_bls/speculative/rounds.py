@@ -40,7 +40,6 @@ from enum import Enum, auto
 from itertools import takewhile
 from typing import TypeAlias
 
-from trtllm_bls.messages import Draft, EngineChunk, EngineLimits, EngineRequest, FinishReason
 from trtllm_bls.speculative.answer_figures import AnswerFigures
 from trtllm_bls.speculative.cost_model import Stopwatch
 from trtllm_bls.speculative.draft_length import DraftLength
@@ -50,6 +49,7 @@ from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.speculative.prompt_lookup import PromptLookup
 from trtllm_bls.speculative.round_requests import RoundRequests, draft_can_follow, one_step_probe
 from trtllm_bls.speculative.shared import SpeculationShared
+from trtllm_bls.types import Draft, EngineCapacity, EngineChunk, EngineRequest, FinishReason
 
 UNSTREAMED_STRETCH = 64  # plain tokens per request that cannot be left half-way
 
@@ -148,14 +148,14 @@ class SpeculativeRounds:
         *,
         has_draft_model: bool,
     ) -> None:
-        limits = shared.target_limits or EngineLimits()
+        capacity = shared.target_capacity or EngineCapacity()
         self.state = State.READY
         self.stats = SpeculationStats()
         self._request = request
         self._options = options
         self._shared = shared
-        self._vocab_size = limits.vocab_size
-        self._progress = Progress(request, limits)
+        self._vocab_size = capacity.vocab_size
+        self._progress = Progress(request, capacity)
         self._requests = RoundRequests(request, options.use_draft_logits)
         self._figures = AnswerFigures()
         self._lengths = DraftLength(options, shared)
@@ -272,10 +272,10 @@ class SpeculativeRounds:
         """Tokens to ask of the draft model; 0 = none."""
         if self._model_given_up or not self._shared.draft_usable(now):
             return 0
-        progress, limits = self._progress, self._shared.draft_limits
+        progress, capacity = self._progress, self._shared.draft_capacity
         room = progress.max_draft
-        if limits is not None and limits.max_sequence_tokens is not None:
-            room = min(room, max(0, limits.max_sequence_tokens - len(progress.ids)))
+        if capacity is not None and capacity.max_sequence_tokens is not None:
+            room = min(room, max(0, capacity.max_sequence_tokens - len(progress.ids)))
         return self._lengths.length(DraftSource.MODEL, progress.generated, room)
 
     def _fitting(self, draft: Draft, count: int) -> Draft:

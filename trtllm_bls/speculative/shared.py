@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trtllm_bls.messages import EngineLimits
 from trtllm_bls.speculative.cost_model import Acceptance, Costs, RunningTimes
 from trtllm_bls.speculative.options import DraftSource
+from trtllm_bls.types import EngineCapacity
 
 DRAFT_COOL_DOWN_S = 5.0
 
@@ -31,8 +31,8 @@ class SpeculationShared:
     unsettled: int = 0
     draining: bool = False
     one_step: bool | None = None
-    target_limits: EngineLimits | None = None
-    draft_limits: EngineLimits | None = None
+    target_capacity: EngineCapacity | None = None
+    draft_capacity: EngineCapacity | None = None
     draft_times: RunningTimes = field(default_factory=lambda: RunningTimes(proportional=True))
     verify_times: RunningTimes = field(default_factory=RunningTimes)
     overlapped_times: RunningTimes = field(default_factory=RunningTimes)

@@ -19,18 +19,18 @@ import numpy as np
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import EngineError, InvalidRequest
-from trtllm_bls.messages import (
+from trtllm_bls.parameters import is_true
+from trtllm_bls.types import (
     Array,
     Draft,
+    EngineCapacity,
     EngineChunk,
-    EngineLimits,
     EngineMetrics,
     EngineRequest,
     PromptIds,
     TokenIds,
     Wants,
 )
-from trtllm_bls.parameters import is_true
 from trtllm_bls.wire.infer_message import (
     RepeatedMessage,
     is_final,
@@ -89,15 +89,15 @@ class DeployedModel:
         return frozenset(self.inputs)
 
     @cached_property
-    def limits(self) -> EngineLimits:
-        """What the parameters tell of the engine's limits."""
+    def capacity(self) -> EngineCapacity:
+        """What the parameters tell of the engine's capacity."""
         one_step = self.parameters.get("one_step_requests")
         mode = self.parameters.get("speculative_decoding_mode")
         takes_none = mode not in (None, "", "draft_tokens_external")
         # Of a Python model: TensorRT-LLM itself makes the tokens, and takes no drafts for it.
         takes_none |= self.parameters.get("engine", "").startswith(("llm_api", "trtllm://"))
         is_cpp_backend = "gpt_model_type" in self.parameters  # it does not load without
-        return EngineLimits(
+        return EngineCapacity(
             max_sequence_tokens=self._number("max_sequence_tokens") or None,
             max_prompt_tokens=self._number("max_prompt_tokens") or None,
             max_draft_tokens=0 if takes_none else self._number("max_draft_len"),

@@ -10,7 +10,7 @@ import numpy as np
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array, Draft, EngineChunk, EngineRequest, TokenIds
+from trtllm_bls.types import Array, Draft, EngineChunk, EngineRequest, TokenIds
 from trtllm_bls.wire.fields import Fields, extras_of, read_rows, sampling_of, wants_of
 from trtllm_bls.wire.scores import metrics_arrays, score_arrays
 from trtllm_bls.wire.words import unpack_words

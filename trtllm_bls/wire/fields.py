@@ -15,7 +15,7 @@ import numpy as np
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.contract import ENGINE, Model, Tensor
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array, Sampling, Wants
+from trtllm_bls.types import Array, Sampling, Wants
 
 Fields = dict[str, Any]
 

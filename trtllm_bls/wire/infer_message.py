@@ -17,7 +17,7 @@ from tritonclient.utils import (
 )
 
 from trtllm_bls.contract.tensors import NUMPY_TYPES
-from trtllm_bls.messages import Array
+from trtllm_bls.types import Array
 
 _ID = struct.Struct("<i")
 _RAW_OF_4 = b"\x32\x04"  # how protobuf writes that 4 bytes of raw_output_contents follow

@@ -11,7 +11,7 @@ from dataclasses import fields
 import numpy as np
 
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.messages import Array, EngineMetrics
+from trtllm_bls.types import Array, EngineMetrics
 
 METRICS = tuple(field.name for field in fields(EngineMetrics))
 

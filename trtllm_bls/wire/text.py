@@ -13,7 +13,7 @@ import numpy as np
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import (
+from trtllm_bls.types import (
     Array,
     EngineMetrics,
     SpeculationRequest,

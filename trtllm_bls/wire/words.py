@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.messages import Array, TokenIds
+from trtllm_bls.types import Array, TokenIds
 
 
 def pack_words(words: Sequence[TokenIds], columns: int = 0) -> Array:

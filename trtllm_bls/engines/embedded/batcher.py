@@ -14,7 +14,7 @@ import math
 from trtllm_bls.engines.embedded.runner import Runner, Segment
 from trtllm_bls.engines.embedded.sequence import Event, Sequence, Submission
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import Array, FinishReason
+from trtllm_bls.types import Array, FinishReason
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from trtllm_bls.engines.embedded.guides import GUIDE, GUIDE_TYPE, Guides
 from trtllm_bls.engines.embedded.sequence import Event, Sequence, Submission
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
-from trtllm_bls.messages import EngineLimits, EngineRequest
+from trtllm_bls.types import EngineCapacity, EngineRequest
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class EmbeddedEngine:
         self.settings = settings or EmbeddedSettings()
         self.name = self.settings.name
         self._runner = load(model_dir, self.settings)
-        self._limits = EngineLimits(
+        self._capacity = EngineCapacity(
             vocab_size=self._runner.vocab_size,
             max_sequence_tokens=self._runner.slots.length,
             max_draft_tokens=self.settings.max_draft_len,
@@ -50,9 +50,9 @@ class EmbeddedEngine:
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
 
-    async def limits(self) -> EngineLimits:
+    async def capacity(self) -> EngineCapacity:
         """Known since the load."""
-        return self._limits
+        return self._capacity
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``. May be called on several event loops."""
@@ -60,7 +60,7 @@ class EmbeddedEngine:
 
     async def _answer(self, request: EngineRequest, chunks: QueuedChunks) -> None:
         """Fill ``chunks``; cancelling it cancels the request."""
-        check_request(request, self._limits)
+        check_request(request, self._capacity)
         for name, array in request.extras.items():
             if np.size(array) and name not in (GUIDE, GUIDE_TYPE):
                 raise Unsupported(name, "this engine cannot honour it")
@@ -74,7 +74,7 @@ class EmbeddedEngine:
         submission = Submission(request.num_return_sequences, chunks, asyncio.get_running_loop())
         self._add(
             [
-                Sequence(request, index, self._limits, submission, guide and guide.copy())
+                Sequence(request, index, self._capacity, submission, guide and guide.copy())
                 for index in range(request.num_return_sequences)
             ]
         )

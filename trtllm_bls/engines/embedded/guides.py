@@ -20,7 +20,7 @@ import numpy as np
 
 from trtllm_bls.engines.trtllm_fields import guide_of
 from trtllm_bls.errors import EngineError, InvalidRequest, Unsupported
-from trtllm_bls.messages import Array, EngineRequest
+from trtllm_bls.types import Array, EngineRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from trtllm_bls.engines.embedded.slots import Slots
-from trtllm_bls.messages import Array
+from trtllm_bls.types import Array
 
 _numbers = itertools.count()
 

@@ -17,15 +17,15 @@ from trtllm_bls.engines.embedded.guides import Guide
 from trtllm_bls.engines.embedded.runner import Segment
 from trtllm_bls.engines.sampling import TokenSampler, log_prob
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import (
+from trtllm_bls.stopping import StopSequences
+from trtllm_bls.types import (
     Array,
+    EngineCapacity,
     EngineChunk,
-    EngineLimits,
     EngineMetrics,
     EngineRequest,
     FinishReason,
 )
-from trtllm_bls.stopping import StopSequences
 
 Event: TypeAlias = EngineChunk | EngineError
 
@@ -59,7 +59,7 @@ class Submission:
 
 
 class Sequence:
-    """Number ``index`` of its request; ``owner`` gets its chunks. ``limits``: the engine's own.
+    """Number ``index`` of its request; ``owner`` gets its chunks. ``capacity``: the engine's own.
 
     ``guide`` is this sequence's alone.
     """
@@ -68,17 +68,17 @@ class Sequence:
         self,
         request: EngineRequest,
         index: int,
-        limits: EngineLimits,
+        capacity: EngineCapacity,
         owner: Submission,
         guide: Guide | None = None,
     ) -> None:
-        assert limits.vocab_size is not None and limits.max_sequence_tokens is not None
+        assert capacity.vocab_size is not None and capacity.max_sequence_tokens is not None
         self.request, self.index, self.owner = request, index, owner
         self.tokens = list(request.input_ids)
         self.slot: int | None = None
         self.computed = 0  # tokens whose keys and values the slot holds
         self.finish: FinishReason | None = None
-        self._vocab_size, length = limits.vocab_size, limits.max_sequence_tokens
+        self._vocab_size, length = capacity.vocab_size, capacity.max_sequence_tokens
         self._guide = guide
         self._sampler = TokenSampler(request, index, self._vocab_size, guide)
         self._stops = StopSequences(request.stop_sequences)

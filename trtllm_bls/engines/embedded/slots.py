@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtllm_bls.messages import Array
+from trtllm_bls.types import Array
 
 
 class Slots:

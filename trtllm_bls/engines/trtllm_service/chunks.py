@@ -14,7 +14,7 @@ from trtllm_bls.engines.trtllm_fields import REASONS
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
 from trtllm_bls.errors import EngineError, TrtllmBlsError
-from trtllm_bls.messages import EngineChunk, EngineRequest, FinishReason, TokenIds, TopLogProbs
+from trtllm_bls.types import EngineChunk, EngineRequest, FinishReason, TokenIds, TopLogProbs
 
 if TYPE_CHECKING:
     from trtllm_bls.engines.trtllm_service.engine import TrtllmServiceEngine

@@ -34,7 +34,7 @@ from trtllm_bls.errors import (
     Overloaded,
     TrtllmBlsError,
 )
-from trtllm_bls.messages import EngineLimits, EngineRequest
+from trtllm_bls.types import EngineCapacity, EngineRequest
 from trtllm_bls.wire.engine_client import wire_id
 
 _ASK_SECONDS = 10.0  # for information about the model
@@ -60,8 +60,8 @@ class ServiceSettings:
     """What the service cannot be asked, or not reliably.
 
     ``eos_id``: the id at which the server ends by itself, its tokenizer's. ``vocab_size``: ids
-    there are. Lengths as in ``EngineLimits``. ``stall_seconds``: after so long a silence the server
-    is asked for its health; 0 = never.
+    there are. Lengths as in ``EngineCapacity``. ``stall_seconds``: after so long a silence the
+    server is asked for its health; 0 = never.
     """
 
     eos_id: int | None = None
@@ -83,7 +83,7 @@ class TrtllmServiceEngine:
         self.name = f"trtllm://{url}"
         self.settings = settings or ServiceSettings()
         self._connection = Connection(url, tls=tls, gathers=True)
-        self._known: EngineLimits | None = None
+        self._known: EngineCapacity | None = None
         self._healthy = False
         self._asking = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
@@ -93,7 +93,7 @@ class TrtllmServiceEngine:
             self.settings.stall_seconds, lambda: bool(self._running), self._problem, self._stall
         )
 
-    async def limits(self) -> EngineLimits:
+    async def capacity(self) -> EngineCapacity:
         """What the service and its settings tell. Raises ``EngineUnavailable``, also for a service
         that is not well by its own account: it is asked every second, so that no request waits."""
         if not self._healthy:
@@ -106,7 +106,7 @@ class TrtllmServiceEngine:
     def generate(self, request: EngineRequest) -> ServiceChunks:
         """See ``Engine.generate``."""
         if self._known is None:
-            raise EngineUnavailable(f"{self.name}: not asked for its limits yet")
+            raise EngineUnavailable(f"{self.name}: not asked for its capacity yet")
         request_id = wire_id(request)
         asked = service_request(request, request_id, self.settings.eos_id, self._known)
         chunks = ServiceChunks(self, request, asked)
@@ -197,7 +197,7 @@ class TrtllmServiceEngine:
                 server = await self._ask("GetServerInfo", _ASK_SECONDS)
             except GrpcError as error:
                 raise EngineUnavailable(f"{self.name}: {error.details}") from error
-            self._known = self._limits(model)
+            self._known = self._capacity(model)
             log.info("%s: TensorRT-LLM %s, %s", self.name, server.version, model.model_id)
             if not _is_read(server.version):
                 log.warning(
@@ -218,11 +218,11 @@ class TrtllmServiceEngine:
             except GrpcError as error:
                 self._healthy = self._healthy and error.status == "DEADLINE_EXCEEDED"
 
-    def _limits(self, model: Any) -> EngineLimits:
+    def _capacity(self, model: Any) -> EngineCapacity:
         settings = self.settings
         # Repeating max_input_len, it is a default that nothing enforces.
         told = model.max_seq_len if model.max_seq_len != model.max_input_len else 0
-        return EngineLimits(
+        return EngineCapacity(
             vocab_size=settings.vocab_size,  # theirs leaves added tokens out
             max_sequence_tokens=settings.max_sequence_tokens or told or None,
             max_prompt_tokens=settings.max_prompt_tokens,

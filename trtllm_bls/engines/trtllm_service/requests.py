@@ -13,7 +13,7 @@ from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.ends import end_id_of
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import Unsupported
-from trtllm_bls.messages import Array, EngineLimits, EngineRequest
+from trtllm_bls.types import Array, EngineCapacity, EngineRequest
 
 _NOWHERE = "TrtllmService has no field for it"
 _DROPPED = "TrtllmService drops what it computes of them"
@@ -45,14 +45,14 @@ class ServiceRequest:
 
 
 def service_request(
-    request: EngineRequest, request_id: str, eos_id: int | None, limits: EngineLimits
+    request: EngineRequest, request_id: str, eos_id: int | None, capacity: EngineCapacity
 ) -> ServiceRequest:
     """The request as a message; ``eos_id``: where the server ends by itself.
 
     Raises ``InvalidRequest``, or ``Unsupported`` for what the service has no way to honour.
     """
     refused = {name: _NOWHERE for name in request.extras if name not in _TAKEN} | _REFUSED
-    trtllm.check(request, limits, refused)
+    trtllm.check(request, capacity, refused)
     copies = trtllm.copies(request)
     sampling = trtllm.sampling_fields(request.sampling)
     message = messages.GenerateRequest(

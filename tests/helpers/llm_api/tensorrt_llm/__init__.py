@@ -15,7 +15,7 @@ from typing import Any
 from tensorrt_llm.llmapi import GuidedDecodingParams as GuidedDecodingParams
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import TrtllmBlsError
-from trtllm_bls.messages import EngineRequest, FinishReason, Sampling, Wants
+from trtllm_bls.types import EngineRequest, FinishReason, Sampling, Wants
 
 ENGINE: Engine | None = None  # a test's own
 _SAMPLING = (
@@ -99,7 +99,7 @@ class RequestOutput:
 
     async def _run(self, engine: Engine, request: EngineRequest) -> None:
         try:
-            await engine.limits()
+            await engine.capacity()
             async with aclosing(engine.generate(request)) as stream:
                 async for chunk in stream:
                     self._take(chunk)

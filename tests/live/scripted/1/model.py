@@ -16,12 +16,12 @@ from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.errors import EngineError
-from trtllm_bls.messages import EngineChunk, EngineLimits, EngineRequest
 from trtllm_bls.parameters import Parameter, Parameters
 from trtllm_bls.parameters.kinds import FLAG, NUMBER, count
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.triton_log import log_to_triton
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 
 FAULTS = {
     666001: Fault(error=EngineError("the script says so"), after_tokens=3),
@@ -61,8 +61,8 @@ class EchoEngine:
         self._live = Gauge("echo_live_requests")
         self._made = Gauge("echo_tokens")
 
-    async def limits(self) -> EngineLimits:
-        return EngineLimits()
+    async def capacity(self) -> EngineCapacity:
+        return EngineCapacity()
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         return GeneratedChunks(self._chunks(request))

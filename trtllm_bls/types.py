@@ -83,7 +83,7 @@ class Wants:
     """What the caller asked to get back beside the tokens.
 
     ``top_log_probs``: how many of the likeliest ids of each token's place; of an engine that does
-    not tell them (``EngineLimits``), the logits are asked for instead.
+    not tell them (``EngineCapacity``), the logits are asked for instead.
     """
 
     log_probs: bool = False
@@ -150,11 +150,11 @@ class EngineRequest:
     traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
-    def logit_rows(self, limits: EngineLimits) -> int:
+    def logit_rows(self, capacity: EngineCapacity) -> int:
         """Rows of logits in all responses; a stream repeats those of the context on each."""
         new = self.max_tokens
-        if limits.max_sequence_tokens is not None:
-            new = max(0, min(new, limits.max_sequence_tokens - len(self.input_ids)))
+        if capacity.max_sequence_tokens is not None:
+            new = max(0, min(new, capacity.max_sequence_tokens - len(self.input_ids)))
         context = len(self.input_ids) * (new if self.streaming else 1)
         rows = context * self.wants.context_logits + new * self.wants.generation_logits
         return self.num_return_sequences * rows
@@ -224,7 +224,7 @@ class EngineChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineLimits:
+class EngineCapacity:
     """What an engine can take; ``None`` where it does not tell.
 
     ``max_sequence_tokens`` counts prompt and completion together. ``one_step``: the engine ends
