@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from trtllm_bls.errors import InvalidRequest, Overloaded
@@ -35,16 +37,13 @@ class Admission:
         self.running = 0  # sequences
         self.queued = 0
 
-    def place(self, sequences: int) -> _Place:
+    @asynccontextmanager
+    async def place(self, sequences: int) -> AsyncIterator[None]:
         """Hold places for as long as the context is entered; waits for them before that.
 
         Entering raises ``InvalidRequest`` for more sequences than may ever run at once, and
         ``Overloaded`` at once where as many wait as may, or after waiting too long.
         """
-        return _Place(self, sequences)
-
-    async def enter(self, sequences: int) -> None:
-        """Take places; each must be left."""
         if sequences > self._max_running:
             raise _limited(
                 "num_return_sequences",
@@ -55,12 +54,16 @@ class Admission:
             await self._wait(sequences)
         else:
             self.running += sequences
-
-    def leave(self, sequences: int, took: float) -> None:
-        """Give places back, after ``took`` seconds."""
-        self._average_s += _NEW * (took - self._average_s) if self._average_s else took
-        self.running -= sequences
-        self._admit()
+        now = asyncio.get_running_loop().time
+        began = now()
+        try:
+            yield
+        finally:
+            took = now() - began
+            self._average_s += _NEW * (took - self._average_s) if self._average_s else took
+            self.running -= sequences
+            if self._waiting:
+                self._admit()
 
     def refuse_waiting(self, problem: str) -> None:
         """Raise ``Overloaded(problem)`` in all that wait for a place."""
@@ -118,20 +121,6 @@ class Admission:
             f"try again in about {max(1, seconds)} s",
             parameter,
         )
-
-
-class _Place:
-    """What ``Admission.place`` gives; made by a generator it would cost four times as much."""
-
-    def __init__(self, admission: Admission, sequences: int) -> None:
-        self._admission, self._sequences = admission, sequences
-
-    async def __aenter__(self) -> None:
-        await self._admission.enter(self._sequences)
-        self._began = asyncio.get_running_loop().time()
-
-    async def __aexit__(self, *error: object) -> None:
-        self._admission.leave(self._sequences, asyncio.get_running_loop().time() - self._began)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,27 +186,42 @@ class EngineMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculationCounts:
-    """What speculative decoding did for one request, over all its rounds; counts of tokens.
+class SpeculationStats:
+    """What speculative decoding did for one request so far; tokens unless named otherwise.
 
-    ``predicted`` of those drafted, and ``predicted_accepted``, came from the prediction.
+    ``rounds`` verified a draft; plain decoding between them is not counted. ``ngram_drafted`` and
+    ``predicted`` of the tokens ``drafted`` came from the text itself and from the prediction.
+    ``fallback`` names in one word why drafting was given up (error, deadline, vocabulary,
+    malformed, refused).
     """
 
-    rounds: int
-    drafted: int
-    accepted: int
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    ngram_drafted: int = 0
     predicted: int = 0
     predicted_accepted: int = 0
+    draft_failures: int = 0
+    overlap_used: int = 0  # drafts that were ready when their round began
+    overlap_wasted: int = 0  # drafts thrown away because the guess before them was wrong
+    fallback: str | None = None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted per drafted token; ``None`` when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
 
 
-@dataclass(kw_only=True)  # as frozen it would take four times as long to make
+# One is made per token. Frozen or with keyword-only fields, making one would take several times as
+# long; so would it without slots.
+@dataclass(slots=True)
 class EngineChunk:
     """Tokens new since the last chunk of the same sequence; may be none.
 
     ``log_probs``, ``top_log_probs`` and ``generation_logits`` belong to exactly these
     ``token_ids``. ``final`` marks the last chunk of a sequence; ``finish_reason`` is ``None`` even
     there when the engine's wire does not say. ``speculation`` counts all rounds so far; ``None``
-    where there are none. ``ids_only`` may be true where all the rest is left out.
+    where there are none.
     """
 
     token_ids: TokenIds
@@ -219,8 +234,7 @@ class EngineChunk:
     context_logits: Array | None = None  # [prompt tokens, vocab]
     generation_logits: Array | None = None  # [len(token_ids), vocab]
     metrics: EngineMetrics | None = None
-    speculation: SpeculationCounts | None = None
-    ids_only: bool = field(default=False, repr=False, compare=False)
+    speculation: SpeculationStats | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +344,7 @@ class Ending:
     completion_tokens: int
     stop_reason: str | None = None  # the stop string that fired
     seed: int | None = None
-    speculation: SpeculationCounts | None = None  # None: the request ran without it
+    speculation: SpeculationStats | None = None  # None: the request ran without it
 
 
 class TokenText(NamedTuple):
@@ -346,7 +360,7 @@ class TokenText(NamedTuple):
     top_log_probs: TopLogProbs = ()
 
 
-@dataclass(kw_only=True)  # see EngineChunk
+@dataclass(slots=True)  # see EngineChunk
 class TextChunk:
     """Text new since the last chunk of the same sequence, or all so far when accumulating.
 
@@ -361,6 +375,7 @@ class TextChunk:
 
     text: str
     sequence_index: int = 0
+    ending: Ending | None = None
     log_probs: tuple[float, ...] | None = None
     cum_log_prob: float | None = None
     context_logits: Array | None = None
@@ -368,4 +383,3 @@ class TextChunk:
     tokens: tuple[TokenText, ...] | None = None
     drafted: tuple[tuple[int, int], ...] = ()
     metrics: EngineMetrics | None = None
-    ending: Ending | None = None

@@ -34,9 +34,8 @@ from trtllm_bls.services.request_metrics import (
     RequestMetrics,
 )
 from trtllm_bls.services.request_reports import RequestReports
-from trtllm_bls.speculative.options import DraftSource, SpeculationStats
 from trtllm_bls.status import CANARY_ID
-from trtllm_bls.types import SpeculationCounts
+from trtllm_bls.types import SpeculationStats
 
 GOOD = RequestStats(
     request_id="7-1",
@@ -50,7 +49,7 @@ GOOD = RequestStats(
     ttft_s=0.1,
     inter_token_s=0.05,
     longest_gap_s=0.2,
-    speculation=SpeculationCounts(rounds=2, drafted=8, accepted=6),
+    speculation=SpeculationStats(rounds=2, drafted=8, accepted=6),
     traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     prompt="Tell me",
 )
@@ -117,8 +116,7 @@ def test_a_triton_without_histograms_has_sums_and_counts() -> None:
 
 def test_what_drafting_did_is_counted() -> None:
     """Also of a request that failed: the engines did the work."""
-    stats = SpeculationStats()
-    stats.add_round(DraftSource.NGRAM, 3, 2)
+    stats = SpeculationStats(rounds=1, drafted=3, accepted=2, ngram_drafted=3)
     registry = Registry()
     metrics = TritonMetrics(registry, MODEL)
     metrics.add_speculation(stats)

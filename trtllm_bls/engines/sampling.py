@@ -55,8 +55,7 @@ class TokenSampler:
         self._text = list(request.input_ids)
         # By the contract, a top-p that is not above 0 is as good as absent.
         self._first_top_p = self._top_p = s.top_p if s.top_p is not None and s.top_p > 0 else None
-        no_draw = not s.top_k and self._top_p is None
-        self._greedy = no_draw or s.temperature == 0 or s.top_k == 1
+        self._greedy = s.is_greedy
         penalised = s.repetition_penalty not in (None, 1) or s.presence_penalty
         penalised = penalised or s.frequency_penalty
         # Occurrences of each token in the text.

@@ -19,7 +19,7 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
 )
-from trtllm_bls.speculative.options import SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.speculative.rounds import (
     AskDraft,
     Decode,
@@ -30,7 +30,7 @@ from trtllm_bls.speculative.rounds import (
     Verify,
 )
 from trtllm_bls.speculative.shared import SpeculationShared
-from trtllm_bls.types import EngineChunk, EngineRequest
+from trtllm_bls.types import EngineChunk, EngineRequest, SpeculationStats
 
 # A full queue in the middle of an answer is waited for: seconds, doubled each time.
 _FIRST_RETRY_S, _LONGEST_RETRY_S, _RETRIES = 0.02, 1.0, 40

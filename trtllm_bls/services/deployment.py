@@ -26,8 +26,6 @@ from trtllm_bls.services.request_reports import RequestReports
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
-# More than one, since it may end long before the others.
-_SHOWN = 4
 SHUTTING_DOWN = "the server is shutting down; ask another one"
 
 log = logging.getLogger(__name__)
@@ -55,7 +53,7 @@ class Deployment:
             timeout_s=_default_timeout(parameters),
             limits=parameters.limits,
             expose_kv_cache_metrics=parameters.expose_kv_cache_metrics,
-            shown=_SHOWN if parameters.engine and parameters.engine.is_elsewhere else 0,
+            engine_shows_progress=not (parameters.engine and parameters.engine.is_elsewhere),
         )
         self.admission = Admission(
             parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
@@ -91,7 +89,7 @@ class Deployment:
 
     @property
     def tokens(self) -> int:
-        """Those taken so far for answers in one piece; any thread may ask."""
+        """Tokens taken from the engine so far; any thread may ask."""
         return self.orchestrator.tokens
 
     def drain(self) -> None:

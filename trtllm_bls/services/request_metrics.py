@@ -15,8 +15,7 @@ from typing import Literal, TypeAlias
 
 from trtllm_bls.errors import EngineError, Overloaded
 from trtllm_bls.request_stats import CancelCause, Outcome, RequestStats
-from trtllm_bls.speculative.options import SpeculationStats
-from trtllm_bls.types import FinishReason
+from trtllm_bls.types import FinishReason, SpeculationStats
 
 Labels: TypeAlias = tuple[str, ...]  # values, in the order of the metric's label names
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from trtllm_bls.request_stats import RequestStats
 from trtllm_bls.services.request_metrics import LOOP_LAG, RUNNING, WAITING, Metrics
-from trtllm_bls.speculative.options import SpeculationStats
 from trtllm_bls.status import CANARY_ID
+from trtllm_bls.types import SpeculationStats
 
 EVERY_SECONDS = 0.25
 _MOST_WAITING = 2**17  # where Triton takes no figures any more, the oldest are dropped

@@ -72,7 +72,7 @@ class TextService:
         if row is not None:
             request = replace(request, request_id=f"{request.request_id}/{row}")
         try:
-            await self._orchestrator.run(request, _RowSink(call, request, row), call.is_ready)
+            await self._orchestrator.run(request, _RowSink(call, request, row))
         except InvalidRequest as error:
             raise with_callers_name(error, request) from error
 

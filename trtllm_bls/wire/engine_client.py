@@ -276,7 +276,7 @@ class ResponseReader:
                 return [EngineChunk(token_ids=ids, final=True)], last
             if len(ids) == 1:
                 self.repeated.note(packed, response.raw_output_contents, self._ids_at or 0)
-            return [EngineChunk(token_ids=ids, ids_only=True)], False
+            return [EngineChunk(token_ids=ids)], False
         try:
             arrays = output_arrays(response)
         except _UNREADABLE as error:
