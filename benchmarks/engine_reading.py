@@ -3,7 +3,8 @@
     python benchmarks/engine_reading.py [--streams 8 32 128] [--triton]
 
 The engine is one process of TrtllmService (grpcio in Python), or with --triton a tritonserver with
-the scripted model. CPU is user and system time of this process per token, from the first request to the last answer's end.
+the scripted model. CPU is user and system time of this process per token, from the first request to
+the last answer's end.
 """
 
 from __future__ import annotations

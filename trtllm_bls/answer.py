@@ -192,13 +192,7 @@ class SequenceText:
             text = self._detokenizer.feed(ids)
             self._released += len(text)
             self._text.append(text)
-        if chunk.context_logits is not None and self._context_logits is None:
-            self._context_logits, self._new_context = chunk.context_logits, True
-        if chunk.metrics is not None:
-            exposed = self._rules.expose_kv_cache_metrics
-            self._metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
-        if chunk.speculation is not None:
-            self._speculation = chunk.speculation
+        self._note_figures(chunk)
         if stop is None:
             if reason is None and chunk.final:
                 reason = self._why_engine_ended(chunk)
@@ -334,7 +328,16 @@ class SequenceText:
             speculation=self._speculation,
         )
 
-    # --- scores -------------------------------------------------------------------------------
+    # --- scores and figures -------------------------------------------------------------------
+
+    def _note_figures(self, chunk: EngineChunk) -> None:
+        if chunk.context_logits is not None and self._context_logits is None:
+            self._context_logits, self._new_context = chunk.context_logits, True
+        if chunk.metrics is not None:
+            exposed = self._rules.expose_kv_cache_metrics
+            self._metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
+        if chunk.speculation is not None:
+            self._speculation = chunk.speculation
 
     def _add_scores(self, chunk: EngineChunk, position: int, end: int, data: bytes) -> None:
         log_prob = chunk.log_probs[position] if chunk.log_probs is not None else None

@@ -2,7 +2,8 @@
 
 Knows engines only through ``engines.base``, and nothing of Triton or HTTP. Whether tokens come from
 one model or from speculative decoding is the engine's business; what becomes of them is decided by
-``Answer``. ``Orchestrator._run`` is the one loop between the two, with its deadline and its endings.
+``Answer``. ``Orchestrator._run`` prepares, drives and ends a request; it has the deadline and every
+ending.
 """
 
 from __future__ import annotations
@@ -153,32 +154,13 @@ class Orchestrator:
                 asked, answer = self._prepared(request, prompt, capacity)
                 record.begin(len(prompt.ids), answer)
                 stream = self._engine.generate(asked)
-                try:
-                    while not answer.must_cancel:
-                        await stream.wait()
-                        await record.ready()
-                        chunks = stream.take()
-                        if not chunks:
-                            break
-                        for chunk in answer.take(chunks):
-                            record.send(chunk)
-                except EngineError:
-                    # A finished answer ended by count. The engine would only have confirmed that,
-                    # so an error in place of its last message changes nothing.
-                    if not answer.done:
-                        raise
-                finally:
-                    await stream.aclose()
-                if not answer.done:
-                    raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
+                await self._drive(stream, answer, record)
         except (asyncio.CancelledError, Exception) as error:
-            reason = FinishReason.ERROR
+            past = deadline is not None and now() >= deadline
+            timed_out = isinstance(error, asyncio.TimeoutError) and past
+            reason = FinishReason.TIMEOUT if timed_out else FinishReason.ERROR
             if isinstance(error, asyncio.CancelledError):
                 reason = FinishReason.CANCELLED
-            elif isinstance(error, asyncio.TimeoutError) and deadline is not None:
-                if now() >= deadline:  # else it is somebody else's
-                    reason = FinishReason.TIMEOUT
-            timed_out = reason is FinishReason.TIMEOUT
             if answer is not None and (timed_out or (request.stream and answer.begun)):
                 arrived = stream.take() if stream is not None else []
                 for chunk in (*answer.take(arrived), *answer.end(reason)):
@@ -189,6 +171,27 @@ class Orchestrator:
                     record.send(TextChunk(text="", sequence_index=index, ending=ending))
             if not timed_out:
                 raise
+
+    async def _drive(self, stream: ChunkStream, answer: Answer, record: _RequestRecord) -> None:
+        """Send what the engine's chunks become, until both the answer and the engine have ended."""
+        try:
+            while not answer.must_cancel:
+                await stream.wait()
+                await record.ready()
+                chunks = stream.take()
+                if not chunks:
+                    break
+                for chunk in answer.take(chunks):
+                    record.send(chunk)
+        except EngineError:
+            # A finished answer ended by count. The engine would only have confirmed that, so an
+            # error in place of its last message changes nothing.
+            if not answer.done:
+                raise
+        finally:
+            await stream.aclose()
+        if not answer.done:
+            raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
 
     def _check(self, request: TextRequest) -> None:
         """Refuse by name what a text stream cannot honour, and what is too large."""

@@ -205,11 +205,11 @@ def _plain(
 
 
 def _spelling(key: str, declared: frozenset[str]) -> str:
-    spellings = _SPELLINGS[key]
+    spellings = _SPELLINGS.get(key, ())
     for tensor in spellings:
         if tensor.name in declared:
             return tensor.name
-    raise InvalidRequest(spellings[0].name, "this engine version has no such input")
+    raise InvalidRequest(spellings[0].name if spellings else key, "this engine version has no such input")
 
 
 @lru_cache(maxsize=4096)
