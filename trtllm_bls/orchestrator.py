@@ -250,7 +250,7 @@ class Orchestrator:
             streaming=bool(request.stream or ends_early or shows),
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,
-            end_id=prompt.end_ids[0] if prompt.end_ids else -1,
+            end_id=prompt.end_id,
             pad_id=prompt.pad_id,
             stop_sequences=prompt.engine_stops,
             bad_sequences=prompt.bad_sequences,

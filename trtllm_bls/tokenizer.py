@@ -86,19 +86,23 @@ class Tokenizer:
         Very many are packed, while other threads run in between. Raises ``InvalidRequest`` on
         ``field`` for text that is not valid Unicode.
         """
-        return self._begun_once(_packed(self._encode(text, add_special_tokens, field)))
+        ids = self._encode(text, add_special_tokens, field)
+        return self._begun_once(tuple(ids) if len(ids) < _MANY else _packed(ids))
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[PromptIds]:
         """What ``encode`` gives for each; leaves other threads the interpreter's lock meanwhile."""
         return [self._begun_once(ids) for ids in self._encode_all(texts, add_special_tokens)]
 
     def _begun_once(self, token_ids: PromptIds) -> PromptIds:
+        """The ids with a single begin-of-sequence id where they begin with several."""
         bos = self._bos_id
-        begins = next((n for n, token in enumerate(token_ids) if token != bos), len(token_ids))
-        if begins > 1 and not self._warned_of_bos:
+        if len(token_ids) < 2 or token_ids[0] != bos or token_ids[1] != bos:
+            return token_ids
+        if not self._warned_of_bos:
             self._warned_of_bos = True
             logger.warning("a prompt begins with the begin-of-sequence token itself; kept one")
-        return token_ids[begins - 1 :] if begins > 1 else token_ids
+        begins = next((n for n, token in enumerate(token_ids) if token != bos), len(token_ids))
+        return token_ids[begins - 1 :]
 
     def encode_word(self, text: str, field: str = "stop_words") -> tuple[int, ...]:
         """The ids of ``text`` alone, without special tokens; none for an empty word."""
@@ -330,13 +334,11 @@ class Tokenizer:
 
 
 def _packed(ids: list[int]) -> PromptIds:
-    """``ids``, which are used up: a tuple, or from ``_MANY`` on an array.
+    """``ids`` as an array; the list is emptied.
 
-    To pack or to free half a million ids takes milliseconds with the interpreter's lock. So both
+    Packing or freeing half a million ids takes milliseconds with the interpreter's lock. So both
     are done in pieces, and a sleep before each lets other threads have the lock.
     """
-    if len(ids) < _MANY:
-        return tuple(ids)
     pieces = []
     while ids:
         time.sleep(0.0001)
@@ -347,6 +349,7 @@ def _packed(ids: list[int]) -> PromptIds:
 
 
 def _check_unicode(text: str, field: str) -> None:
+    """Raises ``InvalidRequest`` for half a surrogate pair, which JSON can spell."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""No engine ignores a field of ``Sampling`` in silence: it obeys the field or refuses it by name."""
+"""No engine ignores a field of ``Sampling`` in silence: it obeys or refuses it by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ NAMES = [field.name for field in fields(Sampling)]
 
 
 def request(sampling: Sampling) -> EngineRequest:
-    return EngineRequest(request_id="r", input_ids=(1, 2), max_tokens=4, end_id=0, sampling=sampling)
+    return EngineRequest(
+        request_id="r", input_ids=(1, 2), max_tokens=4, end_id=0, sampling=sampling
+    )
 
 
 def sampled(kind: type[Sampling] = Sampling, **more: Any) -> Sampling:
@@ -158,5 +160,5 @@ class Wider(Sampling):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_field_that_no_engine_knows_is_refused_by_name(engine: Callable[[Sampling], Any]) -> None:
     """Or else the test above would fail with it."""
-    with pytest.raises(InvalidRequest, match="^imaginary: "):
+    with pytest.raises(InvalidRequest, match=r"^imaginary: "):
         engine(sampled(Wider, imaginary=0.1))

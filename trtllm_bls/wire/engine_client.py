@@ -209,7 +209,9 @@ def _spelling(key: str, declared: frozenset[str]) -> str:
     for tensor in spellings:
         if tensor.name in declared:
             return tensor.name
-    raise InvalidRequest(spellings[0].name if spellings else key, "this engine version has no such input")
+    raise InvalidRequest(
+        spellings[0].name if spellings else key, "this engine version has no such input"
+    )
 
 
 @lru_cache(maxsize=4096)
