@@ -260,7 +260,7 @@ class _ScriptedSequence:
         )
 
     def _add(self, choice: Choice) -> None:
-        kept, self._reason = self._criteria.take((choice.token,))
+        kept, self._reason = self._criteria.feed((choice.token,))
         self.done = self._reason is not None
         if not kept:
             return

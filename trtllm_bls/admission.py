@@ -40,8 +40,8 @@ class Admission:
         self.queued = 0
 
     @asynccontextmanager
-    async def place(self, sequences: int) -> AsyncIterator[None]:
-        """Hold places for as long as the context is entered; waits for them before that.
+    async def acquire(self, sequences: int) -> AsyncIterator[None]:
+        """Let a request of so many sequences run while the context is entered; wait for that first.
 
         Entering raises ``InvalidRequest`` for more sequences than may ever run at once, and
         ``Overloaded`` at once where as many wait as may, or after waiting too long.

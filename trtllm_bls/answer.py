@@ -81,7 +81,7 @@ class Answer:
         """Tokens generated so far, of all sequences."""
         return sum(sequence.completion_tokens for sequence in self._sequences)
 
-    def take(self, chunks: Sequence[EngineChunk]) -> list[TextChunk]:
+    def feed(self, chunks: Sequence[EngineChunk]) -> list[TextChunk]:
         """What is to be sent now that ``chunks`` have arrived: at most one chunk per sequence.
 
         A request that does not stream has one chunk per sequence, at the sequence's end.
@@ -188,7 +188,7 @@ class SequenceText:
         if self._by_token or chunk.log_probs is not None or chunk.generation_logits is not None:
             stop, reason = self._feed_by_token(chunk)
         else:
-            ids, reason = self._criteria.take(chunk.token_ids)
+            ids, reason = self._criteria.feed(chunk.token_ids)
             text = self._detokenizer.feed(ids)
             self._released += len(text)
             self._text.append(text)
@@ -244,7 +244,7 @@ class SequenceText:
         leaves. Returns the stop that completed, and why the sequence ends by its ids."""
         accepted = self._accepted(chunk) if self._request.return_drafted else 0
         for position, token in enumerate(chunk.token_ids):
-            kept, reason = self._criteria.take((token,))
+            kept, reason = self._criteria.feed((token,))
             if not kept:
                 return None, reason
             if self._request.return_tokens:

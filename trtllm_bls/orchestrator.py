@@ -148,7 +148,7 @@ class Orchestrator:
         answer: Answer | None = None
         stream: ChunkStream | None = None
         try:
-            async with timeout_at(deadline), self._admission.place(sequences):
+            async with timeout_at(deadline), self._admission.acquire(sequences):
                 capacity = await self._engine.capacity()
                 prompt = await self._prompt(request, capacity)
                 asked, answer = self._prepared(request, prompt, capacity)
@@ -163,7 +163,7 @@ class Orchestrator:
                 reason = FinishReason.CANCELLED
             if answer is not None and (timed_out or (request.stream and answer.begun)):
                 arrived = stream.take() if stream is not None else []
-                for chunk in (*answer.take(arrived), *answer.end(reason)):
+                for chunk in (*answer.feed(arrived), *answer.end(reason)):
                     record.send(chunk)
             elif timed_out:  # before the prompt's tokens were counted
                 ending = Ending(finish_reason=reason, prompt_tokens=0, completion_tokens=0)
@@ -181,7 +181,7 @@ class Orchestrator:
                 chunks = stream.take()
                 if not chunks:
                     break
-                for chunk in answer.take(chunks):
+                for chunk in answer.feed(chunks):
                     record.send(chunk)
         except EngineError:
             # A finished answer ended by count. The engine would only have confirmed that, so an

@@ -202,7 +202,7 @@ class StoppingCriteria:
         """Whether an end id would end the sequence now."""
         return self.generated >= self._min_tokens
 
-    def take(self, ids: TokenIds) -> tuple[TokenIds, FinishReason | None]:
+    def feed(self, ids: TokenIds) -> tuple[TokenIds, FinishReason | None]:
         """The leading ``ids`` that belong to the output, and why the sequence ends with them.
 
         The reason is ``END_ID``, ``STOP``, ``LENGTH``, or ``None`` while the sequence goes on.

@@ -85,7 +85,7 @@ def by_answer(request: EngineRequest, pieces: Sequence[TokenIds]) -> END:
 def by_speculation(request: EngineRequest, pieces: Sequence[TokenIds]) -> END:
     progress = Progress(request)
     for piece in pieces:
-        progress.take(piece)
+        progress.append(piece)
     return tuple(progress.ids[len(request.input_ids) :]), progress.finish
 
 

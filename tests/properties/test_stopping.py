@@ -235,7 +235,7 @@ def test_no_stop_sequences() -> None:
 
 
 def stops(criteria: StoppingCriteria, token_id: int) -> bool:
-    return criteria.take((token_id,)) == ((token_id,), FinishReason.STOP)
+    return criteria.feed((token_id,)) == ((token_id,), FinishReason.STOP)
 
 
 def ends_with_one(token_ids: list[int], sequences: list[tuple[int, ...]]) -> bool:

@@ -409,5 +409,5 @@ def test_an_engine_that_would_work_on_must_be_cancelled(
         answer = Answer(request, made.rules(), [Pieces() for _ in range(sequences)])
         for index in range(sequences):
             assert not answer.must_cancel
-            answer.take([chunk(*ids, final=final, sequence_index=index)])
+            answer.feed([chunk(*ids, final=final, sequence_index=index)])
         assert answer.must_cancel is must

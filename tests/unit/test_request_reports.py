@@ -15,8 +15,6 @@ from tests.helpers.fake_metrics import Registry
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import printable
 from trtllm_bls.request_stats import Outcome, RequestStats
-from trtllm_bls.services.metrics import TritonMetrics
-from trtllm_bls.services.request_log import RequestLog
 from trtllm_bls.services.request_metrics import (
     DURATION,
     FIRST_TOKEN,
@@ -32,8 +30,9 @@ from trtllm_bls.services.request_metrics import (
     WAITING,
     Histogram,
     RequestMetrics,
+    TritonMetrics,
 )
-from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.services.request_reports import RequestLog, RequestReports
 from trtllm_bls.status import CANARY_ID
 from trtllm_bls.types import SpeculationStats
 

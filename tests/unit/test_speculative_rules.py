@@ -60,7 +60,7 @@ def test_a_stop_sequence_may_span_rounds_and_waits_for_the_minimum() -> None:
     """The engine sees its first half as prompt; before the minimum it does not count."""
     request = ask((7, 8), stop_sequences=((8, 9),), sampling=Sampling(min_tokens=3))
     progress = Progress(request)
-    progress.take((9,))  # with the prompt's last token it would be one
+    progress.append((9,))  # with the prompt's last token it would be one
     progress.take_round((8,), (8, 8), None)
     assert progress.finish is None
     assert progress.take_round((9,), (9, 5), None) == Verdict(1, 1)
@@ -81,7 +81,7 @@ def test_no_request_has_a_longer_prompt_than_the_engine_takes() -> None:
     """What follows a round has the answer so far as its prompt; so has what follows a stretch."""
     progress = Progress(ask((1,) * 4, max_tokens=50), EngineCapacity(max_prompt_tokens=8))
     assert (progress.max_draft, progress.stretch(4), progress.stretch(5)) == (3, 4, 50)
-    progress.take((5, 6, 7))
+    progress.append((5, 6, 7))
     assert (progress.max_draft, progress.stretch(1), progress.stretch(2)) == (0, 1, 47)
 
 
@@ -102,7 +102,7 @@ def test_what_is_left_of_the_minimum_is_said_aloud() -> None:
     said = [requests.plain(progress, 1, False).sampling.min_tokens]
     assert silent.plain(progress, 1, False).sampling.min_tokens is None
     for token in (5, 6, 7):
-        progress.take((token,))
+        progress.append((token,))
         said.append(requests.verify(progress, Draft(token_ids=(1,))).sampling.min_tokens)
     assert said == [2, 1, 0, 0]
     assert silent.plain(progress, 1, False).sampling.min_tokens == 0

@@ -45,7 +45,7 @@ class SequenceEnds:
 
         ``ended``: nothing follows, for ``reason`` where no end of the request's own is in ``ids``.
         """
-        kept, found = self._criteria.take(ids)
+        kept, found = self._criteria.feed(ids)
         if found is not None:
             ended, reason = True, found
         if not ended and log_probs is None:  # of nearly every token

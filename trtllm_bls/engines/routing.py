@@ -124,9 +124,9 @@ class RoutingEngine:
         self.shared.draining = True
 
     @property
-    def settled(self) -> bool:
+    def handed_over(self) -> bool:
         """Whether no request that was speculated has another request to send."""
-        return self.shared.unsettled == 0
+        return self.shared.sending == 0
 
     async def close(self) -> None:
         """Close both engines."""

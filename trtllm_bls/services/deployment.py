@@ -19,10 +19,8 @@ from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters, EngineKind
 from trtllm_bls.parameters.engine_tls import engine_tls
-from trtllm_bls.services.metrics import TritonMetrics
-from trtllm_bls.services.request_log import RequestLog
-from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.services.request_metrics import RequestMetrics, TritonMetrics
+from trtllm_bls.services.request_reports import RequestLog, RequestReports
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
@@ -98,9 +96,12 @@ class Deployment:
         self.engine.drain()
 
     @property
-    def settled(self) -> bool:
-        """Whether no request needs another one to an engine, but those that have just begun."""
-        return self.engine.settled and self.admission.queued == 0
+    def handed_over(self) -> bool:
+        """Whether no request that runs will send another one to an engine.
+
+        A request that has just been accepted may still send its first.
+        """
+        return self.engine.handed_over and self.admission.queued == 0
 
     async def close(self) -> None:
         """Close the engines; the last reports are out on return."""

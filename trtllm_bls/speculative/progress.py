@@ -87,11 +87,11 @@ class Progress:
             return self.remaining
         return min(self.remaining, tokens)
 
-    def take(self, ids: TokenIds) -> int:
+    def append(self, ids: TokenIds) -> int:
         """Append ids until the answer ends; how many were kept."""
         if self.finish is not None:
             return 0
-        kept, self.finish = self._criteria.take(ids)
+        kept, self.finish = self._criteria.feed(ids)
         self.ids += kept
         return len(kept)
 
@@ -109,7 +109,7 @@ class Progress:
         """
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(drafted, ids, strict=False))
         accepted = sum(1 for _ in equal)
-        kept = self.take(ids)
+        kept = self.append(ids)
         missing = not shows_end and _ended(len(drafted), len(ids), accepted, reason)
         if self.finish is None and missing:
             self.finish = reason or FinishReason.END_ID

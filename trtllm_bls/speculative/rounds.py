@@ -416,7 +416,7 @@ class SpeculativeRounds:
     def decoded(self, chunk: EngineChunk, now: float) -> EngineChunk:
         """A chunk of the plain stretch; the part of it that belongs to the answer."""
         self._watch.add(len(chunk.token_ids), now)
-        kept = self._progress.take(chunk.token_ids)
+        kept = self._progress.append(chunk.token_ids)
         if chunk.final:
             self._end_stretch(chunk.finish_reason)
         return self._entered(chunk, kept)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.engines.embedded.guides import Guide
+from trtllm_bls.engines.embedded.guides import GrammarMatcher
 from trtllm_bls.engines.embedded.runner import Segment
 from trtllm_bls.engines.sampling import TokenSampler, log_prob
 from trtllm_bls.errors import EngineError
@@ -70,7 +70,7 @@ class Sequence:
         index: int,
         capacity: EngineCapacity,
         owner: Submission,
-        guide: Guide | None = None,
+        guide: GrammarMatcher | None = None,
     ) -> None:
         assert capacity.vocab_size is not None and capacity.max_sequence_tokens is not None
         self.request, self.index, self.owner = request, index, owner
@@ -189,7 +189,7 @@ class Sequence:
         """Make the token part of the text, unless it is the end token, and see whether it ends."""
         self._metrics["last_token_time_ns"] = time.monotonic_ns()
         self._metrics.setdefault("first_token_time_ns", self._metrics["last_token_time_ns"])
-        kept, self.finish = self._criteria.take((token,))
+        kept, self.finish = self._criteria.feed((token,))
         if not kept:
             return
         self.tokens.append(token)
