@@ -1,12 +1,10 @@
 """An engine whose next token is a pure function: for tests, benchmarks, servers without a model.
 
-Keeps the whole contract of the seam: drafts by id and by logits, end id, stop sequences, sampling
-by seed, several sequences, limits. Time is only slept: each request's steps follow a schedule of
-their own, and a batch limit makes steps wait for one another. With no times set it never waits,
-but still gives way once per step, so that a reader can be cancelled anywhere.
-
-Owns the running of scripted requests and the record of what it was asked. Which token comes next
-is in ``scripted_tokens``.
+Keeps the whole contract of ``engines.base.Engine``: drafts by id and by logits, end id, stop
+sequences, sampling by seed, several sequences, limits. Time is only slept: the steps of each
+request follow a schedule of their own, and a batch limit makes steps wait for one another. Without
+times it never waits, but still yields to the event loop once per step, so that a reader can be
+cancelled anywhere. ``scripted_tokens`` decides which token comes next.
 """
 
 from __future__ import annotations

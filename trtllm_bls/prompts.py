@@ -1,6 +1,6 @@
 """From a text request to everything an engine needs in token ids.
 
-Used by the orchestrator and by preprocessing, so both make the same prompt of the same request.
+The orchestrator and ``preprocessing`` share this, so that both make the same prompt of a request.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _WORD = 256  # a word costs as much as so many characters of a prompt, however s
 
 @dataclass(kw_only=True)  # see EngineChunk
 class Prompt:
-    """One prompt, tokenised, and what the engine is sent of its ends and of the caller's words.
+    """One tokenised prompt, and the request's end ids and words in token ids.
 
-    ``stop_sequences`` are the ids of each stop word that the engine stops at, one entry per word,
-    empty for a word that only the text can show; ``engine_stops`` is what it is sent: these, and
-    every end id but the first, since it takes only one. Both are empty with ``min_tokens``: an
-    engine would stop at them before that. ``extras`` are the request's, with what they need to know
-    of each token. ``prediction`` are the ids of the text that the answer may resemble.
+    ``stop_sequences``: one entry per stop word, the ids at which the engine can stop; empty for a
+    word that only the text can show. ``engine_stops``: what the engine is sent, which is these and
+    every end id but the first, since it takes one end id alone. Both are empty with ``min_tokens``,
+    because TensorRT-LLM would stop at them before the minimum. ``extras``: further engine inputs.
+    ``prediction``: the ids of the text that the answer may resemble.
     """
 
     ids: PromptIds
@@ -66,7 +66,7 @@ class PromptMaker:
         self._add_special_tokens = add_special_tokens
 
     def is_long(self, request: TextRequest) -> bool:
-        """Whether ``make`` takes so long that an event loop should leave it to a thread."""
+        """Whether ``make`` takes so long that it should run on a thread, not on an event loop."""
         biased = request.embedding_bias
         number = len(request.stop_words) + len(request.bad_words) + len(biased)
         if number * _WORD >= _LONG:
@@ -81,7 +81,7 @@ class PromptMaker:
         )
 
     def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
-        """Tokenise together what ``make`` is about to be asked for; in any thread."""
+        """Tokenise, as a batch, requests that ``make`` will soon be called for; on any thread."""
         short = [request for request in requests if request.text and not self.is_long(request)]
         for adds in (True, False):
             found = [request for request in short if self._adds_special(request) is adds]
@@ -128,7 +128,7 @@ class PromptMaker:
     def _words(
         self, request: TextRequest, give_way: Callable[[], object]
     ) -> tuple[tuple[TokenIds, ...], tuple[TokenIds, ...], tuple[tuple[int, float], ...]]:
-        """The ids of each stop word that may end the answer, of bad words, and biased tokens."""
+        """The ids of each stop word, the ids of bad words, and the biased tokens."""
         tokenizer, bias = self._tokenizer, request.embedding_bias
         if request.stop_words:
             checked_stops(request.stop_words)
@@ -160,9 +160,10 @@ class PromptMaker:
         )
 
     def end_ids(self, request: TextRequest) -> TokenIds:
-        """The request's end id if it names one (-1 = none), else all of the model's.
+        """The ids that end the answer.
 
-        With the request's ``stop_token_ids``.
+        The request's ``end_id`` if it names one (-1 = none), else all of the model's; and its
+        ``stop_token_ids``.
         """
         ends = self._tokenizer.end_ids
         if request.end_id is None and not request.stop_token_ids:
@@ -224,7 +225,7 @@ class PromptMaker:
         return ids
 
     def _fewest_tokens(self, field: str, text: str) -> int:
-        # Each guarded spelling in a message is at least a token more.
+        # Text is tokenised apart on both sides of a guard, so each guard adds a token at least.
         guards = text.count(GUARD) if field == "messages" else 0
         return max(guards, self._tokenizer.fewest_tokens(text))
 

@@ -1,9 +1,9 @@
-"""The values that pass between modules: plain, never changed, free of Triton and numpy.
+"""The values that pass between modules: plain and free of Triton and numpy.
 
 Grouped by receiver: what an engine takes and gives (token ids), then what the orchestrator
-takes and gives (text). ``None`` in a field always means "the caller did not say", and is never
-sent on, so that the engine's own default applies. Arrays that are only passed on (logits,
-LoRA weights) are typed ``Array`` and never opened here; the wire gives and takes them.
+takes and gives (text). ``None`` in a field of a request means that the caller did not say. Such a
+field is not sent on, so the engine's own default applies. Arrays that are only passed on (logits,
+LoRA weights) are typed ``Array``; they are made and read by ``wire``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ else:
     Array = Any
 
 TokenIds: TypeAlias = tuple[int, ...]
-# A prompt may be so long that each pass over a tuple of its ids would hold up every other stream:
-# such a prompt is an ``array`` of int32, never changed.
+# A tuple, or an ``array`` of int32 for a prompt so long that each pass over a tuple of its ids
+# would hold up every other stream. Never changed.
 PromptIds: TypeAlias = Sequence[int]
-# Of one token's place: the likeliest ids with their log-probabilities.
+# The likeliest ids at the place of one token, with their log-probabilities.
 TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 NOTHING: Mapping[str, Array] = MappingProxyType({})
 
@@ -33,7 +33,8 @@ NOTHING: Mapping[str, Array] = MappingProxyType({})
 class FinishReason(str, Enum):
     """Why a sequence ended; the value is what callers read.
 
-    After ``CANCELLED`` and ``ERROR`` the request itself still ends, with an error or for nobody.
+    After ``CANCELLED`` and ``ERROR`` the request itself still has to end: with an error, or
+    silently if its caller has left.
     """
 
     STOP = "stop"  # a stop string or stop sequence
@@ -82,8 +83,8 @@ class Sampling:
 class Wants:
     """What the caller asked to get back beside the tokens.
 
-    ``top_log_probs``: how many of the likeliest ids of each token's place; of an engine that does
-    not tell them (``EngineCapacity``), the logits are asked for instead.
+    ``top_log_probs``: how many of the likeliest ids at the place of each token. An engine that does
+    not report them (``EngineCapacity``) is asked for logits instead.
     """
 
     log_probs: bool = False
@@ -112,8 +113,9 @@ class SpeculationRequest:
     ``draft_source``: where drafts come from: ``off``, ``model``, ``ngram``, ``mixed`` or
     ``prediction``.
     ``use_draft_logits``: verify against the draft model's logits, not only its token ids.
-    ``prediction``: what the answer is expected to resemble; drafts are taken from it first. By
-    itself it asks for no more than that, and for nothing where speculation cannot be.
+    ``prediction``: what the answer is expected to resemble; drafts are taken from it first. A
+    request with nothing but a prediction drafts from it alone, and is decoded plainly where
+    speculation is impossible.
     """
 
     num_draft_tokens: int | None = None
@@ -239,13 +241,13 @@ class EngineChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapacity:
-    """What an engine can take; ``None`` where it does not tell.
+    """What an engine can take; ``None`` where it does not say.
 
-    ``max_sequence_tokens`` counts prompt and completion together. ``one_step``: the engine ends
-    every request after one step, as older engines built for external drafts do;
-    ``may_be_one_step``: it is of a kind that may do so, without saying. ``tells_top_log_probs``:
-    beside each token, without logits. ``speculates``: how it does so itself, where it takes no
-    drafts for that.
+    ``max_sequence_tokens`` counts prompt and completion together.
+    ``one_step``: the engine ends every request after one step, as older engines built for external
+    drafts do. ``may_be_one_step``: it is of a kind that may do so without saying.
+    ``tells_top_log_probs``: it reports the likeliest ids beside each token, without logits.
+    ``speculates``: how the engine speculates by itself, if it does and takes no drafts.
     """
 
     vocab_size: int | None = None
@@ -265,8 +267,8 @@ class EngineCapacity:
 class ChatOptions:
     """How a chat template writes a conversation.
 
-    ``tools``: what the model may call, a JSON list; ``variables``: further ones of the template.
-    ``continue_final_message``: the answer goes on where the last message ends.
+    ``tools``: what the model may call, a JSON list. ``variables``: further variables of the
+    template. ``continue_final_message``: the answer goes on where the last message ends.
     """
 
     tools: str | None = None
@@ -291,7 +293,7 @@ class TextRequest:
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
     ``traceparent`` is the caller's trace context (W3C).
-    ``text_ids``: what ``text`` is in token ids, where it has been tokenised already.
+    ``text_ids``: the token ids of ``text``, if it has been tokenised already.
     """
 
     request_id: str
@@ -350,8 +352,8 @@ class Ending:
 class TokenText(NamedTuple):
     """One token with the bytes that it adds to the text; a character may be spread over several.
 
-    ``log_prob`` is ``None`` where it was not asked for, and of a prompt's tokens; ``top_log_probs``
-    are there where the engine tells them.
+    ``log_prob`` is ``None`` if it was not asked for, and for the tokens of a prompt.
+    ``top_log_probs`` are empty unless the engine reports them.
     """
 
     token_id: int
@@ -364,13 +366,13 @@ class TokenText(NamedTuple):
 class TextChunk:
     """Text new since the last chunk of the same sequence, or all so far when accumulating.
 
-    Scores belong to tokens whose whole text has left: ``log_probs`` are all of them so far (the
-    wire's rule), ``generation_logits`` only those of this chunk. ``context_logits`` and
+    Scores belong to tokens whose whole text has left. ``log_probs`` are all of them so far, as on
+    TensorRT-LLM's wire; ``generation_logits`` only those of this chunk. ``context_logits`` and
     ``metrics`` are on every chunk from the first that has them, as TensorRT-LLM sends them.
-    ``tokens`` are those whose whole text has left with this chunk, the echoed prompt's first;
-    ``None`` where they were not asked for.
+    ``tokens`` are those whose whole text has left with this chunk, those of an echoed prompt first;
+    ``None`` if they were not asked for.
     ``drafted``: the parts of ``text`` that accepted draft tokens wrote, as ``(begin, end)`` in
-    characters, one for each such token. Not when accumulating or echoing.
+    characters, one for each such token. Empty when accumulating or echoing.
     """
 
     text: str

@@ -105,7 +105,7 @@ def by_embedded(sampling: Sampling) -> Any:
         for token in (5, 6):
             sampler.choose(np.arange(VOCAB, dtype=np.float32))
             sampler.push(token)
-        StoppingCriteria(4, min_tokens=asked.min_tokens).take((5,))
+        StoppingCriteria(4, min_tokens=asked.min_tokens).feed((5,))
     return {name for name in seen if vars(sampling).get(name) is not None}
 
 

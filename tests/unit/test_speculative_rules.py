@@ -18,9 +18,11 @@ from trtllm_bls.types import (
     EngineMetrics,
     FinishReason,
     Sampling,
+    SpeculationStats,
 )
 
 END, STOP, LENGTH = FinishReason.END_ID, FinishReason.STOP, FinishReason.LENGTH
+STATS = SpeculationStats()
 
 
 @pytest.mark.parametrize(
@@ -163,9 +165,9 @@ def test_sums_run_on_where_an_engine_gives_only_sums() -> None:
         figures.begin_request()
         for part in parts:
             chunk = EngineChunk(token_ids=(1,), cum_log_prob=part)
-            sums.append(figures.add(chunk, 1, None).cum_log_prob)
+            sums.append(figures.add(chunk, 1, None, STATS).cum_log_prob)
     assert sums == [-1.0, -3.0, -5.0]
-    assert figures.add(EngineChunk(token_ids=()), 0, END).cum_log_prob is None
+    assert figures.add(EngineChunk(token_ids=()), 0, END, STATS).cum_log_prob is None
 
 
 def test_times_of_an_answer_span_its_requests() -> None:
@@ -174,11 +176,11 @@ def test_times_of_an_answer_span_its_requests() -> None:
     other = replace(one, arrival_time_ns=8, last_token_time_ns=9)
     figures = AnswerFigures()
     figures.begin_request()
-    early = figures.add(EngineChunk(token_ids=(), final=True, metrics=one), 0, None)
+    early = figures.add(EngineChunk(token_ids=(), final=True, metrics=one), 0, None, STATS)
     figures.begin_request()
     # An engine that reports with every response counts from the request's beginning each time.
-    figures.add(EngineChunk(token_ids=(5,), metrics=other), 1, None)
-    last = figures.add(EngineChunk(token_ids=(), final=True, metrics=other), 0, END)
+    figures.add(EngineChunk(token_ids=(5,), metrics=other), 1, None, STATS)
+    last = figures.add(EngineChunk(token_ids=(), final=True, metrics=other), 0, END, STATS)
     assert (early.final, early.metrics) == (False, one)
     assert last.metrics == EngineMetrics(
         arrival_time_ns=1, last_token_time_ns=9, total_draft_tokens=6

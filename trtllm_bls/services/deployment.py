@@ -67,8 +67,8 @@ class Deployment:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to report requests; they run on ``loop``."""
         self.reports.start(loop, self.orchestrator.load)
-        # For its first line Triton's logger looks at the file of each module that is loaded, which
-        # takes 40 ms: now, not in the first request.
+        # The first line that Triton's logger writes takes 40 ms, because it looks at the file of
+        # each loaded module. Writing one now keeps that out of the first request.
         log.info(
             "trtllm-bls %s: this process runs at most %d requests, and %d more wait",
             __version__,
@@ -77,7 +77,7 @@ class Deployment:
         )
 
     async def engine_problem(self) -> str | None:
-        """What is wrong with an engine that tells of its health; one to two seconds old at most."""
+        """What is wrong with the engine, if it reports its health; at most two seconds old."""
         if _is_service(self._parameters):
             try:
                 await self.engine.capacity()
@@ -91,7 +91,7 @@ class Deployment:
         return self.orchestrator.tokens
 
     def drain(self) -> None:
-        """Refuse what waits; what is speculated goes on as one plain request each."""
+        """Refuse waiting requests; each speculated one goes on as one plain request."""
         self.admission.refuse_waiting(SHUTTING_DOWN)
         self.engine.drain()
 
@@ -185,7 +185,7 @@ def _is_service(parameters: BlsParameters) -> bool:
 
 
 def _default_timeout(parameters: BlsParameters) -> float | None:
-    """Seconds; the longest that a request may name bounds one that names none, too."""
+    """Seconds. The longest time that a request may name also bounds a request that names none."""
     known = (parameters.timeout_seconds, parameters.limits.max_timeout_s)
     return min((seconds for seconds in known if seconds), default=None)
 

@@ -1,7 +1,7 @@
 """Figures of one answer over all its rounds: log-probabilities, logits, the engine's metrics.
 
-Every round is a request of its own and reports only itself. Here each round's chunk becomes the
-answer's: cut where the answer ended, sums running on, the prompt's logits only once.
+Every round is an engine request and reports only itself. Here the chunk of a round becomes a chunk
+of the answer: it is cut where the answer ended, and sums go on from the rounds before.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from trtllm_bls.wire.words import unpack_words
 
 @dataclass(frozen=True)
 class EngineCall:
-    """One row of a request to ``tensorrt_llm``, with what only the wire is concerned with."""
+    """One row of a request to ``tensorrt_llm``, with the option that concerns the wire alone."""
 
     request: EngineRequest
     exclude_input: bool | None  # None: the model's parameter decides
@@ -41,7 +41,7 @@ def engine_requests(
     ``vocab_size``: the length an embedding bias must have; ``None`` where the engine is silent.
     """
     rows = read_rows(ENGINE, arrays, limits)
-    # The wire's rule: with several rows, the first row's flag applies to all.
+    # TensorRT-LLM applies the first row's flag to all rows.
     streaming = bool(rows[0].get("streaming", False))
     return [_engine_call(row, request_id, streaming, vocab_size) for row in rows]
 
@@ -104,7 +104,7 @@ def _draft(row: Fields) -> Draft | None:
 
 
 class ChunkWriter:
-    """Chunks of one request to arrays; remembers what the wire repeats."""
+    """Chunks of one request to arrays; keeps what later responses repeat."""
 
     def __init__(self, call: EngineCall, exclude_input: bool, row: int | None) -> None:
         self._request = call.request

@@ -71,7 +71,7 @@ class EmbeddedEngine:
             note = "%s: prompt and completion of %d tokens are cut to %d"
             _log.warning(note, request.request_id, wanted, length)
         guide = None
-        if request.extras:  # a guide is compiled where it holds up nobody
+        if request.extras:  # compiling a grammar would hold up the event loop
             guide = await asyncio.to_thread(self._guides.of, request)
         submission = Submission(request.num_return_sequences, chunks, asyncio.get_running_loop())
         self._add(

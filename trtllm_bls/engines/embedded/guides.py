@@ -1,8 +1,8 @@
 """Guided decoding: grammars that an answer must follow, as masks over the vocabulary.
 
 ``Guides`` compiles what a request asks for. That may take many milliseconds, so never call it on
-the engine's thread. ``GrammarMatcher`` is one sequence's place in its grammar: it bars tokens before
-one is chosen, and tells when the text is complete. It is llguidance that does the work.
+the engine's thread. ``GrammarMatcher`` is one sequence's place in its grammar: it bars tokens
+before one is chosen, and tells when the text is complete. It is llguidance that does the work.
 
 The grammar decides when the end id may come: where the text is complete, and only there. Where
 nothing may follow, the sequence ends by itself, whatever its end id and minimum of tokens say.

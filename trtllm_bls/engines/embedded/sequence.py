@@ -31,7 +31,7 @@ Event: TypeAlias = EngineChunk | EngineError
 
 
 class Submission:
-    """One request of so many ``sequences``; its events go to ``chunks``, on ``loop``."""
+    """One request of ``sequences`` sequences, whose events go to ``chunks`` on ``loop``."""
 
     def __init__(
         self, sequences: int, chunks: QueuedChunks, loop: asyncio.AbstractEventLoop
