@@ -41,7 +41,7 @@ class ProcessStatus:
     """One process; times are seconds of ``time.monotonic()``.
 
     ``loop_at``: when its event loop last turned. ``responses``: made so far, errors left out;
-    ``tokens``: taken so far from an engine for answers that are to be in one piece.
+    ``tokens``: taken from the engine so far.
     ``requests``: the ids of some that run, of ``running``. ``handed_over``: it takes no new
     requests, and needs no further request to the engine for those that run. ``missed_turns``: how
     often another thread of the process has had its turn, 20 times a second at most, since its
