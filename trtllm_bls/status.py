@@ -53,7 +53,7 @@ class ProcessStatus:
       event loop last ran. A large number means that the loop alone is stuck; if no thread of the
       process runs, the number does not grow.
     - ``engine_problem``: what an engine in another process reports as wrong with it.
-    - ``tokens``: tokens taken so far from an engine for answers that are not streamed.
+    - ``tokens``: tokens taken from the engine so far.
     """
 
     pid: int

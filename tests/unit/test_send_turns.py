@@ -189,8 +189,8 @@ def test_chunks_that_are_taken_together_are_fed_together() -> None:
         return [EngineChunk(token_ids=(n,)) for n in range(count)]
 
     for answer, counting in answers(3):
-        (chunk,) = answer.take(one_by_one(100))
+        (chunk,) = answer.feed(one_by_one(100))
         assert (chunk.text, counting.feeds) == ("x" * 100, 1)
-        (chunk,) = answer.take([*one_by_one(50), EngineChunk(token_ids=(1,), final=True)])
+        (chunk,) = answer.feed([*one_by_one(50), EngineChunk(token_ids=(1,), final=True)])
         assert (chunk.text, counting.feeds) == ("x" * 51, 3)
         assert chunk.ending is not None and chunk.ending.completion_tokens == 151

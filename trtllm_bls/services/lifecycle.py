@@ -116,7 +116,7 @@ class Lifecycle:
             self._told = self._begin(self._drain_sender())
             running = self._server.running
             log.info("draining; %s", _named(running))
-        if not (self._told and self._told.done() and self._sender.settled):
+        if not (self._told and self._told.done() and self._sender.handed_over):
             self._unsettled_at = now
         if now >= deadline and not self._cut:
             self._cut = True
