@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -103,10 +104,9 @@ def watch(
         probe=lambda: Probe(url, "canary", local=True),
         models=("tensorrt_llm", "tensorrt_llm_bls") if engine_here else ("tensorrt_llm_bls",),
         guard=me,
-        process=me,
         status_dir=status,
         metrics_url=metrics_url,
-        **{"stop_requested": False, "unloaded": set(), **more},
+        **{"process": me, "stop_requested": False, "unloaded": set(), **more},
     )
     bounds = Bounds(stall_s=stall_s)
     return Watch(cast(TritonServer, server), bounds, failed.append, failed.append, QUICK)
@@ -255,6 +255,32 @@ async def test_a_stop_waits_for_requests_and_not_for_triton_to_forget_them(
         await eventually(looked)
         await asyncio.to_thread(watching.close)
     assert ended.is_set() == ends
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+async def test_a_dead_process_fails_a_server_unless_it_is_stopping(
+    tmp_path: Path, stopping: bool
+) -> None:
+    """A server that stops ends its processes one by one; its own time limit holds then."""
+    failed = list[str]()
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            dead = psutil.Process(process.pid)
+            async with FakeGrpcServer([TOKEN]) as server:
+                more = {"process": dead, "stop_requested": stopping}
+                watching = watch(server.url, tmp_path, SECONDS, failed, **more)
+                await eventually(lambda: watching.verdict.ready)
+                process.kill()
+                await eventually(lambda: watching.verdict.failed)
+                looked_at = watching.looked_at
+                if stopping:
+                    await eventually(lambda: watching.looked_at > looked_at)
+                else:
+                    await eventually(lambda: failed)
+                await asyncio.to_thread(watching.close)
+        finally:
+            process.kill()
+    assert failed == ([] if stopping else ["the process of tritonserver is dead"])
 
 
 @pytest.mark.parametrize("moving", ["responses", "tokens"])

@@ -29,7 +29,7 @@ def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> No
         running=True,
     )
     lines: list[str] = []
-    api = OpenAIProcess(cast(TritonServer, server), lines.append, lines.append)
+    api = OpenAIProcess(cast(TritonServer, server), lines.append, lines.append, lines.append)
     try:
         waiting = threading.Thread(target=api.wait_until_ready, daemon=True)
         waiting.start()

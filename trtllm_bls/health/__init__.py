@@ -5,7 +5,12 @@ processes on this machine. ``serve`` does so all the time, ``trtllm-bls health``
 """
 
 from trtllm_bls.health.probe import Canary, Probe
-from trtllm_bls.health.processes import ServerProcesses, find_server, free_shared_memory
+from trtllm_bls.health.processes import (
+    ServerProcesses,
+    StoppedProcesses,
+    find_server,
+    free_shared_memory,
+)
 from trtllm_bls.health.verdict import Bounds, Observed, Verdict, evaluate
 
 __all__ = [
@@ -14,6 +19,7 @@ __all__ = [
     "Observed",
     "Probe",
     "ServerProcesses",
+    "StoppedProcesses",
     "Verdict",
     "evaluate",
     "find_server",

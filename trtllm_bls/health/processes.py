@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,21 @@ SHARED_MEMORY = Path("/dev/shm")
 _NEEDED = re.compile(r"triton_python_backend_stub|trtllmExecutorWorker")
 
 
+class StoppedProcesses:
+    """Which processes a SIGSTOP holds; one that a debugger traces is not among them."""
+
+    def __init__(self) -> None:
+        self._before: set[psutil.Process] = set()
+
+    def look(self, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+        """Those that this look and the one before it found stopped: a single look may fall into
+        the moment between a SIGSTOP and the SIGCONT that follows it."""
+        stopped = [each for each in processes if _state(each) == psutil.STATUS_STOPPED]
+        twice = [each for each in stopped if each in self._before]
+        self._before = set(stopped)
+        return twice
+
+
 class ServerProcesses:
     """tritonserver and the children it needs, as they are when this is made: with models loaded."""
 
@@ -25,29 +41,26 @@ class ServerProcesses:
             with suppress(psutil.Error):
                 if _NEEDED.search(" ".join(child.cmdline()[:1])):
                     self._names[child] = _described(child)
-        self._stopped: set[psutil.Process] = set()
+        self._stopped = StoppedProcesses()
         self.running = {name: 0 for name in self._names.values()}
         """How many run, by name, as the last look found them."""
 
     def problems(self) -> tuple[str, ...]:
         """Which are dead or stopped, a line each.
 
-        A process counts as stopped when two calls in a row find it so; one that a debugger holds
-        does not.
+        A process counts as stopped when two calls in a row find it so.
         """
-        found, stopped = [], set()
-        running = dict.fromkeys(self.running, 0)
+        found, running = [], dict.fromkeys(self.running, 0)
+        stopped = self._stopped.look(self._names)
         for process, name in self._names.items():
             state = _state(process)
             if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
                 found.append(f"the process of {name} is dead")
-            elif state == psutil.STATUS_STOPPED:
-                stopped.add(process)
-                if process in self._stopped:
-                    found.append(f"the process of {name} is stopped")
-            else:
+            elif process in stopped:
+                found.append(f"the process of {name} is stopped")
+            elif state != psutil.STATUS_STOPPED:
                 running[name] += 1
-        self._stopped, self.running = stopped, running
+        self.running = running
         return tuple(found)
 
     def without_descriptors(self) -> tuple[str, ...]:

@@ -20,6 +20,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+import psutil
+
+from trtllm_bls.health import StoppedProcesses
 from trtllm_bls.launcher import health_server
 from trtllm_bls.launcher.ports import ask, reachable
 from trtllm_bls.launcher.watch import Watch
@@ -169,9 +172,14 @@ class HealthEndpoint:
 
     def _tell(self) -> None:
         before, told_at = "", 0.0
+        stopped = StoppedProcesses()
         while True:
+            with suppress(psutil.Error):
+                if stopped.look([psutil.Process(self._server.pid)]):
+                    self._server.kill()
+                    self._server.wait()
             answers, now = json.dumps(self._state.answers()), time.monotonic()
-            if self._server.poll() is not None:  # somebody has killed it
+            if self._server.poll() is not None:
                 self._server.communicate()
                 self._server, before = self._start(), ""
             if answers != before or now - told_at > REPEAT_S:

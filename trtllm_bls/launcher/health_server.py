@@ -13,8 +13,10 @@ probe must not.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -23,6 +25,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
+_PR_SET_PDEATHSIG = 1
 SILENT_S = 60.0
 _CONNECTION_S = 5.0
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -69,6 +72,8 @@ class Server(ThreadingHTTPServer):
 
 def main(descriptor: int) -> None:
     """Answer from the first line of standard input to its end."""
+    # If the parent dies while this process is stopped, it would never read the end of its input.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     listening = socket.socket(fileno=descriptor)
     server = Server(listening.getsockname()[:2], Handler, bind_and_activate=False)
     server.socket.close()  # it made one of its own

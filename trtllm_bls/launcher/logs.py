@@ -44,6 +44,8 @@ _OWN_ERROR = re.compile(r"(?:Setup|Settings|Tokenizer|Checkpoint)Error: ")
 _DEAD_STUB = re.compile(r"Stub process '[^']+' is not healthy\.")
 _TRACE = "\n\nAt:\n"
 _INTERPRETER = re.compile(r"<frozen |/importlib/")
+# The Python backend's shared memory now and then loses a race while its stubs start.
+_LOCK_EXCEPTION = "boost::interprocess::lock_exception"
 _IN_FLIGHT = re.compile(r"Found (\d+) model versions that have in-flight inferences")
 _PORT_TAKEN = re.compile(r"failed to start (\w+) service: .* already in use")
 
@@ -147,6 +149,7 @@ class LogBook:
         self.unloaded: set[str] = set()
         self.failures: dict[str, str] = {}  # model -> reason, with its traceback
         self.port_taken: str | None = None  # the service that could not listen
+        self.lock_exception = False  # Triton died of it, or one of its stubs
         self.lines = 0
         self.drained = False  # the server is stopping, and every request has ended
         self._tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
@@ -164,6 +167,7 @@ class LogBook:
             self.drained = in_flight[1] == "0"
         if taken := _PORT_TAKEN.search(line.text):
             self.port_taken = taken[1]
+        self.lock_exception = self.lock_exception or _LOCK_EXCEPTION in raw
         for pattern in _FAILED:
             if failed := pattern.match(line.text):
                 self.failures.setdefault(failed["model"], failed["reason"].strip())

@@ -12,13 +12,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 
 from trtllm_bls.errors import SetupError
+from trtllm_bls.health import StoppedProcesses
 from trtllm_bls.launcher.certificates import client_context, curl_tls
 from trtllm_bls.launcher.ports import ask
-from trtllm_bls.launcher.process import GRACE_MARGIN, BackOff, describe_exit, relay_lines
+from trtllm_bls.launcher.process import (
+    GRACE_MARGIN,
+    PRIVATE,
+    BackOff,
+    describe_exit,
+    relay_lines,
+)
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.workdir import BLS
 from trtllm_bls.settings import ServeSettings, listen
@@ -69,6 +77,7 @@ class OpenAIProcess:
         server: TritonServer,
         on_problem: Callable[[str | None], object],
         on_line: Callable[[str], object],
+        warn: Callable[[str], object],
     ) -> None:
         settings = server.settings
         scheme = "http" if settings.tls_cert is None else "https"
@@ -93,7 +102,8 @@ class OpenAIProcess:
         self._command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
         self._command += given
         self._environment = server.environment
-        self._server, self._on_problem, self._on_line = server, on_problem, on_line
+        self._server, self._on_problem = server, on_problem
+        self._on_line, self._warn = on_line, warn
         self._context = client_context(settings)
         self._limit = settings.exit_timeout + GRACE_MARGIN
         self._closing = threading.Event()
@@ -108,6 +118,7 @@ class OpenAIProcess:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the launcher's to pass on
+            umask=PRIVATE,
         )
         assert process.stderr
         relay_lines(process.stderr, self._on_line, "openai-log")
@@ -174,20 +185,35 @@ class OpenAIProcess:
 
     def _next_problem(self) -> str | None:
         """Wait for the next one, and end the process; ``None`` when it is to end anyway."""
-        looks = 0  # that found it stopped, one after the other
+        stopped = StoppedProcesses()
         while not self._closing.wait(_LOOK_S):
             code = self._process.poll()
             if code is not None and self._server.stop_requested:
                 return None
             if code is not None:
                 return f"the OpenAI API has ended ({describe_exit(code)})"
-            with suppress(psutil.Error):
-                stopped = psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
-                looks = looks + 1 if stopped else 0
-            if looks > 1:
-                self._end()
-                return "the OpenAI API was stopped"
+            for process in stopped.look(self._supervisor_and_workers()):
+                if process.pid == self._process.pid:
+                    self._end()
+                    return "the OpenAI API was stopped"
+                with suppress(psutil.Error):
+                    process.kill()
+                    self._warn(
+                        f"worker {process.pid} of the OpenAI API was stopped (SIGSTOP) and has "
+                        "been killed: its requests have ended, and another worker is started"
+                    )
         return None
+
+    def _supervisor_and_workers(self) -> list[psutil.Process]:
+        """The API's own process, which starts its workers from its main thread."""
+        pid = self._process.pid
+        found = []
+        with suppress(OSError, psutil.Error):
+            found.append(psutil.Process(pid))
+            # psutil would look at every process of the machine to find the children.
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                found.append(psutil.Process(int(child)))
+        return found
 
     def _answers(self) -> bool:
         settings = self._server.settings

@@ -25,7 +25,10 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.health.processes import SHARED_MEMORY
 from trtllm_bls.launcher import guard
 from trtllm_bls.launcher.workdir import is_plain
-from trtllm_bls.status import StatusDirectory
+from trtllm_bls.status import CANARY_ID, StatusDirectory
+
+# The umask of our processes: prompts and answers pass through their files.
+PRIVATE = 0o077
 
 # Beyond the server's own exit timeout, for unloading what drained.
 GRACE_MARGIN = 10.0
@@ -59,6 +62,13 @@ class Scratch:
         except OSError as error:
             raise SettingsError(f"status_dir {self.status}: {error.strerror}") from error
 
+    def hide_regions(self) -> None:
+        """Take the regions from other users. Triton's Python backend (boost) makes them 0644,
+        whatever the umask is."""
+        for region in SHARED_MEMORY.glob(f"{self.region_prefix}*"):
+            with suppress(FileNotFoundError):
+                region.chmod(0o600)
+
     def remove(self) -> None:
         """Remove all of it."""
         guard.remove_traces(self.workdir, self.regions)
@@ -85,6 +95,7 @@ class GuardedProcess:
             "workdir": self._workdir,
             "status": str(scratch.status),
             "shared_memory": scratch.regions,
+            "mark": f"{CANARY_ID}={scratch.canary_id}",
             "drain": exit_timeout,
             "grace": exit_timeout + GRACE_MARGIN,
         }
@@ -95,6 +106,7 @@ class GuardedProcess:
             stderr=subprocess.STDOUT,
             env=environment | {"TMPDIR": self._workdir},
             start_new_session=True,  # Ctrl-C is ours to pass on
+            umask=PRIVATE,
         )
         assert self._guard.stdout
         self._reader = relay_lines(self._guard.stdout, on_line, "server-log")
@@ -156,11 +168,10 @@ class GuardedProcess:
         if code >= 0:
             return
         left = []
-        for process in psutil.process_iter():
+        for pid in guard.marked(f"TMPDIR={self._workdir}"):
             with suppress(psutil.Error):
-                if process.environ().get("TMPDIR") == self._workdir:
-                    process.kill()
-                    left.append(process)
+                left.append(psutil.Process(pid))
+                left[-1].kill()
         psutil.wait_procs(left, timeout=LAST_LINES_S)
 
     def _say(self, word: bytes) -> None:

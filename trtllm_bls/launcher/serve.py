@@ -22,7 +22,7 @@ from trtllm_bls.launcher import openai_process
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.logs import parse
 from trtllm_bls.launcher.openai_process import OpenAIProcess
-from trtllm_bls.launcher.process import BackOff
+from trtllm_bls.launcher.process import PRIVATE, BackOff
 from trtllm_bls.launcher.server import Stopped, TritonServer
 from trtllm_bls.launcher.terminal import Terminal, announcement
 from trtllm_bls.launcher.watch import Watch
@@ -44,8 +44,10 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         log_file = None
         if settings.log_file is not None:
             try:
-                # Unbuffered: what a full disk did not take is gone, and not in the way.
-                log_file = stack.enter_context(settings.log_file.open("ab", buffering=0))
+                # Unbuffered: a line that a full disk refuses is lost; it does not delay the next.
+                log_file = stack.enter_context(
+                    open(settings.log_file, "ab", buffering=0, opener=_private)
+                )
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         terminal = Terminal(Console(stderr=True), verbose=verbose, log_file=log_file)
@@ -67,6 +69,11 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         except Stopped:
             forced = True
         return 128 + service.last_signal if forced else 0
+
+
+def _private(path: str, flags: int) -> int:
+    """An ``opener`` whose new files only their owner may read."""
+    return os.open(path, flags, 0o666 & ~PRIVATE)
 
 
 class _Service:
@@ -156,7 +163,10 @@ class _Service:
             return
         log = self._terminal.log
         self._api = api = OpenAIProcess(
-            self._server, self._on_api_problem, lambda raw: log(parse(raw))
+            self._server,
+            self._on_api_problem,
+            lambda raw: log(parse(raw)),
+            self._terminal.warning,
         )
         try:
             api.wait_until_ready()

@@ -9,6 +9,7 @@ stop, clean up. The other files of this package do each step.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -52,7 +53,13 @@ class ServerFailed(SetupError):
 
 
 class _StartAgain(ServerFailed):
-    """Where another start may help."""
+    """The start failed by an accident of timing; ``attempts`` starts in all are worth it."""
+
+    def __init__(
+        self, problem: str, log_lines: tuple[str, ...] = (), attempts: int = START_ATTEMPTS
+    ) -> None:
+        super().__init__(problem, log_lines)
+        self.attempts = attempts
 
 
 class Stopped(SetupError):
@@ -207,14 +214,14 @@ class TritonServer:
             listening = listen(settings.host, settings.http_port, "--http-port")
             context = server_context(settings)
             self._forwarder = TlsForwarder(listening, context, self._listener.warning)
-        for attempt in range(1, START_ATTEMPTS + 1):
+        for attempt in itertools.count(1):
             try:
                 self._run = self._launch(server)
                 self._wait_until_ready(self._run)
                 return
             except BaseException as error:
                 self.discard()
-                if attempt == START_ATTEMPTS or not isinstance(error, _StartAgain):
+                if not isinstance(error, _StartAgain) or attempt >= error.attempts:
                     self._close_forwarder()
                     raise
                 self._listener.warning(f"{error}; starting again")
@@ -353,6 +360,8 @@ class TritonServer:
             if self._stop_requests:
                 raise Stopped("stopped before the models were ready")
             self._raise_failure(run)
+            # Before a port is open: a region exists from the start of its model's process on.
+            run.scratch.hide_regions()
             for model in run.book.loaded[told:]:
                 told += 1
                 self._listener.model_ready(model, told)
@@ -373,6 +382,9 @@ class TritonServer:
     def _raise_failure(self, run: _RunningServer) -> None:
         ended = not run.process.running
         code = run.process.wait() if ended else None  # also reads the log to its end
+        if run.book.lock_exception and (ended or run.book.failures):
+            problem = "tritonserver's Python backend died of boost's lock_exception while starting"
+            raise _StartAgain(problem, run.book.tail(), attempts=2)
         if run.book.failures:
             raise ServerFailed(run.book.failure_summary(), run.book.failure_details())
         if run.book.port_taken:
