@@ -36,8 +36,15 @@ def serve():
     held = [listen("grpc"), listen("metrics")]
     ThreadingHTTPServer(address, Ready).serve_forever()
 
+def start_stub():
+    import subprocess
+
+    words = ["triton_python_backend_stub", "-c", "import time; time.sleep(1000)"]
+    return subprocess.Popen(words, executable=sys.executable)
+
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 """
+HANGS = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nstub = start_stub()\nserve()"
 LOCKED = """
 print("terminate called after throwing an instance of 'boost::interprocess::lock_exception'",
       flush=True)

@@ -27,7 +27,7 @@ from trtllm_bls.health import Bounds, Observed, ServerProcesses, Verdict, evalua
 from trtllm_bls.launcher import health_endpoint
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.process import BackOff
-from trtllm_bls.launcher.readiness import StartProgress
+from trtllm_bls.launcher.server import StartProgress
 from trtllm_bls.launcher.watch import Watch
 
 SECONDS = 20

@@ -10,7 +10,7 @@ import pytest
 
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import checks, interpreter
-from trtllm_bls.launcher.find import Installation, find_server
+from trtllm_bls.launcher.checks import Installation, find_server
 from trtllm_bls.launcher.ports import choose, reachable
 from trtllm_bls.settings import Override, ServeSettings
 

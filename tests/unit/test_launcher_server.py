@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,22 +10,27 @@ import stat
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import trustme
+from click.testing import CliRunner
 
-from tests.helpers.fake_tritonserver import LOCKED, installation, starts
+from tests.helpers.fake_tritonserver import HANGS, LOCKED, installation, starts
 from tests.helpers.served import Served, good
 from tests.helpers.server_settings import DEMO, free_ports
 from tests.helpers.waiting import until, until_ended
+from trtllm_bls.cli import main
 from trtllm_bls.launcher import Listener, ServerFailed, TritonServer
-from trtllm_bls.launcher.ports import Ports
+from trtllm_bls.launcher.ports import Ports, choose
 from trtllm_bls.launcher.process import GuardedProcess, Scratch
-from trtllm_bls.launcher.readiness import Readiness
+from trtllm_bls.launcher.server import Readiness
 
 
 @pytest.fixture
@@ -132,6 +138,158 @@ def test_the_port_with_tls_stays_where_a_server_failed_to_start_again(
         server.stop()
 
 
+def test_waiting_for_models_has_an_end_and_says_how_to_move_it(
+    tmp_path: Path, repository: Path
+) -> None:
+    """A server that runs and never answers."""
+    root = installation(tmp_path / "triton", "time.sleep(1000)")
+    settings = free_ports(server=root, model_repository=repository, ready_timeout=1)
+    with pytest.raises(ServerFailed, match=r"not ready after 1 s, still loading: m; .*--ready-tim"):
+        TritonServer(settings).start()
+
+
+TAKEN = """
+if starts == 1:
+    print("failed to start HTTP service: port already in use", flush=True)
+    time.sleep(1000)
+serve()
+"""
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_a_port_that_was_taken_meanwhile_is_chosen_again(
+    tmp_path: Path, repository: Path, free: bool
+) -> None:
+    """Unless all were asked for: the user has to choose others."""
+    root = installation(tmp_path / "triton", TAKEN)
+    settings = free_ports(server=root, model_repository=repository)
+    if not free:
+        ports = choose(settings)
+        settings = replace(
+            settings, http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics
+        )
+    server = TritonServer(settings)
+    if free:
+        with server:
+            assert starts(root) == 2
+    else:
+        with pytest.raises(ServerFailed, match="the HTTP port was taken meanwhile"):
+            server.start()
+        assert starts(root) == 1
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_model_that_does_not_unload_is_no_request_that_was_cut_off(
+    tmp_path: Path, repository: Path, requests: int, in_flight: int
+) -> None:
+    """Triton says whether anything ran; who signals twice is told that requests were cut off."""
+    line = f"Found {in_flight} model versions that have in-flight inferences"
+    root = installation(tmp_path / "triton", f"print({line!r}, flush=True)\n{HANGS}")
+    told = Told()
+    server = TritonServer(free_ports(server=root, model_repository=repository), told)
+    server.start()
+    for _ in range(requests):
+        server.request_stop()
+    server.end_unloading()
+    cut_off = bool(in_flight) or requests == 2
+    assert server.wait() is cut_off
+    assert any("did not unload in time" in line for line in told.warnings) is not cut_off
+    server.stop()
+
+
+# --- serve: signals, restarts, exit codes -----------------------------------------------------
+
+
+@contextmanager
+def serving(root: Path, repository: Path, *more: str) -> Iterator[Served]:
+    served = Served(repository, "--server", str(root), *more)
+    try:
+        yield served
+    finally:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.end()
+        served.guard.wait(60)
+
+
+def reasons(served: Served) -> list[str]:
+    """Why it is not ready."""
+    try:
+        return list(good(served.urls["health"])["reasons"])
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return list(json.load(refused)["reasons"])
+
+
+def test_the_first_signal_drains(tmp_path: Path, repository: Path) -> None:
+    """Balancers are told at once; the exit code says that nothing was cut off."""
+    handler = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), os._exit(0)))"
+    root = installation(tmp_path / "triton", f"stub = start_stub()\n{handler}\nserve()")
+    with serving(root, repository) as served:
+        served.process.send_signal(signal.SIGTERM)
+        served.wait_for_line("stopping: running requests have 20 s")
+        assert until(lambda: "the server is draining" in reasons(served))
+        assert served.end()[0] == 0
+
+
+def test_the_second_signal_kills(tmp_path: Path, repository: Path) -> None:
+    """Whatever runs; the exit code is the signal's."""
+    with serving(installation(tmp_path / "triton", HANGS), repository) as served:
+        served.process.send_signal(signal.SIGTERM)
+        served.wait_for_line("stopping")
+        served.process.send_signal(signal.SIGINT)
+        code, errors = served.end()
+        assert code == 128 + signal.SIGINT
+        assert "running requests were cut off" in errors
+
+
+def test_a_server_that_dies_comes_back_on_its_ports(tmp_path: Path, repository: Path) -> None:
+    """Also where the next start fails; probes learn how often."""
+    program = "if starts == 2:\n    os.abort()\nstub = start_stub()\nserve()"
+    root = installation(tmp_path / "triton", program)
+    with serving(root, repository) as served:
+        served.server.kill()
+        served.wait_for_line("starting again in 1 s")
+        served.wait_for_line("starting again in 2 s")
+        served.wait_for_line("serving again")
+        assert good(served.urls["health"])["restarts"] == 2
+        assert starts(root) == 3
+        with urllib.request.urlopen(
+            f"{served.urls['HTTP']}/v2/models/m/ready", timeout=20
+        ) as answer:
+            assert answer.status == 200
+        served.process.terminate()
+        assert served.end()[0] == 0
+
+
+def test_a_failure_can_end_serve(tmp_path: Path, repository: Path) -> None:
+    """For those whose supervisor starts it again."""
+    root = installation(tmp_path / "triton", "stub = start_stub()\nserve()")
+    with serving(root, repository, "--on-failure", "exit") as served:
+        served.server.kill()
+        code, errors = served.end()
+        assert code == 1
+        assert "error: the server ended by itself (SIGKILL, perhaps out of memory)" in errors
+        assert starts(root) == 1
+
+
+def test_a_server_that_never_was_ready_is_not_started_again(
+    tmp_path: Path, repository: Path
+) -> None:
+    """Nothing would change."""
+    root = installation(tmp_path / "triton", "print('no such device', flush=True)\nsys.exit(3)")
+    words = ["serve", "--server", str(root), "--model-repository", str(repository)]
+    words += [
+        w for n in ("http", "grpc", "metrics", "health", "openai") for w in (f"--{n}-port", "0")
+    ]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 1
+    assert "error: the server did not start (exit code 3)" in result.stderr
+    assert result.stderr.count("no such device") == 1
+    assert starts(root) == 1
+
+
 # --- stopped and killed ---------------------------------------------------------------------
 
 
@@ -178,9 +336,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     """``serve`` with two OpenAI workers; the engine is elsewhere, and not there."""
     root = installation(
         tmp_path / "triton",
-        "import subprocess\n"
-        "words = ['triton_python_backend_stub', '-c', 'import time; time.sleep(1000)']\n"
-        "stub = subprocess.Popen(words, executable=sys.executable)\nserve()",
+        "stub = start_stub()\nserve()",
     )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

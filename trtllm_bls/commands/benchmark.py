@@ -411,7 +411,7 @@ def _show(names: Sequence[str], measured: Run) -> None:
         table.add_column(name, justify="right", overflow="fold")
         numbers = [found.tokens_per_s, found.requests_per_s, found.stream_tokens_per_s]
         for times in (found.ttft_ms, found.whole_ms):
-            numbers += [times and times[part] for part in ("p50", "p90", "p99")]
+            numbers += [times[part] if times else None for part in ("p50", "p90", "p99")]
         cells = ["-" if n is None else f"{n:,.{0 if n >= 1000 else 1}f}" for n in numbers]
         columns.append([str(found.requests), str(found.failed), *cells])
     for row in zip(*columns, strict=True):

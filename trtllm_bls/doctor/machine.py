@@ -19,8 +19,8 @@ from trtllm_bls.launcher.checks import (
     check_platform,
     check_shared_memory,
     embedded_numpy,
+    find_server,
 )
-from trtllm_bls.launcher.find import find_server
 from trtllm_bls.launcher.interpreter import PYTHON
 
 DISTRIBUTION = "trtllm-bls"

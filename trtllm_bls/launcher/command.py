@@ -15,7 +15,7 @@ from pathlib import Path
 from trtllm_bls.bundled import DEMO, REPOSITORY
 from trtllm_bls.checkpoint_dir import check_checkpoint, check_tokenizer
 from trtllm_bls.errors import SetupError
-from trtllm_bls.launcher.find import Installation
+from trtllm_bls.launcher.checks import Installation
 from trtllm_bls.launcher.ports import Ports
 from trtllm_bls.parameters import (
     DRAFT_MODEL_DIR,

@@ -18,7 +18,7 @@ from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.bundled import REPOSITORY
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.launcher.find import PACKAGE, Installation
+from trtllm_bls.launcher.checks import PACKAGE, Installation
 from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.parameters import check, is_true
 from trtllm_bls.parameters.cpp_backend import check_backend
