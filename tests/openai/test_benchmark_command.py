@@ -169,7 +169,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str) -> None
 
 
 def outcome(whole_s: float, problem: str | None = None, **more: Any) -> Measurement:
-    given = {"target": 0, "place": 0, "sent": 0.0, "ttft_s": whole_s / 2, "tokens": 10}
+    given = {"target": 0, "index": 0, "sent": 0.0, "ttft_s": whole_s / 2, "tokens": 10}
     return Measurement(
         **{**given, "finish_reason": "stop", **more}, whole_s=whole_s, problem=problem
     )

@@ -136,6 +136,8 @@ def test_the_port_with_tls_stays_where_a_server_failed_to_start_again(
         assert (server.http_url, server.grpc_url) == (url, grpc_url)
     finally:
         server.stop()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
 
 
 def test_waiting_for_models_has_an_end_and_says_how_to_move_it(

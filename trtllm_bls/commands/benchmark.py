@@ -226,7 +226,7 @@ class Measurement:
     counts as failed; no figure has its times."""
 
     target: int  # index of the server
-    place: int  # index of the question
+    index: int  # index of the question
     sent: float  # time.perf_counter()
     ttft_s: float | None
     whole_s: float  # from sending to the end of the answer
@@ -262,8 +262,8 @@ async def _opened(
 async def _run(servers: Sequence[Server], plan: Plan, mode: str, quiet: bool) -> Run:
     """Each turn at each server, and only then the next turn."""
     for target, server in enumerate(servers):
-        for place in range(min(plan.warmup, len(plan.questions))):
-            await _ask(server, target, place, plan)
+        for index in range(min(plan.warmup, len(plan.questions))):
+            await _ask(server, target, index, plan)
     found: list[list[Measurement]] = [[] for _ in servers]
     seconds = [0.0] * len(servers)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -272,13 +272,13 @@ async def _run(servers: Sequence[Server], plan: Plan, mode: str, quiet: bool) ->
         *columns, TimeElapsedColumn(), console=console, disable=quiet, transient=True
     ) as bar:
         progress = bar.add_task(mode, total=len(servers) * sum(map(len, plan.turns)))
-        for turn, places in enumerate(plan.turns):
+        for turn, indices in enumerate(plan.turns):
             for n in range(len(servers)):
                 target = (turn + n) % len(servers)  # a different server begins each turn
                 began = time.perf_counter()
                 asked = [
-                    asyncio.create_task(_ask(servers[target], target, place, plan))
-                    for place in places
+                    asyncio.create_task(_ask(servers[target], target, index, plan))
+                    for index in indices
                 ]
                 for request in asked:
                     request.add_done_callback(lambda _: bar.advance(progress))
@@ -287,8 +287,8 @@ async def _run(servers: Sequence[Server], plan: Plan, mode: str, quiet: bool) ->
     return Run(mode, found, [figures(*pair) for pair in zip(found, seconds, strict=True)])
 
 
-async def _ask(server: Server, target: int, place: int, plan: Plan) -> Measurement:
-    question, reply = plan.questions[place], Reply()
+async def _ask(server: Server, target: int, index: int, plan: Plan) -> Measurement:
+    question, reply = plan.questions[index], Reply()
     try:
         async with timeout(plan.timeout_s), aclosing(server.ask(question)) as events:
             async for event in events:
@@ -300,7 +300,7 @@ async def _ask(server: Server, target: int, place: int, plan: Plan) -> Measureme
         problem = f"no complete answer within {plan.timeout_s:g} s"
     return Measurement(
         target=target,
-        place=place,
+        index=index,
         sent=reply.sent,
         ttft_s=reply.ttft_s,
         whole_s=time.perf_counter() - reply.sent,

@@ -1,6 +1,7 @@
-"""A server to ask, whichever API it has: ``host:port`` is Triton's gRPC, ``http://…`` OpenAI's.
+"""One interface to both APIs: ``host:port`` is Triton's gRPC, ``http://…`` OpenAI's.
 
-Owns what the two differ in; a question and the events of its answer are the same for both.
+``TritonTextModel`` and ``OpenAIModel`` answer the same ``Question`` with the same events.
+``OpenAIClient``, below, is HTTP/1.1 and server-sent events on ``h11``, one connection per request.
 """
 
 from __future__ import annotations
@@ -185,10 +186,10 @@ class OpenAIClient:
         ``ConnectionFailed`` where it cannot be reached or ends before its last event.
         """
         data = json.dumps(body).encode()
-        rest = b""
+        incomplete = b""
         async with aclosing(self._exchange("POST", path, data)) as parts:
             async for part in parts:
-                *blocks, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")
+                *blocks, incomplete = (incomplete + part).replace(b"\r\n", b"\n").split(b"\n\n")
                 for block in blocks:
                     if not block.startswith(b"data:"):
                         continue  # a comment
@@ -240,7 +241,8 @@ class OpenAIClient:
             raise ConnectionFailed(f"{self.url}: the connection broke: {error}") from error
         finally:
             writer.close()
-            await asyncio.sleep(0)  # it closes in the loop's next turn, which may not come for long
+            # The socket closes in the loop's next turn. The chat stops the loop between answers.
+            await asyncio.sleep(0)
 
     def _refused(self, status: int, body: bytes) -> TrtllmBlsError:
         refusal = _refusal(status, body)

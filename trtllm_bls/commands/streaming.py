@@ -1,6 +1,6 @@
 """Text in, text out, as it arrives: a terminal client of ``tensorrt_llm_bls`` and ``ensemble``.
 
-Owns what the user sees. What goes over the wire is ``trtllm_bls.client``'s business.
+Owns options and output; ``trtllm_bls.client`` owns the wire.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def _prompt(given: dict[str, Any]) -> str:
         raw = source.read_bytes() if isinstance(source, Path) else sys.stdin.buffer.read()
         return raw.decode("utf-8-sig")  # a byte order mark is no part of the prompt
     except UnicodeDecodeError as error:
-        place = f"byte {error.start}: {error.reason}"
-        raise click.UsageError(f"The prompt is not UTF-8 ({place}).") from error
+        position = f"byte {error.start}: {error.reason}"
+        raise click.UsageError(f"The prompt is not UTF-8 ({position}).") from error
     except OSError as error:
         raise click.UsageError(f"The prompt cannot be read: {error.strerror}.") from error
 
@@ -234,10 +234,10 @@ def _ended_here(
 
 
 class TextDisplay:
-    """The text and nothing else, as it arrives.
+    """Prints only the text, as it arrives.
 
-    ``several`` sequences would run into each other, so they are shown one after another at the
-    end. ``whole``: each event has all text so far instead of what is new.
+    ``several``: there are several sequences, which are printed one after another at the end, since
+    they would mix. ``whole``: each event has all text so far instead of the new text.
     """
 
     def __init__(self, *, several: bool, whole: bool) -> None:

@@ -1,7 +1,7 @@
 """Token ids in, token ids out: a command-line client of the engine model ``tensorrt_llm``.
 
-Keeps the flags and the words of the client that users of TensorRT-LLM's Triton backend know
-(docs/contract.md lists them). Owns what is asked and shown; the wire is ``trtllm_bls.client``'s.
+Has the flags and the messages of the client that users of TensorRT-LLM's Triton backend know
+(docs/contract.md lists them). Owns options and output; ``trtllm_bls.client`` owns the wire.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from trtllm_bls.commands.terminal import (
 from trtllm_bls.errors import EngineError, SettingsError, TrtllmBlsError
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
-_SHOWN_IDS = 256
+_PRINTED_IDS = 256
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -138,7 +138,7 @@ async def _ask(given: dict[str, Any]) -> Exit:
         else list(tokenizer.encode(given["text"], True))
     )
     fields = _fields(given, prompt, tokenizer)
-    click.echo(f"Input sequence: {prompt[:_SHOWN_IDS]}")
+    click.echo(f"Input sequence: {prompt[:_PRINTED_IDS]}")
     if given["verbose"]:
         click.echo("\n".join(f"{name}: {value}" for name, value in fields.items()), err=True)
     answer = TokenAnswer(
@@ -190,7 +190,7 @@ async def _receive(
 async def _stopped_in_time(
     client: Client, stream: Stream, given: dict[str, Any]
 ) -> AsyncIterator[None]:
-    """Within, the request is stopped after ``--stop-after-ms``, if it still runs."""
+    """Within this block, stop the request after ``--stop-after-ms`` if it still runs."""
     begun: list[asyncio.Task[None]] = []
 
     def stop() -> None:
@@ -366,7 +366,7 @@ class TokenAnswer:
         self._prompt = list(prompt)
         self._brings_prompt = not streaming and not excluded
         self._appends = streaming and beam_width == 1
-        self._shown_before = [] if excluded else self._prompt
+        self._prompt_in_output = [] if excluded else self._prompt
         self._generated: dict[Key, list[int]] = {}
 
     def add(self, event: Event) -> Mapping[Key, list[int]]:
@@ -394,7 +394,7 @@ class TokenAnswer:
     @property
     def sequences(self) -> Mapping[Key, list[int]]:
         """The same after the prompt, unless it was excluded."""
-        return {key: self._shown_before + ids for key, ids in self.generated.items()}
+        return {key: self._prompt_in_output + ids for key, ids in self.generated.items()}
 
 
 def agrees(actual: Sequence[int], expected: Sequence[int], threshold: float) -> bool:

@@ -12,8 +12,8 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 
-# The server's children that it cannot do without, and never starts again: the processes of Python
-# models, and the ranks of TensorRT-LLM's executor. What else a model starts is its own affair.
+# Children that the server needs and never restarts: the stubs of Python models, and the ranks of
+# TensorRT-LLM's executor. Other processes that a model starts may come and go.
 _NEEDED = re.compile(r"triton_python_backend_stub|trtllmExecutorWorker")
 
 
@@ -33,7 +33,7 @@ class StoppedProcesses:
 
 
 class ServerProcesses:
-    """tritonserver and the children it needs, as they are when this is made: with models loaded."""
+    """tritonserver and the children that it needs. Construct this once the models have loaded."""
 
     def __init__(self, server: psutil.Process) -> None:
         self._names = {server: "tritonserver"}
@@ -43,10 +43,10 @@ class ServerProcesses:
                     self._names[child] = _described(child)
         self._stopped = StoppedProcesses()
         self.running = {name: 0 for name in self._names.values()}
-        """How many run, by name, as the last look found them."""
+        """The number of running processes by name, as of the last ``problems()``."""
 
     def problems(self) -> tuple[str, ...]:
-        """Which are dead or stopped, a line each.
+        """One line for each process that is dead or stopped.
 
         A process counts as stopped when two calls in a row find it so.
         """
@@ -64,7 +64,7 @@ class ServerProcesses:
         return tuple(found)
 
     def without_descriptors(self) -> tuple[str, ...]:
-        """Which can open no further file or connection, a line each."""
+        """One line for each process that can open no further file or connection."""
         found = []
         for process, name in self._names.items():
             with suppress(psutil.Error):
@@ -74,7 +74,7 @@ class ServerProcesses:
         return tuple(found)
 
     def wake(self, process: psutil.Process) -> bool:
-        """Let a process go on if it is stopped; whether it was."""
+        """Resume a process if it is stopped; returns whether it was."""
         with suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:
                 process.resume()
@@ -95,7 +95,7 @@ def find_server(port: int) -> psutil.Process | None:
 
 
 def free_shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
-    """Bytes; ``None`` where there is none at all."""
+    """Free bytes; ``None`` if the directory does not exist."""
     try:
         room = os.statvfs(directory)
     except OSError:

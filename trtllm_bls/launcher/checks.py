@@ -1,6 +1,7 @@
-"""Is this machine fit to serve? Each check passes silently or raises one line that says what to do.
+"""Find a tritonserver, then check that this machine can run it.
 
-Owns the rules (measured against Triton 24.10) and nothing that changes the machine.
+Each check passes silently, or raises ``SetupError`` with one line that says what to do. The limits
+were measured with Triton 24.10. Only ``check_open_files`` changes anything: this process's limit.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Inst
     """The explicit server, else the container's, else the wheel's.
 
     ``explicit`` is the installation's directory or its ``bin/tritonserver``. Raises
-    ``SetupError`` naming every place that was looked at.
+    ``SetupError`` naming every path that was tried.
     """
-    for place in (container, _wheel_root()) if explicit is None else (explicit,):
-        if place is not None and (found := _installation_of(place)):
+    for path in (container, _wheel_root()) if explicit is None else (explicit,):
+        if path is not None and (found := _installation_of(path)):
             return found
     if explicit is not None:
         raise SetupError(
@@ -79,9 +80,9 @@ def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Inst
     )
 
 
-def _installation_of(place: Path) -> Installation | None:
-    place = place.expanduser()
-    root = place.resolve().parents[1] if place.is_file() else place.resolve()
+def _installation_of(path: Path) -> Installation | None:
+    path = path.expanduser()
+    root = path.resolve().parents[1] if path.is_file() else path.resolve()
     found = Installation(root)
     return found if found.binary.is_file() and found.backends.is_dir() else None
 
@@ -94,13 +95,13 @@ def _wheel_root() -> Path | None:
     return Path(wheel.origin).parent / "tritonserver"
 
 
-# One region per model instance, 1 MiB at first, growing with the largest request in flight; when
-# it cannot grow, requests fail in ways that do not name the cause. Logits are tens of megabytes.
+# Each model instance has a region of 1 MiB that grows with the largest request in flight. When it
+# cannot grow, requests fail with errors that hide the cause. Logits take tens of megabytes.
 LEAST_SHARED_MEMORY = 32 * 2**20
 AMPLE_SHARED_MEMORY = 256 * 2**20
 
-# File descriptors: of an idle server with our five models, doubled, and of a stream's connections
-# to and within it. Idle connections and bursts are room beyond that.
+# File descriptors. An idle server with our five models needs half of OPEN_FILES; each stream needs
+# a connection to the server and one inside it. AMPLE_OPEN_FILES leaves room for idle connections.
 OPEN_FILES, OPEN_FILES_PER_STREAM = 256, 2
 AMPLE_OPEN_FILES = 65536
 
@@ -117,20 +118,20 @@ def check_platform(system: str | None = None) -> None:
         )
 
 
-def check_environment(*places: str | Path) -> None:
-    """The Python inside the server cannot read packages from paths beyond ASCII."""
-    for place in map(str, places):
-        if not place.isascii():
+def check_environment(*paths: str | Path) -> None:
+    """Refuse paths that are not ASCII: the Python inside the server cannot import from them."""
+    for path in map(str, paths):
+        if not path.isascii():
             raise SetupError(
-                f"{place}: the server's models cannot run from a path with such letters; "
+                f"{path}: the server's models cannot run from a path with such letters; "
                 "install trtllm-bls into an environment whose path is plain ASCII"
             )
 
 
 def embedded_numpy() -> str | None:
-    """The numpy that models will import: that of this interpreter without PYTHONPATH or user site.
+    """The version of numpy that models will import; ``None`` without one.
 
-    ``None`` if there is none.
+    Models run this interpreter isolated: neither PYTHONPATH nor the user's site-packages count.
     """
     probe = subprocess.run(
         [sys.executable, "-I", "-c", "import importlib.metadata as m; print(m.version('numpy'))"],
@@ -160,9 +161,10 @@ def check_shared_memory(
     least: int = LEAST_SHARED_MEMORY,
     ample: int = AMPLE_SHARED_MEMORY,
 ) -> str | None:
-    """Models and server exchange tensors there; a container's default can be too small.
+    """Models and server exchange tensors in ``directory``; a container's default can be too small.
 
-    Returns a warning where large answers may fill it, ``None`` where there is enough.
+    Returns a warning if large answers may fill it, ``None`` if there is enough. Raises
+    ``SetupError`` below ``least`` bytes.
     """
     free = free_shared_memory(directory) or 0
     mend = "start the container with --shm-size=1g, or delete what other servers left there"
@@ -180,10 +182,10 @@ def check_shared_memory(
 
 
 def check_open_files(max_streams: int) -> None:
-    """Every stream is a connection; raises this process's limit, which the server inherits.
+    """Raise this process's limit of open files, which the server inherits.
 
-    Raises ``SetupError`` where the hard limit is too low. A server that runs out of file
-    descriptors answers nobody, and fills its log.
+    Raises ``SetupError`` if the hard limit is too low for ``max_streams``. A server without file
+    descriptors accepts no connection and writes thousands of warnings a second.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = OPEN_FILES + OPEN_FILES_PER_STREAM * max_streams
@@ -228,7 +230,7 @@ def check_libraries(binary: Path, libraries: Mapping[str, str]) -> None:
                 f"this server's models run on Python {wanted[1]}, this is {PYTHON}: "
                 f"install and start trtllm-bls with python{wanted[1]}"
             )
-    missing = sorted(name for name, place in libraries.items() if place == "not found")
+    missing = sorted(name for name, path in libraries.items() if path == "not found")
     if missing:
         raise SetupError(
             f"{binary.name} cannot start, libraries are missing: {', '.join(missing)}; "
@@ -237,9 +239,9 @@ def check_libraries(binary: Path, libraries: Mapping[str, str]) -> None:
 
 
 def loaded_libraries(binary: Path, environment: dict[str, str]) -> dict[str, str]:
-    """What the dynamic loader would load for a program, by name; it is not run.
+    """The libraries that the dynamic loader would load for a program, by name.
 
-    The same question as ``ldd`` asks; a missing library's place is ``"not found"``.
+    Like ``ldd``, this does not run the program; a missing library has the path ``"not found"``.
     """
     trace = subprocess.run(
         [binary],
@@ -249,4 +251,4 @@ def loaded_libraries(binary: Path, environment: dict[str, str]) -> dict[str, str
         check=False,
     )
     pairs = (line.split(" => ", 1) for line in trace.stdout.splitlines() if " => " in line)
-    return {name.strip(): place.rsplit(" (", 1)[0].strip() for name, place in pairs}
+    return {name.strip(): path.rsplit(" (", 1)[0].strip() for name, path in pairs}

@@ -2,13 +2,13 @@
 
     python -I -S health_server.py DESCRIPTOR     of a listening socket
 
-Standard input brings what to answer, a JSON object a line: ``restarts``, ``metrics`` (the text of
-``/metrics``), and for each question (``startup``, ``live``, ``ready``) the reasons against it. Its
-end is the parent's, and ours. A parent that says nothing for a minute is stuck, which ``live``
-tells.
+Standard input brings the answers, a JSON object per line: ``restarts``, ``metrics`` (the text of
+``/metrics``), and for each probe (``startup``, ``live``, ``ready``) the reasons to answer 503. This
+process ends at the end of its input, which is the end of ``serve``. If no line comes for a minute,
+``serve`` is stuck, and ``live`` answers 503.
 
-A process of its own, because ``serve`` reads the server's log and may wait for a busy machine: a
-probe must not.
+It is a process of its own because ``serve`` reads the server's log under the same interpreter lock;
+a probe must not wait for that.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Probes come every few seconds, and are not news."""
+        """Log nothing: probes come every few seconds."""
 
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left is no news either."""
+        """Log nothing: the client has closed its connection."""
 
 
 def main(descriptor: int) -> None:
@@ -76,7 +76,7 @@ def main(descriptor: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     listening = socket.socket(fileno=descriptor)
     server = Server(listening.getsockname()[:2], Handler, bind_and_activate=False)
-    server.socket.close()  # it made one of its own
+    server.socket.close()  # made by the constructor, and not bound
     server.socket = listening
     answering = threading.Thread(target=server.serve_forever, daemon=True)
     for line in sys.stdin:

@@ -38,11 +38,11 @@ from trtllm_bls.parameters import DRAFT_MODEL_DIR, ENGINE_TRANSPORT, MODEL_DIR, 
 from trtllm_bls.settings import ServeSettings, listen
 from trtllm_bls.status import CANARY_ID
 
-# A free port may be taken between its choice and the server's start, seconds later; and a stub that
-# gets no CPU for a second while the server starts may never be noticed.
+# Another program may take a port between its choice and the server's start, seconds later. Triton
+# may never notice a stub that gets no CPU for a second while the server starts.
 START_ATTEMPTS = 3
 
-# How often readiness is asked for when the log has nothing new.
+# Seconds between checks of readiness while the log has no new line.
 POLL_S = 0.1
 
 
@@ -69,16 +69,16 @@ class Stopped(SetupError):
 
 
 class Listener:
-    """What a server reports to whoever started it: override what is of interest.
+    """Receives a server's events; override the methods of interest.
 
-    ``log`` is called on another thread than the rest.
+    ``log`` is called on another thread than the other methods.
     """
 
     def log(self, line: LogLine) -> None:
         """The server or a model printed a line."""
 
     def warning(self, text: str) -> None:
-        """Something is not as it should be, but the server can do without."""
+        """Something is wrong, and the server goes on."""
 
     def starting(self, models: tuple[str, ...]) -> None:
         """The server process runs and loads these models."""
@@ -140,7 +140,7 @@ class TritonServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the models' parameters follow beside their configuration."""
+        """The environment of the models, whose variables may override their parameters."""
         return self._running.environment
 
     @property
@@ -158,7 +158,7 @@ class TritonServer:
 
     @property
     def unloaded(self) -> set[str]:
-        """The models that it has unloaded, since it stops."""
+        """The models that a stopping server has unloaded."""
         return self._running.book.unloaded
 
     @property
@@ -179,11 +179,12 @@ class TritonServer:
 
     @property
     def status_dir(self) -> Path:
-        """Where its models tell what they do; see ``trtllm_bls.status``."""
+        """Where its models write their status; see ``trtllm_bls.status``."""
         return self._running.scratch.status
 
     def probe(self) -> Probe | None:
-        """What asks it; ``None`` where clients need a certificate and there is none for us."""
+        """A client for health checks; ``None`` if the server asks for a certificate and there is
+        none for the launcher."""
         tls = own_tls(self.settings)
         if self.settings.tls_client_ca is not None and not (tls and tls.private_key):
             return None
@@ -258,7 +259,7 @@ class TritonServer:
                 run.process.kill()
 
     def end_unloading(self) -> None:
-        """End a server that was asked to stop and serves nobody any more; ``wait`` returns."""
+        """Kill a server that is stopping and has no requests left; ``wait`` then returns."""
         self._running.process.kill()
 
     def wait(self) -> bool:
@@ -275,7 +276,7 @@ class TritonServer:
                 problem or f"the server ended by itself ({describe_exit(code)})", run.book.tail()
             )
         if code and run.book.drained and self._stop_requests == 1:
-            # A refused request whose client broke off is kept by Triton, and its model with it.
+            # Triton keeps a refused request whose client disconnected, and the model with it.
             self._listener.warning("all requests had ended; a model did not unload in time")
             return False
         return code != 0
@@ -399,7 +400,7 @@ class TritonServer:
             raise ServerFailed(f"the server did not start ({describe_exit(code)})", run.book.tail())
 
     def discard(self) -> None:
-        """End it at once, whatever state it is in: no process, no file remains."""
+        """Kill the server in whatever state it is; no process and no file of it remains."""
         run, self._run = self._run, None
         if self._forwarder is not None:
             self._forwarder.upstream = None
@@ -422,14 +423,17 @@ LOOK_S = 5.0
 
 
 class Readiness:
-    """``missing``: models that were not ready when last asked."""
+    """Whether a starting server serves: models over HTTP, then the gRPC and the metrics port.
+
+    The server listens only after all models have loaded. ``missing``: models not known to be ready.
+    """
 
     def __init__(self, ports: Ports, models: tuple[str, ...]) -> None:
         self.missing = list(models)
         self._ports = ports
 
     def complete(self) -> bool:
-        """Ask about what is missing; whether nothing is, and every port takes connections."""
+        """Ask about the missing models; true if none is missing and every port accepts."""
         ports = self._ports
         with suppress(OSError):
             while self.missing:
@@ -444,7 +448,11 @@ class Readiness:
 
 
 class StartProgress:
-    """Fed with looks at a server; ``stuck`` once nothing has moved for ``stuck_s`` seconds."""
+    """Whether a starting server makes progress; ``stuck`` after ``stuck_s`` seconds without any.
+
+    Loading a model uses CPU, reads files or writes log lines. A server that waits for a stub which
+    it failed to notice does none of these, for ever.
+    """
 
     def __init__(self, stuck_s: float = STUCK_S, look_s: float = LOOK_S) -> None:
         self.stuck = False
@@ -454,13 +462,13 @@ class StartProgress:
         self._cpu, self._bytes, self._lines = 0.0, 0, 0
 
     def look(self, server: psutil.Process | None, lines: int) -> None:
-        """Now and then compare with the look before; ``lines`` of log have come so far."""
+        """Compare with the last look if that was long enough ago; ``lines``: of log so far."""
         now = time.monotonic()
         if now - self._looked_at >= self._look_s:
-            self.take(now, *_used(server), lines)
+            self.record(now, *_used(server), lines)
 
-    def take(self, now: float, cpu: float, bytes_read: int, lines: int) -> None:
-        """The totals at a moment: CPU seconds and bytes read of all its processes, log lines."""
+    def record(self, now: float, cpu: float, bytes_read: int, lines: int) -> None:
+        """Totals at time ``now``: CPU seconds and bytes read by all processes, and log lines."""
         share = (cpu - self._cpu) / max(now - self._looked_at, 1e-9)
         moved = share >= LEAST_CPU_SHARE or bytes_read - self._bytes >= LEAST_BYTES
         if moved or lines > self._lines:
@@ -470,7 +478,7 @@ class StartProgress:
 
 
 def _used(server: psutil.Process | None) -> tuple[float, int]:
-    """CPU seconds and bytes read by a process and all that came from it."""
+    """CPU seconds and bytes read by a process and all its descendants."""
     cpu, bytes_read = 0.0, 0
     with suppress(psutil.Error):
         for process in [] if server is None else [server, *server.children(recursive=True)]:
