@@ -192,7 +192,7 @@ def test_a_full_disk_does_not_stop_the_terminals_log() -> None:
     file.room = True
     speaks.log(parse("three"))
     assert shown.getvalue().splitlines()[0][8:] == (
-        " warning: the log file misses lines: No space left on device"
+        " warning: the log file cannot be written and misses lines: No space left on device"
     )
     assert shown.getvalue().splitlines()[1:] == [
         "one",
