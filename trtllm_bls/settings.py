@@ -107,7 +107,7 @@ class ServeSettings:
 
     A port of 0 means "any free port", of ``openai_port`` that there is no OpenAI API. Times are
     seconds. ``None`` leaves the choice to us:
-    ``server`` to the search (see ``launcher.find``), ``model``, ``draft_model`` and
+    ``server`` to the search (see ``launcher.checks``), ``model``, ``draft_model`` and
     ``model_repository`` to what the package brings, ``threads`` to the engine, ``bls_instances``
     and ``decoupled`` to the configuration of ``tensorrt_llm_bls``.
     """

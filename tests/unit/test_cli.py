@@ -192,7 +192,7 @@ def test_a_full_disk_does_not_stop_the_terminals_log() -> None:
     file.room = True
     speaks.log(parse("three"))
     assert shown.getvalue().splitlines()[0][8:] == (
-        " warning: the log file misses lines: No space left on device"
+        " warning: the log file cannot be written and misses lines: No space left on device"
     )
     assert shown.getvalue().splitlines()[1:] == [
         "one",
@@ -205,8 +205,8 @@ def test_a_full_disk_does_not_stop_the_terminals_log() -> None:
 def test_a_flood_of_lines_is_not_shown_whole() -> None:
     """A burst is, then so many a second; how many were left out is said."""
     pace = LinePace(burst=3, per_second=10)
-    assert [pace.take(100.0) for _ in range(6)] == [0, 0, 0, None, None, None]
-    assert [pace.take(100.15), pace.take(100.16), pace.take(100.3)] == [3, None, 1]
+    assert [pace.admit(100.0) for _ in range(6)] == [0, 0, 0, None, None, None]
+    assert [pace.admit(100.15), pace.admit(100.16), pace.admit(100.3)] == [3, None, 1]
 
 
 def test_no_request_goes_without_its_line() -> None:

@@ -14,7 +14,7 @@ import pytest
 from trtllm_bls.bundled import DEMO, REPOSITORY
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import command, workdir
-from trtllm_bls.launcher.find import Installation
+from trtllm_bls.launcher.checks import Installation
 from trtllm_bls.launcher.ports import Ports
 from trtllm_bls.parameters import Parameters, rows_of
 from trtllm_bls.parameters.kinds import TEXT

@@ -79,11 +79,11 @@ class Program(click.Command):
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         with _output_failures():  # --help writes too
-            rest = super().parse_args(ctx, args)
+            remaining = super().parse_args(ctx, args)
         for parameter in self.params:
             name = parameter.name or ""
             ctx.params[name] = _in_utf8(ctx, parameter, ctx.params[name])
-        return rest
+        return remaining
 
     def invoke(self, ctx: click.Context) -> Any:
         with _output_failures():
@@ -91,7 +91,7 @@ class Program(click.Command):
 
 
 def _in_utf8(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """The text of an argument, decoded again if the locale's encoding had no place for it."""
+    """The text of an argument as UTF-8, whatever the locale's encoding is."""
     if isinstance(value, tuple):
         return tuple(_in_utf8(ctx, parameter, item) for item in value)
     if not isinstance(value, str):
@@ -110,7 +110,7 @@ def _output_failures() -> Iterator[None]:
         raise
     except OSError as error:
         with contextlib.suppress(OSError):
-            # What is still buffered would fail again when Python exits, with a traceback.
+            # Python flushes its buffer at exit, which would fail again with a traceback.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         click.echo(f"error: cannot write the output: {error.strerror}", err=True)
         sys.exit(Exit.FAILED)

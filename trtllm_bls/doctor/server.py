@@ -81,7 +81,7 @@ def _service_problem(address: str) -> str:
 
 @check("the ports of serve are free", lambda s: s.repository and not s.url)
 def ports(subject: Subject) -> Findings:
-    """Those it takes unless told otherwise; a server that is running has them already."""
+    """The default ports of ``serve``; a running server has taken them already."""
     for option, port in subject.ports.items():
         names = _listeners(f"localhost:{port}")
         if names:
@@ -139,5 +139,5 @@ def same_repository(subject: Subject) -> Findings:
 
 
 def _client(url: str | None) -> Any:
-    # Whatever proxy the environment names: the check of proxies tells of it.
+    # Ignores proxies in the environment: the check of proxies reports those.
     return InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])

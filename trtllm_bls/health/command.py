@@ -39,7 +39,9 @@ _PATH = click.Path(path_type=Path)
 @click.option("--root-certificates", type=_PATH, help="PEM file (TLS).")
 @click.option("--certificate-chain", type=_PATH, help="PEM file (TLS).")
 @click.option("--private-key", type=_PATH, help="PEM file (TLS).")
-@click.option("--server-name", help="Whom the certificate names, if not --url's host (TLS).")
+@click.option(
+    "--server-name", help="The name in the server's certificate, if it is not --url's host (TLS)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print an object instead of lines.")
 def command(
     url: str,
@@ -50,10 +52,10 @@ def command(
     as_json: bool,
     **tls: Any,
 ) -> None:
-    """Whether a server can serve: exit code 0 if it can, else 1 and a line for each reason.
+    """Check whether a server can serve: exit code 0 if so, else 1 and a line for each reason.
 
-    Asks for the models' state and for one token. On the server's own machine it also looks at
-    the processes and the shared memory.
+    Asks whether the models are ready, and for one token. For a server on this machine, also checks
+    its processes and the shared memory.
 
     \b
     Examples:
@@ -74,7 +76,7 @@ def command(
 async def look(
     url: str, models: tuple[str, ...], timeout: float, *, canary: bool, tls: Tls | None = None
 ) -> Verdict:
-    """One look at the server at ``url``. Raises ``SettingsError`` for what is no address."""
+    """Check the server at ``url`` once. Raises ``SettingsError`` for an invalid address."""
     host, _, port = url.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise SettingsError(f"--url {url}: write host:port, where gRPC is served")
@@ -98,7 +100,10 @@ async def look(
 async def _asked(
     probe: Probe, models: tuple[str, ...], timeout: float, canary: bool
 ) -> tuple[tuple[str, ...], str, int]:
-    """Models that are not ready, and the canary's error with how many failures it counts for."""
+    """The models that are not ready, the canary's error, and the number of failures in a row.
+
+    This command asks only once, so one failure counts as enough of them.
+    """
     async with probe:
         try:
             missing = await probe.models_not_ready(models, timeout)
