@@ -9,9 +9,15 @@ import click
 from click.core import ParameterSource
 
 from trtllm_bls.configure.existing import Existing
-from trtllm_bls.configure.launch import launcher_command, slurm_script
-from trtllm_bls.configure.options import DRAFT, ConfigureOptions
-from trtllm_bls.configure.repository import Repository, plan, write
+from trtllm_bls.configure.repository import (
+    DRAFT,
+    ConfigureOptions,
+    Repository,
+    launcher_command,
+    plan,
+    slurm_script,
+    write,
+)
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import SettingsError

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trtllm_bls.configure.engine_dir import read_engine
-from trtllm_bls.configure.options import DRAFT
+from trtllm_bls.configure.engine import read_engine
+from trtllm_bls.configure.repository import DRAFT
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError

@@ -1,35 +1,237 @@
-"""A model repository as configurations first and then as files: nothing is written by halves."""
+"""A model repository for TensorRT-LLM's C++ backend: its options, its configurations, its files.
+
+Everything is checked before the first file is written.
+"""
 
 from __future__ import annotations
 
+import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import click
 from google.protobuf import text_format
 
 from trtllm_bls.bundled import REPOSITORY
-from trtllm_bls.configure.engine_dir import EngineDir, read_engine
-from trtllm_bls.configure.engine_parameters import (
+from trtllm_bls.configure.engine import (
+    EngineDir,
     check_drafting,
     check_engine,
     check_target,
     engine_facts,
     engine_parameters,
+    read_engine,
     warnings,
 )
-from trtllm_bls.configure.launch import Launch, participants, plan_launch
-from trtllm_bls.configure.options import DRAFT, ConfigureOptions, Setting, settings
 from trtllm_bls.configure.pbtxt import MAX_BATCH_SIZE, PARAMETERS, model_config
 from trtllm_bls.configure.versions import models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.parameters import check
+from trtllm_bls.parameters import BlsParameters, check
 from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend
 from trtllm_bls.parameters.model_config import values_of
+from trtllm_bls.settings import Override, setting
 from trtllm_bls.tokenizer import load_tokenizer
+
+DRAFT = "tensorrt_llm_draft"
+_FRACTION = "kv_cache_free_gpu_mem_fraction"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigureOptions:
+    """The options of ``configure``; ``None`` and an empty version leave it to the engine."""
+
+    engine_dir: Path = setting("Engine of the target model.", MISSING)
+    tokenizer_dir: Path = setting("Its tokenizer.", MISSING)
+    out: Path = setting("The model repository to write.", MISSING, required=True)
+    draft_engine_dir: Path | None = setting("Engine of a draft model (speculation).")
+    max_batch_size: int | None = setting("[default: the engine's]", type=click.IntRange(1))
+    max_num_tokens: int | None = setting(
+        "What the engine was built with, where its config.json is elsewhere.",
+        type=click.IntRange(1),
+    )
+    max_queue_size: int = setting(
+        "Requests waiting beyond this are refused; 0 = no limit.", 0, type=click.IntRange(0)
+    )
+    max_queue_delay_us: int = setting(
+        "How long a request may wait for others.", 0, type=click.IntRange(0)
+    )
+    kv_cache_free_gpu_mem_fraction: str | None = setting(
+        "Share of free GPU memory per engine.  [default: 0.9; 0.45 each where two share GPUs]"
+    )
+    draft_kv_cache_free_gpu_mem_fraction: str | None = setting("The draft's own share.")
+    gpu_device_ids: str | None = setting("GPUs of the target.  [default: all]", metavar="ID,…")
+    draft_gpu_device_ids: str | None = setting("GPUs of the draft.", metavar="ID,…")
+    chunked_context: bool = setting("Process long prompts in several steps.", False)
+    batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = setting(
+        "Whether a running request may be paused for want of KV cache.", "guaranteed_no_evict"
+    )
+    version: str = setting(
+        "TensorRT-LLM release of the container, from 0.9 on, or last.  [default: the engine's]", ""
+    )
+    decoupled: bool = setting(
+        "false: tensorrt_llm_bls answers unary infer, one response per request, and no streams.",
+        True,
+    )
+    bls_instances: int = setting("Processes of tensorrt_llm_bls.", 1, type=click.IntRange(1))
+    engine_url: str | None = setting("gRPC port behind which the engine is.", metavar="HOST:PORT")
+    disable_spawn_processes: bool = setting(
+        "Orchestrator mode in which MPI or Slurm starts all ranks.", False
+    )
+    check: bool = setting("Look into the directories.", True, flag="--check/--no-check")
+    force: bool = setting("Replace the models of a repository that is there.", False)
+    overrides: tuple[Override, ...] = ()
+
+    @property
+    def separate_gpus(self) -> bool:
+        """Whether target and draft have GPUs of their own."""
+        if self.draft_engine_dir is None or not (self.gpu_device_ids and self.draft_gpu_device_ids):
+            return False
+        return not _ids(self.gpu_device_ids) & _ids(self.draft_gpu_device_ids)
+
+
+def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
+    """The parameters that options set, each with its option; a later one replaces an earlier one.
+
+    Raises ``SettingsError`` for an option about a draft engine that is not there.
+    """
+    with_draft = options.draft_engine_dir is not None
+    # Of the memory that is free when an engine loads, so two that share a GPU must share it.
+    share = "0.45" if with_draft and not options.separate_gpus else "0.9"
+    fraction = options.kv_cache_free_gpu_mem_fraction or share
+    if options.engine_url is not None and "://" in options.engine_url:
+        raise SettingsError(
+            f"--engine-url {options.engine_url}: write HOST:PORT; an engine of another kind "
+            f"needs no repository: trtllm-bls serve --engine {options.engine_url} --model DIR"
+        )
+    draft_fraction = options.draft_kv_cache_free_gpu_mem_fraction
+    chunked = "true" if options.chunked_context else None
+    for option, model, key, value in (
+        ("--kv-cache-free-gpu-mem-fraction", ENGINE.name, _FRACTION, fraction),
+        ("--kv-cache-free-gpu-mem-fraction", DRAFT, _FRACTION, fraction if with_draft else None),
+        ("--draft-kv-cache-free-gpu-mem-fraction", DRAFT, _FRACTION, draft_fraction),
+        ("--gpu-device-ids", ENGINE.name, "gpu_device_ids", options.gpu_device_ids),
+        ("--draft-gpu-device-ids", DRAFT, "gpu_device_ids", options.draft_gpu_device_ids),
+        ("--engine-url", BLS.name, "engine_url", options.engine_url),
+        ("--chunked-context", ENGINE.name, "enable_chunked_context", chunked),
+    ):
+        if value is not None:
+            if model == DRAFT and not with_draft:
+                raise SettingsError(f"{option} {value}: needs --draft-engine-dir")
+            yield f"{option} {value}", Override(model, key, value)
+    for override in options.overrides:
+        yield f"--set {override}", override
+
+
+def _ids(text: str) -> set[str]:
+    return set(text.replace(";", ",").split(","))
+
+
+# --- how it is started -----------------------------------------------------------------------
+
+_NO_SPAWN_SINCE: Version = (0, 13)
+# A stream may hold one of the Python backend's threads until its first token; some are just ending.
+_THREADS = BlsParameters.max_streams + 32
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start: the engines' model names, and MPI's processes, each a tritonserver.
+
+    ``spawn`` tells whether an orchestrator starts its workers itself (over MPI), in place of
+    ``participants``: the ranks of each model, where rank 0 is the orchestrator's.
+    """
+
+    models: tuple[str, ...]
+    world_size: int = 1
+    orchestrator: bool = False
+    spawn: bool = True
+
+    @property
+    def by_serve(self) -> bool:
+        """Whether one server process is all there is, as ``trtllm-bls serve`` starts it."""
+        return self.world_size == 1 and not self.orchestrator
+
+
+def plan_launch(
+    options: ConfigureOptions, engines: Mapping[str, EngineDir], version: Version
+) -> Launch:
+    """What the engines need; raises ``SettingsError`` for what the release cannot do."""
+    ranks = [engine.ranks for engine in engines.values()]
+    orchestrator = options.separate_gpus or len(set(ranks)) > 1
+    if not options.disable_spawn_processes:
+        return Launch(tuple(engines), 1 if orchestrator else ranks[0], orchestrator)
+    if version < _NO_SPAWN_SINCE:
+        raise SettingsError("--disable-spawn-processes: TensorRT-LLM has it since 0.13")
+    return Launch(tuple(engines), 1 + sum(ranks), orchestrator=True, spawn=False)
+
+
+def participants(launch: Launch, engines: Mapping[str, EngineDir]) -> dict[str, str]:
+    """The parameter ``participant_ids`` of each engine, where its ranks are not spawned."""
+    if launch.spawn:
+        return {}
+    ids, first = {}, 1
+    for name, engine in engines.items():
+        ids[name] = ",".join(map(str, range(first, first + engine.ranks)))
+        first += engine.ranks
+    return ids
+
+
+def launcher_command(launch: Launch, repository: Path) -> str:
+    """The line for TensorRT-LLM's own launcher."""
+    words = ["python3", "launch_triton_server.py", "--world_size", str(launch.world_size)]
+    words += ["--model_repo", str(repository.absolute())]
+    words += ["--tensorrt_llm_model_name", ",".join(launch.models)]
+    if launch.orchestrator:
+        words.append("--multi-model")
+    if not launch.spawn:
+        words.append("--disable-spawn-processes")
+    return shlex.join(words)
+
+
+def slurm_script(launch: Launch, repository: Path) -> str:
+    """A job script that starts one server process per rank, without the launcher.
+
+    Raises ``SettingsError`` where the orchestrator would have to spawn: Slurm starts all processes.
+    """
+    if launch.orchestrator and launch.spawn:
+        raise SettingsError("--slurm: engines of unequal ranks need --disable-spawn-processes too")
+    loads = " ".join(f"--load-model={name}" for name in launch.models)
+    environment = (
+        ["export TRTLLM_ORCHESTRATOR=1", "export TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0"]
+        if launch.orchestrator
+        else []
+    )
+    lines = [
+        "#!/bin/bash",
+        "#SBATCH --job-name=trtllm-bls",
+        f"#SBATCH --ntasks={launch.world_size}",
+        f"#SBATCH --gpus={launch.world_size - 1 if launch.orchestrator else launch.world_size}",
+        "set -euo pipefail",
+        'export SERVER="${SERVER:-/opt/tritonserver/bin/tritonserver}"',
+        f"export REPOSITORY={shlex.quote(str(repository.absolute()))}",
+        *environment,
+        "# Rank 0 serves; the others load the engines alone and end with it.",
+        "srun --mpi=pmix --kill-on-bad-exit=1 bash -c '",
+        '  role=""',
+        f'  [ "$SLURM_PROCID" = 0 ] || role="--model-control-mode=explicit {loads}"',
+        "  # Whoever reaches a port could otherwise read other requests or switch the log off.",
+        '  key="$(cat /proc/sys/kernel/random/uuid)"',
+        '  rule="shared-memory,model-repository,logging,trace:trtllm-bls-control=$key"',
+        '  exec "$SERVER" --model-repository="$REPOSITORY" --disable-auto-complete-config \\',
+        '    --http-restricted-api="$rule" --grpc-restricted-protocol="$rule" \\',
+        '    --grpc-header-forward-pattern="traceparent|triton_grpc_error" \\',
+        f"    --backend-config=python,thread-pool-size={_THREADS} \\",
+        '    --backend-config=python,shm-region-prefix-name="prefix${SLURM_PROCID}_" $role',
+        "'",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+# --- the configurations ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,9 +333,8 @@ def _parameters(
             values[name]["participant_ids"] = placed[name]
     if DRAFT in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
-    for setting in settings(options):
-        override = setting.override
-        _check_setting(setting, values, engines, version)
+    for option, override in _overrides(options):
+        _check_override(option, override, values, engines, version)
         values[override.model][override.parameter] = override.value
     for name, engine in engines.items():
         check_engine(name, engine, values[name])
@@ -142,19 +343,22 @@ def _parameters(
     return values
 
 
-def _check_setting(
-    setting: Setting, models: Iterable[str], engines: Iterable[str], version: Version
+def _check_override(
+    option: str,
+    override: Override,
+    models: Iterable[str],
+    engines: Iterable[str],
+    version: Version,
 ) -> None:
-    override = setting.override
     if override.model not in models:
-        raise SettingsError(f"{setting.option}: no such model; there are {', '.join(models)}")
+        raise SettingsError(f"{option}: no such model; there are {', '.join(models)}")
     try:
         if override.model in engines:
             check_backend(override.parameter, override.value, version)
         else:
             check(override.model, override.parameter, override.value)
     except SettingsError as error:
-        raise SettingsError(f"{setting.option}: {error}") from None
+        raise SettingsError(f"{option}: {error}") from None
 
 
 def _check_speculation(

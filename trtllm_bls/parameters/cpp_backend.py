@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.table import ENGINE_FACTS, TRITON_KEYS, check, suggestion
+from trtllm_bls.parameters.declaration import TRITON_KEYS, check_in, parameters_in, suggestion
+from trtllm_bls.parameters.models import EngineFacts
 
 Version = tuple[int, int]
 
@@ -141,7 +142,7 @@ def _keys() -> Iterator[Key]:
 
 
 KEYS = tuple(_keys())
-_FACTS = frozenset(row.key for row in ENGINE_FACTS)
+_FACTS = parameters_in(EngineFacts)
 
 
 def keys_of(version: Version) -> dict[str, Key]:
@@ -155,8 +156,8 @@ def check_backend(key: str, value: str, version: Version | None = None) -> None:
     Without a ``version`` it is enough that some release does. What the orchestrator reads in the
     engine's configuration is allowed too.
     """
-    if key in _FACTS | TRITON_KEYS:
-        check("tensorrt_llm", key, value, ENGINE_FACTS)
+    if key in _FACTS or key in TRITON_KEYS:
+        check_in(_FACTS, "tensorrt_llm", key, value)
         return
     known = KEYS if version is None else keys_of(version).values()
     rows = [row for row in known if row.name == key]

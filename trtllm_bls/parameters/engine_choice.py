@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from trtllm_bls.parameters.kinds import Kind
+from trtllm_bls.parameters.declaration import Kind
 
 
 class EngineKind(str, Enum):

@@ -6,13 +6,13 @@ import ssl
 from pathlib import Path
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.reading import BlsParameters
+from trtllm_bls.parameters.models import BlsParameters
 
 
 def engine_tls(parameters: BlsParameters) -> ssl.SSLContext | None:
     """As the parameters ``engine_tls_*`` say; ``None`` = no TLS. Raises ``SettingsError``."""
-    ca, cert, key = parameters.tls_ca, parameters.tls_cert, parameters.tls_key
-    pin = parameters.tls_pin
+    ca, pin = parameters.engine_tls_ca, parameters.engine_tls_pin
+    cert, key = parameters.engine_tls_cert, parameters.engine_tls_key
     if ca is None and cert is None and key is None and pin is None:
         return None
     if ca is None and pin is None:
