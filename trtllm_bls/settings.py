@@ -144,8 +144,7 @@ class TlsConnection:
         "Key of --tls-cert, in PEM.", type=_FILE, aliases=("--private-key",)
     )
     tls_server_name: str | None = setting(
-        "Name in the server's certificate, if it is not the host of --url.",
-        aliases=("--server-name",),
+        "Name in the server's certificate, if it is not the host of --url."
     )
 
     @classmethod
@@ -291,13 +290,11 @@ class ServeSettings:
         False,
     )
     tls_cert: Path | None = setting(
-        "Certificate to serve with TLS (HTTP, gRPC, OpenAI API), in PEM.",
-        aliases=("--ssl-certfile",),
+        "Certificate to serve with TLS (HTTP, gRPC, OpenAI API), in PEM."
     )
-    tls_key: Path | None = setting("Key of --tls-cert, in PEM.", aliases=("--ssl-keyfile",))
+    tls_key: Path | None = setting("Key of --tls-cert, in PEM.")
     tls_client_ca: Path | None = setting(
-        "Accept only clients with a certificate of these authorities, in PEM.",
-        aliases=("--ssl-ca-certs",),
+        "Accept only clients with a certificate of these authorities, in PEM."
     )
     exit_timeout: int = setting(
         "Seconds that running requests have to end when stopping.", 30, bounds=(1, None)
