@@ -16,7 +16,7 @@ from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import is_true
-from trtllm_bls.parameters.cpp_backend import Version, keys_of, shown
+from trtllm_bls.parameters.cpp_backend import Version, keys_of
 
 _LOGITS = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 # The bits of ``speculative_decoding_mode`` in config.json, in TensorRT-LLM's order.
@@ -36,16 +36,18 @@ EXTERNAL_DRAFTS = "draft_tokens_external"
 _WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 _LOOKAHEAD = "lookahead_decoding"
 LOOKAHEAD_SIZES = tuple(f"lookahead_{n}_size" for n in ("window", "ngram", "verification_set"))
-# Before it, an engine for external drafts ends every request after one step, drafts or not.
-MANY_STEPS_SINCE: Version = (0, 19)
+# An older release ends every request to an engine for external drafts after one step, also a
+# request without a draft.
+MANY_STEPS_SINCE = Version(0, 19)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDir:
-    """One engine; ``None`` and an empty version where the directory does not tell.
+    """One engine; ``None`` or an empty text is a value that the directory does not have.
 
-    ``ranks`` counts the engine files, one per GPU. ``paged_context`` is what reuse of the KV cache,
-    chunked context and verification of drafts need. ``mode`` is the engine's way to speculate.
+    ``ranks`` counts the engine files, one for each GPU. KV cache reuse, chunked context and the
+    verification of drafts need ``paged_context`` (paged context attention). ``mode`` is the
+    ``speculative_decoding_mode`` that the engine was built for.
     """
 
     path: Path
@@ -62,17 +64,18 @@ class EngineDir:
     paged_context: bool | None = None
 
     def release(self) -> Version | None:
-        """Of TensorRT-LLM; raises ``SettingsError`` where ``version`` is none."""
+        """The release of TensorRT-LLM; raises ``SettingsError`` if ``version`` names none."""
         return parse_version(self.version, f"{self.path}: version") if self.version else None
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether a request may bring a draft, as far as the directory tells."""
+        """Whether a request may bring a draft, as far as the directory says."""
         fits = self.mode in ("", EXTERNAL_DRAFTS) and self.max_draft_tokens != 0
         return fits and self.paged_context is not False
 
     def max_prompt_tokens(self, chunked: bool) -> int | None:
-        """The longest prompt: one more token must fit behind it, and one forward pass if whole."""
+        """The longest prompt: one generated token must fit behind it. Without chunked context the
+        whole prompt must fit into one forward pass, too."""
         longest = self.max_input_tokens
         if longest is None and self.max_sequence_tokens is not None:
             longest = self.max_sequence_tokens - 1
@@ -81,11 +84,12 @@ class EngineDir:
 
 
 def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
-    """Raises ``SettingsError`` naming ``option`` if ``check`` finds no engine there.
+    """Read the engine in ``directory``; with ``check`` raises ``SettingsError`` if there is none.
 
-    Without ``check`` the directory may be on another machine; what is there is still read.
+    ``option`` is the option that errors name. Without ``check`` the directory may be on another
+    machine; if it is here, it is still read.
     """
-    path = Path(os.path.abspath(directory))  # as the server will see it: links stay links
+    path = Path(os.path.abspath(directory))  # links stay links, as in the server's configuration
     file = path / "config.json"
     ranks = len(list(path.glob("rank*.engine")))
     if check:
@@ -145,7 +149,7 @@ def _mode(value: Any) -> str:
 
 
 def engine_parameters(engine: EngineDir, version: Version, policy: str) -> dict[str, str]:
-    """The parameters that ``version`` reads, and what the orchestrator reads beside them."""
+    """The parameters that ``version`` of the C++ backend reads, with its scheduler's ``policy``."""
     wanted = {
         "gpt_model_type": "inflight_fused_batching",
         "gpt_model_path": str(engine.path),
@@ -168,7 +172,7 @@ def engine_parameters(engine: EngineDir, version: Version, policy: str) -> dict[
 def engine_facts(
     engine: EngineDir, version: Version, parameters: Mapping[str, str]
 ) -> dict[str, str]:
-    """What the orchestrator has to know of the engine as it will run with ``parameters``."""
+    """The ``EngineFacts`` of the engine as it will run with ``parameters``."""
     chunked = is_true(parameters["enable_chunked_context"])
     takes_drafts = engine.takes_drafts and is_true(parameters["enable_kv_cache_reuse"])
     facts = {
@@ -228,8 +232,8 @@ def check_drafting(
     for name in engines:
         if is_true(parameters[name].get("speculative_decoding_fast_logits", "")):
             raise SettingsError(
-                f"--set {name}.speculative_decoding_fast_logits: the draft would answer a ticket "
-                "in place of logits, which tensorrt_llm_bls cannot pass on; leave it false"
+                f"--set {name}.speculative_decoding_fast_logits: the draft would send a ticket "
+                "instead of logits, which tensorrt_llm_bls cannot pass on; leave it false"
             )
     for name, engine in engines.items():
         if name != ENGINE.name and ends_after_one_step(engine, version):
@@ -243,13 +247,13 @@ def check_drafting(
 def warnings(
     engine: EngineDir, version: Version, models: Mapping[str, Mapping[str, str]]
 ) -> Iterator[str]:
-    """What the user should know of the target before it serves with the models' parameters."""
+    """Surprises of a target engine that is served with these parameters of the models."""
     parameters = models[ENGINE.name]
     if engine.paged_context is False:
         yield "KV cache reuse is off: the engine was built without paged context attention"
     if ends_after_one_step(engine, version):
         yield (
-            f"on TensorRT-LLM {shown(version)} an engine built for "
+            f"on TensorRT-LLM {version} an engine built for "
             f"{EXTERNAL_DRAFTS} ends every request after one step: requests without drafts "
             "(draft_source off, several sequences, the ensemble) need an engine without it; "
             "tensorrt_llm has one_step_requests=true"
@@ -261,7 +265,7 @@ def warnings(
             "if it ends after one token"
         )
     if not engine.mode and engine.max_draft_tokens:
-        yield "config.json tells no speculative_decoding_mode: the engine may refuse drafts"
+        yield "config.json has no speculative_decoding_mode: the engine may refuse drafts"
     longest = engine.max_prompt_tokens(chunked=True)
     limit = int(parameters.get("max_prompt_tokens") or 0)
     if longest and limit < longest:

@@ -10,7 +10,6 @@ from trtllm_bls.configure.pbtxt import PARAMETERS, config_text
 from trtllm_bls.configure.recipe import FLAGS, NEWEST
 from trtllm_bls.contract import MODELS
 from trtllm_bls.parameters import parameters_in, parameters_of
-from trtllm_bls.parameters.cpp_backend import shown
 from trtllm_bls.parameters.declaration import Parameter
 from trtllm_bls.parameters.models import EngineFacts
 
@@ -72,7 +71,7 @@ def _flags_table() -> str:
         (
             flag.tool,
             f"`--{flag.name}`",
-            f"{shown(flag.since)} – {'' if flag.until == NEWEST else shown(flag.until)}".strip(),
+            f"{flag.since} – {'' if flag.until == NEWEST else str(flag.until)}".strip(),
             flag.meaning,
             flag.source,
         )

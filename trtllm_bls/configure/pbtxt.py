@@ -61,9 +61,9 @@ def model_config(
     else:
         config.instance_group.add(count=1, kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
     if model.name == BLS.name:
-        # Requests that wait while one is handed over come with the next, in one call of execute:
-        # the thread that hands them over waits for the interpreter's lock once, not for each. One
-        # process reads so many at once; of more than that the rest goes to other processes.
+        # Requests that arrive while Triton calls ``execute`` come together in the next call, so
+        # Triton's thread waits for the interpreter's lock once for all of them. One process gets at
+        # most this many in a call; the others go to the model's other processes.
         config.dynamic_batching.preferred_batch_size.append(
             min(PREFERRED_BATCH_SIZE, max_batch_size)
         )
@@ -98,11 +98,11 @@ _TO_POSTPROCESSING = {"output_ids": "TOKENS_BATCH", "sequence_length": "SEQUENCE
 
 
 def _add_steps(config: Any, ensemble: Model, steps: tuple[Model, Model, Model]) -> None:
-    """Three steps; whatever a step has in common with the ensemble by field is joined.
+    """The three steps; an input of a step is joined to the ensemble's input of the same field.
 
-    Triton lets a step after a decoupled model read that model's outputs alone. So postprocessing
-    cannot know the caller's stop words, and has no memory between responses: ``stream`` goes to
-    preprocessing, which ignores it, and the ensemble answers in one piece, whole and exact.
+    A step after a decoupled model can read only that model's outputs. So postprocessing cannot know
+    the caller's stop words, and it keeps no state between responses. Therefore the ensemble answers
+    in one piece: ``stream`` goes to preprocessing, which ignores it.
     """
     first, second, _ = steps
     before, engine, after = (

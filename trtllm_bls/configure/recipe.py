@@ -18,11 +18,11 @@ import click
 from trtllm_bls.configure.engine import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, parse_releases, shown
+from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, parse_releases
 from trtllm_bls.settings import options_of, setting
 
 CONVERT, QUANTIZE, BUILD = "convert_checkpoint.py", "quantize.py", "trtllm-build"
-NEWEST: Version = (1, 2)  # the last release whose notes speak of engines; they were removed later
+NEWEST = Version(1, 2)  # the last release whose notes speak of engines; they were removed later
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,17 @@ def check_flag(tool: str, name: str, release: Version) -> None:
     flag = FLAGS[tool, name]
     if not flag.since <= release <= flag.until:
         raise SettingsError(
-            f"--release {shown(release)}: {tool} has --{name} from {shown(flag.since)} to "
-            f"{shown(flag.until)} only, as far as is known; choose another release or preset"
+            f"--release {release}: {tool} has --{name} from {flag.since} to "
+            f"{flag.until} only, as far as is known; choose another release or preset"
         )
 
 
 # --- presets ---------------------------------------------------------------------------------
 
-_EXAMPLES_MOVED: Version = (0, 20)  # from examples/llama to examples/models/core/llama
-_GEMM_AUTO_SINCE: Version = (0, 11)
-_SEQ_LEN_SINCE: Version = (0, 11)
-_MODE_SINCE: Version = (0, 10)
+_EXAMPLES_MOVED = Version(0, 20)  # from examples/llama to examples/models/core/llama
+_GEMM_AUTO_SINCE = Version(0, 11)
+_SEQ_LEN_SINCE = Version(0, 11)
+_MODE_SINCE = Version(0, 10)
 # The directory of convert_checkpoint.py for a checkpoint's model_type.
 _FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), "llama"),
@@ -220,8 +220,8 @@ def recipe(preset_name: str, options: RecipeOptions) -> list[Step]:
         raise SettingsError(f"--precision {precision}: preset {preset_name} is for {allowed}")
     if not OLDEST <= options.release <= NEWEST:
         raise SettingsError(
-            f"--release {shown(options.release)}: engines are built by {shown(OLDEST)} to "
-            f"{shown(NEWEST)}; serve a later one with `trtllm-serve --grpc` (docs/engines.md)"
+            f"--release {options.release}: engines are built by {OLDEST} to "
+            f"{NEWEST}; serve a later one with `trtllm-serve --grpc` (docs/engines.md)"
         )
     engine = options.out / preset_name
     converted = options.out / f"{preset_name}-checkpoint"
@@ -312,7 +312,7 @@ def _build(preset: Preset, options: RecipeOptions, converted: Path, engine: Path
 def _configure(preset_name: str, options: RecipeOptions, engine: Path) -> Step:
     words = ["trtllm-bls", "configure", "--engine-dir", str(engine)]
     words += ["--tokenizer-dir", str(options.checkpoint), "--out", "repository"]
-    words += ["--version", shown(options.release)]
+    words += ["--version", str(options.release)]
     what = "The engine to a model repository"
     if preset_name == "target":
         words += ["--draft-engine-dir", str(options.out / "draft")]
@@ -321,7 +321,7 @@ def _configure(preset_name: str, options: RecipeOptions, engine: Path) -> Step:
     if preset_name == "latency" and options.lookahead is not None:
         if not keys_of(options.release).keys() >= set(LOOKAHEAD_SIZES):
             raise SettingsError(
-                f"--release {shown(options.release)}: the C++ backend has lookahead decoding since "
+                f"--release {options.release}: the C++ backend has lookahead decoding since "
                 "0.19; add --lookahead off"
             )
         words += ["--set", "decoding_mode=lookahead"]
@@ -367,7 +367,7 @@ def _lookahead(
 
 @click.command(name="recipe")
 @click.argument("preset", type=click.Choice(list(PRESETS)))
-@click.option("--release", default=shown(NEWEST), show_default=True, help="Of TensorRT-LLM.")
+@click.option("--release", default=str(NEWEST), show_default=True, help="Of TensorRT-LLM.")
 @options_of(RecipeOptions)
 @click.option(
     "--lookahead",

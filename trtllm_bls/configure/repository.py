@@ -42,32 +42,40 @@ _FRACTION = "kv_cache_free_gpu_mem_fraction"
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigureOptions:
-    """The options of ``configure``; ``None`` and an empty version leave it to the engine."""
+    """The options of ``configure``; ``None`` or an empty text means the engine's own value."""
 
     engine_dir: Path = setting("Engine of the target model.", MISSING)
     tokenizer_dir: Path = setting("Its tokenizer.", MISSING)
     out: Path = setting("The model repository to write.", MISSING, required=True)
     draft_engine_dir: Path | None = setting("Engine of a draft model (speculation).")
-    max_batch_size: int | None = setting("[default: the engine's]", type=click.IntRange(1))
+    max_batch_size: int | None = setting(
+        "Requests in one batch.  [default: the engine's]", type=click.IntRange(1)
+    )
     max_num_tokens: int | None = setting(
-        "What the engine was built with, where its config.json is elsewhere.",
+        "The --max_num_tokens that the engine was built with, if its config.json is not here.",
         type=click.IntRange(1),
     )
     max_queue_size: int = setting(
-        "Requests waiting beyond this are refused; 0 = no limit.", 0, type=click.IntRange(0)
+        "Requests that may wait in Triton; one more is refused. 0 = no limit.",
+        0,
+        type=click.IntRange(0),
     )
     max_queue_delay_us: int = setting(
-        "How long a request may wait for others.", 0, type=click.IntRange(0)
+        "Microseconds that a request may wait for others to share its batch.",
+        0,
+        type=click.IntRange(0),
     )
     kv_cache_free_gpu_mem_fraction: str | None = setting(
         "Share of free GPU memory per engine.  [default: 0.9; 0.45 each where two share GPUs]"
     )
-    draft_kv_cache_free_gpu_mem_fraction: str | None = setting("The draft's own share.")
+    draft_kv_cache_free_gpu_mem_fraction: str | None = setting(
+        "The share of the draft engine alone."
+    )
     gpu_device_ids: str | None = setting("GPUs of the target.  [default: all]", metavar="ID,…")
     draft_gpu_device_ids: str | None = setting("GPUs of the draft.", metavar="ID,…")
     chunked_context: bool = setting("Process long prompts in several steps.", False)
     batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = setting(
-        "Whether a running request may be paused for want of KV cache.", "guaranteed_no_evict"
+        "max_utilization may pause a running request for want of KV cache.", "guaranteed_no_evict"
     )
     version: str = setting(
         "TensorRT-LLM release of the container, from 0.9 on, or last.  [default: the engine's]", ""
@@ -81,13 +89,15 @@ class ConfigureOptions:
     disable_spawn_processes: bool = setting(
         "Orchestrator mode in which MPI or Slurm starts all ranks.", False
     )
-    check: bool = setting("Look into the directories.", True, flag="--check/--no-check")
-    force: bool = setting("Replace the models of a repository that is there.", False)
+    check: bool = setting(
+        "Check that the directories hold what is needed.", True, flag="--check/--no-check"
+    )
+    force: bool = setting("Replace the models that --out has already.", False)
     overrides: tuple[Override, ...] = ()
 
     @property
     def separate_gpus(self) -> bool:
-        """Whether target and draft have GPUs of their own."""
+        """Whether target and draft have no GPU in common."""
         if self.draft_engine_dir is None or not (self.gpu_device_ids and self.draft_gpu_device_ids):
             return False
         return not _ids(self.gpu_device_ids) & _ids(self.draft_gpu_device_ids)
@@ -99,7 +109,8 @@ def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
     Raises ``SettingsError`` for an option about a draft engine that is not there.
     """
     with_draft = options.draft_engine_dir is not None
-    # Of the memory that is free when an engine loads, so two that share a GPU must share it.
+    # An engine's share is of the memory that is free when it loads, so two engines on the same GPU
+    # must divide it.
     share = "0.45" if with_draft and not options.separate_gpus else "0.9"
     fraction = options.kv_cache_free_gpu_mem_fraction or share
     if options.engine_url is not None and "://" in options.engine_url:
@@ -132,17 +143,23 @@ def _ids(text: str) -> set[str]:
 
 # --- how it is started -----------------------------------------------------------------------
 
-_NO_SPAWN_SINCE: Version = (0, 13)
-# A stream may hold one of the Python backend's threads until its first token; some are just ending.
+_NO_SPAWN_SINCE = Version(0, 13)
+# Each stream may hold one of the Python backend's threads until its first token; the additional
+# ones are for streams that are ending.
 _THREADS = BlsParameters.max_streams + 32
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start: the engines' model names, and MPI's processes, each a tritonserver.
+    """How the engines of a repository are started.
 
-    ``spawn`` tells whether an orchestrator starts its workers itself (over MPI), in place of
-    ``participants``: the ranks of each model, where rank 0 is the orchestrator's.
+    An engine of several ranks needs one tritonserver process for each rank, all but the first of
+    which load the engines alone (leader mode). Engines of unequal ranks, or on GPUs of their own,
+    need ``orchestrator`` mode: one server has a worker process for each rank. With ``spawn`` it
+    starts them itself, over MPI; without, MPI or Slurm starts them, and ``participants`` says which
+    rank belongs to which model.
+
+    ``models`` are the engines' models, ``world_size`` counts the processes of MPI.
     """
 
     models: tuple[str, ...]
@@ -152,14 +169,14 @@ class Launch:
 
     @property
     def by_serve(self) -> bool:
-        """Whether one server process is all there is, as ``trtllm-bls serve`` starts it."""
+        """Whether ``trtllm-bls serve`` can start it, as one server process."""
         return self.world_size == 1 and not self.orchestrator
 
 
 def plan_launch(
     options: ConfigureOptions, engines: Mapping[str, EngineDir], version: Version
 ) -> Launch:
-    """What the engines need; raises ``SettingsError`` for what the release cannot do."""
+    """How to start the engines; raises ``SettingsError`` if the release has no such mode."""
     ranks = [engine.ranks for engine in engines.values()]
     orchestrator = options.separate_gpus or len(set(ranks)) > 1
     if not options.disable_spawn_processes:
@@ -170,7 +187,10 @@ def plan_launch(
 
 
 def participants(launch: Launch, engines: Mapping[str, EngineDir]) -> dict[str, str]:
-    """The parameter ``participant_ids`` of each engine, where its ranks are not spawned."""
+    """The parameter ``participant_ids`` of each engine, if ranks are not spawned.
+
+    Rank 0 is the orchestrator's own.
+    """
     if launch.spawn:
         return {}
     ids, first = {}, 1
@@ -218,7 +238,7 @@ def slurm_script(launch: Launch, repository: Path) -> str:
         "srun --mpi=pmix --kill-on-bad-exit=1 bash -c '",
         '  role=""',
         f'  [ "$SLURM_PROCID" = 0 ] || role="--model-control-mode=explicit {loads}"',
-        "  # Whoever reaches a port could otherwise read other requests or switch the log off.",
+        "  # Without a key every client could read other requests or switch the log off.",
         '  key="$(cat /proc/sys/kernel/random/uuid)"',
         '  rule="shared-memory,model-repository,logging,trace:trtllm-bls-control=$key"',
         '  exec "$SERVER" --model-repository="$REPOSITORY" --disable-auto-complete-config \\',
@@ -236,7 +256,7 @@ def slurm_script(launch: Launch, repository: Path) -> str:
 
 @dataclass(frozen=True)
 class Repository:
-    """What is to be written: each model's configuration (Triton's ``ModelConfig``) by name."""
+    """What ``write`` writes: each model's configuration (Triton's ``ModelConfig``) by name."""
 
     configs: Mapping[str, Any]
     launch: Launch
@@ -278,8 +298,8 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         raise SettingsError(f"--out {out}: is not empty; add --force to replace its models")
     replaced = {out / name for name in (DRAFT, *(model.name for model in MODELS))}
     _check_unused(replaced, repository.configs)
-    for place in replaced:
-        shutil.rmtree(place, ignore_errors=True)
+    for directory in replaced:
+        shutil.rmtree(directory, ignore_errors=True)
     for name, config in repository.configs.items():
         version = out / name / "1"
         version.mkdir(parents=True)
@@ -290,12 +310,12 @@ def write(repository: Repository, out: Path, force: bool) -> None:
 
 
 def _check_unused(replaced: Set[Path], configs: Mapping[str, Any]) -> None:
-    """Some engines lie in the version directory of the very model that is replaced."""
-    gone = {place.resolve() for place in replaced}
+    """Refuse to delete an engine or a tokenizer that lies inside a model that is replaced."""
+    deleted = {directory.resolve() for directory in replaced}
     for config in configs.values():
         for key in ("gpt_model_path", "tokenizer_dir"):
             used = values_of(config).get(key)
-            if used and any(Path(used).resolve().is_relative_to(place) for place in gone):
+            if used and any(Path(used).resolve().is_relative_to(each) for each in deleted):
                 raise SettingsError(f"--force: would delete {used}; choose another --out")
 
 

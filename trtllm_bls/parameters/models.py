@@ -235,8 +235,8 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     )
     engine_max_sequence_tokens: int | None = parameter(
         none_if_zero(_TOKENS),
-        "Longest prompt and completion together of a `trtllm://` engine, which does not tell "
-        "unless it was started with `--max_seq_len`; 0 = what it tells.",
+        "Longest prompt and completion together of a `trtllm://` engine, which reports it only if "
+        "it was started with `--max_seq_len`; 0 = what it reports.",
         "0",
     )
     engine_resume: bool = parameter(
