@@ -2,7 +2,7 @@
 
 The wire applies the limits of size to what has arrived, the orchestrator and the engine's service
 to what is asked for; each refusal names the field, its value, the limit and the parameter that sets
-it (``parameters/table.py`` tells what they mean). How many run is one object per event loop. Pure
+it (``parameters/models.py`` declares them). How many run is one object per event loop. Pure
 asyncio; knows nothing of Triton or of engines.
 """
 

@@ -38,15 +38,17 @@ def setting(
     flag: str = "",
     aliases: tuple[str, ...] = (),
     bounds: tuple[int, int | None] | None = None,
+    sets: tuple[str, str] | None = None,
     **click_options: Any,
 ) -> Any:
     """A field of a dataclass that is an option too.
 
     ``flag`` is its spelling where that is not made of the field's name, ``aliases`` are older
     spellings that help does not show. ``bounds`` are the least and the largest number, for
-    ``check_bounds``. click is given the rest.
+    ``check_bounds``; ``sets`` is the model's parameter (model, key) that the option sets, for
+    ``configure``. click is given the rest.
     """
-    about = {"flag": flag, "aliases": aliases, "bounds": bounds}
+    about = {"flag": flag, "aliases": aliases, "bounds": bounds, "sets": sets}
     return field(default=default, metadata={**about, "click": {"help": help, **click_options}})
 
 

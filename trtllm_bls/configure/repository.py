@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import BlsParameters, check
 from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend
 from trtllm_bls.parameters.model_config import values_of
-from trtllm_bls.settings import Override, setting
+from trtllm_bls.settings import Override, option, setting
 from trtllm_bls.tokenizer import load_tokenizer
 
 DRAFT = "tensorrt_llm_draft"
@@ -69,11 +69,21 @@ class ConfigureOptions:
         "Share of free GPU memory per engine.  [default: 0.9; 0.45 each where two share GPUs]"
     )
     draft_kv_cache_free_gpu_mem_fraction: str | None = setting(
-        "The share of the draft engine alone."
+        "The share of the draft engine alone.", sets=(DRAFT, _FRACTION)
     )
-    gpu_device_ids: str | None = setting("GPUs of the target.  [default: all]", metavar="ID,…")
-    draft_gpu_device_ids: str | None = setting("GPUs of the draft.", metavar="ID,…")
-    chunked_context: bool = setting("Process long prompts in several steps.", False)
+    gpu_device_ids: str | None = setting(
+        "GPUs of the target.  [default: all]",
+        metavar="ID,…",
+        sets=(ENGINE.name, "gpu_device_ids"),
+    )
+    draft_gpu_device_ids: str | None = setting(
+        "GPUs of the draft.", metavar="ID,…", sets=(DRAFT, "gpu_device_ids")
+    )
+    chunked_context: bool = setting(
+        "Process long prompts in several steps.",
+        False,
+        sets=(ENGINE.name, "enable_chunked_context"),
+    )
     batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = setting(
         "max_utilization may pause a running request for want of KV cache.", "guaranteed_no_evict"
     )
@@ -85,7 +95,11 @@ class ConfigureOptions:
         True,
     )
     bls_instances: int = setting("Processes of tensorrt_llm_bls.", 1, type=click.IntRange(1))
-    engine_url: str | None = setting("gRPC port behind which the engine is.", metavar="HOST:PORT")
+    engine_url: str | None = setting(
+        "gRPC port behind which the engine is.",
+        metavar="HOST:PORT",
+        sets=(BLS.name, "engine_url"),
+    )
     disable_spawn_processes: bool = setting(
         "Orchestrator mode in which MPI or Slurm starts all ranks.", False
     )
@@ -118,21 +132,16 @@ def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
             f"--engine-url {options.engine_url}: write HOST:PORT; an engine of another kind "
             f"needs no repository: trtllm-bls serve --engine {options.engine_url} --model DIR"
         )
-    draft_fraction = options.draft_kv_cache_free_gpu_mem_fraction
-    chunked = "true" if options.chunked_context else None
-    for option, model, key, value in (
-        ("--kv-cache-free-gpu-mem-fraction", ENGINE.name, _FRACTION, fraction),
-        ("--kv-cache-free-gpu-mem-fraction", DRAFT, _FRACTION, fraction if with_draft else None),
-        ("--draft-kv-cache-free-gpu-mem-fraction", DRAFT, _FRACTION, draft_fraction),
-        ("--gpu-device-ids", ENGINE.name, "gpu_device_ids", options.gpu_device_ids),
-        ("--draft-gpu-device-ids", DRAFT, "gpu_device_ids", options.draft_gpu_device_ids),
-        ("--engine-url", BLS.name, "engine_url", options.engine_url),
-        ("--chunked-context", ENGINE.name, "enable_chunked_context", chunked),
-    ):
-        if value is not None:
-            if model == DRAFT and not with_draft:
-                raise SettingsError(f"{option} {value}: needs --draft-engine-dir")
-            yield f"{option} {value}", Override(model, key, value)
+    for model in (ENGINE.name, DRAFT)[: 1 + with_draft]:
+        yield f"--kv-cache-free-gpu-mem-fraction {fraction}", Override(model, _FRACTION, fraction)
+    for each in fields(options):
+        target, value = each.metadata.get("sets"), getattr(options, each.name)
+        if target is None or value in (None, False):
+            continue
+        (model, key), text = target, "true" if value is True else value
+        if model == DRAFT and not with_draft:
+            raise SettingsError(f"{option(each.name)} {text}: needs --draft-engine-dir")
+        yield f"{option(each.name)} {text}", Override(model, key, text)
     for override in options.overrides:
         yield f"--set {override}", override
 
@@ -220,35 +229,30 @@ def slurm_script(launch: Launch, repository: Path) -> str:
     if launch.orchestrator and launch.spawn:
         raise SettingsError("--slurm: engines of unequal ranks need --disable-spawn-processes too")
     loads = " ".join(f"--load-model={name}" for name in launch.models)
-    environment = (
-        ["export TRTLLM_ORCHESTRATOR=1", "export TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0"]
-        if launch.orchestrator
-        else []
-    )
-    lines = [
-        "#!/bin/bash",
-        "#SBATCH --job-name=trtllm-bls",
-        f"#SBATCH --ntasks={launch.world_size}",
-        f"#SBATCH --gpus={launch.world_size - 1 if launch.orchestrator else launch.world_size}",
-        "set -euo pipefail",
-        'export SERVER="${SERVER:-/opt/tritonserver/bin/tritonserver}"',
-        f"export REPOSITORY={shlex.quote(str(repository.absolute()))}",
-        *environment,
-        "# Rank 0 serves; the others load the engines alone and end with it.",
-        "srun --mpi=pmix --kill-on-bad-exit=1 bash -c '",
-        '  role=""',
-        f'  [ "$SLURM_PROCID" = 0 ] || role="--model-control-mode=explicit {loads}"',
-        "  # Without a key every client could read other requests or switch the log off.",
-        '  key="$(cat /proc/sys/kernel/random/uuid)"',
-        '  rule="shared-memory,model-repository,logging,trace:trtllm-bls-control=$key"',
-        '  exec "$SERVER" --model-repository="$REPOSITORY" --disable-auto-complete-config \\',
-        '    --http-restricted-api="$rule" --grpc-restricted-protocol="$rule" \\',
-        '    --grpc-header-forward-pattern="traceparent|triton_grpc_error" \\',
-        f"    --backend-config=python,thread-pool-size={_THREADS} \\",
-        '    --backend-config=python,shm-region-prefix-name="prefix${SLURM_PROCID}_" $role',
-        "'",
-    ]
-    return "\n".join(lines) + "\n"
+    mode = "export TRTLLM_ORCHESTRATOR=1\nexport TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0\n"
+    return f"""\
+#!/bin/bash
+#SBATCH --job-name=trtllm-bls
+#SBATCH --ntasks={launch.world_size}
+#SBATCH --gpus={launch.world_size - 1 if launch.orchestrator else launch.world_size}
+set -euo pipefail
+export SERVER="${{SERVER:-/opt/tritonserver/bin/tritonserver}}"
+export REPOSITORY={shlex.quote(str(repository.absolute()))}
+{mode if launch.orchestrator else ""}\
+# Rank 0 serves; the others load the engines alone and end with it.
+srun --mpi=pmix --kill-on-bad-exit=1 bash -c '
+  role=""
+  [ "$SLURM_PROCID" = 0 ] || role="--model-control-mode=explicit {loads}"
+  # Without a key every client could read other requests or switch the log off.
+  key="$(cat /proc/sys/kernel/random/uuid)"
+  rule="shared-memory,model-repository,logging,trace:trtllm-bls-control=$key"
+  exec "$SERVER" --model-repository="$REPOSITORY" --disable-auto-complete-config \\
+    --http-restricted-api="$rule" --grpc-restricted-protocol="$rule" \\
+    --grpc-header-forward-pattern="traceparent|triton_grpc_error" \\
+    --backend-config=python,thread-pool-size={_THREADS} \\
+    --backend-config=python,shm-region-prefix-name="prefix${{SLURM_PROCID}}_" $role
+'
+"""
 
 
 # --- the configurations ----------------------------------------------------------------------
@@ -286,7 +290,10 @@ def plan(options: ConfigureOptions) -> Repository:
         batching.max_queue_delay_microseconds = options.max_queue_delay_us
         batching.default_queue_policy.max_queue_size = options.max_queue_size
     if options.check:
-        _check_tokenizer(options.tokenizer_dir)  # last, since it takes seconds
+        try:
+            load_tokenizer(options.tokenizer_dir)  # last, since it takes seconds
+        except SetupError as error:
+            raise SettingsError(f"--tokenizer-dir: {error}") from error
     return Repository(configs, launch, tuple(warnings(target, version, parameters)))
 
 
@@ -353,8 +360,8 @@ def _parameters(
             values[name]["participant_ids"] = placed[name]
     if DRAFT in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
-    for option, override in _overrides(options):
-        _check_override(option, override, values, engines, version)
+    for named, override in _overrides(options):
+        _check_override(named, override, values, engines, version)
         values[override.model][override.parameter] = override.value
     for name, engine in engines.items():
         check_engine(name, engine, values[name])
@@ -364,21 +371,21 @@ def _parameters(
 
 
 def _check_override(
-    option: str,
+    named: str,
     override: Override,
     models: Iterable[str],
     engines: Iterable[str],
     version: Version,
 ) -> None:
     if override.model not in models:
-        raise SettingsError(f"{option}: no such model; there are {', '.join(models)}")
+        raise SettingsError(f"{named}: no such model; there are {', '.join(models)}")
     try:
         if override.model in engines:
             check_backend(override.parameter, override.value, version)
         else:
             check(override.model, override.parameter, override.value)
     except SettingsError as error:
-        raise SettingsError(f"{option}: {error}") from None
+        raise SettingsError(f"{named}: {error}") from None
 
 
 def _check_speculation(
@@ -387,8 +394,8 @@ def _check_speculation(
     source = values[BLS.name]["draft_source"]
     if DRAFT not in engines and source == "off":
         return
-    option = "--draft-engine-dir" if DRAFT in engines else f"--set {BLS.name}.draft_source={source}"
-    check_target(option, engines[ENGINE.name], values[ENGINE.name])
+    named = "--draft-engine-dir" if DRAFT in engines else f"--set {BLS.name}.draft_source={source}"
+    check_target(named, engines[ENGINE.name], values[ENGINE.name])
     check_drafting(engines, values, version)
 
 
@@ -398,10 +405,3 @@ def _batch_size(asked: int | None, engines: Mapping[str, EngineDir]) -> int:
     if asked is not None and most is not None and asked > most:
         raise SettingsError(f"--max-batch-size {asked}: the engine was built for at most {most}")
     return asked or most or MAX_BATCH_SIZE
-
-
-def _check_tokenizer(directory: Path) -> None:
-    try:
-        load_tokenizer(directory)
-    except SetupError as error:
-        raise SettingsError(f"--tokenizer-dir: {error}") from error
