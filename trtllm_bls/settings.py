@@ -43,7 +43,7 @@ def setting(
 ) -> Any:
     """A field of a dataclass that is an option too.
 
-    ``flag`` is its spelling where that is not made of the field's name, ``aliases`` are older
+    ``flag`` is its spelling where that is not made of the field's name, ``aliases`` are further
     spellings that help does not show. ``bounds`` are the least and the largest number, for
     ``check_bounds``; ``sets`` is the model's parameter (model, key) that the option sets, for
     ``configure``. click is given the rest.
@@ -146,7 +146,8 @@ class TlsConnection:
         "Key of --tls-cert, in PEM.", type=_FILE, aliases=("--private-key",)
     )
     tls_server_name: str | None = setting(
-        "Name in the server's certificate, if it is not the host of --url."
+        "Name in the server's certificate, if it is not the host of --url.",
+        aliases=("--server-name",),
     )
 
     @classmethod
@@ -292,11 +293,13 @@ class ServeSettings:
         False,
     )
     tls_cert: Path | None = setting(
-        "Certificate to serve with TLS (HTTP, gRPC, OpenAI API), in PEM."
+        "Certificate to serve with TLS (HTTP, gRPC, OpenAI API), in PEM.",
+        aliases=("--ssl-certfile",),
     )
-    tls_key: Path | None = setting("Key of --tls-cert, in PEM.")
+    tls_key: Path | None = setting("Key of --tls-cert, in PEM.", aliases=("--ssl-keyfile",))
     tls_client_ca: Path | None = setting(
-        "Accept only clients with a certificate of these authorities, in PEM."
+        "Accept only clients with a certificate of these authorities, in PEM.",
+        aliases=("--ssl-ca-certs",),
     )
     exit_timeout: int = setting(
         "Seconds that running requests have to end when stopping.", 30, bounds=(1, None)

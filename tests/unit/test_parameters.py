@@ -214,7 +214,8 @@ def test_no_parameter_is_without_effect() -> None:
 @pytest.mark.parametrize(
     ("value", "instances", "cores", "expected"),
     [
-        ("", 1, 2, True),
+        ("", 1, 7, False),
+        ("", 1, 8, True),
         ("auto", 4, 15, False),
         ("auto", 4, 16, True),
         ("on", 4, 2, True),

@@ -341,8 +341,8 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     one_core: bool | None = parameter(
         _SWITCH,
         "Keep a process's threads on one core while that core has little other work: they run one "
-        "at a time, which costs less there. auto = where the model has one process, or the machine "
-        "has four cores for each.",
+        "at a time, which costs less there. auto = where the machine has eight cores, and four for "
+        "each process.",
         "auto",
     )
     status_dir: str = parameter(
@@ -397,7 +397,7 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         """
         if self.one_core is not None:
             return self.one_core
-        return self.instances == 1 or len(os.sched_getaffinity(0)) >= 4 * self.instances
+        return len(os.sched_getaffinity(0)) >= max(8, 4 * self.instances)
 
 
 _MODELS: Mapping[str, type] = {

@@ -36,11 +36,11 @@ class TextService:
         self._decoupled = decoupled
         self._read_ahead: dict[Call, list[TextRequest]] = {}
 
-    def arrived(self, calls: Sequence[Call]) -> None:
-        """Read the inputs of calls that have come together, and tokenise their prompts at once.
+    def prepare_batch(self, calls: Sequence[Call]) -> None:
+        """Read the inputs of calls that came in one batch, and tokenise their prompts as a batch.
 
-        In the thread that brings them: tokenising takes long, and leaves the interpreter's lock to
-        the event loop.
+        Called in the thread that brings them: the tokeniser takes long and releases the GIL, so the
+        event loop runs meanwhile.
         """
         found = {}
         for call in calls:
