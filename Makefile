@@ -35,7 +35,7 @@ PERF_DIRECTORY := $(VENV)/perf_analyzer
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: fuzz chaos soak slow-readers help demo test test-all test-lowest conformance test-transformers serve bench static check format clean
+.PHONY: fuzz chaos soak slow-readers help demo test test-all test-lowest conformance test-transformers serve bench static check generate format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
@@ -53,6 +53,7 @@ help:
 	@echo 'make static   format, lint, imports, types'
 	@echo 'make check    the same, and unit tests'
 	@echo 'make format   write the format that check wants'
+	@echo 'make generate  write what is made of declarations: config.pbtxt of the models, tables of docs/'
 	@echo 'make clean    remove what the others made'
 	@echo
 	@echo 'The first one creates $(VENV) with $(PYTHON); choose another with PYTHON=python3.12.'
@@ -118,6 +119,9 @@ static: $(INSTALLED)
 
 check: static
 	$(BIN)/pytest -q $(PARALLEL) --dist loadfile tests/unit
+
+generate: $(INSTALLED)
+	@$(BIN)/python -m trtllm_bls.configure.generate
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

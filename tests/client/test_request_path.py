@@ -81,9 +81,8 @@ def parameters(url: str) -> BlsParameters:
     }
     given = {key: {"string_value": value} for key, value in values.items()}
     config = {"name": "tensorrt_llm_bls", "parameters": given}
-    return BlsParameters.read(
-        Parameters({"model_config": json.dumps(config), "model_repository": "."})
-    )
+    arguments = {"model_config": json.dumps(config), "model_repository": "."}
+    return Parameters(arguments).read(BlsParameters)
 
 
 def request(triton: FakeTriton) -> Ask:

@@ -64,6 +64,38 @@ def test_help_has_examples_that_parse(name: str) -> None:
         command(name).make_context(name, words)
 
 
+@pytest.mark.parametrize("name", ["benchmark", "chat", "doctor", "generate", "health"])
+def test_commands_that_connect_have_the_same_tls_options(name: str, tmp_path: Path) -> None:
+    """The spellings of TensorRT-LLM's own clients are taken too, but help does not show them."""
+    file = tmp_path / "file.pem"
+    file.touch()
+    for words in (
+        ["--tls", "--tls-ca", str(file), "--tls-cert", str(file), "--tls-key", str(file)],
+        ["-s", "-r", str(file), "-x", str(file), "--private-key", str(file)],
+        ["--ssl", "--root-certificates", str(file), "--certificate-chain", str(file)],
+    ):
+        given = command(name).make_context(name, [*words]).params
+        assert (given["tls"], given["tls_ca"], given["tls_cert"]) == (True, file, file)
+        assert given["tls_key"] == (None if "--ssl" in words else file)
+    shown = run(name, "--help")[1]
+    assert "--tls-server-name" in shown
+    assert "--ssl" not in shown and "--root-certificates" not in shown
+
+
+@pytest.mark.parametrize("name", ["openai", "serve"])
+def test_commands_that_serve_have_the_same_tls_options(name: str) -> None:
+    """The spellings of uvicorn and vLLM are taken too, but help does not show them."""
+    tls = {
+        "tls_cert": "--ssl-certfile",
+        "tls_key": "--ssl-keyfile",
+        "tls_client_ca": "--ssl-ca-certs",
+    }
+    for key, alias in tls.items():
+        given = command(name).make_context(name, [alias, "file"]).params
+        assert {each for each in tls if given[each] is not None} == {key}
+    assert "--ssl" not in run(name, "--help")[1]
+
+
 def test_help_lists_every_command() -> None:
     """Also those that live elsewhere."""
     code, output = run("--help")

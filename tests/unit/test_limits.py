@@ -14,7 +14,7 @@ from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING
 from trtllm_bls.errors import InvalidRequest, Overloaded
 from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.parameters import rows_of
+from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.types import (
     EngineCapacity,
     EngineMetrics,
@@ -130,9 +130,9 @@ def test_logits_are_counted_before_they_are_computed() -> None:
 
 def test_who_sets_no_limits_has_those_of_the_parameters() -> None:
     """The engine's own service and a process without a configuration."""
-    rows, limits = rows_of("tensorrt_llm_bls"), RequestLimits()
+    limits = RequestLimits()
     for key in ("max_request_bytes", "max_prompt_bytes", "max_logits_bytes"):
-        assert getattr(limits, key) == int(rows[key].default)
+        assert getattr(limits, key) == getattr(BlsParameters, key)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,17 @@ class Tls:
     private_key: Path | None = None
     certificate_chain: Path | None = None
     server_name: str | None = None
+
+    @classmethod
+    def of_options(cls, given: Mapping[str, Any]) -> Tls | None:
+        """What the options of a command say (``settings.TlsConnection``); ``None`` = no TLS."""
+        named = {
+            "root_certificates": given["tls_ca"],
+            "private_key": given["tls_key"],
+            "certificate_chain": given["tls_cert"],
+            "server_name": given["tls_server_name"],
+        }
+        return cls(**named) if given["tls"] or any(named.values()) else None
 
 
 _C = TypeVar("_C", bound="Client")

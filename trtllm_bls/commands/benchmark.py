@@ -31,6 +31,7 @@ from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.servers import Question, Server, server_at
 from trtllm_bls.commands.terminal import Exit, Program, assignments, run
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
+from trtllm_bls.settings import TlsConnection, options_of
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -89,7 +90,7 @@ _FINISH_REASONS = {"stop", "length", "end_id", "tool_calls", None}
     help="Seconds until a request counts as failed.",
 )
 @click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Of OpenAI APIs.")
-@click.option("-s", "--ssl", is_flag=True, help="gRPC with TLS and the system's certificates.")
+@options_of(TlsConnection)
 @click.option(
     "--json",
     "json_file",
@@ -252,7 +253,7 @@ class Run:
 async def _opened(
     stack: AsyncExitStack, url: str, model: str | None, given: dict[str, Any]
 ) -> Server:
-    tls = Tls() if given["ssl"] else None
+    tls = Tls.of_options(given)
     server = server_at(url, model, given["api_key"], partial(Client, url, tls=tls))
     stack.push_async_callback(server.close)
     await server.open()

@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -22,6 +21,7 @@ from trtllm_bls.client import Model
 from trtllm_bls.client.connection import Client, Tls
 from trtllm_bls.client.stream import Stream
 from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SetupError, TrtllmBlsError
+from trtllm_bls.settings import TlsConnection, options_of
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -116,12 +116,8 @@ def _output_failures() -> Iterator[None]:
         sys.exit(Exit.FAILED)
 
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _CONNECTION = (
     click.option("-u", "--url", default="localhost:8001", show_default=True, help="host:port"),
-    click.option("-s", "--ssl", is_flag=True, help="Connect with TLS."),
-    click.option("-r", "--root-certificates", type=_FILE, help="PEM file (TLS)."),
-    click.option("-x", "--certificate-chain", type=_FILE, help="PEM file (TLS)."),
     click.option(
         "--retries",
         type=click.IntRange(0),
@@ -145,15 +141,13 @@ def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Co
 
 
 def connection_options(*key_flags: str) -> Callable[[Command], Command]:
-    """``--url`` and TLS files; ``key_flags`` are short flags of ``--private-key``."""
-    key = click.option(*key_flags, "--private-key", type=_FILE, help="PEM file (TLS).")
-    return options(*_CONNECTION, key)
+    """``--url``, ``--retries`` and TLS; ``key_flags`` are further spellings of ``--tls-key``."""
+    return options(*_CONNECTION, options_of(TlsConnection, tls_key=key_flags))
 
 
 def open_client(given: Mapping[str, Any], compression: str | None = None) -> Client:
     """The client that ``connection_options`` describe."""
-    files = ("root_certificates", "private_key", "certificate_chain")
-    tls = Tls(**{name: given[name] for name in files}) if given["ssl"] else None
+    tls = Tls.of_options(given)
     return Client(given["url"], tls=tls, compression=compression, retries=given["retries"])
 
 

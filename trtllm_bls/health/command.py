@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -16,9 +15,7 @@ from trtllm_bls.errors import ConnectionFailed, SettingsError
 from trtllm_bls.health.probe import TEXT_MODEL, Probe
 from trtllm_bls.health.processes import ServerProcesses, find_server, free_shared_memory
 from trtllm_bls.health.verdict import CANARY_FAILURES, Bounds, Observed, Verdict, evaluate
-from trtllm_bls.settings import is_loopback
-
-_PATH = click.Path(path_type=Path)
+from trtllm_bls.settings import TlsConnection, is_loopback, options_of
 
 
 @click.command()
@@ -35,22 +32,15 @@ _PATH = click.Path(path_type=Path)
     "--canary/--no-canary", default=True, help=f"Ask {TEXT_MODEL} for a token.", show_default=True
 )
 @click.option("--timeout", default=10.0, show_default=True, help="Seconds that an answer may take.")
-@click.option("--ssl", is_flag=True, help="Connect with TLS.")
-@click.option("--root-certificates", type=_PATH, help="PEM file (TLS).")
-@click.option("--certificate-chain", type=_PATH, help="PEM file (TLS).")
-@click.option("--private-key", type=_PATH, help="PEM file (TLS).")
-@click.option(
-    "--server-name", help="The name in the server's certificate, if it is not --url's host (TLS)."
-)
+@options_of(TlsConnection)
 @click.option("--json", "as_json", is_flag=True, help="Print an object instead of lines.")
 def command(
     url: str,
     models: tuple[str, ...],
     canary: bool,
     timeout: float,
-    ssl: bool,
     as_json: bool,
-    **tls: Any,
+    **connection: Any,
 ) -> None:
     """Check whether a server can serve: exit code 0 if so, else 1 and a line for each reason.
 
@@ -61,10 +51,10 @@ def command(
     Examples:
       trtllm-bls health
       trtllm-bls health --url gpu-host:8001 --timeout 30 --json
-      trtllm-bls health --url gpu-host:8001 --ssl --root-certificates ca.pem
+      trtllm-bls health --url gpu-host:8001 --tls
     """
-    secured = Tls(**tls) if ssl else None
-    verdict = asyncio.run(look(url, models, timeout, canary=canary, tls=secured))
+    tls = Tls.of_options(connection)
+    verdict = asyncio.run(look(url, models, timeout, canary=canary, tls=tls))
     if as_json:
         click.echo(json.dumps({"ready": verdict.ready, "reasons": verdict.reasons}))
     else:

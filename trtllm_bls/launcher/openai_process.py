@@ -89,9 +89,9 @@ class OpenAIProcess:
         options = {
             "host": settings.host,
             "port": settings.openai_port,
-            "ssl-certfile": settings.tls_cert,
-            "ssl-keyfile": settings.tls_key,
-            "ssl-ca-certs": settings.tls_client_ca,
+            "tls-cert": settings.tls_cert,
+            "tls-key": settings.tls_key,
+            "tls-client-ca": settings.tls_client_ca,
             "model-repository": server.repository,
             "workers": settings.openai_workers,
             "exit-timeout": settings.exit_timeout,

@@ -121,30 +121,30 @@ def _engine(
     parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer, reports: RequestReports
 ) -> RoutingEngine:
     route = Route(
-        transport=parameters.transport,
+        transport=parameters.engine_transport,
         url=parameters.engine_url,
         pb_utils=pb_utils,
         vocab_size=tokenizer.model_vocab_size,
         max_streams=parameters.max_streams,
-        stall_seconds=parameters.stall_seconds,
+        stall_seconds=parameters.engine_stall_seconds,
         tls=engine_tls(parameters),
         repository=parameters.repository,
     )
     draft: Engine | None = None
     target = _target(parameters, route, tokenizer)
     if _is_service(parameters):
-        if parameters.draft or parameters.draft_source != "off":
+        if parameters.tensorrt_llm_draft_model_name or parameters.draft_source != "off":
             log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
-    elif parameters.draft and _same_vocabulary(parameters, tokenizer):
-        draft = TritonEngine(parameters.draft, route)
+    elif parameters.tensorrt_llm_draft_model_name and _same_vocabulary(parameters, tokenizer):
+        draft = TritonEngine(parameters.tensorrt_llm_draft_model_name, route)
     source = parameters.draft_source
     options = SpeculationOptions(
         draft_source=DraftSource(source) if source != "off" else DraftSource.MODEL,
         num_draft_tokens=parameters.num_draft_tokens,
-        max_draft_tokens=parameters.max_draft_tokens,
+        max_draft_tokens=parameters.max_draft_len,
         draft_deadline_s=parameters.draft_deadline_seconds,
         overlap=parameters.overlap_drafts,
-        ignore_unverifiable=parameters.ignore_unverifiable_drafts,
+        ignore_unverifiable=parameters.unverifiable_drafts == "ignore",
     )
     return RoutingEngine(
         target,
@@ -159,12 +159,12 @@ def _target(parameters: BlsParameters, route: Route, tokenizer: Tokenizer) -> En
     """The engine, or those, that parameter ``engine`` names."""
     choice = parameters.engine
     if choice is None:
-        return TritonEngine(parameters.target, route)
+        return TritonEngine(parameters.tensorrt_llm_model_name, route)
     settings = ServiceSettings(
         eos_id=tokenizer.eos_id,
         vocab_size=tokenizer.model_vocab_size,
         max_sequence_tokens=parameters.engine_max_sequence_tokens,
-        stall_seconds=parameters.stall_seconds,
+        stall_seconds=parameters.engine_stall_seconds,
     )
     engines: list[Engine] = []
     for url, model in choice.addresses:
@@ -186,7 +186,7 @@ def _is_service(parameters: BlsParameters) -> bool:
 
 def _default_timeout(parameters: BlsParameters) -> float | None:
     """Seconds. The longest time that a request may name also bounds a request that names none."""
-    known = (parameters.timeout_seconds, parameters.limits.max_timeout_s)
+    known = (parameters.request_timeout_seconds, parameters.limits.max_timeout_s)
     return min((seconds for seconds in known if seconds), default=None)
 
 
@@ -196,7 +196,7 @@ def _same_vocabulary(parameters: BlsParameters, tokenizer: Tokenizer) -> bool:
         return True
     log.warning(
         "draft model %s is not used: its tokenizer in %s has another token table than the target's",
-        parameters.draft,
+        parameters.tensorrt_llm_draft_model_name,
         directory,
     )
     return False

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.parameters import rows_of
 from trtllm_bls.speculative.round_requests import check_speculative
 from trtllm_bls.types import EngineRequest
 
@@ -14,8 +13,6 @@ from trtllm_bls.types import EngineRequest
 # The shape of TensorRT-LLM's draft_len_schedule and vLLM's table, at the small end of both:
 # a verified token costs a batch row that a waiting request could have used.
 LOAD_SCHEDULE = ((4, 16), (8, 4), (16, 2), (32, 1))
-
-_SHIPPED = rows_of("tensorrt_llm_bls")
 
 
 class DraftSource(str, Enum):
@@ -41,8 +38,8 @@ class SpeculationOptions:
     num_draft_tokens: int | None = None
     use_draft_logits: bool = False
     draft_source: DraftSource = DraftSource.MODEL
-    max_draft_tokens: int = int(_SHIPPED["max_draft_len"].default)
-    draft_deadline_s: float = float(_SHIPPED["draft_deadline_seconds"].default)
+    max_draft_tokens: int = 10
+    draft_deadline_s: float = 0.5
     overlap: bool | None = False
     min_match: int = 3
     load_schedule: tuple[tuple[int, int], ...] = LOAD_SCHEDULE
