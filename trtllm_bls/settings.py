@@ -211,7 +211,7 @@ class ServeSettings:
     """Everything a server is started with.
 
     A port of 0 means any free port, except ``openai_port``, where it means no OpenAI API. Times
-    are seconds. ``None`` means: for ``server`` to search for one (``launcher.find``); for
+    are seconds. ``None`` means: for ``server`` to search for one (``launcher.checks``); for
     ``model``, ``draft_model`` and ``model_repository`` to use those of the package; for ``threads``
     the engine's choice; for ``bls_instances`` and ``decoupled`` what the configuration of
     ``tensorrt_llm_bls`` says.
