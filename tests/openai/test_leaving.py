@@ -48,7 +48,8 @@ def send(api: RunningApi, **fields: Any) -> socket.socket:
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100_000, "ignore_eos": True, **fields}
     data = json.dumps(body).encode()
     raw = socket.create_connection((api.host, api.port), timeout=60)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(data)
+    head += b"content-type: application/json\r\n\r\n"
     raw.sendall(head + data)
     return raw
 
@@ -118,7 +119,7 @@ class SlowClient:
             "http_version": "1.1",
             "method": "POST",
             "path": "/v1/completions",
-            "headers": [],
+            "headers": [(b"content-type", b"application/json")],
         }
         self.done = asyncio.create_task(app(scope, self._receive, self._send))
 
@@ -310,7 +311,7 @@ def test_what_is_refused_unread_is_counted_and_logged(
     ask = client.completions.create
     refusals: list[tuple[str, Any]] = [
         ("authorization", lambda: client.with_options(api_key="x").models.list()),
-        ("max_request_bytes", lambda: ask(model=MODEL, prompt="x" * 200)),
+        ("max_body_bytes", lambda: ask(model=MODEL, prompt="x" * 200)),
         (
             "content-type",
             lambda: ask(model=MODEL, prompt="x", extra_headers={"content-type": "text/x"}),

@@ -109,8 +109,8 @@ def test_sigterm_ends_all_workers(process: tuple[subprocess.Popen[str], str]) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_without_https_a_front_answers(number: int) -> None:
-    """Which says nothing of an engine that no worker could reach, and ends with its workers."""
+def test_workers_answer_without_https(number: int) -> None:
+    """Of an engine that cannot be reached they say so; both signals end all with exit code 0."""
     workers = "1" if number == signal.SIGINT else "2"
     command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0"]
     command += ["--workers", workers]
@@ -185,7 +185,8 @@ def test_old_and_careful_clients_are_answered(connect: Connect) -> None:
     """HTTP/1.0 has no chunks, Expect asks before it sends, and a connection serves again."""
     api, _ = connect()
     body = b'{"model": "%s", "prompt": "%s", "stream": true}' % (MODEL.encode(), PROMPT.encode())
-    head = b"POST /v1/completions HTTP/1.%d\r\nhost: x\r\ncontent-length: %d\r\n%s\r\n"
+    head = b"POST /v1/completions HTTP/1.%d\r\nhost: x\r\ncontent-length: %d\r\n%s"
+    head += b"content-type: application/json\r\n\r\n"
     old = exchange(api.port, head % (0, len(body), b"") + body, b"never")
     assert old.endswith(b"data: [DONE]\n\n")
     careful = head % (1, len(body), b"expect: 100-continue\r\n")

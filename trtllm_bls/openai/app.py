@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError
+from trtllm_bls.http_guard import BodyReader, BrowserGuard, ClientGone, Refused, header
 from trtllm_bls.openai.answers import Answer
 from trtllm_bls.openai.chat import ChatAnswer
 from trtllm_bls.openai.completions import CompletionAnswer
@@ -32,11 +33,10 @@ from trtllm_bls.openai.document import document
 from trtllm_bls.openai.errors import RETRY, ApiError, api_error, invalid, is_too_long
 from trtllm_bls.openai.exposition import CONTENT_TYPE, SharedSamples, samples, written
 from trtllm_bls.openai.frames import DONE, Head
-from trtllm_bls.openai.front import RENEW_S, SharedProofs
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.keys import is_allowed
 from trtllm_bls.openai.page import page
-from trtllm_bls.openai.replies import ClientGone, Reply, header, read_body
+from trtllm_bls.openai.replies import Reply
 from trtllm_bls.openai.running import RunningRequests
 from trtllm_bls.openai.schema import ChatRequest, Common, CompletionRequest, decode
 from trtllm_bls.openai.streams import Outbox, run_all
@@ -46,8 +46,11 @@ from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.types import TextChunk
 
+# Reading 256 KiB takes a few ms; more would be felt by every stream of this process.
+_LARGE_BODY_BYTES = 256 * 1024
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_REFUSED_FOR = {401: "authorization", 415: "content-type"}  # headers, where no field is to blame
+# The header to blame, where no field is.
+_REFUSED_FOR = {401: "authorization", 403: "origin", 415: "content-type", 421: "host"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,8 @@ class ApiSettings:
 
     model_names: tuple[str, ...]
     keys: tuple[bytes, ...] = ()
-    max_body_bytes: int = 64 * 2**20
+    max_body_bytes: int = 4 * 2**20
+    allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     shared: Path | None = None
     tool_parser: str = "auto"
@@ -84,10 +88,14 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/health", api.health_of_engine),
+        Route("/health/ready", api.health_of_engine),
         Route("/metrics", api.metrics),
         Route("/openapi.json", api.openapi),
     ]
     middleware = [Middleware(_Keys, api)] if settings.keys else []
+    if settings.allowed_hosts is not None:
+        guarded = {"hosts": settings.allowed_hosts, "origins": settings.allowed_origins}
+        middleware.insert(0, Middleware(BrowserGuard, **guarded, refuse=api.refuse))
     if settings.allowed_origins:  # in front: a browser asks without a key first
         cors = Middleware(
             CORSMiddleware,
@@ -124,6 +132,9 @@ class _Api:
         self._metrics = metrics
         self._shared = None if settings.shared is None else SharedSamples(settings.shared)
         self.requests = RunningRequests()
+        self.bodies = BodyReader(settings.max_body_bytes)
+        # One at a time: they would only take the GIL from each other, and memory.
+        self.parses_large_body = asyncio.Semaphore(1)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -137,7 +148,7 @@ class _Api:
         lifecycle: Lifecycle | None = None
         if directory := self.settings.status_dir:
             lifecycle = Lifecycle(self.requests, self.backend, directory, first=False)
-        sharing = asyncio.create_task(self._share())
+        sharing = asyncio.create_task(self._share_samples())
         try:
             yield
         finally:
@@ -146,24 +157,23 @@ class _Api:
                 await asyncio.to_thread(lifecycle.close)
             await self.backend.close()
 
-    async def _share(self) -> None:
-        """Tell the other workers what this one has counted, and the front that it answers."""
-        if self._shared is None or self.settings.shared is None:
-            return
-        proofs = SharedProofs(self.settings.shared)
-        while True:
+    async def _share_samples(self) -> None:
+        """Tell the other workers every second what this one has counted."""
+        while self._shared is not None:
             with suppress(OSError):  # a full disk, perhaps for a while
                 self._shared.write(samples(self._metrics, self.settings.model_names[0]))
-            for _ in range(2):
-                if self.health.is_proven and self.requests.refusal is None:
-                    proofs.renew()
-                await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(1)
+
+    async def refuse(self, scope: Scope, send: Send, cause: Refused) -> None:
+        """Answer a request that did not get as far as its route."""
+        reply = Reply(scope, send)
+        await reply.error(self.refused(reply, cause))
 
     def refused(self, reply: Reply, cause: Exception, prompt: str = "") -> ApiError:
         """Count and log a request that is refused before it is run; what to answer."""
         error = api_error(cause, prompt, None)
         field = error.param or _REFUSED_FOR.get(error.status, "body")
-        limit = "max_request_bytes" if error.status == 413 else None
+        limit = "max_body_bytes" if error.status == 413 else None
         refusal = InvalidRequest(field, error.message.removeprefix(f"{field}: "), limit)
         self.backend.orchestrator.refused(reply.request_id.decode(), refusal)
         return error
@@ -228,9 +238,13 @@ class _Generate:
         guide = ""
         try:
             try:
-                body = await read_body(scope, receive, self._api.settings.max_body_bytes)
-                answer, stream = self._asked(scope, body)
-            except (ApiError, InvalidRequest) as error:
+                body = await self._api.bodies.read(scope, receive)
+                if len(body) > _LARGE_BODY_BYTES:
+                    async with self._api.parses_large_body:
+                        answer, stream = await asyncio.to_thread(self._asked, scope, body)
+                else:
+                    answer, stream = self._asked(scope, body)
+            except (ApiError, InvalidRequest, Refused) as error:
                 raise self._api.refused(reply, error, self._answers.prompt_field) from None
             guide = answer.guide_field
             with self._api.requests.one(reply.request_id.decode()):

@@ -125,7 +125,7 @@ def _options(request: ChatRequest) -> ChatOptions:
         raise invalid("continue_final_message", problem)
     tools = request.tools if request.tool_choice != "none" else None
     return ChatOptions(
-        tools=None if tools is None else as_json("tools", tools),
+        tools=as_json("tools", tools) if tools else None,
         add_generation_prompt=generation_prompt,
         continue_final_message=bool(request.continue_final_message),
         variables=variables,

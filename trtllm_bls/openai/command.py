@@ -69,6 +69,21 @@ def _parameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Let web pages of this origin use the API (CORS); may be repeated; * = all.",
 )
 @click.option(
+    "--allowed-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name by which clients reach a --host of this machine alone, as behind a proxy; "
+    "IP addresses and localhost are always allowed; may be repeated.",
+)
+@click.option(
+    "--max-body-bytes",
+    type=click.IntRange(1),
+    default=4 * 2**20,
+    show_default=True,
+    help="Size of a request's JSON; larger ones are answered 413.",
+)
+@click.option(
     "--ssl-certfile", "certificate", type=_PATH, help="Serve HTTPS with this certificate, in PEM."
 )
 @click.option("--ssl-keyfile", "key", type=_PATH, help="Key of --ssl-certfile, in PEM.")
@@ -132,7 +147,8 @@ def main(context: click.Context, /, **options: Any) -> None:
     api = ApiSettings(
         model_names=options["names"] or (parameters.tokenizer_dir.name,),
         keys=keys,
-        max_body_bytes=parameters.limits.max_request_bytes,
+        max_body_bytes=options["max_body_bytes"],
+        allowed_hosts=options["hosts"] if is_loopback(options["host"]) else None,
         allowed_origins=options["origins"],
         tool_parser=options["tool_parser"],
         reasoning_parser=options["reasoning_parser"],

@@ -15,7 +15,7 @@ from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import TextChunk, TextRequest, Wants
 
 _DEFAULT_TOKENS = 16  # as OpenAI's
-_MOST_PROMPTS = 256
+_MOST_PROMPTS, _MOST_CHOICES, _MOST_TOKENS = 256, 1024, 2**20
 
 
 class CompletionAnswer(Answer):
@@ -34,6 +34,10 @@ class CompletionAnswer(Answer):
     ) -> None:
         if request.best_of is not None and request.best_of > (request.n or 1):
             raise invalid("best_of", "above n is not supported; send n", "unsupported_parameter")
+        prompts = _prompts(request.prompt)
+        if len(prompts) * (request.n or 1) > _MOST_CHOICES:
+            problem = f"{len(prompts)} prompts with {request.n} choices each; at most"
+            raise invalid("n", f"{problem} {_MOST_CHOICES} choices are allowed in all")
         scored = request.logprobs is not None
         guide = guide_of(request)
         shared = {
@@ -50,8 +54,7 @@ class CompletionAnswer(Answer):
             "extras": guide.extras if guide else {},
         }
         requests = [
-            TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared)
-            for prompt in _prompts(request.prompt)
+            TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared) for prompt in prompts
         ]
         super().__init__(request, head, requests)
         self._scores = TokenScores(tokenizer, request.logprobs or 0) if scored else None
@@ -94,6 +97,8 @@ def _prompts(prompt: str | list[Any]) -> list[dict[str, Any]]:
 
 
 def _ids(field: str, ids: list[Any]) -> tuple[int, ...]:
+    if len(ids) > _MOST_TOKENS:
+        raise invalid(field, f"{len(ids)} token ids; at most {_MOST_TOKENS} are allowed")
     if not all(type(each) is int for each in ids):
         raise invalid(field, "token ids must be whole numbers")
     return tuple(ids)

@@ -20,12 +20,14 @@ from trtllm_bls.errors import (
     PromptTooLong,
     TrtllmBlsError,
 )
+from trtllm_bls.http_guard import Refused
 from trtllm_bls.openai.frames import DONE
 from trtllm_bls.services.deployment import SHUTTING_DOWN
 
 log = logging.getLogger(__name__)
 
 RETRY = {"retry-after": "1"}
+_CODES = {421: "unknown_host", 403: "foreign_origin", 503: "overloaded"}
 
 # What the orchestrator and engines call a field; of a prompt, ``api_error`` knows better.
 _CALLERS_NAMES = {
@@ -89,6 +91,11 @@ class ApiError(Exception):
         return b"data: " + self.body + b"\n\n" + DONE
 
 
+def error_body(status: int, message: str) -> bytes:
+    """The JSON of a refusal that names no field."""
+    return ApiError(status, message, code=_CODES.get(status)).body
+
+
 def invalid(param: str, problem: str, code: str | None = None) -> ApiError:
     """A field's value that cannot be used."""
     return ApiError(400, f"{param}: {problem}", param=param, code=code)
@@ -113,6 +120,9 @@ def api_error(
     """
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, Refused):
+        code = _CODES.get(error.status)
+        return ApiError(error.status, error.message, code=code, headers=error.headers)
     text = " ".join(str(error).split())
     if is_too_long(error):
         problem = error.problem if isinstance(error, InvalidRequest) else text

@@ -31,16 +31,11 @@ class Health:
         self._proven_at = asyncio.get_running_loop().time()
         self._problem = None
 
-    @property
-    def is_proven(self) -> bool:
-        """Whether an answer has ended well lately; said without asking the engine."""
-        return asyncio.get_running_loop().time() - self._proven_at < _FRESH_S
-
     async def problem(self) -> str | None:
         """What is wrong, in one line; ``None`` if nothing is."""
-        if self.is_proven:
-            return None
         now = asyncio.get_running_loop().time()
+        if now - self._proven_at < _FRESH_S:
+            return None
         if self._problem is not None and now - self._failed_at < _FAILED_S:
             return self._problem
         if self._check is None or self._check.done():

@@ -8,55 +8,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
+from trtllm_bls.http_guard import BODY_SEND, BODY_WRITE, header
 from trtllm_bls.openai.errors import ApiError
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-BODY_SEND = "trtllm_bls.send"  # of a scope: the server's own ``send``
-# Of a scope: writes a part of a reply that has begun; false where ``send`` has to be asked.
-BODY_WRITE = "trtllm_bls.write"
 _STREAM = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect the events
 )
-
-
-class ClientGone(Exception):
-    """Nobody is left to answer."""
-
-
-def header(scope: Scope, name: bytes) -> bytes:
-    """The header's value, empty where it was not sent; ``name`` in small letters."""
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body. Raises ``ApiError`` 413 above ``limit`` bytes, 415 for another type."""
-    kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
-    if kind not in (b"", b"application/json"):
-        raise ApiError(415, "the body must be JSON; send Content-Type: application/json")
-    length = header(scope, b"content-length")
-    if length.isdigit() and int(length) > limit:
-        raise _too_large(limit)
-    parts, size, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
-            raise _too_large(limit)
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-def _too_large(limit: int) -> ApiError:
-    # The rest of the body is not read: the connection cannot serve another request.
-    message = f"the body is larger than {limit} bytes, which is the limit"
-    return ApiError(413, message, headers={"connection": "close"})
 
 
 class Reply:

@@ -47,7 +47,7 @@ class Common(msgspec.Struct, kw_only=True):
     stop: Word | Annotated[list[Word], msgspec.Meta(max_length=4)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=4096)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=-_INT64 - 1, le=_INT64)] | None = None
     # No effect here, and of the right type nevertheless.
     user: str | None = None
@@ -60,7 +60,7 @@ class Common(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    bad_words: list[Word] | None = None
+    bad_words: Annotated[list[Word], msgspec.Meta(max_length=1024)] | None = None
     request_id: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
     # Speculative decoding, as ``tensorrt_llm_bls`` names it.
     draft_source: str | None = None
@@ -86,11 +86,11 @@ class Prediction(msgspec.Struct, kw_only=True):
 class ChatRequest(Common, kw_only=True):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=8192)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=512)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -132,6 +132,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_grammar", "regex", "ebnf"), ()),
 }
 
+_MOST_FIELDS = 256
 _HALF, _ESCAPED_HALF = re.compile("[\ud800-\udfff]"), re.compile(rb"\\u[dD][89a-fA-F]")
 _Kind = TypeVar("_Kind", bound=Common)
 _seen: set[str] = set()  # unknown fields that the log has named
@@ -146,6 +147,10 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
         raise ApiError(400, f"the body is not JSON that can be read: {error}") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
+    if len(fields) > _MOST_FIELDS:
+        raise ApiError(
+            400, f"the body has {len(fields)} fields; at most {_MOST_FIELDS} are allowed"
+        )
     for name in fields.keys() - set(kind.__struct_fields__):
         _check_further(name, fields[name])
     try:

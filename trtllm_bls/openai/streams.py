@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.types import Receive
 
-from trtllm_bls.openai.replies import ClientGone
+from trtllm_bls.http_guard import ClientGone
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.request_stats import CancelCause
 from trtllm_bls.services.batch import run_rows
