@@ -127,7 +127,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().connection_lost(exc)
         if self.cycle is not None:
-            # Otherwise the two refer to each other until a garbage collection, which pauses streams.
+            # Otherwise the two refer to each other until a garbage collection.
             self.cycle.transport = self.transport
 
     def data_received(self, data: bytes) -> None:
@@ -364,7 +364,7 @@ class BrowserGuard:
             problem = f"this server does not answer as {host[:80]!r}; --allowed-host adds a name"
             return Refused(421, problem)
         origin = header(scope, b"origin").decode("latin-1").lower()
-        is_own = not origin or urlsplit(origin).netloc == host
+        is_own = not origin or origin.partition("://")[2] == host
         if not (is_own or "*" in self.origins or origin in self.origins):
             problem = f"pages of {origin[:80]!r} may not use this server; --allow-origin adds them"
             return Refused(403, problem)

@@ -151,6 +151,22 @@ def test_choices_are_numbered_by_prompt_and_n(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_each_prompt_once(connect: Connect, stream: bool) -> None:
+    """However many choices it has; a token of each choice counts."""
+    _, client = connect(saying(SAYS))
+    prompt: Any = [list(prompt_ids()), list(prompt_ids()) * 2]
+    asked: Any = {"model": MODEL, "prompt": prompt, "n": 3, "max_tokens": 4}
+    if stream:
+        options = {"include_usage": True}
+        *_, last = client.completions.create(**asked, stream=True, stream_options=options)
+        usage = last.usage
+    else:
+        usage = client.completions.create(**asked).usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3 * len(prompt_ids()), 24)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_never_leave(connect: Connect, stream: bool) -> None:
     """A choice names the one that ended it; with the extension it stays in the text."""
     api, client = connect()

@@ -90,6 +90,14 @@ def test_a_call_is_text_where_no_tool_may_be_called(connect: Connect) -> None:
         assert answer.choices[0].finish_reason == "stop"
 
 
+def test_a_message_of_calls_alone_has_no_content(connect: Connect) -> None:
+    """It is null and not an empty string, as OpenAI has it; without calls it is a string."""
+    for text, content in ((CALL, None), ("", "")):
+        _, client = connect(chatting(text), tool_parser="hermes")
+        answer = client.chat.completions.create(model=MODEL, messages=HELLO, tools=[WEATHER])
+        assert answer.choices[0].message.content == content
+
+
 def test_what_may_become_a_call_and_does_not_is_text(connect: Connect) -> None:
     """It is held back until the answer ends, and not lost."""
     _, client = connect(chatting("I look. <tool_c"), tool_parser="hermes")

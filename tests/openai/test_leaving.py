@@ -68,6 +68,7 @@ def test_a_client_that_leaves_frees_the_engine(connect: Connect, stream: bool, p
     raw.close()
     until(lambda: engine.live == 0)
     assert len(engine.cancelled) == runs
+    until(lambda: requests_over(api, outcome="cancelled", reason="caller_left") == runs)
     assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3).choices
 
 

@@ -24,7 +24,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError
-from trtllm_bls.http_guard import BodyReader, BrowserGuard, ClientGone, Refused, header
+from trtllm_bls.http_guard import (
+    BodyReader,
+    BrowserGuard,
+    ClientGone,
+    ConnectionLimits,
+    Refused,
+    header,
+)
 from trtllm_bls.openai.answers import Answer
 from trtllm_bls.openai.chat import ChatAnswer
 from trtllm_bls.openai.completions import CompletionAnswer
@@ -67,6 +74,7 @@ class ApiSettings:
     model_names: tuple[str, ...]
     keys: tuple[bytes, ...] = ()
     max_body_bytes: int = 4 * 2**20
+    body_s: float = ConnectionLimits.body_s
     allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     shared: Path | None = None
@@ -132,7 +140,7 @@ class _Api:
         self._metrics = metrics
         self._shared = None if settings.shared is None else SharedSamples(settings.shared)
         self.requests = RunningRequests()
-        self.bodies = BodyReader(settings.max_body_bytes)
+        self.bodies = BodyReader(settings.max_body_bytes, seconds=settings.body_s)
         # One at a time: they would only take the GIL from each other, and memory.
         self.parses_large_body = asyncio.Semaphore(1)
 
