@@ -17,8 +17,8 @@ from tests.helpers.scripted_text import saying, tokenizer
 from tests.openai.conftest import Connect
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.openai.chat import ChatAnswer
-from trtllm_bls.openai.frames import Head
+from trtllm_bls.openai.chat import ChatResponse
+from trtllm_bls.openai.responses import Head
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.tokenizer import load_tokenizer
 
@@ -150,7 +150,7 @@ def test_tools_that_are_not_allowed_are_not_shown(connect: Connect) -> None:
     asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER, PING]}
     asked["tool_choice"] = allowing("auto", "weather")
     head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
-    request = ChatAnswer(decode(json.dumps(asked).encode(), ChatRequest), head, tokenizer())
+    request = ChatResponse(decode(json.dumps(asked).encode(), ChatRequest), head, tokenizer())
     assert json.loads(request.requests[0].chat.tools or "") == [WEATHER]
     _, client = connect(chatting(CALL), tool_parser="hermes")
     answer = client.chat.completions.create(**asked)

@@ -32,8 +32,8 @@ from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.exchange import Outbox
 from trtllm_bls.openai.exposition import SharedSamples, samples, written
-from trtllm_bls.openai.streams import Outbox
 from trtllm_bls.services.request_metrics import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
 from trtllm_bls.status import StatusDirectory
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest

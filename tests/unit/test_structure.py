@@ -11,7 +11,7 @@ import trtllm_bls
 PACKAGE = Path(trtllm_bls.__file__).parent
 TESTS = Path(__file__).parents[1]
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
-MOST_MODULES, MOST_EDGES = 31, 112
+MOST_MODULES, MOST_EDGES = 32, 113
 
 
 def imports(file: Path) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""What a request may hold: types and ranges, once, for decoding and for ``/openapi.json``.
+"""The fields of requests, their types and ranges, for decoding and for ``/openapi.json``.
 
-``null`` counts as absent. A field that nobody knows is logged and ignored, since clients send what
-other servers take; one that would change the answer and cannot be honoured is refused by name.
+``null`` counts as absent. An unknown field is logged and ignored, since clients send what other
+servers take. A known field that would change the answer and is not supported is refused by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """Of a stream alone."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # no effect: nothing is padded
@@ -49,7 +49,7 @@ class Common(msgspec.Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=4096)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=-_INT64 - 1, le=_INT64)] | None = None
-    # No effect here, and of the right type nevertheless.
+    # Without effect, but checked.
     user: str | None = None
     # Beyond OpenAI's own API, as vLLM names them.
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=_INT32)] | None = None
@@ -70,7 +70,7 @@ class Common(msgspec.Struct, kw_only=True):
 
 
 class TextPart(msgspec.Struct, kw_only=True):
-    """Of a prediction."""
+    """A part of a prediction."""
 
     type: Literal["text"]
     text: str
@@ -117,7 +117,7 @@ _NO_EFFECT = {
     *("prompt_cache_retention", "verbosity"),
     "spaces_between_special_tokens",
 }
-# Would change the answer. Each may have the value that asks for nothing.
+# They would change the answer. The values listed ask for nothing, so they are allowed.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "function_call", "audio", "web_search_options", "suffix"), ()),
     "modalities": (["text"],),
@@ -178,7 +178,10 @@ def _num_containers(body: bytes) -> int:
 
 
 def _check_characters(body: bytes, kind: type[Common]) -> None:
-    """Names the field where half a character is all that is wrong; Python's reader lets it pass."""
+    """Name the field that has half a character, if the body is JSON otherwise.
+
+    Python's reader takes half characters, which msgspec refuses without a place.
+    """
     with suppress(ValueError, AttributeError, RecursionError):
         for name, value in json.loads(body).items() if _ESCAPED_HALF.search(body) else ():
             if half := _HALF.search(json.dumps([name, value], ensure_ascii=False)):
@@ -187,7 +190,7 @@ def _check_characters(body: bytes, kind: type[Common]) -> None:
 
 
 def _check_further(name: str, value: Any) -> None:
-    """A field that the schema does not have."""
+    """Refuse or log a field that the schema does not have."""
     if name in _REFUSED:
         if value is not None and value not in _REFUSED[name]:
             raise invalid(name, "is not supported by this server", "unsupported_parameter")
@@ -197,16 +200,16 @@ def _check_further(name: str, value: Any) -> None:
 
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
-_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+_PATH = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 
 
 def _wrong_field(message: str) -> ApiError:
-    """What msgspec says of a value, with the field in front."""
-    place = _PLACE.match(message)
+    """msgspec's message, with the field in front."""
+    path = _PATH.match(message)
     if missing := _MISSING.match(message):
-        name = f"{place[2]}.{missing[1]}" if place else missing[1]
+        name = f"{path[2]}.{missing[1]}" if path else missing[1]
         return ApiError(400, f"{name}: is missing", param=name)
-    if place:
-        problem = place[1][:1].lower() + place[1][1:]
-        return ApiError(400, f"{place[2]}: {problem}", param=place[2])
+    if path:
+        problem = path[1][:1].lower() + path[1][1:]
+        return ApiError(400, f"{path[2]}: {problem}", param=path[2])
     return ApiError(400, message)

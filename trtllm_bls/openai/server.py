@@ -34,12 +34,12 @@ try:
 except ModuleNotFoundError:  # uvloop has no wheel for every interpreter
     from asyncio import SelectorEventLoop as Loop  # type: ignore[assignment]
 
-_HUNG_S = 30  # a worker that says nothing for so long is replaced
+_HUNG_S = 30  # a worker whose supervisor gets no answer for this long is replaced
 _HANDSHAKE_S = 10.0
 _PR_SET_PDEATHSIG = 1
-_STARTUP_FAILURE = 3  # of a worker, for which uvicorn then ends all
-# Before 0.51, which containers of earlier years have, it starts such a worker for ever, or is made
-# in another way.
+_STARTUP_FAILURE = 3  # exit code of a worker; uvicorn then ends all workers
+# Older containers have uvicorn before 0.51. Its supervisor starts a worker that cannot start again
+# and again, or has another constructor.
 _SUPERVISES = "target" not in inspect.signature(Multiprocess).parameters
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How the API is served. ``port`` 0: any free one; ``exit_timeout``: seconds; ``client_ca``:
-    whose certificates clients must show, with TLS."""
+    """How the API is served.
+
+    ``port``: 0 stands for any free one. ``exit_timeout``: seconds that running requests have when
+    the server stops. ``client_ca``: with TLS, the authority of the certificates that clients must
+    show.
+    """
 
     host: str = "127.0.0.1"
     port: int = 9000
@@ -161,7 +165,7 @@ def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> St
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if os.getpid() != started_by:
         end_with_parent()
-        if os.getppid() != started_by:  # it has ended before
+        if os.getppid() != started_by:  # it ended before this process could ask for its signal
             sys.exit(0)
     try:
         return create_app(Deployment(parameters, model_name=api.model_names[0]), api)
