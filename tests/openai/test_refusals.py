@@ -13,7 +13,7 @@ import pytest
 
 from doubles.scripted import Fault
 from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
-from tests.helpers.scripted_text import PROMPT, prompt_ids, saying
+from tests.helpers.scripted_text import PROMPT, prompt_ids, saying, tokenizer
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.admission import Admission
 from trtllm_bls.errors import (
@@ -80,6 +80,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (completion(logprobs=21), "logprobs"),
     (completion(logit_bias={"a": 1}), "logit_bias"),
     (completion(logit_bias={"99999999": 1}), "logit_bias"),
+    (completion(logit_bias={str(tokenizer().model_vocab_size): 1}), "logit_bias"),
     (completion(logit_bias={"1": 101}), "logit_bias[...]"),
     (completion(best_of=2), "best_of"),
     (completion(suffix="x"), "suffix"),

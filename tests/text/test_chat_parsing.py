@@ -85,6 +85,20 @@ def parse(
     return events
 
 
+def test_arguments_that_come_twice_are_given_once() -> None:
+    """What follows the first would not be JSON any more."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}'
+    events = joined(parse(text, [], "hermes"))
+    assert events[:2] == [ToolCall(0, "id0", "f"), Arguments(0, '{"a": 1}')]
+    assert not any(isinstance(event, (ToolCall, Arguments)) for event in events[2:])
+
+
+def test_white_space_after_reasoning_is_no_content() -> None:
+    """Also where nothing follows it."""
+    for text in ("<think>a \n</think>", "<think>a \n</think>\n\n"):
+        assert parse(text, [], None, "think") == [Reasoning("a")]
+
+
 def joined(events: list[Event]) -> list[Event]:
     """Neighbours of one kind as one."""
     whole: list[Event] = []

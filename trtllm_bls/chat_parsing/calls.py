@@ -50,7 +50,7 @@ class Span:
             self._depth += 1
         elif char in ")]}":
             self._depth -= 1
-            return self._depth <= 0
+            return self._depth == 0
         return False
 
 

@@ -72,16 +72,19 @@ def _parameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--allowed-host",
     "hosts",
     multiple=True,
+    envvar="TRTLLM_BLS_ALLOWED_HOSTS",
     metavar="NAME",
     help="A name by which clients reach a --host of this machine alone, as behind a proxy; "
-    "IP addresses and localhost are always allowed; may be repeated.",
+    "IP addresses and localhost are always allowed; may be repeated; also in "
+    "TRTLLM_BLS_ALLOWED_HOSTS, with blanks.",
 )
 @click.option(
     "--max-body-bytes",
+    envvar="TRTLLM_BLS_MAX_BODY_BYTES",
     type=click.IntRange(1),
     default=4 * 2**20,
     show_default=True,
-    help="Size of a request's JSON; larger ones are answered 413.",
+    help="Size of a request's JSON, also unpacked; also in TRTLLM_BLS_MAX_BODY_BYTES.",
 )
 @click.option(
     "--ssl-certfile", "certificate", type=_PATH, help="Serve HTTPS with this certificate, in PEM."
