@@ -15,7 +15,8 @@ import asyncio
 import ipaddress
 import resource
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -154,7 +155,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._in_headers = False
         # ``BodyReader`` answers a slow client before this timer closes the connection.
-        self._start_timer(self._limits.body_s + _DISCARD_S, self._close)
+        self._start_timer(self._limits.body_s + _DISCARD_S, self._on_body_timeout)
         super().on_headers_complete()
         self._num_requests += 1
         if self._num_requests >= self._limits.requests:
@@ -200,6 +201,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
+        cycle = self.cycle
+        running = cycle is not None and not cycle.response_complete
+        if running and (cycle.response_started or self._in_headers):
+            self.transport.close()  # in the middle of the answer to an earlier request
+            return
         body = self._limits.error_body(status, message)
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
@@ -215,6 +221,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self._start_timer(self._limits.header_s, self._on_header_timeout)
         elif self._header_bytes:
             self._refuse(408, f"the headers did not come within {self._limits.header_s:g} s")
+        else:
+            self.transport.close()
+
+    def _on_body_timeout(self) -> None:
+        if self.pipeline:  # uvicorn does not read this body before it has answered earlier requests
+            self._start_timer(self._limits.body_s, self._on_body_timeout)
         else:
             self.transport.close()
 
@@ -253,22 +265,26 @@ class _ClosesAfterBody:
 class BodyReader:
     """Reads JSON bodies of up to ``max_bytes``, also when unpacked, each in ``seconds``.
 
-    ``max_unfinished_bytes``: of all bodies together that have not come to their end.
+    ``max_held_bytes``: of all bodies together that are being received or used.
     """
 
     def __init__(
         self,
         max_bytes: int = 4 * 2**20,
-        max_unfinished_bytes: int = 64 * 2**20,
+        max_held_bytes: int = 64 * 2**20,
         seconds: float = ConnectionLimits.body_s,
     ) -> None:
         self.max_bytes = max_bytes
-        self._max_unfinished_bytes = max_unfinished_bytes
+        self._max_held_bytes = max_held_bytes
         self._seconds = seconds
-        self._unfinished_bytes = 0
+        self._held_bytes = 0
 
-    async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """The body, without a byte order mark. Raises ``Refused``, ``ClientGone``."""
+    @asynccontextmanager
+    async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
+        """The body, without a byte order mark, while it is used.
+
+        Raises ``Refused``, ``ClientGone``.
+        """
         kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             sent = kind[:80].decode("latin-1") or "no Content-Type"
@@ -285,34 +301,37 @@ class BodyReader:
             raise self._too_large(scope)
         parts: list[bytes] = []
         try:
-            await asyncio.wait_for(self._collect(scope, receive, parts), self._seconds)
-        except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
-            problem = f"the body did not come within {self._seconds:g} s"
-            raise Refused(408, problem, {"connection": "close"}) from None
+            try:
+                await asyncio.wait_for(self._collect(scope, receive, parts), self._seconds)
+            except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
+                problem = f"the body did not come within {self._seconds:g} s"
+                raise Refused(408, problem, {"connection": "close"}) from None
+            body = b"".join(parts)
+            if packing.endswith(b"gzip"):
+                body = self._unpacked(scope, body)
+                self._hold(parts, body)
+            yield body.removeprefix(b"\xef\xbb\xbf")
         finally:
-            self._unfinished_bytes -= sum(map(len, parts))
-        body = b"".join(parts)
-        if packing.endswith(b"gzip"):
-            body = self._unpacked(scope, body)
-        return body.removeprefix(b"\xef\xbb\xbf")
+            self._held_bytes -= sum(map(len, parts))
 
     async def _collect(self, scope: Scope, receive: Receive, parts: list[bytes]) -> None:
         size, more = 0, True
         while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
+            event = await receive()
+            if event["type"] == "http.disconnect":
                 raise ClientGone
-            part = message.get("body", b"")
-            parts.append(part)
+            part = event.get("body", b"")
             size += len(part)
-            self._unfinished_bytes += len(part)
             if size > self.max_bytes:
                 raise self._too_large(scope)
-            if self._unfinished_bytes > self._max_unfinished_bytes:
-                raise Refused(
-                    503, "too many large requests at once; try again", {"retry-after": "1"}
-                )
-            more = message.get("more_body", False)
+            self._hold(parts, part)
+            more = event.get("more_body", False)
+
+    def _hold(self, parts: list[bytes], part: bytes) -> None:
+        if self._held_bytes + len(part) > self._max_held_bytes:
+            raise Refused(503, "too many large requests at once; try again", {"retry-after": "1"})
+        self._held_bytes += len(part)
+        parts.append(part)
 
     def _unpacked(self, scope: Scope, packed: bytes) -> bytes:
         unpacking = zlib.decompressobj(wbits=31)

@@ -108,9 +108,9 @@ def test_who_waits_for_permission_need_not_send_a_large_body(connect: Connect) -
     assert "connection: close" in answer.headers
 
 
-async def test_unfinished_bodies_have_a_limit_together() -> None:
-    """What is over it is refused for now; a body that has ended makes room."""
-    bodies = BodyReader(max_bytes=100, max_unfinished_bytes=150)
+async def test_bodies_have_a_limit_together() -> None:
+    """What is over it is refused for now; a body that is no longer used makes room."""
+    bodies = BodyReader(max_bytes=100, max_held_bytes=150)
     scope = {"headers": [(b"content-type", b"application/json")]}
 
     class SlowClient:
@@ -118,8 +118,12 @@ async def test_unfinished_bodies_have_a_limit_together() -> None:
 
         def __init__(self) -> None:
             self.end = asyncio.Event()
-            self.reading = asyncio.create_task(bodies.read(scope, self._receive))
+            self.reading = asyncio.create_task(self._read())
             self._parts = [b"x", b"x" * 80]
+
+        async def _read(self) -> bytes:
+            async with bodies.read(scope, self._receive) as body:
+                return body
 
         async def _receive(self) -> dict[str, Any]:
             if len(self._parts) == 1:
@@ -137,6 +141,15 @@ async def test_unfinished_bodies_have_a_limit_together() -> None:
     third = SlowClient()
     third.end.set()
     assert len(await third.reading) == 81
+    packed = {"headers": [*scope["headers"], (b"content-encoding", b"gzip")]}
+
+    async def send_packed() -> dict[str, Any]:
+        return {"type": "http.request", "body": gzip.compress(b"x" * 100)}
+
+    async with bodies.read(packed, send_packed) as body:
+        assert len(body) == 100
+        with pytest.raises(Refused, match="too many large requests"):
+            await SlowClient().reading
 
 
 class RecordingTokenizer:
@@ -229,6 +242,19 @@ def test_blank_lines_do_not_hold_a_connection(connect: Connect) -> None:
         assert read(raw).status == 200
         raw.sendall(b"\r\n")
         assert read(raw).status == 408
+
+
+def test_what_is_no_http_after_a_request_does_not_get_into_its_answer(connect: Connect) -> None:
+    """The connection ends in the middle of the stream, with nothing of ours in it."""
+    api, _ = connect(saying(SAYS, step_seconds=0.05))
+    body = BODY[:-1] + b', "stream": true}'
+    with connected(api) as raw:
+        raw.sendall(head(len(body)) + body)
+        got = raw.recv(65536)
+        raw.sendall(b"what is this\r\n\r\n")
+        while part := raw.recv(65536):
+            got += part
+    assert got.count(b"HTTP/1.1") == 1 and b"data: " in got
 
 
 def test_an_answer_goes_on_though_the_next_request_is_slow(connect: Connect) -> None:

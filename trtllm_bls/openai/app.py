@@ -252,12 +252,12 @@ class _Generate:
         guide_field = ""
         try:
             try:
-                body = await api.bodies.read(scope, receive)
-                if len(body) > _LARGE_BODY_BYTES:
-                    async with api.parses_large_body:
-                        request, response = await asyncio.to_thread(self._read, scope, body)
-                else:
-                    request, response = self._read(scope, body)
+                async with api.bodies.read(scope, receive) as body:
+                    if len(body) > _LARGE_BODY_BYTES:
+                        async with api.parses_large_body:
+                            request, response = await asyncio.to_thread(self._read, scope, body)
+                    else:
+                        request, response = self._read(scope, body)
             except (ApiError, InvalidRequest, Refused) as error:
                 raise api.refused(reply, error, self._builder.prompt_field) from None
             guide_field = response.guide_field
