@@ -177,6 +177,18 @@ def test_a_prompt_that_is_too_long_says_so_as_clients_expect(connect: Connect) -
         assert caught.value.param == param
 
 
+def test_a_prompt_leaves_room_for_a_token(connect: Connect) -> None:
+    """Of a sequence of 40 tokens a prompt takes 39 at most; the engine hears of no longer one."""
+    engine = saying(SAYS, max_sequence_tokens=40)
+    _, client = connect(engine)
+    assert client.completions.create(model=MODEL, prompt=[5] * 39, max_tokens=1).choices
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt=[5] * 40, max_tokens=1)
+    assert caught.value.code == "context_length_exceeded"
+    assert "maximum context length is 40 tokens" in str(caught.value)
+    assert len(engine.requests) == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("raised", "status", "kind"),
