@@ -24,6 +24,12 @@ LIVE = frozenset(Path(__file__).parent / name for name in ("live", "conformance"
 SHARED_SERVERS = ("server", "echo", "parts", "deployment")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse what would spread the tests of one server silently."""
+    if config.getoption("dist", "no") == "loadgroup" and pytest.version_tuple >= (9, 2):
+        raise pytest.UsageError("pytest-xdist 3.8 needs pytest<9.2 for --dist loadgroup")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Mark what needs a server ``live``, and spread it over the workers of ``--dist loadgroup``.

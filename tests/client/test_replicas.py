@@ -68,31 +68,6 @@ async def test_a_request_without_tokens_is_tried_elsewhere(error: Exception) -> 
     await engine.close()
 
 
-async def test_chunks_are_taken_where_they_arrive_at_each_engine_in_turn() -> None:
-    """What the first engine refuses, the second gives to the same reader, which is not woken."""
-    one, two = filling = [Filling("one"), Filling("two")]
-    engine = ReplicatedEngine(filling)
-    await engine.capacity()
-    stream, taken = engine.generate(ASK), []
-
-    def take_now() -> bool:
-        taken.extend(stream.take())
-        return True
-
-    stream.on_arrival(take_now)
-    waiting = asyncio.create_task(stream.wait())
-    await one.awaited()
-    one.chunks.fail(DOWN)
-    await two.awaited()
-    two.chunks.put([EngineChunk(token_ids=(7,))])
-    assert [chunk.token_ids for chunk in taken] == [(7,)]
-    assert not waiting.done()
-    two.chunks.end()
-    await waiting
-    await stream.aclose()
-    await engine.close()
-
-
 class Filling:
     """An engine whose one answer the test fills."""
 

@@ -18,7 +18,7 @@ from trtllm_bls.launcher.find import Installation
 from trtllm_bls.launcher.ports import Ports
 from trtllm_bls.parameters import Parameters, rows_of
 from trtllm_bls.parameters.kinds import TEXT
-from trtllm_bls.python_backend.sender_threads import SENDERS
+from trtllm_bls.python_backend.call import SENDERS
 from trtllm_bls.settings import Override, ServeSettings
 
 BLS = workdir.BLS

@@ -24,7 +24,7 @@ from trtllm_bls.types import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.wire.fields import read_rows
+from trtllm_bls.wire.text import read_rows
 
 SMALL = RequestLimits(max_prompt_bytes=10, max_request_bytes=100)
 
@@ -189,7 +189,7 @@ def test_the_time_in_the_queue_is_part_of_the_requests_own() -> None:
         admission = Admission(1, 1, None)
         orchestrator = Orchestrator(tokenizer(), engine, Defaults(), admission=admission)
         sink = Collected()
-        async with admission.place(1):
+        async with admission.acquire(1):
             waiting = asyncio.create_task(orchestrator.run(asking(timeout_s=3), sink))
             await settle()
             with pytest.raises(Overloaded):
@@ -210,6 +210,6 @@ async def test_a_refused_request_takes_no_place() -> None:
     admission = Admission(1, 0, None)
     orchestrator = Orchestrator(tokenizer(), saying("one"), Defaults(), admission=admission)
 
-    async with admission.place(1):
+    async with admission.acquire(1):
         with pytest.raises(InvalidRequest, match="beam_width"):
             await orchestrator.run(asking(sampling=Sampling(beam_width=2)), Collected())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from trtllm_bls.engines.base import ChunkStream, Engine, QueuedChunks
@@ -142,7 +142,6 @@ class _ReplicaChunks(ChunkStream):
         self._begun = self._ended = False
         self._tried: list[_Replica] = []
         self._replica: _Replica | None = None
-        self._take_now: Callable[[], bool] | None = None
         first = engine.choose(())
         if first is None:
             raise EngineUnavailable(f"{engine.name}: none of them can be reached")
@@ -156,10 +155,6 @@ class _ReplicaChunks(ChunkStream):
                 await self._move(error)
             else:
                 return
-
-    def on_arrival(self, take_now: Callable[[], bool]) -> None:
-        self._take_now = take_now
-        self._stream.on_arrival(take_now)
 
     def take(self) -> list[EngineChunk]:
         chunks = self._stream.take()
@@ -181,8 +176,6 @@ class _ReplicaChunks(ChunkStream):
         self._tried.append(replica)
         request = _rest(self._request, self._ids) if self._ids else self._request
         self._stream = replica.engine.generate(request)
-        if self._take_now is not None:
-            self._stream.on_arrival(self._take_now)
         self._replica = replica
         replica.sequences += request.num_return_sequences
 

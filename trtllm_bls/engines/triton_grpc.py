@@ -23,7 +23,7 @@ import ssl
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.engines.base import QueuedChunks, ids_chunk
+from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.grpc_call import StallWatch, ignore
 from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
 from trtllm_bls.errors import (
@@ -208,7 +208,7 @@ class GrpcChunks(QueuedChunks):
         try:
             for message in messages:
                 if (ids := self._reader.repeated.next_id(message)) is not None:
-                    chunks.append(ids_chunk(ids))
+                    chunks.append(EngineChunk(token_ids=ids))
                     continue
                 reply = service_pb2.ModelStreamInferResponse.FromString(message)
                 if reply.error_message:

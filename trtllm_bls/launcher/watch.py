@@ -79,7 +79,7 @@ class Watch:
         self._probe = server.probe()
         self._has_canary = self._probe is not None and BLS in server.models
         self._progress_at = self._descriptors_at = self._busy_at = time.monotonic()
-        self._moved = 0  # responses, and tokens of answers in one piece
+        self._moved = 0  # responses, and tokens taken from engines
         self._steps = math.inf  # of the engines, as last told
         self._failures, self._error = 0, ""
         self._not_ready: tuple[str, ...] = ()

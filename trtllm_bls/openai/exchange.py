@@ -112,10 +112,6 @@ class Outbox:
         while self._blocked is not None:
             await asyncio.wait({self._blocked})
 
-    def is_ready(self) -> bool:
-        """Whether ``ready`` would return at once."""
-        return self._blocked is None
-
     def put(self, part: bytes) -> None:
         """Write ``part``, or keep it until the client reads; never waits."""
         if self._blocked is not None:
@@ -187,7 +183,7 @@ async def run_all(
     """Run the prompts of one HTTP request concurrently until all are answered and written.
 
     If one fails, all end. If ``receive`` tells that the client has left, all end and ``ClientGone``
-    is raised. Chunks come in the callback that brings the engine's, while ``outbox`` can write.
+    is raised.
     """
     work = asyncio.create_task(_run_prompts(orchestrator, requests, on_chunk, outbox))
     watcher = asyncio.create_task(_cancel_when_client_leaves(receive, work))
@@ -214,7 +210,7 @@ async def _run_prompts(
     runs = []
     for index, request in enumerate(requests):
         sink = PromptSink(index * request.num_return_sequences, on_chunk, outbox.ready)
-        runs.append(orchestrator.run(request, sink, outbox.is_ready))
+        runs.append(orchestrator.run(request, sink))
     if len(runs) == 1:
         await runs[0]
     else:

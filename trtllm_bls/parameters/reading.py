@@ -49,7 +49,7 @@ class Parameters:
     @property
     def has_cores(self) -> bool:
         """Whether each process can have a core beside those of the engine and the server."""
-        return self.instances == 1 or len(os.sched_getaffinity(0)) >= 4 * self.instances
+        return len(os.sched_getaffinity(0)) >= max(8, 4 * self.instances)
 
     def read(self, rows: Iterable[Parameter]) -> dict[str, Any]:
         """The values by key, in the type of each row's kind. Raises ``SettingsError``.

@@ -114,8 +114,7 @@ max_streams  bls  count>=1  default=256  env=TRTLLM_BLS_MAX_STREAMS
     Requests that the connection to the engine and the server's threads are made for.
 one_core  bls  auto|on|off  default=auto
     Keep a process's threads on one core while that core has little other work: they run one at
-    a time, and cheaper so. auto = where the model has one process, or the machine four cores
-    for each.
+    a time, and cheaper so. auto = where the machine has eight cores, and four for each process.
 status_dir  bls  text  env=TRTLLM_BLS_STATUS_DIR
     Directory where the model tells what it does, and is asked to drain; empty = none.
 log_requests  bls  flag  default=true

@@ -19,15 +19,11 @@ from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters, EngineKind
 from trtllm_bls.parameters.engine_tls import engine_tls
-from trtllm_bls.services.metrics import TritonMetrics
-from trtllm_bls.services.request_log import RequestLog
-from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.services.request_metrics import RequestMetrics, TritonMetrics
+from trtllm_bls.services.request_reports import RequestLog, RequestReports
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
-# More than one, since it may end long before the others.
-_SHOWN = 4
 SHUTTING_DOWN = "the server is shutting down; ask another one"
 
 log = logging.getLogger(__name__)
@@ -55,7 +51,7 @@ class Deployment:
             timeout_s=_default_timeout(parameters),
             limits=parameters.limits,
             expose_kv_cache_metrics=parameters.expose_kv_cache_metrics,
-            shown=_SHOWN if parameters.engine and parameters.engine.is_elsewhere else 0,
+            engine_shows_progress=not (parameters.engine and parameters.engine.is_elsewhere),
         )
         self.admission = Admission(
             parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
@@ -71,8 +67,8 @@ class Deployment:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to report requests; they run on ``loop``."""
         self.reports.start(loop, self.orchestrator.load)
-        # For its first line Triton's logger looks at the file of each module that is loaded, which
-        # takes 40 ms: now, not in the first request.
+        # The first line that Triton's logger writes takes 40 ms, because it looks at the file of
+        # each loaded module. Writing one now keeps that out of the first request.
         log.info(
             "trtllm-bls %s: this process runs at most %d requests, and %d more wait",
             __version__,
@@ -81,7 +77,7 @@ class Deployment:
         )
 
     async def engine_problem(self) -> str | None:
-        """What is wrong with an engine that tells of its health; one to two seconds old at most."""
+        """What is wrong with the engine, if it reports its health; at most two seconds old."""
         if _is_service(self._parameters):
             try:
                 await self.engine.capacity()
@@ -91,18 +87,21 @@ class Deployment:
 
     @property
     def tokens(self) -> int:
-        """Those taken so far for answers in one piece; any thread may ask."""
+        """Tokens taken from the engine so far; any thread may ask."""
         return self.orchestrator.tokens
 
     def drain(self) -> None:
-        """Refuse what waits; what is speculated goes on as one plain request each."""
+        """Refuse waiting requests; each speculated one goes on as one plain request."""
         self.admission.refuse_waiting(SHUTTING_DOWN)
         self.engine.drain()
 
     @property
-    def settled(self) -> bool:
-        """Whether no request needs another one to an engine, but those that have just begun."""
-        return self.engine.settled and self.admission.queued == 0
+    def handed_over(self) -> bool:
+        """Whether no request that runs will send another one to an engine.
+
+        A request that has just been accepted may still send its first.
+        """
+        return self.engine.handed_over and self.admission.queued == 0
 
     async def close(self) -> None:
         """Close the engines; the last reports are out on return."""
@@ -186,7 +185,7 @@ def _is_service(parameters: BlsParameters) -> bool:
 
 
 def _default_timeout(parameters: BlsParameters) -> float | None:
-    """Seconds; the longest that a request may name bounds one that names none, too."""
+    """Seconds. The longest time that a request may name also bounds a request that names none."""
     known = (parameters.timeout_seconds, parameters.limits.max_timeout_s)
     return min((seconds for seconds in known if seconds), default=None)
 

@@ -205,11 +205,13 @@ def _plain(
 
 
 def _spelling(key: str, declared: frozenset[str]) -> str:
-    spellings = _SPELLINGS[key]
+    spellings = _SPELLINGS.get(key, ())
     for tensor in spellings:
         if tensor.name in declared:
             return tensor.name
-    raise InvalidRequest(spellings[0].name, "this engine version has no such input")
+    raise InvalidRequest(
+        spellings[0].name if spellings else key, "this engine version has no such input"
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -276,7 +278,7 @@ class ResponseReader:
                 return [EngineChunk(token_ids=ids, final=True)], last
             if len(ids) == 1:
                 self.repeated.note(packed, response.raw_output_contents, self._ids_at or 0)
-            return [EngineChunk(token_ids=ids, ids_only=True)], False
+            return [EngineChunk(token_ids=ids)], False
         try:
             arrays = output_arrays(response)
         except _UNREADABLE as error:

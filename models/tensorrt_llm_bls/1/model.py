@@ -29,8 +29,8 @@ class TritonPythonModel:
             service.handle,
             decoupled=parameters.decoupled,
             log_ends=not parameters.log_requests,  # which has a line for them, too
-            together=service.arrived,
-            one_core=parameters.instance if parameters.one_core else None,
+            prepare_batch=service.prepare_batch,
+            one_core=parameters.one_core,
         )
         self._lifecycle: Lifecycle | None = None
         if parameters.status_dir:
