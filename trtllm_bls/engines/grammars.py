@@ -151,8 +151,8 @@ def load_tokenizer(file: Path, vocab_size: int) -> LLTokenizer:
 
 def first_line(text: str) -> str:
     """As much of a library's error as a caller is told."""
-    lines = text.strip().splitlines()
-    return lines[0][:300] if lines else "no reason given"
+    lines = text.strip().splitlines() or ["no reason given"]
+    return "no text fits it" if lines[0] == "NoExtensionBias" else lines[0][:300]
 
 
 def _grammar(kind: str, text: str) -> str:
