@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, prod
 from typing import Any
 
@@ -49,7 +49,7 @@ class TooLarge(Exception):
 
 
 class _Members(list[tuple[str, Any]]):
-    """The members of a JSON object, in order; a repeated key is a mistake that a dict would hide."""
+    """The members of a JSON object, in order; a dict would hide a repeated key, which is wrong."""
 
 
 def infer_request(
@@ -66,7 +66,14 @@ def infer_request(
     if not isinstance(members, _Members):
         raise LeftToTriton
     request = service_pb2.ModelInferRequest(model_name=metadata.name, model_version=version)
-    inputs = {tensor.name: tensor for tensor in metadata.inputs}
+    _fill(request, {tensor.name: tensor for tensor in metadata.inputs}, members)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    if traceparent:
+        request.parameters["traceparent"].string_param = traceparent
+    return request
+
+
+def _fill(request: Any, inputs: Mapping[str, Any], members: _Members) -> None:
     given = set()
     for key, value in _flat(members):
         if key in given:
@@ -76,15 +83,10 @@ def infer_request(
             _add_input(request, inputs[key], value)
         elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
             _set_parameter(request.parameters[key], value)
-    for key, value in members:
-        if key == "id":
-            if not isinstance(value, str):
-                raise LeftToTriton
-            request.id = value
-    request.parameters["triton_enable_empty_final_response"].bool_param = True
-    if traceparent:
-        request.parameters["traceparent"].string_param = traceparent
-    return request
+    request_id = dict(members).get("id", "")
+    if not isinstance(request_id, str):
+        raise LeftToTriton
+    request.id = request_id
 
 
 def _flat(members: _Members) -> Iterator[tuple[str, Any]]:
