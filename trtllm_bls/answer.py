@@ -4,8 +4,6 @@
 matcher, decide why and where a sequence ends, and keep scores aligned with the text that has left.
 What is fed and what is emitted are two steps: any number of engine chunks becomes one text chunk.
 Nothing here knows engines, Triton, clocks or arrays (logits are passed on row by row).
-
-This file is longer than others: the text, the end and the scores of a sequence advance together.
 """
 
 from __future__ import annotations

@@ -93,6 +93,12 @@ async def test_what_waits_for_a_place_is_refused() -> None:
 # --- the process ----------------------------------------------------------------------------
 
 
+@pytest.fixture
+def frequent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status is written at every tick. Once a second, as users have it, tests would wait for."""
+    monkeypatch.setattr("trtllm_bls.services.lifecycle.WRITE_SECONDS", 0.0)
+
+
 class StubbornEngine:
     """Settles when it is told to."""
 
@@ -121,6 +127,7 @@ async def never_ends(call: Call) -> None:
     await asyncio.get_running_loop().create_future()
 
 
+@pytest.mark.usefixtures("frequent")
 def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
     """Its requests by id, responses counted, the loop's last turn, what an engine says it has."""
     triton, engine = FakeTriton(), StubbornEngine()
@@ -141,6 +148,7 @@ def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
     assert ask.error is not None  # the server was closed
 
 
+@pytest.mark.usefixtures("frequent")
 def test_a_stuck_event_loop_is_told_by_another_thread(tmp_path: Path) -> None:
     """Within seconds, since that thread has its turns; and it is well again afterwards."""
     stuck = threading.Event()
@@ -202,6 +210,7 @@ def test_a_drain_needs_no_room_on_the_disk(tmp_path: Path) -> None:
             lifecycle.close()
 
 
+@pytest.mark.usefixtures("frequent")
 def test_the_command_waits_until_nothing_runs(tmp_path: Path) -> None:
     """As a preStop hook should; without --wait it returns at the hand-over."""
     triton, engine = FakeTriton(), StubbornEngine()
@@ -269,6 +278,7 @@ class Looked(RunningRequests):
         until(lambda: self.looks >= wanted)
 
 
+@pytest.mark.usefixtures("frequent")
 async def test_a_process_that_outlives_its_server_says_nothing_of_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

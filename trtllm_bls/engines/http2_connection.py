@@ -3,9 +3,6 @@
 ``h2`` keeps the connection: preface, settings, pings. Streams are framed here, with headers by
 ``hpack`` (``http2_frames``): h2's streams and events would be most of the cost of a short call, and
 it allows nothing after a GOAWAY, while the server still answers open calls.
-
-This file is longer than others: a call's frames and the connection are one state machine, which two
-files would only spread.
 """
 
 from __future__ import annotations
