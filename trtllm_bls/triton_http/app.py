@@ -35,6 +35,8 @@ _ONLY_ONE = (
     "generate expects model to produce exactly 1 response, "
     "use generate stream for model that generates various number of responses"
 )
+# How Triton begins its refusal of a request that no model has seen; it is never an event.
+_NOT_RUN = "[request id: "
 _AGAIN_IN = re.compile(r"try again in about (\d+) s")
 _DRAINING = "has no available versions"  # Triton's words from the moment that it is told to stop
 _JSON = (b"content-type", b"application/json")
@@ -206,6 +208,9 @@ class _Exchange:
             await self._wait()
             events, self._arrived = self._arrived, []
             error, self._error = self._error, None
+            if error is not None and not begun and error.text.startswith(_NOT_RUN):
+                await _answer(send, error)
+                return
             if not begun:
                 # An error in place of the first response decides the status, as in Triton.
                 first = error if error is not None and not events else _Error(200, "")
