@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from trtllm_bls.errors import InvalidRequest, Overloaded
 
 _LOGIT_BYTES = 4  # FP32
+# What structures a JSON schema, a regular expression or an EBNF grammar, outside of quotes.
+_GUIDE_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[][(){},|]', re.S)
 _NEW = 0.2  # weight of the newest request in the average duration
 
 
@@ -134,6 +138,9 @@ class RequestLimits:
     max_output_tokens: int | None = None
     max_logits_bytes: int = 256 * 2**20
     max_timeout_s: float | None = None
+    max_guide_bytes: int = 2**18
+    max_guide_depth: int = 100
+    max_guide_nodes: int = 50_000
 
     def check_request_bytes(self, total: int) -> None:
         """Raises ``InvalidRequest`` if all inputs together are too large."""
@@ -158,6 +165,30 @@ class RequestLimits:
                 f"{seconds:g} s is not allowed; at most {self.max_timeout_s:g} s are",
                 "max_timeout_seconds",
             )
+
+    def check_guide(self, extras: Mapping[str, Any]) -> None:
+        """Raises ``InvalidRequest`` if the grammar of guided decoding in an engine's further
+        inputs is too large or too deep.
+
+        Compiling one costs an engine far more than reading it. Depth is that of its brackets,
+        nodes are its brackets, commas and alternatives; those within quotes do not count.
+        """
+        field = "guided_decoding_guide"
+        values = extras[field].reshape(-1) if field in extras else ()
+        guide = values[0] if len(values) and isinstance(values[0], bytes) else b""
+        if len(guide) > self.max_guide_bytes:
+            raise _above(field, len(guide), "bytes", self.max_guide_bytes, "max_guide_bytes")
+        depth = deepest = nodes = 0
+        for mark in _GUIDE_MARKS.findall(guide):
+            if len(mark) > 1:  # a text in quotes
+                continue
+            nodes += 1
+            depth += (mark in b"([{") - (mark in b")]}")
+            deepest = max(deepest, depth)
+        if deepest > self.max_guide_depth:
+            raise _above(field, deepest, "levels", self.max_guide_depth, "max_guide_depth")
+        if nodes > self.max_guide_nodes:
+            raise _above(field, nodes, "nodes", self.max_guide_nodes, "max_guide_nodes")
 
     def check_logits(self, rows: int, vocab_size: int | None) -> None:
         """Raises ``InvalidRequest`` for too many rows of logits, of ``vocab_size`` each, in all

@@ -207,6 +207,7 @@ class Orchestrator:
             limits.check_output_tokens("max_tokens", request.max_tokens)
         if request.timeout_s is not None:
             limits.check_timeout("timeout_ms", request.timeout_s)
+        limits.check_guide(request.extras)
 
     async def _prompt(self, request: TextRequest, capacity: EngineCapacity) -> Prompt:
         longest = capacity.max_prompt_tokens

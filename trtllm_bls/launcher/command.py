@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -168,6 +167,8 @@ def _tls_options(settings: ServeSettings) -> dict[str, object]:
 
 
 def _restrictions() -> list[str]:
-    """Close the control APIs: they answer only to a header with a random value, told to nobody."""
-    rule = f"{','.join(CONTROL_APIS)}:trtllm-bls-control={uuid.uuid4().hex}"
+    """Triton asks for a header before it answers a control API. Every user of the machine can read
+    a command line, so the header is no secret: it is one that nobody can send. gRPC resets a call
+    whose header has blanks in its name, and no HTTP header has a line feed in its value."""
+    rule = f"{','.join(CONTROL_APIS)}:closed by serve=closed\nby serve"
     return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]

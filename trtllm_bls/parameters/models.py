@@ -62,6 +62,7 @@ class ModelParameters:
     def limits(self) -> RequestLimits:
         """The limits of one request; each model has parameters for some of them."""
         names = ("max_request_bytes", "max_prompt_bytes", "max_output_tokens", "max_logits_bytes")
+        names += ("max_guide_bytes", "max_guide_depth", "max_guide_nodes")
         return RequestLimits(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
 
@@ -108,6 +109,16 @@ class _Generating(ModelParameters):
         "All context and generation logits that a request may ask for, over all sequences and "
         "responses.",
         "268435456",
+    )
+    max_guide_bytes: int = parameter(
+        _BYTES,
+        "JSON schema, regular expression or grammar of guided decoding; compiling it costs far "
+        "more than reading it.",
+        "262144",
+    )
+    max_guide_depth: int = parameter(count(1), "Brackets of such a guide within each other.", "100")
+    max_guide_nodes: int = parameter(
+        count(1), "Brackets, commas and alternatives of such a guide.", "50000"
     )
     expose_kv_cache_metrics: bool = parameter(
         FLAG,
@@ -175,6 +186,11 @@ class EngineParameters(_Generating):
         _TOKENS, "Longest prompt and completion together; 0 = the engine's choice.", "0"
     )
     max_draft_len: int = parameter(_TOKENS, "Longest draft that a request may bring.", "16")
+    guide_compile_seconds: float = parameter(
+        SECONDS,
+        "CPU time that compiling one guide may take, in a process apart.",
+        "2",
+    )
     threads: int = parameter(
         count(0), "Threads of the engine; 0 = half of the cores.", "0", env=THREADS
     )
@@ -185,10 +201,13 @@ class EngineParameters(_Generating):
     )
 
     @property
-    def sizes(self) -> Mapping[str, int]:
+    def sizes(self) -> Mapping[str, float]:
         """The sizes that are set, by their names in the engine's own settings."""
         names = ("max_batch", "max_queue_size", "max_tokens_per_step", "max_sequence_tokens")
-        named = {name: getattr(self, name) for name in (*names, "max_draft_len", "threads")}
+        named = {
+            name: getattr(self, name)
+            for name in (*names, "max_draft_len", "threads", "guide_compile_seconds")
+        }
         return {name: size for name, size in named.items() if size}
 
 

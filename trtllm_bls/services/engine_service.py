@@ -53,6 +53,7 @@ class EngineService:
         rows = engine_requests(call.arrays, call.id, capacity.vocab_size, self._limits)
         for row in rows:
             self._limits.check_output_tokens("request_output_len", row.request.max_tokens)
+            self._limits.check_guide(row.request.extras)
         logit_rows = sum(row.request.logit_rows(capacity) for row in rows)
         self._limits.check_logits(logit_rows, capacity.vocab_size)
         call.sequences = len(rows) * rows[0].request.num_return_sequences

@@ -59,7 +59,8 @@ class Batcher:
         except Exception as error:
             _log.exception("a step of %d rows failed", num_rows)
             for sequence, _ in planned:
-                self._fail(sequence, f"the engine's step failed: {type(error).__name__}")
+                problem = f"the engine's step failed: {type(error).__name__}"
+                self._fail(sequence, EngineError(problem))
             return
         self.num_computed_tokens += num_rows
         host = logits.cpu().numpy() if any(s.needs_rows for s, _ in planned) else None
@@ -71,12 +72,12 @@ class Batcher:
                 self._go_on(sequence, segment.end, best[kept], rows)
             else:
                 self._slots.scrub(segment.slot)  # its keys and values are no better
-                self._fail(sequence, "the model gave logits that are not finite")
+                self._fail(sequence, EngineError("the model gave logits that are not finite"))
 
     def fail_all(self, problem: str) -> None:
         """End everything with an ``EngineError``."""
         for sequence in [*self._running, *self._waiting]:
-            self._fail(sequence, problem)
+            self._fail(sequence, EngineError(problem))
 
     def _admit(self) -> None:
         # The sequences of one request share its prompt: the first computes it, the others wait.

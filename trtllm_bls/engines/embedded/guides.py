@@ -1,8 +1,8 @@
 """Guided decoding: grammars that an answer must follow, as masks over the vocabulary.
 
 ``Guides`` has what a request asks for compiled, after a trial in another process (``grammars``).
-``GrammarMatcher`` is one sequence's position in its grammar: it bars tokens before one is chosen, and
-tells when the text is complete. llguidance does the work.
+``GrammarMatcher`` is one sequence's position in its grammar: it bars tokens before one is chosen,
+and tells when the text is complete. llguidance does the work.
 
 The grammar decides when the end id may come: where the text is complete, and only there. Where
 nothing may follow, the sequence ends by itself, whatever its end id and minimum of tokens say.

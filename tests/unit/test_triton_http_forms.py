@@ -1,0 +1,209 @@
+"""Triton's JSON forms without a Triton; tests/live/test_triton_http.py compares them with it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+
+from trtllm_bls.triton_http.forms import (
+    LeftToTriton,
+    TooLarge,
+    error_json,
+    infer_request,
+    is_final,
+    number,
+    response_json,
+)
+
+INPUTS = {
+    "text": ("BYTES", [-1, 1]),
+    "ids": ("INT32", [-1, -1]),
+    "words": ("INT32", [-1, 2, -1]),
+    "share": ("FP32", [-1, 1]),
+    "flag": ("BOOL", [1]),
+    "half": ("FP16", [-1]),
+    "big": ("UINT64", [1]),
+}
+
+
+def metadata() -> Any:
+    answer = service_pb2.ModelMetadataResponse(name="m")
+    for name, (datatype, shape) in INPUTS.items():
+        answer.inputs.add(name=name, datatype=datatype, shape=shape)
+    return answer
+
+
+def asked(body: object) -> Any:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return infer_request(raw, metadata(), "3", "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
+
+
+def tensor(body: object, name: str) -> tuple[list[int], bytes]:
+    request = asked(body)
+    places = {each.name: place for place, each in enumerate(request.inputs)}
+    return list(request.inputs[places[name]].shape), request.raw_input_contents[places[name]]
+
+
+def test_members_become_inputs_and_parameters() -> None:
+    """Those of ``parameters`` as if they stood outside it; what Triton would read is left out."""
+    body = {"id": "x", "text": "hä", "note": 1, "parameters": {"flag": True, "on": False, "a": 0.5}}
+    request = asked({**body, "priority": 3, "timeout": 1, "triton_final_response": True})
+    assert (request.model_name, request.model_version, request.id) == ("m", "3", "x")
+    assert [each.name for each in request.inputs] == ["text", "flag"]
+    assert list(request.raw_input_contents) == [struct.pack("<I", 3) + "hä".encode(), b"\x01"]
+    values = {
+        k: getattr(v, v.WhichOneof("parameter_choice")) for k, v in request.parameters.items()
+    }
+    assert values.pop("traceparent").startswith("00-aaaa")
+    assert values == {
+        "id": "x",
+        "note": 1,
+        "on": False,
+        "a": 0.5,
+        "triton_enable_empty_final_response": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "shape"),
+    [
+        ({"text": "a"}, "text", [1, 1]),
+        ({"text": ["a", "b"]}, "text", [2, 1]),
+        ({"ids": [1, 2, 3]}, "ids", [1, 3]),
+        ({"ids": []}, "ids", [1, 0]),
+        ({"words": [1, 2, 3, 4]}, "words", [1, 2, 2]),
+        ({"share": 1}, "share", [1, 1]),
+    ],
+)
+def test_values_fill_the_innermost_open_dimension(body: object, name: str, shape: Any) -> None:
+    """As many as the fixed dimensions leave."""
+    assert tensor(body, name)[0] == shape
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"ids": 1, "ids": 2}',
+        b'{"text": "\xff"}',
+        b'{"text": "\\ud800"}',
+        {"text": 1},
+        {"text": ["a", 1]},
+        {"ids": "1"},
+        {"ids": 1.5},
+        {"ids": True},
+        {"ids": [[1]]},
+        {"ids": None},
+        {"words": [1, 2, 3]},
+        {"flag": 1},
+        {"flag": [True, False]},
+        {"half": 1.0},
+        {"share": True},
+        {"note": [1]},
+        {"note": {}},
+        {"note": None},
+        {"note": 2**63},
+        {"parameters": 1},
+        {"parameters": {"a": {}}},
+        {"id": 1},
+        b'{"text": "a"} x',
+        b"[" * 100_000,
+    ],
+)
+def test_what_triton_refuses_is_left_to_triton(body: object) -> None:
+    """It words the refusal."""
+    with pytest.raises(LeftToTriton):
+        asked(body)
+
+
+@pytest.mark.parametrize(("name", "value"), [("ids", 2**31), ("ids", -(2**31) - 1), ("big", -1)])
+def test_an_integer_that_does_not_fit_is_refused(name: str, value: int) -> None:
+    """Triton would cut it to other digits without a word."""
+    with pytest.raises(TooLarge, match=f"input '{name}': {value} does not fit"):
+        asked({name: value})
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8))
+def test_integers_arrive_as_they_are(values: list[int]) -> None:
+    """In order, little endian."""
+    assert tensor({"ids": values}, "ids")[1] == np.array(values, "<i4").tobytes()
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4))
+def test_texts_come_back_as_they_were_sent(texts: list[str]) -> None:
+    """A request's strings, sent back as a response's, are the same JSON values."""
+    _, content = tensor({"text": texts}, "text")
+    response = service_pb2.ModelInferResponse(model_name="m", model_version="1", id="ä\x1f")
+    response.outputs.add(name="text", datatype="BYTES", shape=[len(texts), 1])
+    response.raw_output_contents.append(content)
+    told = json.loads(response_json(response))
+    assert told["text"] == (texts if len(texts) > 1 else texts[0])
+    assert (told["id"], list(told)) == ("ä\x1f", ["id", "model_name", "model_version", "text"])
+
+
+def test_a_response_is_written_as_triton_writes_it() -> None:
+    """Sorted members, a single value without brackets, parameters among the outputs."""
+    response = service_pb2.ModelInferResponse(model_name="m", model_version="1")
+    response.parameters["triton_final_response"].bool_param = True
+    response.parameters["sequence_end"].bool_param = False
+    response.parameters["sequence_id"].int64_param = 0
+    for name, datatype, values in (
+        ("score", "FP32", np.array([-0.1, 1e-7], np.float32)),
+        ("none", "INT32", np.array([], np.int32)),
+        ("yes", "BOOL", np.array([True])),
+    ):
+        response.outputs.add(name=name, datatype=datatype, shape=[len(values)])
+        response.raw_output_contents.append(values.tobytes())
+    assert is_final(response)
+    assert response_json(response) == (
+        b'{"model_name":"m","model_version":"1","none":[],'
+        b'"score":[-0.10000000149011612,1.0000000116860974e-7],'
+        b'"sequence_end":false,"sequence_id":0,"yes":true}'
+    )
+
+
+def test_bytes_that_are_no_text_pass_unchanged() -> None:
+    """As Triton writes them: a caller that reads bytes has them."""
+    response = service_pb2.ModelInferResponse()
+    response.outputs.add(name="x", datatype="BYTES", shape=[1])
+    response.raw_output_contents.append(struct.pack("<I", 2) + b"\xff\x1f")
+    assert b'"x":"\xff\\u001F"' in response_json(response)
+    assert error_json('a "b"\n') == b'{"error":"a \\"b\\"\\n"}'
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.0"),
+        (-0.0, "-0.0"),
+        (1.0, "1.0"),
+        (1e16, "10000000000000000.0"),
+        (1.5e20, "150000000000000000000.0"),
+        (1e21, "1e21"),
+        (-1.25e22, "-1.25e22"),
+        (0.0001, "0.0001"),
+        (0.000012, "0.000012"),
+        (1e-6, "0.000001"),
+        (1e-7, "1e-7"),
+        (-2.5e-300, "-2.5e-300"),
+        (float("nan"), "null"),
+    ],
+)
+def test_numbers_are_written_as_rapidjson_writes_them(value: float, text: str) -> None:
+    """The shortest digits that mean the same double; see dtoa.h of RapidJSON."""
+    assert number(value) == text
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_number_means_itself(value: float) -> None:
+    """Whatever its form."""
+    assert float(number(value)) == value

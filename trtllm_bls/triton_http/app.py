@@ -1,0 +1,318 @@
+"""The ASGI application: ``generate`` over gRPC, everything else passed on to Triton's HTTP port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from starlette.types import Receive, Scope, Send
+from tritonclient.grpc import service_pb2
+
+from trtllm_bls.engines.grpc_transport import Connection, GrpcError
+from trtllm_bls.errors import Overloaded, from_wire, is_for_room
+from trtllm_bls.triton_http.forms import (
+    LeftToTriton,
+    TooLarge,
+    error_json,
+    infer_request,
+    is_final,
+    response_json,
+)
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_GENERATE = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]+))?/(generate|generate_stream)")
+_METADATA_SECONDS = 10.0  # a model may be loaded again with other tensors
+_TIMEOUT_SECONDS = 30.0
+_LONG_BODY = 256 * 1024  # bytes; a longer one is read in a thread, since other streams would wait
+_MOST_WAITING = 16_384  # responses that a caller has not read; it is then given up
+_ONLY_ONE = (
+    "generate expects model to produce exactly 1 response, "
+    "use generate stream for model that generates various number of responses"
+)
+# How Triton begins its refusal of a request that no model has seen; it is never an event.
+_NOT_RUN = "[request id: "
+_AGAIN_IN = re.compile(r"try again in about (\d+) s")
+_DRAINING = "has no available versions"  # Triton's words from the moment that it is told to stop
+_JSON = (b"content-type", b"application/json")
+_EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+# Of one connection, not of the message (RFC 9110, section 7.6.1); the client library and uvicorn
+# write their own.
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
+    b"transfer-encoding upgrade host expect".split()
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonAddresses:
+    """Where Triton is: ``grpc`` as host:port, ``http`` as a URL; ``tls`` is for gRPC."""
+
+    grpc: str
+    http: str
+    tls: ssl.SSLContext | None = None
+
+
+@dataclass(frozen=True)
+class _Error:
+    """What a caller is told instead of a response; ``retry_s``: when it may ask again."""
+
+    status: int
+    text: str
+    retry_s: str = ""
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"retry-after", self.retry_s.encode())] if self.retry_s else []
+
+
+class TritonHttp:
+    """Triton's HTTP surface as an ASGI application; ``close`` it on the loop that served it."""
+
+    def __init__(self, triton: TritonAddresses) -> None:
+        self._grpc = Connection(triton.grpc, tls=triton.tls)
+        self._http = httpx.AsyncClient(
+            base_url=triton.http,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            timeout=httpx.Timeout(None, connect=_TIMEOUT_SECONDS),
+            trust_env=False,  # a proxy of the environment is not for this machine's own ports
+        )
+        self._metadata: dict[tuple[str, str], tuple[float, Any]] = {}
+
+    async def close(self) -> None:
+        """Close the connections to Triton; requests that run end with an error."""
+        await self._grpc.close()
+        await self._http.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        called = _GENERATE.fullmatch(scope["path"])
+        if called is None or scope["method"] != "POST":
+            await self._pass_on(scope, _pieces(receive), send)
+            return
+        try:
+            body = b"".join([piece async for piece in _pieces(receive)])
+            try:
+                request = await self._request(called[1], called[2] or "", body, scope)
+            except LeftToTriton:
+                await self._pass_on(scope, body, send)
+                return
+            except TooLarge as error:
+                await _answer(send, _Error(400, str(error)))
+                return
+            except GrpcError as error:
+                await _answer(send, _error_of_call(error))
+                return
+            stream = called[3] == "generate_stream"
+            await _Exchange().run(self._grpc, request, receive, send, stream)
+        except _CallerLeft:
+            pass
+
+    async def _request(self, name: str, version: str, body: bytes, scope: Scope) -> bytes:
+        """The message of a ``generate``. Raises ``GrpcError`` and what ``infer_request`` raises."""
+        now = asyncio.get_running_loop().time()
+        known_at, metadata = self._metadata.get((name, version), (0.0, None))
+        if metadata is None or now - known_at > _METADATA_SECONDS:
+            asked = service_pb2.ModelMetadataRequest(name=name, version=version)
+            method = _SERVICE + "ModelMetadata"
+            answer = await self._grpc.unary(method, asked.SerializeToString(), _TIMEOUT_SECONDS)
+            metadata = service_pb2.ModelMetadataResponse.FromString(answer)
+            self._metadata[name, version] = now, metadata
+        traceparent = next((v for k, v in scope["headers"] if k == b"traceparent"), b"")
+        arguments = (body, metadata, version, traceparent.decode("latin-1"))
+        if len(body) > _LONG_BODY:
+            request = await asyncio.to_thread(infer_request, *arguments)
+        else:
+            request = infer_request(*arguments)
+        return request.SerializeToString()
+
+    async def _pass_on(
+        self, scope: Scope, content: bytes | AsyncIterator[bytes], send: Send
+    ) -> None:
+        """Have Triton's HTTP port answer. A ``generate`` comes here whole, as bytes, where Triton
+        is to refuse it: its status for JSON of wrong types, 500, becomes 400."""
+        path = scope["raw_path"]
+        if scope["query_string"]:
+            path += b"?" + scope["query_string"]
+        headers = [(key, value) for key, value in scope["headers"] if key not in _HOP_BY_HOP]
+        if not any(key == b"accept-encoding" for key, _ in headers):
+            headers.append((b"accept-encoding", b"identity"))  # else httpx would ask for gzip
+        has_body = any(k in (b"content-length", b"transfer-encoding") for k, _ in scope["headers"])
+        request = httpx.Request(
+            scope["method"],
+            self._http.base_url.copy_with(raw_path=path),
+            headers=headers,
+            content=content if has_body else None,
+        )
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.HTTPError as error:
+            log.warning("Triton's HTTP port does not answer: %r", error)
+            await _answer(send, _Error(503, "the server does not answer; try again", "1"))
+            return
+        try:
+            status = response.status_code
+            if status == 500 and isinstance(content, bytes):
+                status = 400
+            kept = [(key.lower(), value) for key, value in response.headers.raw]
+            kept = [(key, value) for key, value in kept if key not in _HOP_BY_HOP]
+            await send({"type": "http.response.start", "status": status, "headers": kept})
+            async for piece in response.aiter_raw():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            await response.aclose()
+
+
+class _CallerLeft(Exception):
+    """Nobody is left to answer."""
+
+
+class _Exchange:
+    """One ``generate``: the call to the model, and what it sent that the caller has not got yet."""
+
+    def __init__(self) -> None:
+        self._arrived: list[bytes] = []  # responses, as JSON
+        self._error: _Error | None = None
+        self._over = False  # the model sends no more
+        self._gone = False  # the caller has left
+        self._changed = asyncio.Event()
+
+    async def run(
+        self, connection: Connection, request: bytes, receive: Receive, send: Send, stream: bool
+    ) -> None:
+        """Answer the caller; where it leaves, the model's work is cancelled."""
+        call = connection.open(_SERVICE + "ModelStreamInfer", self._on_messages, self._on_end)
+        call.send(request)
+        watching = asyncio.create_task(self._watch(receive))
+        try:
+            await (self._send_events(send) if stream else self._send_one(send))
+        finally:
+            watching.cancel()
+            # Triton 24.10 keeps a request for ever whose cancel meets its last response. So a call
+            # whose request is over is closed in order.
+            if self._over:
+                call.half_close()
+            else:
+                call.cancel()
+
+    async def _send_events(self, send: Send) -> None:
+        begun = False
+        while not (begun and self._over and not self._arrived and self._error is None):
+            await self._wait()
+            events, self._arrived = self._arrived, []
+            error, self._error = self._error, None
+            if error is not None and not begun and error.text.startswith(_NOT_RUN):
+                await _answer(send, error)
+                return
+            if not begun:
+                # An error in place of the first response decides the status, as in Triton.
+                first = error if error is not None and not events else _Error(200, "")
+                headers = [_EVENTS, *first.headers]
+                await send(
+                    {"type": "http.response.start", "status": first.status, "headers": headers}
+                )
+                begun = True
+            if error is not None:
+                events.append(error_json(error.text))
+            body = b"".join([b"data: %b\n\n" % event for event in events])
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_one(self, send: Send) -> None:
+        while not self._over and len(self._arrived) < 2:
+            await self._wait(arrived=len(self._arrived))
+        if self._error is not None and not self._arrived:
+            await _answer(send, self._error)
+        elif self._error is not None or len(self._arrived) != 1:
+            await _answer(send, _Error(200, _ONLY_ONE))
+        else:
+            await _send_json(send, 200, self._arrived[0], [])
+
+    async def _wait(self, arrived: int = 0) -> None:
+        """Return once more than ``arrived`` responses wait, or none will come."""
+        while len(self._arrived) <= arrived and not self._over:
+            if self._gone:
+                raise _CallerLeft
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._changed.set()
+
+    def _on_messages(self, messages: list[bytes]) -> None:
+        for message in messages:
+            reply = service_pb2.ModelStreamInferResponse.FromString(message)
+            if self._over:
+                return
+            if reply.error_message:
+                self._fail(_error_of_model(reply.error_message))
+                return
+            response = reply.infer_response
+            self._over = is_final(response)
+            if response.outputs or not self._over:
+                self._arrived.append(response_json(response))
+        if len(self._arrived) > _MOST_WAITING:
+            self._gone = True
+        self._changed.set()
+
+    def _on_end(self, error: GrpcError | None) -> None:
+        if not self._over:
+            ended = GrpcError("UNAVAILABLE", "the server ended before its last response")
+            self._fail(_error_of_call(error or ended))
+
+    def _fail(self, error: _Error) -> None:
+        self._error, self._over = error, True
+        self._changed.set()
+
+
+def _error_of_model(text: str) -> _Error:
+    """What a model, or Triton in its place, said. Triton's own HTTP port answers 400 to all."""
+    error = from_wire(text)
+    if isinstance(error, Overloaded) and is_for_room(error):
+        seconds = _AGAIN_IN.search(text)
+        return _Error(429, text, seconds[1] if seconds else "1")
+    if isinstance(error, Overloaded) or _DRAINING in text:
+        return _Error(503, text, "1")
+    return _Error(400, text)
+
+
+def _error_of_call(error: GrpcError) -> _Error:
+    if _DRAINING in error.details or error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+        return _Error(503, error.details, "1")
+    if error.status == "NOT_FOUND":
+        return _Error(404, error.details)
+    return _Error(400 if error.status == "INVALID_ARGUMENT" else 500, error.details)
+
+
+async def _answer(send: Send, error: _Error) -> None:
+    await _send_json(send, error.status, error_json(error.text), error.headers)
+
+
+async def _send_json(
+    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
+) -> None:
+    length = (b"content-length", b"%d" % len(body))
+    headers = [_JSON, length, *headers]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _pieces(receive: Receive) -> AsyncIterator[bytes]:
+    """The request's body as it arrives. Raises ``_CallerLeft``."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _CallerLeft
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return

@@ -1,0 +1,232 @@
+"""The JSON of Triton's ``generate`` extension: a body to tensors, a response to JSON. No I/O.
+
+A body is a flat object. A member named like an input of the model becomes that tensor, every other
+member a parameter of the request; the members of ``parameters`` are treated as if they stood
+outside it. ``tests/live/test_triton_http.py`` compares all of it with Triton's own answers.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite, prod
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import service_pb2
+
+# What Triton reads from a gRPC request's parameters for itself. ``generate`` has no such meaning
+# for them: a model sees them as parameters like all others, and they change nothing.
+_READ_BY_TRITON = frozenset(
+    ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+)
+_FINAL = "triton_final_response"
+_INT64 = range(-(2**63), 2**63)
+_INTEGERS = {
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+}
+_FLOATS = {"FP32": np.float32, "FP64": np.float64}
+_OUTPUTS = {**_INTEGERS, **_FLOATS, "FP16": np.float16, "BOOL": np.bool_}
+# RapidJSON writes hexadecimal digits in capitals, unlike Python's json.
+_SHORT_ESCAPES = {8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r", 34: '\\"', 92: "\\\\"}
+_ESCAPES = {code: f"\\u{code:04X}" for code in range(32)} | _SHORT_ESCAPES
+
+
+class LeftToTriton(Exception):
+    """The body is not one that this module reads: Triton answers it, nearly always by refusing."""
+
+
+class TooLarge(Exception):
+    """An integer that its input's type cannot hold, which Triton would cut to other digits."""
+
+
+class _Members(list[tuple[str, Any]]):
+    """The members of a JSON object, in order; a dict would hide a repeated key, which is wrong."""
+
+
+def infer_request(
+    body: bytes, metadata: Any, version: str, traceparent: str = ""
+) -> service_pb2.ModelInferRequest:
+    """``body`` as a request to the model of ``metadata``, a ``ModelMetadataResponse``.
+
+    Raises ``LeftToTriton`` and ``TooLarge``.
+    """
+    try:
+        members = json.loads(body.decode("utf-8-sig"), object_pairs_hook=_Members)
+    except (ValueError, RecursionError) as error:  # of UTF-8 as well
+        raise LeftToTriton from error
+    if not isinstance(members, _Members):
+        raise LeftToTriton
+    request = service_pb2.ModelInferRequest(model_name=metadata.name, model_version=version)
+    _fill(request, {tensor.name: tensor for tensor in metadata.inputs}, members)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    if traceparent:
+        request.parameters["traceparent"].string_param = traceparent
+    return request
+
+
+def _fill(request: Any, inputs: Mapping[str, Any], members: _Members) -> None:
+    given = set()
+    for key, value in _flat(members):
+        if key in given:
+            raise LeftToTriton
+        given.add(key)
+        if key in inputs:
+            _add_input(request, inputs[key], value)
+        elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
+            _set_parameter(request.parameters[key], value)
+    request_id = dict(members).get("id", "")
+    if not isinstance(request_id, str):
+        raise LeftToTriton
+    request.id = request_id
+
+
+def _flat(members: _Members) -> Iterator[tuple[str, Any]]:
+    for key, value in members:
+        if key != "parameters":
+            yield key, value
+        elif isinstance(value, _Members):
+            yield from value
+        else:
+            raise LeftToTriton
+
+
+def _set_parameter(parameter: Any, value: Any) -> None:
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int) and value in _INT64:
+        parameter.int64_param = value
+    elif isinstance(value, float):
+        parameter.double_param = value
+    elif isinstance(value, str):
+        parameter.string_param = _encodable(value)
+    else:
+        raise LeftToTriton
+
+
+def _add_input(request: Any, declared: Any, value: Any) -> None:
+    values = value if isinstance(value, list) and not isinstance(value, _Members) else [value]
+    content = _packed(declared, values)
+    shape = _fitted(declared.shape, len(values))
+    request.inputs.add(name=declared.name, datatype=declared.datatype, shape=shape)
+    request.raw_input_contents.append(content)
+
+
+def _packed(declared: Any, values: Sequence[Any]) -> bytes:
+    kinds, datatype = set(map(type, values)), declared.datatype
+    if datatype == "BYTES" and kinds <= {str}:
+        texts = [_encodable(value).encode() for value in values]
+        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    if datatype == "BOOL" and kinds <= {bool}:
+        return bytes(values)
+    if datatype in _INTEGERS and kinds <= {int}:
+        kind = _INTEGERS[datatype]
+        for value in values:
+            if not np.iinfo(kind).min <= value <= np.iinfo(kind).max:
+                raise TooLarge(f"input '{declared.name}': {value} does not fit {datatype}")
+        return np.array(values, kind).tobytes()
+    if datatype in _FLOATS and kinds <= {int, float}:
+        try:
+            return np.array(values, _FLOATS[datatype]).tobytes()
+        except OverflowError as error:
+            raise LeftToTriton from error
+    raise LeftToTriton
+
+
+def _encodable(text: str) -> str:
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise LeftToTriton
+    return text
+
+
+def _fitted(dims: Sequence[int], count: int) -> list[int]:
+    """The shape of ``count`` values: the innermost open dimension takes what the others leave."""
+    fixed = prod(dim for dim in dims if dim >= 0)
+    shape = [1 if dim < 0 else dim for dim in dims]
+    open_dims = [place for place, dim in enumerate(dims) if dim < 0]
+    if open_dims and fixed and count % fixed == 0:
+        shape[open_dims[-1]] = count // fixed
+    elif count != fixed:
+        raise LeftToTriton
+    return shape
+
+
+def is_final(response: Any) -> bool:
+    """Whether the ``ModelInferResponse`` is the last of its request."""
+    return _FINAL in response.parameters and bool(response.parameters[_FINAL].bool_param)
+
+
+def response_json(response: Any) -> bytes:
+    """A ``ModelInferResponse`` as one JSON object, its members sorted by name."""
+    members = {
+        "model_name": _quoted(response.model_name),
+        "model_version": _quoted(response.model_version),
+    }
+    if response.id:
+        members["id"] = _quoted(response.id)
+    for key, parameter in response.parameters.items():
+        if key != _FINAL:
+            value = getattr(parameter, parameter.WhichOneof("parameter_choice"))
+            members[key] = _scalar(value)
+    for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
+        values = _unpacked(output.datatype, content)
+        members[output.name] = values[0] if len(values) == 1 else f"[{','.join(values)}]"
+    pairs = [f"{_quoted(key)}:{members[key]}" for key in sorted(members)]
+    return f"{{{','.join(pairs)}}}".encode("utf-8", "surrogateescape")
+
+
+def error_json(message: str) -> bytes:
+    """The body of an error."""
+    return f'{{"error":{_quoted(message)}}}'.encode("utf-8", "surrogateescape")
+
+
+def _unpacked(datatype: str, content: bytes) -> list[str]:
+    if datatype != "BYTES":
+        return [_scalar(value) for value in np.frombuffer(content, _OUTPUTS[datatype]).tolist()]
+    texts, place = [], 0
+    while place < len(content):
+        (size,) = struct.unpack_from("<I", content, place)
+        place += 4 + size
+        # Bytes that are not UTF-8 are passed on as they are, as Triton does.
+        texts.append(_quoted(content[place - size : place].decode("utf-8", "surrogateescape")))
+    return texts
+
+
+def _quoted(text: str) -> str:
+    return f'"{text.translate(_ESCAPES)}"'
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, float):
+        return number(value)
+    return str(value).lower()  # of true and false
+
+
+def number(value: float) -> str:
+    """A float as RapidJSON writes it: plain from 1e-6 up to 1e21, else with a bare exponent."""
+    if not isfinite(value):
+        return "null"  # RapidJSON writes nothing, which no client can read
+    text = repr(value)
+    mantissa, exponent_mark, exponent = text.partition("e")
+    if not exponent_mark:
+        return text
+    power = int(exponent)
+    sign = "-" if mantissa.startswith("-") else ""
+    whole, _, fraction = mantissa.lstrip("-").partition(".")
+    fraction = "" if fraction == "0" else fraction
+    digits = whole + fraction
+    if 0 < power < 21:
+        return f"{sign}{digits}{'0' * (power - len(fraction))}.0"
+    if -7 < power < 0:
+        return f"{sign}0.{'0' * (-power - 1)}{digits}"
+    return f"{sign}{whole}{'.' + fraction if fraction else ''}e{power}"
