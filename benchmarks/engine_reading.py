@@ -25,7 +25,7 @@ from bench.stepping import Doubles
 from openai_servers import MOST_STREAMS
 from orchestration import serving
 
-from trtllm_bls.bundled import DEMO
+from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.engines.triton_grpc import GrpcEngine
 from trtllm_bls.engines.trtllm_service.engine import TrtllmServiceEngine

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.stepping import SteppingEngine
 
-from trtllm_bls.bundled import DEMO
-from trtllm_bls.http_guard import ConnectionLimits
+from trtllm_bls.checkpoint_dir import DEMO
+from trtllm_bls.http.guard import ConnectionLimits
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from trtllm_bls.bundled import DEMO
+from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.client import Client
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine

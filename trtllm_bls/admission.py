@@ -174,8 +174,8 @@ class RequestLimits:
         nodes are its brackets, commas and alternatives; those within quotes do not count.
         """
         field = "guided_decoding_guide"
-        values = extras[field].reshape(-1) if field in extras else ()
-        guide = values[0] if len(values) and isinstance(values[0], bytes) else b""
+        values = extras[field].reshape(-1).tolist() if field in extras else []
+        guide = values[0] if values and isinstance(values[0], bytes) else b""
         if len(guide) > self.max_guide_bytes:
             raise _above(field, len(guide), "bytes", self.max_guide_bytes, "max_guide_bytes")
         depth = deepest = nodes = 0

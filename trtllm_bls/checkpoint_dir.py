@@ -14,6 +14,13 @@ from typing import Any, TypeVar
 
 from trtllm_bls.errors import CheckpointError, TokenizerError
 
+# What the package brings: the model repository and the demo's checkpoints. In a checkout the two
+# are links to its own ``models`` and ``assets``, in a wheel the files themselves. So relative paths
+# such as ``../assets`` mean the same in both.
+_BUNDLED = Path(__file__).resolve().parent / "bundled"
+REPOSITORY = (_BUNDLED / "models").resolve()
+DEMO = (_BUNDLED / "assets" / "demo").resolve()
+
 _T = TypeVar("_T")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _WEIGHTS = ("*.safetensors", "*.bin")

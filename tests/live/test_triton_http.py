@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from trtllm_bls.http.triton import TritonAddresses, TritonHttp
 from trtllm_bls.launcher import TritonServer
-from trtllm_bls.triton_http.app import TritonAddresses, TritonHttp
 
 pytestmark = pytest.mark.live
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from trtllm_bls.bundled import DEMO
+from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.cli import main
 from trtllm_bls.launcher.demo import prompts
 

@@ -20,7 +20,7 @@ from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
 from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
-from trtllm_bls.http_guard import BodyReader, ConnectionLimits, Refused
+from trtllm_bls.http.guard import BodyReader, ConnectionLimits, Refused
 
 BODY = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 100}).encode()
 JSON = "content-type: application/json\r\n"

@@ -14,7 +14,7 @@ from doubles.scripted_tokens import reciting
 from tests.helpers.fake_engine_server import ASK, Say, Triton
 from tests.helpers.scripted_services import playing
 from tests.unit.test_deployment import deployed, parameters
-from trtllm_bls.bundled import DEMO, REPOSITORY
+from trtllm_bls.checkpoint_dir import DEMO, REPOSITORY
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton import TritonEngine

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.bundled import REPOSITORY
+from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import workdir
 from trtllm_bls.launcher.checks import Installation

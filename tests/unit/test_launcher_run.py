@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_bls.bundled import DEMO, REPOSITORY
+from trtllm_bls.checkpoint_dir import DEMO, REPOSITORY
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import command, workdir
 from trtllm_bls.launcher.checks import Installation

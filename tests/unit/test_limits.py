@@ -128,10 +128,27 @@ def test_logits_are_counted_before_they_are_computed() -> None:
     RequestLimits(max_logits_bytes=1000).check_logits(5, None)  # an engine that does not tell
 
 
+@pytest.mark.parametrize(
+    ("guide", "problem"),
+    [
+        (b"a" * 101, "101 bytes; at most 100 .*max_guide_bytes"),
+        (b"[" * 6 + b"]" * 6, "6 levels; at most 5 .*max_guide_depth"),
+        (b"1,2,3,4,5,6,7,8,9,10,11,12", "11 nodes; at most 10 .*max_guide_nodes"),
+    ],
+)
+def test_a_guide_that_is_costly_to_compile_is_refused(guide: bytes, problem: str) -> None:
+    """Whatever the engine: one behind Triton has no limits of its own."""
+    limits = RequestLimits(max_guide_bytes=100, max_guide_depth=5, max_guide_nodes=10)
+    extras = {"guided_decoding_guide": np.array([guide], np.object_)}
+    with pytest.raises(InvalidRequest, match=f"^guided_decoding_guide: {problem}"):
+        run(asking(extras=extras), limits=limits)
+    limits.check_guide({"guided_decoding_guide": np.array([b'["[[[[[[,,,,,,,,,,,"]'], np.object_)})
+
+
 def test_who_sets_no_limits_has_those_of_the_parameters() -> None:
     """The engine's own service and a process without a configuration."""
     limits = RequestLimits()
-    for key in ("max_request_bytes", "max_prompt_bytes", "max_logits_bytes"):
+    for key in ("max_request_bytes", "max_prompt_bytes", "max_logits_bytes", "max_guide_bytes"):
         assert getattr(limits, key) == getattr(BlsParameters, key)
 
 

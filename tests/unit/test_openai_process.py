@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
-from trtllm_bls.bundled import REPOSITORY
+from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.openai_process import OpenAIProcess
 from trtllm_bls.launcher.ports import listen

@@ -159,7 +159,12 @@ def test_engine_sizes_are_told_only_where_they_are_set(tmp_path: Path) -> None:
     """0 leaves the choice to the engine."""
     given = parameters(model_dir=str(tmp_path), max_batch="4", threads="0", max_draft_len="3")
     engine = given.read(EngineParameters)
-    assert dict(engine.sizes) == {"max_batch": 4, "max_draft_len": 3, "max_tokens_per_step": 512}
+    assert dict(engine.sizes) == {
+        "max_batch": 4,
+        "max_draft_len": 3,
+        "max_tokens_per_step": 512,
+        "guide_compile_seconds": 2,
+    }
     assert engine.exclude_input_in_output is False
 
 

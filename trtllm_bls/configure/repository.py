@@ -15,7 +15,7 @@ from typing import Any, Literal
 import click
 from google.protobuf import text_format
 
-from trtllm_bls.bundled import REPOSITORY
+from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.configure.engine import (
     EngineDir,
     check_drafting,

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from trtllm_bls.bundled import DEMO, REPOSITORY
-from trtllm_bls.checkpoint_dir import check_checkpoint, check_tokenizer
+from trtllm_bls.checkpoint_dir import DEMO, REPOSITORY, check_checkpoint, check_tokenizer
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher.checks import Installation
 from trtllm_bls.launcher.ports import Ports

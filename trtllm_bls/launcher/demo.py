@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from trtllm_bls.bundled import DEMO
+from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.client import Client
 from trtllm_bls.commands.reply import Reply, Summary, summarise
 from trtllm_bls.errors import SettingsError

@@ -16,7 +16,7 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.bundled import REPOSITORY
+from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher.checks import PACKAGE, Installation
 from trtllm_bls.launcher.interpreter import PYTHON

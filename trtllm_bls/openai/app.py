@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError
-from trtllm_bls.http_guard import (
+from trtllm_bls.http.guard import (
     BodyReader,
     BrowserGuard,
     ClientGone,

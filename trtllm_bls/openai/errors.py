@@ -21,7 +21,7 @@ from trtllm_bls.errors import (
     PromptTooLong,
     TrtllmBlsError,
 )
-from trtllm_bls.http_guard import Refused
+from trtllm_bls.http.guard import Refused
 from trtllm_bls.services.deployment import SHUTTING_DOWN
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from trtllm_bls.http_guard import BODY_SEND, BODY_WRITE, ClientGone, header
+from trtllm_bls.http.guard import BODY_SEND, BODY_WRITE, ClientGone, header
 from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.request_stats import CancelCause

@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from uvicorn.supervisors import Multiprocess
 
 from trtllm_bls.errors import SetupError, TrtllmBlsError
-from trtllm_bls.http_guard import ConnectionLimits, raise_descriptor_limit
+from trtllm_bls.http.guard import ConnectionLimits, raise_descriptor_limit
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.errors import error_body
 from trtllm_bls.parameters import BlsParameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from trtllm_bls.admission import RequestLimits
@@ -61,8 +61,7 @@ class ModelParameters:
     @property
     def limits(self) -> RequestLimits:
         """The limits of one request; each model has parameters for some of them."""
-        names = ("max_request_bytes", "max_prompt_bytes", "max_output_tokens", "max_logits_bytes")
-        names += ("max_guide_bytes", "max_guide_depth", "max_guide_nodes")
+        names = [field.name for field in fields(RequestLimits)]
         return RequestLimits(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
 

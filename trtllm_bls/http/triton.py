@@ -1,4 +1,9 @@
-"""The ASGI application: ``generate`` over gRPC, everything else passed on to Triton's HTTP port."""
+"""Triton's HTTP surface: ``generate`` over gRPC, everything else passed on to Triton's HTTP port.
+
+A ``generate`` runs in the same model as it would over Triton's port, with the same id and
+parameters, and the engine's work ends when the caller leaves. A body that Triton would refuse is
+passed on as well, so that Triton words the refusal.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from trtllm_bls.engines.grpc_transport import Connection, GrpcError
 from trtllm_bls.errors import Overloaded, from_wire, is_for_room
-from trtllm_bls.triton_http.forms import (
+from trtllm_bls.http.triton_forms import (
     LeftToTriton,
     TooLarge,
     error_json,
@@ -130,7 +135,7 @@ class TritonHttp:
             request = await asyncio.to_thread(infer_request, *arguments)
         else:
             request = infer_request(*arguments)
-        return request.SerializeToString()
+        return bytes(request.SerializeToString())
 
     async def _pass_on(
         self, scope: Scope, content: bytes | AsyncIterator[bytes], send: Send

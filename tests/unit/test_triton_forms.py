@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.triton_http.forms import (
+from trtllm_bls.http.triton_forms import (
     LeftToTriton,
     TooLarge,
     error_json,

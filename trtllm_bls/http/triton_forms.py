@@ -23,7 +23,7 @@ _READ_BY_TRITON = frozenset(
 )
 _FINAL = "triton_final_response"
 _INT64 = range(-(2**63), 2**63)
-_INTEGERS = {
+_INTEGERS: dict[str, type[np.integer[Any]]] = {
     "INT8": np.int8,
     "INT16": np.int16,
     "INT32": np.int32,
