@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from h2.exceptions import ProtocolError
 from hpack import Decoder, Encoder
 from hyperframe.frame import ContinuationFrame, Frame, HeadersFrame, RstStreamFrame
 
-from trtllm_bls.engines.http2_frames import (
+from trtllm_bls.grpc_client.protocol import (
     CONTINUATION,
     END_HEADERS,
     END_STREAM,
@@ -16,6 +15,7 @@ from trtllm_bls.engines.http2_frames import (
     MAX_HEADERS_BYTES,
     RESET,
     HeaderBlocks,
+    ProtocolError,
     number_frame,
     number_of,
     packed_headers,

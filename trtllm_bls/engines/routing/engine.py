@@ -1,6 +1,6 @@
 """One engine made of a target and of what may draft for it; each request is routed to either.
 
-A request that speculates runs in rounds over both engines (``engines.speculative``); any other goes
+A request that speculates runs in rounds over both engines (``speculative``); any other goes
 straight to the target. A target that ends every request after one step, as older engines built for
 external drafts do, is asked for one token after the other.
 """
@@ -14,7 +14,7 @@ from contextlib import aclosing
 from functools import partial
 
 from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
-from trtllm_bls.engines.speculative import SpeculativeRun
+from trtllm_bls.engines.routing.speculative import SpeculativeRun
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
 from trtllm_bls.speculative.options import SpeculationOptions, SpeculationStats
 from trtllm_bls.speculative.round_requests import check_speculative, one_step_probe
