@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from trtllm_bls.grpc_client.protocol import Http2Client, Received, packed_headers, prefixed
+from trtllm_bls.grpc_client.protocol import Http2Client, Received, packed_headers
 from trtllm_bls.grpc_client.status import GrpcError
 
 _CONNECT_SECONDS = 5.0
@@ -182,10 +182,9 @@ class GrpcCall:
             raise RuntimeError("a message cannot follow half_close()")
         if self.done or self.connection is None:
             return
-        data = prefixed(message)
         if self.unanswered is not None:
-            self.unanswered.append(data)
-        self.connection.protocol.send(self.stream_id, data)
+            self.unanswered.append(message)
+        self.connection.protocol.send(self.stream_id, message)
         self.connection.flush_soon()
 
     def half_close(self) -> None:
@@ -201,15 +200,6 @@ class GrpcCall:
         if not self.done and self.connection is not None:
             self.connection.drop(self)
             self.finish()
-
-    def deliver(self, messages: list[bytes]) -> None:
-        """Give messages to the caller."""
-        self.replies += len(messages)
-        try:
-            self.on_messages(messages)
-        except Exception:
-            _log.exception("a callback failed on messages; its call is cancelled")
-            self.cancel()
 
     def end(self, error: GrpcError | None) -> None:
         """Tell the caller of the end."""
@@ -360,8 +350,8 @@ class _Connection(asyncio.Protocol):
                 continue
             call.stream_id = protocol.open(call.headers)
             self._calls[call.stream_id] = call
-            for data in call.unanswered or ():
-                protocol.send(call.stream_id, data)
+            for message in call.unanswered or ():
+                protocol.send(call.stream_id, message)
             if call.half_closed:
                 protocol.half_close(call.stream_id)
         if protocol.draining:
@@ -389,8 +379,14 @@ class _Connection(asyncio.Protocol):
             self._pause_seconds = _FIRST_PAUSE_SECONDS
         for stream_id, messages in received.messages.items():
             call = self._calls.get(stream_id)
-            if call is not None:  # else a callback has just cancelled it
-                call.deliver(messages)
+            if call is None:  # a callback has just cancelled it
+                continue
+            call.replies += len(messages)
+            try:
+                call.on_messages(messages)
+            except Exception:
+                _log.exception("a callback failed on messages; its call is cancelled")
+                call.cancel()
         if received.ended or received.refused or received.goaway or received.failure:
             self._end_calls(received)
         if self.protocol.output or self.protocol.unsent or self._waiting:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from dataclasses import dataclass, field
 
 from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
 
@@ -54,6 +55,7 @@ class ProtocolError(Exception):
     """The server broke HTTP/2; the connection cannot go on."""
 
 
+@dataclass(slots=True)
 class Received:
     """What the bytes of one read brought, by stream. All of them are parsed before any is acted on.
 
@@ -64,24 +66,13 @@ class Received:
     did not look at. ``failure``: how the server broke the protocol; what came before it counts.
     """
 
-    __slots__ = (
-        "answered",
-        "ended",
-        "failure",
-        "goaway",
-        "messages",
-        "refused",
-        "unprocessed",
-    )
-
-    def __init__(self) -> None:
-        self.messages: dict[int, list[bytes]] = {}
-        self.ended: dict[int, GrpcError | None] = {}
-        self.answered: list[int] = []
-        self.refused: dict[int, GrpcError] = {}
-        self.unprocessed: list[int] = []
-        self.goaway: str | None = None
-        self.failure: str | None = None
+    messages: dict[int, list[bytes]] = field(default_factory=dict)
+    ended: dict[int, GrpcError | None] = field(default_factory=dict)
+    answered: list[int] = field(default_factory=list)
+    refused: dict[int, GrpcError] = field(default_factory=dict)
+    unprocessed: list[int] = field(default_factory=list)
+    goaway: str | None = None
+    failure: str | None = None
 
 
 class _Stream:
@@ -178,10 +169,10 @@ class Http2Client:
         self.draining |= self._next_id > _LARGEST
         return stream.id
 
-    def send(self, stream_id: int, data: bytes) -> None:
-        """Queue a prefixed message; it leaves when flow control admits it."""
+    def send(self, stream_id: int, message: bytes) -> None:
+        """Queue a message; it leaves when flow control admits it."""
         if (stream := self._streams.get(stream_id)) is not None:
-            stream.outbox.append(data)
+            stream.outbox.append(_MESSAGE_PREFIX.pack(0, len(message)) + message)
             self.unsent[stream_id] = stream
 
     def half_close(self, stream_id: int) -> None:
@@ -198,7 +189,26 @@ class Http2Client:
     def bytes_to_send(self, *, data: bool = True) -> bytes:
         """All frames that are due, and with ``data`` a turn of each stream's data."""
         for stream in [*self.unsent.values()] if data else ():
-            self._frame_data(stream)
+            del self.unsent[stream.id]
+            turn = _TURN_BYTES
+            while stream.outbox:
+                size = min(self._window, stream.window, turn, self._max_frame_size)
+                if size <= 0:
+                    self.unsent[stream.id] = stream  # the last now: windows and turns go around
+                    break
+                part = stream.outbox.popleft()
+                if len(part) > size:
+                    stream.outbox.appendleft(memoryview(part)[size:])
+                    part = part[:size]
+                stream.end_sent = stream.half_closed and not stream.outbox
+                flags = END_STREAM if stream.end_sent else 0
+                self.output.append(frame(DATA, flags, stream.id, part))
+                self._window -= len(part)
+                stream.window -= len(part)
+                turn -= len(part)
+            if stream.half_closed and not stream.outbox and not stream.end_sent:
+                stream.end_sent = True
+                self.output.append(frame(DATA, END_STREAM, stream.id, b""))
         packed = b"".join(self.output)
         self.output.clear()
         return packed
@@ -207,28 +217,6 @@ class Http2Client:
     def has_more_data(self) -> bool:
         """Whether flow control admits data that ``bytes_to_send`` has left to another turn."""
         return self._window > 0 and any(stream.window > 0 for stream in self.unsent.values())
-
-    def _frame_data(self, stream: _Stream) -> None:
-        del self.unsent[stream.id]
-        turn = _TURN_BYTES
-        while stream.outbox:
-            size = min(self._window, stream.window, turn, self._max_frame_size)
-            if size <= 0:
-                self.unsent[stream.id] = stream  # the last now: windows and turns go around
-                return
-            data = stream.outbox.popleft()
-            if len(data) > size:
-                stream.outbox.appendleft(memoryview(data)[size:])
-                data = data[:size]
-            stream.end_sent = stream.half_closed and not stream.outbox
-            flags = END_STREAM if stream.end_sent else 0
-            self.output.append(frame(DATA, flags, stream.id, data))
-            self._window -= len(data)
-            stream.window -= len(data)
-            turn -= len(data)
-        if stream.half_closed and not stream.end_sent:
-            stream.end_sent = True
-            self.output.append(frame(DATA, END_STREAM, stream.id, b""))
 
     def _close(self, stream: _Stream, reset: int | None) -> None:
         """The stream is over; ``reset`` tells so to a server that would go on with it."""
@@ -260,8 +248,8 @@ class Http2Client:
                 else:
                     self._receive_other(received, kind, flags, stream_id, payload)
                 start = start_of_next
-        except ProtocolError as error:
-            received.failure = str(error)
+        except (ProtocolError, struct.error) as error:  # the latter for a frame of another length
+            start, received.failure = size, str(error)
             self.output.append(frame(GOAWAY, 0, 0, _GOAWAY.pack(0, PROTOCOL_ERROR)))
         self._partial_frame = data[start:]
         return received
@@ -306,13 +294,13 @@ class Http2Client:
         if self._headers.open_on is not None and kind != CONTINUATION:
             raise ProtocolError("headers that are not continued")
         if kind == UPDATE:
-            self._receive_update(stream_id, number_of(payload))
+            self._receive_update(stream_id, payload)
         elif kind in (HEADERS, CONTINUATION):
             fields = self._headers.add(kind, flags, stream_id, payload)
             if fields is not None:
                 self._receive_headers(received, stream_id, fields)
         elif kind == RESET:
-            self._receive_reset(received, stream_id, number_of(payload))
+            self._receive_reset(received, stream_id, payload)
         elif kind == GOAWAY:
             self._receive_goaway(received, payload)
         elif stream_id == 0:
@@ -330,9 +318,9 @@ class Http2Client:
             if not flags & ACK:
                 self.output.append(frame(PING, ACK, 0, payload))
 
-    def _receive_update(self, stream_id: int, number: int) -> None:
+    def _receive_update(self, stream_id: int, payload: bytes) -> None:
         """The server takes more bytes: on the connection (stream 0) or on one stream."""
-        increment = number & _LARGEST  # the highest bit is reserved
+        increment = _NUMBER.unpack(payload)[0] & _LARGEST  # the highest bit is reserved
         stream = self._streams.get(stream_id)
         if stream_id == 0:
             window = self._window = self._window + increment
@@ -359,7 +347,8 @@ class Http2Client:
         elif (error := not_grpc(fields)) is not None:
             self._end(received, stream, error, CANCEL)
 
-    def _receive_reset(self, received: Received, stream_id: int, code: int) -> None:
+    def _receive_reset(self, received: Received, stream_id: int, payload: bytes) -> None:
+        (code,) = _NUMBER.unpack(payload)
         stream = self._streams.get(stream_id)
         if stream is None:
             return
@@ -373,8 +362,6 @@ class Http2Client:
 
     def _receive_goaway(self, received: Received, payload: bytes) -> None:
         """The server goes on with the streams that it has accepted."""
-        if len(payload) < _GOAWAY.size:
-            raise ProtocolError("a GOAWAY frame without its fields")
         last, code = _GOAWAY.unpack_from(payload)
         text = payload[_GOAWAY.size :].decode("utf-8", "replace")
         received.goaway = text or f"HTTP/2 error {code}"
@@ -384,8 +371,6 @@ class Http2Client:
             received.unprocessed.append(stream.id)
 
     def _receive_settings(self, flags: int, payload: bytes) -> None:
-        if len(payload) % _SETTING.size or (flags & ACK and payload):
-            raise ProtocolError(f"SETTINGS of {len(payload)} bytes")
         if flags & ACK:
             return
         self.ready = True
@@ -443,11 +428,6 @@ class HeaderBlocks:
         return {bytes(name): bytes(value) for name, value in fields}
 
 
-def prefixed(message: bytes) -> bytes:
-    """A message as it is sent in DATA frames."""
-    return _MESSAGE_PREFIX.pack(0, len(message)) + message
-
-
 def packed_headers(fields: list[tuple[bytes, bytes]]) -> bytes:
     """A header block that can be sent at any time, since none of its fields enters the table that
     the server keeps."""
@@ -464,13 +444,6 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes | memoryview) ->
 def number_frame(kind: int, stream_id: int, number: int) -> bytes:
     """A frame of one number: the increment of a window, the code of a reset."""
     return frame(kind, 0, stream_id, _NUMBER.pack(number))
-
-
-def number_of(payload: bytes) -> int:
-    """The number in such a frame. Raises ``ProtocolError``."""
-    if len(payload) != _NUMBER.size:
-        raise ProtocolError(f"a frame of {len(payload)} bytes that holds one number")
-    return int(_NUMBER.unpack(payload)[0])
 
 
 def unpadded(payload: bytes, flags: int) -> bytes:

@@ -218,11 +218,12 @@ class DeployedModel:
             may_be_one_step=is_cpp_backend and not one_step and not takes_none,
         )
 
-    def prompt_included(self, request: EngineRequest) -> bool:
-        """Whether a non-streaming answer to this request starts with the prompt."""
-        if request.streaming or "exclude_input_in_output" in self.inputs:
-            return False  # exclusion is always asked for where it can be
-        return not is_true(self.parameters.get("exclude_input_in_output", ""))
+    @cached_property
+    def repeats_prompt(self) -> bool:
+        """Whether an answer that is not streamed begins with the prompt: there is no way to exclude
+        it, which is always asked for where there is one."""
+        excluded = is_true(self.parameters.get("exclude_input_in_output", ""))
+        return not excluded and "exclude_input_in_output" not in self.inputs
 
     def outputs_for(self, request: EngineRequest) -> list[str]:
         """The outputs to ask for; nothing is sent that nobody reads."""
@@ -366,7 +367,8 @@ class ResponseReader:
 
     def __init__(self, request: EngineRequest, model: DeployedModel) -> None:
         self._request = request
-        self._skip = len(request.input_ids) if model.prompt_included(request) else 0
+        repeated = model.repeats_prompt and not request.streaming
+        self._skip = len(request.input_ids) if repeated else 0
         self._unfinished = set(range(request.num_return_sequences))
         self._single = request.num_return_sequences == 1
         self._plain = self._single and request.wants == _NO_WANTS and not self._skip

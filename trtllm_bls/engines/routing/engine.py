@@ -74,8 +74,9 @@ class RoutingEngine:
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``; refuses by name what speculation was asked for but cannot do."""
-        options = self._speculation(request)
-        on_end = self._on_end
+        options, on_end = None, self._on_end
+        if self._by_default or request.speculation != _NOT_ASKED:
+            options = self._speculation(request)
         if options is None:
             if not self.shared.one_step or request.draft is not None:
                 return self._target.generate(request)
@@ -104,8 +105,6 @@ class RoutingEngine:
 
     def _speculation(self, request: EngineRequest) -> SpeculationOptions | None:
         """How to speculate; ``None`` for plain decoding. Raises as ``generate`` does."""
-        if not self._by_default and request.speculation == _NOT_ASKED:
-            return None
         options = self._options.for_request(
             request, by_default=self._by_default, has_draft_model=self._draft is not None
         )
