@@ -3,8 +3,8 @@
     python benchmarks/engine_reading.py [--streams 8 32 128] [--triton]
 
 The engine is one process of TrtllmService (grpcio in Python), or with --triton a tritonserver with
-the scripted model. Every stream takes its tokens where they arrive, as the orchestrator does. CPU
-is user and system time of this process per token, from the first request to the last answer's end.
+the scripted model. CPU is user and system time of this process per token, from the first request to
+the last answer's end.
 """
 
 from __future__ import annotations
@@ -35,14 +35,6 @@ from trtllm_bls.types import EngineRequest, Sampling
 async def read(stream: ChunkStream) -> int:
     """How many tokens there were."""
     tokens = 0
-
-    def take() -> bool:
-        nonlocal tokens
-        chunks = stream.take()
-        tokens += sum([len(chunk.token_ids) for chunk in chunks])
-        return not any([chunk.final for chunk in chunks])
-
-    stream.on_arrival(take)
     try:
         await stream.wait()
         while chunks := stream.take():

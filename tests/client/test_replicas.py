@@ -13,10 +13,9 @@ from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
 from tests.helpers.scripted_pairs import ids, read, told
 from tests.helpers.virtual_time import skipping_waits
-from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.routing import ReplicatedEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
-from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason, Sampling
+from trtllm_bls.types import EngineChunk, EngineRequest, FinishReason, Sampling
 
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=6)
 DOWN = EngineUnavailable("down")
@@ -65,31 +64,6 @@ async def test_a_request_without_tokens_is_tried_elsewhere(error: Exception) -> 
     engine = together(one, two)
     assert await tokens(engine) == right
     assert len(one.requests) == 1
-    await engine.close()
-
-
-async def test_chunks_are_taken_where_they_arrive_at_each_engine_in_turn() -> None:
-    """What the first engine refuses, the second gives to the same reader, which is not woken."""
-    one, two = filling = [Filling("one"), Filling("two")]
-    engine = ReplicatedEngine(filling)
-    await engine.capacity()
-    stream, taken = engine.generate(ASK), []
-
-    def take_now() -> bool:
-        taken.extend(stream.take())
-        return True
-
-    stream.on_arrival(take_now)
-    waiting = asyncio.create_task(stream.wait())
-    await one.awaited()
-    one.chunks.fail(DOWN)
-    await two.awaited()
-    two.chunks.put([EngineChunk(token_ids=(7,))])
-    assert [chunk.token_ids for chunk in taken] == [(7,)]
-    assert not waiting.done()
-    two.chunks.end()
-    await waiting
-    await stream.aclose()
     await engine.close()
 
 

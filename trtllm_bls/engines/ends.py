@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtllm_bls.engines.base import ids_chunk
 from trtllm_bls.stopping import StopSequences
 from trtllm_bls.types import EngineChunk, EngineRequest, FinishReason, TokenIds
 
@@ -52,7 +51,7 @@ class SequenceEnds:
         usual = kept == 1 and self._plain and not ended and log_probs is None
         if usual and ids[0] != self._end_id and self._count + 1 < self._most:
             self._count += 1
-            return ids_chunk(ids, self._index)
+            return EngineChunk(token_ids=ids, sequence_index=self._index, ids_only=True)
         for place, token in enumerate(ids):
             found = self._end_at(token)
             if found is not None:

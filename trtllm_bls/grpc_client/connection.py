@@ -238,9 +238,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._connecting = self._loop.create_task(self._connect())
-        self._connect_timer = self._loop.call_later(
-            _CONNECT_SECONDS, self._lose, f"no HTTP/2 server answered in {_CONNECT_SECONDS:g} s"
-        )
+        self._connect_timer = self._loop.call_later(_CONNECT_SECONDS, self._end_unless_ready)
         self._lost: asyncio.Future[None] = self._loop.create_future()
         self._ended = False
         self._waiting: deque[GrpcCall] = deque()
@@ -258,6 +256,10 @@ class _Connection(asyncio.Protocol):
             await self._loop.create_connection(lambda: self, *channel.address, ssl=channel.tls)
         except (OSError, UnicodeError) as error:
             self._lose(str(error))
+
+    def _end_unless_ready(self) -> None:
+        if not self.protocol.ready:
+            self._lose(f"no HTTP/2 server answered in {_CONNECT_SECONDS:g} s")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # with TCP_NODELAY, by asyncio
@@ -372,8 +374,6 @@ class _Connection(asyncio.Protocol):
         if self._ended:
             return
         received = self.protocol.receive(data)
-        if self.protocol.ready:
-            self._connect_timer.cancel()
         for stream_id in received.answered:
             self._calls[stream_id].unanswered = None
             self._pause_seconds = _FIRST_PAUSE_SECONDS

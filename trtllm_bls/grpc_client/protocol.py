@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from dataclasses import dataclass, field
 
 from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
 
@@ -55,7 +54,6 @@ class ProtocolError(Exception):
     """The server broke HTTP/2; the connection cannot go on."""
 
 
-@dataclass(slots=True)
 class Received:
     """What the bytes of one read brought, by stream. All of them are parsed before any is acted on.
 
@@ -66,13 +64,16 @@ class Received:
     did not look at. ``failure``: how the server broke the protocol; what came before it counts.
     """
 
-    messages: dict[int, list[bytes]] = field(default_factory=dict)
-    ended: dict[int, GrpcError | None] = field(default_factory=dict)
-    answered: list[int] = field(default_factory=list)
-    refused: dict[int, GrpcError] = field(default_factory=dict)
-    unprocessed: list[int] = field(default_factory=list)
-    goaway: str | None = None
-    failure: str | None = None
+    __slots__ = ("answered", "ended", "failure", "goaway", "messages", "refused", "unprocessed")
+
+    def __init__(self) -> None:
+        self.messages: dict[int, list[bytes]] = {}
+        self.ended: dict[int, GrpcError | None] = {}
+        self.answered: list[int] = []
+        self.refused: dict[int, GrpcError] = {}
+        self.unprocessed: list[int] = []
+        self.goaway: str | None = None
+        self.failure: str | None = None
 
 
 class _Stream:
@@ -245,6 +246,8 @@ class Http2Client:
                 payload = data[body:start_of_next]
                 if kind == DATA and self._headers.open_on is None:
                     self._receive_data(received, stream_id, flags, payload)
+                elif kind == UPDATE and self._headers.open_on is None:
+                    self._receive_update(stream_id, payload)
                 else:
                     self._receive_other(received, kind, flags, stream_id, payload)
                 start = start_of_next
@@ -290,12 +293,10 @@ class Http2Client:
     def _receive_other(
         self, received: Received, kind: int, flags: int, stream_id: int, payload: bytes
     ) -> None:
-        """Any frame but DATA."""
+        """Any frame but DATA and WINDOW_UPDATE, or one of them among a block of headers."""
         if self._headers.open_on is not None and kind != CONTINUATION:
             raise ProtocolError("headers that are not continued")
-        if kind == UPDATE:
-            self._receive_update(stream_id, payload)
-        elif kind in (HEADERS, CONTINUATION):
+        if kind in (HEADERS, CONTINUATION):
             fields = self._headers.add(kind, flags, stream_id, payload)
             if fields is not None:
                 self._receive_headers(received, stream_id, fields)

@@ -75,7 +75,8 @@ engine_max_sequence_tokens  bls  count>=0  default=0
 engine_resume  bls  flag  default=false
     With several addresses: a greedy or seeded request goes on when its engine is lost.
 engine_transport  bls  auto|bls|grpc  default=auto  env=TRTLLM_BLS_ENGINE_TRANSPORT
-    How the engine is called: over Triton's gRPC port, inside Triton, or whichever works.
+    How the engine is called: over this server's own gRPC port (`auto`), over the gRPC port at
+    `engine_url` whosever it is (`grpc`), or inside Triton (`bls`), for servers without gRPC.
 engine_url  bls  text  default=localhost:8001  env=TRTLLM_BLS_GRPC_URL
     `host:port` of the gRPC port behind which the engine is.
 engine_tls_ca  bls  file  optional

@@ -27,8 +27,8 @@ _PLAIN = SpeculationOptions(num_draft_tokens=0)
 log = logging.getLogger(__name__)
 
 
-def _ignore(stats: SpeculationStats) -> None:
-    pass
+def _report_nothing(stats: SpeculationStats) -> None:
+    """For requests whose figures nobody wants."""
 
 
 class RoutingEngine:
@@ -46,7 +46,7 @@ class RoutingEngine:
         options: SpeculationOptions | None = None,
         *,
         by_default: bool = False,
-        on_end: Callable[[SpeculationStats], None] = _ignore,
+        on_end: Callable[[SpeculationStats], None] = _report_nothing,
         shared: SpeculationShared | None = None,
     ) -> None:
         self.name = target.name
@@ -81,7 +81,7 @@ class RoutingEngine:
             if not self.shared.one_step or request.draft is not None:
                 return self._target.generate(request)
             _check_one_step(request)
-            options, on_end = _PLAIN, _ignore
+            options, on_end = _PLAIN, _report_nothing
         run = SpeculativeRun(request, self._target, self._draft, self.shared)
         return TaskChunks(partial(run.run, options, on_end))
 
