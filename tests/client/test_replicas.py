@@ -13,9 +13,10 @@ from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
 from tests.helpers.scripted_pairs import ids, read, told
 from tests.helpers.virtual_time import skipping_waits
+from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.routing import ReplicatedEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
-from trtllm_bls.types import EngineChunk, EngineRequest, FinishReason, Sampling
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason, Sampling
 
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=6)
 DOWN = EngineUnavailable("down")
