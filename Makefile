@@ -22,6 +22,12 @@ REQUESTS ?= 10000
 STREAMS ?= 50000
 MINUTES ?= 60
 SEED ?= 1
+# Test processes at once. The tests of one file, or of one server, stay in one process.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --no-loadscope-reorder
+UNIT_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadfile --durations=10
+LIVE_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadgroup --durations=10 \
+	tests/conformance tests/live tests/reliability
 
 # The last client wheel whose perf_analyzer needs no newer glibc than 2.34, a load generator in C++.
 PERF_ANALYZER := tritonclient==2.51.0
@@ -29,13 +35,14 @@ PERF_DIRECTORY := $(VENV)/perf_analyzer
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: fuzz chaos soak slow-readers help demo test test-lowest conformance test-transformers serve bench static check format clean
+.PHONY: fuzz chaos soak slow-readers help demo test test-all test-lowest conformance test-transformers serve bench static check generate format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
 	@echo 'make serve    keep a server up until Ctrl-C; options: make serve SERVE_OPTIONS="--http-port 7000"'
 	@echo 'make bench    what orchestration costs; options: make bench BENCH_OPTIONS="--quick"'
-	@echo 'make test     all tests: unit tests, then those against real servers'
+	@echo 'make test     all tests but the slow ones: without a server, then against real servers'
+	@echo 'make test-all the slow ones too; how many run at once: make test-all WORKERS=4'
 	@echo 'make fuzz     requests of every wrong form; options: make fuzz CASES=20000 SEED=1'
 	@echo 'make chaos    a faulty engine, resets, callers that leave: make chaos REQUESTS=10000'
 	@echo 'make soak     what stays behind after STREAMS=50000 or MINUTES=60'
@@ -46,6 +53,7 @@ help:
 	@echo 'make static   format, lint, imports, types'
 	@echo 'make check    the same, and unit tests'
 	@echo 'make format   write the format that check wants'
+	@echo 'make generate  write what is made of declarations: config.pbtxt of the models, tables of docs/'
 	@echo 'make clean    remove what the others made'
 	@echo
 	@echo 'The first one creates $(VENV) with $(PYTHON); choose another with PYTHON=python3.12.'
@@ -65,8 +73,12 @@ $(PERF_DIRECTORY): $(INSTALLED)
 		--target $@ $(PERF_ANALYZER) || mkdir -p $@
 
 test: $(INSTALLED)
-	$(BIN)/pytest -q -m 'not live' --durations=5
-	$(BIN)/pytest -q -m live --durations=10
+	$(UNIT_TESTS) -m 'not live and not slow'
+	$(LIVE_TESTS) -m 'live and not slow'
+
+test-all: $(INSTALLED)
+	$(UNIT_TESTS) -m 'not live'
+	$(LIVE_TESTS) -m live
 
 # docs/reliability.md has what they found last.
 fuzz: $(INSTALLED)
@@ -106,7 +118,10 @@ static: $(INSTALLED)
 	$(BIN)/mypy
 
 check: static
-	$(BIN)/pytest -q tests/unit
+	$(BIN)/pytest -q $(PARALLEL) --dist loadfile tests/unit
+
+generate: $(INSTALLED)
+	@$(BIN)/python -m trtllm_bls.configure.generate
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -35,6 +35,7 @@ from trtllm_bls.types import EngineRequest, Sampling
 async def read(stream: ChunkStream) -> int:
     """How many tokens there were."""
     tokens = 0
+
     try:
         await stream.wait()
         while chunks := stream.take():

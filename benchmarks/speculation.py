@@ -28,9 +28,15 @@ from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import agreeing, hashed
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.speculative.options import DraftSource, SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.shared import SpeculationShared
-from trtllm_bls.types import EngineChunk, EngineRequest, Sampling, SpeculationRequest
+from trtllm_bls.types import (
+    EngineChunk,
+    EngineRequest,
+    Sampling,
+    SpeculationRequest,
+    SpeculationStats,
+)
 
 VOCAB = 1000
 TARGET_S, DRAFT_S = 0.020, 0.002

@@ -1,12 +1,10 @@
 """An engine whose next token is a pure function: for tests, benchmarks, servers without a model.
 
-Keeps the whole contract of the seam: drafts by id and by logits, end id, stop sequences, sampling
-by seed, several sequences, limits. Time is only slept: each request's steps follow a schedule of
-their own, and a batch limit makes steps wait for one another. With no times set it never waits,
-but still gives way once per step, so that a reader can be cancelled anywhere.
-
-Owns the running of scripted requests and the record of what it was asked. Which token comes next
-is in ``scripted_tokens``.
+Keeps the whole contract of ``engines.base.Engine``: drafts by id and by logits, end id, stop
+sequences, sampling by seed, several sequences, limits. Time is only slept: the steps of each
+request follow a schedule of their own, and a batch limit makes steps wait for one another. Without
+times it never waits, but still yields to the event loop once per step, so that a reader can be
+cancelled anywhere. ``scripted_tokens`` decides which token comes next.
 """
 
 from __future__ import annotations
@@ -19,8 +17,10 @@ import numpy as np
 
 from doubles.scripted_tokens import Choice, Rule, RuleSampler
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
-from trtllm_bls.engines.request_checks import check_request
+from trtllm_bls.engines.request_checks import check_request, check_sampling
+from trtllm_bls.engines.sampling import HONOURED
 from trtllm_bls.errors import EngineUnavailable, InvalidRequest
+from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import (
     EngineCapacity,
     EngineChunk,
@@ -144,6 +144,7 @@ class ScriptedEngine:
 
 def _check(request: EngineRequest, capacity: EngineCapacity) -> None:
     check_request(request, capacity)
+    check_sampling(request.sampling, HONOURED)
     if request.draft is not None and not request.draft.token_ids:
         raise InvalidRequest("draft_input_ids", "a draft without tokens")
 
@@ -192,7 +193,6 @@ class _ScriptedSequence:
         self, request: EngineRequest, index: int, sampler: RuleSampler, script: Script
     ) -> None:
         self.done = False
-        self.generated = 0
         self._request = request
         self._index = index
         self._sampler = sampler
@@ -200,9 +200,22 @@ class _ScriptedSequence:
         self._context = list(request.input_ids)
         self._chosen: list[Choice] = []
         self._reason: FinishReason | None = None
+        most = request.max_tokens
+        if script.max_sequence_tokens is not None:
+            most = min(most, script.max_sequence_tokens - len(request.input_ids))
+        self._criteria = StoppingCriteria(
+            most,
+            min_tokens=request.sampling.min_tokens,
+            end_ids=(request.end_id,),
+            stop_sequences=request.stop_sequences,
+        )
         self._cum_log_prob = 0.0
         self._accepted = 0
         self._chunks = 0
+
+    @property
+    def generated(self) -> int:
+        return self._criteria.generated
 
     @property
     def num_rows(self) -> int:
@@ -245,32 +258,13 @@ class _ScriptedSequence:
         )
 
     def _add(self, choice: Choice) -> None:
-        request = self._request
-        if choice.token == request.end_id:
-            self.done, self._reason = True, FinishReason.END_ID
+        kept, self._reason = self._criteria.feed((choice.token,))
+        self.done = self._reason is not None
+        if not kept:
             return
         self._context.append(choice.token)
         self._sampler.push(choice.token)
         self._chosen.append(choice)
-        self.generated += 1
-        if self._stops():
-            self.done, self._reason = True, FinishReason.STOP
-        elif self._is_full():
-            self.done, self._reason = True, FinishReason.LENGTH
-
-    def _stops(self) -> bool:
-        """A stop sequence counts generated tokens only, and completes after ``min_tokens``."""
-        if self.generated < (self._request.sampling.min_tokens or 0):
-            return False
-        return any(
-            len(stop) <= self.generated and tuple(self._context[-len(stop) :]) == stop
-            for stop in self._request.stop_sequences
-        )
-
-    def _is_full(self) -> bool:
-        longest = self._script.max_sequence_tokens
-        full = longest is not None and len(self._context) >= longest
-        return full or self.generated >= self._request.max_tokens
 
     def _metrics(self) -> EngineMetrics:
         return EngineMetrics(

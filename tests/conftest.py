@@ -20,13 +20,43 @@ if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer
 
 LIVE = frozenset(Path(__file__).parent / name for name in ("live", "conformance", "reliability"))
+# Fixtures of the session that start a server: tests that share one run in the same worker.
+SHARED_SERVERS = ("server", "echo", "parts", "deployment")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in the directories that need a server is marked ``live``."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse what would spread the tests of one server silently."""
+    if config.getoption("dist", "no") == "loadgroup" and pytest.version_tuple >= (9, 2):
+        raise pytest.UsageError("pytest-xdist 3.8 needs pytest<9.2 for --dist loadgroup")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark what needs a server ``live``, and spread it over the workers of ``--dist loadgroup``.
+
+    Tests that share a server come first. Those that start servers of their own are spread one by
+    one after them, so that all workers end at about the same time.
+    """
     for item in items:
-        if not LIVE.isdisjoint(item.path.parents):
+        if isinstance(item, pytest.Function) and not LIVE.isdisjoint(item.path.parents):
             item.add_marker(pytest.mark.live)
+            if group := _shared_server(item):
+                item.add_marker(pytest.mark.xdist_group(group))
+    yield
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+def _shared_server(item: pytest.Function) -> str:
+    """The name of the server that this test shares with others, or nothing if it shares none."""
+    found = {name: made[-1] for name, made in item._fixtureinfo.name2fixturedefs.items()}
+    parameters = getattr(item, "callspec", None)
+    which = (parameters.params if parameters else {}).get
+    for name in SHARED_SERVERS:
+        if name in found and found[name].scope == "session":
+            kind = which("transport") or which("engine_kind") or ""
+            return "server" if kind == "embedded" else f"{name} {kind}".strip()
+    own = any(made.scope == "module" for made in found.values())
+    return item.path.stem if own else ""
 
 
 @pytest.fixture(scope="session")

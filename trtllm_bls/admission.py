@@ -1,9 +1,9 @@
-"""What is admitted before any work is done: how large a request may be, and how many run at once.
+"""Limits that are applied before any work is done: how large a request may be (``RequestLimits``),
+and how many run at once (``Admission``).
 
-The wire applies the limits of size to what has arrived, the orchestrator and the engine's service
-to what is asked for; each refusal names the field, its value, the limit and the parameter that sets
-it (``parameters/table.py`` tells what they mean). How many run is one object per event loop. Pure
-asyncio; knows nothing of Triton or of engines.
+The wire checks the size of what has arrived; the orchestrator and the engine's service check what
+is asked for. Each refusal names the field, its value, the limit and the parameter that sets it
+(``parameters/models.py``). Knows nothing of Triton or of engines.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from trtllm_bls.errors import InvalidRequest, Overloaded
 
 _LOGIT_BYTES = 4  # FP32
-_NEW = 0.2  # the part of the newest request in the average duration
+_NEW = 0.2  # weight of the newest request in the average duration
 
 
 class Admission:
-    """Places for ``max_running`` sequences; up to ``max_queued`` more wait for one, in order.
+    """Places for ``max_running`` sequences on one event loop.
+
+    Up to ``max_queued`` more sequences wait for one, in the order of their arrival.
 
     A request of n sequences takes n places at once. ``max_queue_s``: how long, in seconds, a
     request waits before it is refused; ``None`` = as long as its caller does.
@@ -35,16 +39,13 @@ class Admission:
         self.running = 0  # sequences
         self.queued = 0
 
-    def place(self, sequences: int) -> _Place:
-        """Hold places for as long as the context is entered; waits for them before that.
+    @asynccontextmanager
+    async def acquire(self, sequences: int) -> AsyncIterator[None]:
+        """Let a request of so many sequences run while the context is entered; wait for that first.
 
         Entering raises ``InvalidRequest`` for more sequences than may ever run at once, and
         ``Overloaded`` at once where as many wait as may, or after waiting too long.
         """
-        return _Place(self, sequences)
-
-    async def enter(self, sequences: int) -> None:
-        """Take places; each must be left."""
         if sequences > self._max_running:
             raise _limited(
                 "num_return_sequences",
@@ -55,12 +56,16 @@ class Admission:
             await self._wait(sequences)
         else:
             self.running += sequences
-
-    def leave(self, sequences: int, took: float) -> None:
-        """Give places back, after ``took`` seconds."""
-        self._average_s += _NEW * (took - self._average_s) if self._average_s else took
-        self.running -= sequences
-        self._admit()
+        now = asyncio.get_running_loop().time
+        began = now()
+        try:
+            yield
+        finally:
+            took = now() - began
+            self._average_s += _NEW * (took - self._average_s) if self._average_s else took
+            self.running -= sequences
+            if self._waiting:
+                self._admit()
 
     def refuse_waiting(self, problem: str) -> None:
         """Raise ``Overloaded(problem)`` in all that wait for a place."""
@@ -102,7 +107,7 @@ class Admission:
         while self._waiting and self.running + self._waiting[0][1] <= self._max_running:
             entry = self._waiting[0]
             self._stop_waiting(entry)
-            if not entry[0].done():  # else it is about to leave
+            if not entry[0].done():  # one that was refused or cancelled is about to leave
                 self.running += entry[1]
                 entry[0].set_result(None)
 
@@ -120,20 +125,6 @@ class Admission:
         )
 
 
-class _Place:
-    """What ``Admission.place`` gives; made by a generator it would cost four times as much."""
-
-    def __init__(self, admission: Admission, sequences: int) -> None:
-        self._admission, self._sequences = admission, sequences
-
-    async def __aenter__(self) -> None:
-        await self._admission.enter(self._sequences)
-        self._began = asyncio.get_running_loop().time()
-
-    async def __aexit__(self, *error: object) -> None:
-        self._admission.leave(self._sequences, asyncio.get_running_loop().time() - self._began)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
     """Sizes are bytes, times seconds; ``None`` = no limit."""
@@ -145,20 +136,22 @@ class RequestLimits:
     max_timeout_s: float | None = None
 
     def check_request_bytes(self, total: int) -> None:
-        """Raises ``InvalidRequest`` where all inputs together are too large."""
-        _check("inputs", total, "bytes", self.max_request_bytes, "max_request_bytes")
+        """Raises ``InvalidRequest`` if all inputs together are too large."""
+        if total > self.max_request_bytes:
+            raise _above("inputs", total, "bytes", self.max_request_bytes, "max_request_bytes")
 
     def check_text_bytes(self, field: str, size: int) -> None:
-        """The same for one text."""
-        _check(field, size, "bytes", self.max_prompt_bytes, "max_prompt_bytes")
+        """Raises ``InvalidRequest`` if one text is too large."""
+        if size > self.max_prompt_bytes:
+            raise _above(field, size, "bytes", self.max_prompt_bytes, "max_prompt_bytes")
 
     def check_output_tokens(self, field: str, tokens: int) -> None:
-        """The same for the tokens that a request may generate."""
-        if self.max_output_tokens is not None:
-            _check(field, tokens, "tokens", self.max_output_tokens, "max_output_tokens")
+        """Raises ``InvalidRequest`` if a request may generate too many tokens."""
+        if self.max_output_tokens is not None and tokens > self.max_output_tokens:
+            raise _above(field, tokens, "tokens", self.max_output_tokens, "max_output_tokens")
 
     def check_timeout(self, field: str, seconds: float) -> None:
-        """The same for the time that a request gives itself."""
+        """Raises ``InvalidRequest`` if a request gives itself too much time."""
         if self.max_timeout_s is not None and seconds > self.max_timeout_s:
             raise _limited(
                 field,
@@ -167,16 +160,16 @@ class RequestLimits:
             )
 
     def check_logits(self, rows: int, vocab_size: int | None) -> None:
-        """The same for so many rows of logits, of ``vocab_size`` each, in all responses."""
-        if rows and vocab_size is not None:
-            size = rows * vocab_size * _LOGIT_BYTES
+        """Raises ``InvalidRequest`` for too many rows of logits, of ``vocab_size`` each, in all
+        responses together."""
+        size = rows * (vocab_size or 0) * _LOGIT_BYTES
+        if size > self.max_logits_bytes:
             field, unit = "return_context_logits, return_generation_logits", "bytes of logits"
-            _check(field, size, unit, self.max_logits_bytes, "max_logits_bytes")
+            raise _above(field, size, unit, self.max_logits_bytes, "max_logits_bytes")
 
 
-def _check(field: str, value: int, unit: str, most: int, parameter: str) -> None:
-    if value > most:
-        raise _limited(field, f"{value} {unit}; at most {most} are allowed", parameter)
+def _above(field: str, value: int, unit: str, most: int, parameter: str) -> InvalidRequest:
+    return _limited(field, f"{value} {unit}; at most {most} are allowed", parameter)
 
 
 def _limited(field: str, problem: str, parameter: str) -> InvalidRequest:

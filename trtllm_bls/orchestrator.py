@@ -1,8 +1,9 @@
 """One text request from text to text: tokenise, run the engine, answer, end once.
 
-Knows engines only through ``engines.base`` and nothing of Triton or HTTP. Whether tokens come from
+Knows engines only through ``engines.base``, and nothing of Triton or HTTP. Whether tokens come from
 one model or from speculative decoding is the engine's business; what becomes of them is decided by
-``Answer``. This module is the one loop between the two, with its deadline and its endings.
+``Answer``. ``Orchestrator._run`` prepares, drives and ends a request; it has the deadline and every
+ending.
 """
 
 from __future__ import annotations
@@ -11,23 +12,32 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trtllm_bls.admission import Admission, RequestLimits
-from trtllm_bls.answer import Answer, TextRules, too_late
+from trtllm_bls.answer import Answer, TextRules
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import EngineError, Unsupported
 from trtllm_bls.prompts import Prompt, PromptMaker
-from trtllm_bls.request_stats import RequestRecord, RequestStats, TextSink
+from trtllm_bls.request_stats import (
+    MOST_CHARACTERS,
+    CancelCause,
+    Outcome,
+    RequestStats,
+    TextSink,
+    outcome_of,
+)
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import (
+    Ending,
     EngineCapacity,
     EngineRequest,
     FinishReason,
     Sampling,
     SpeculationRequest,
+    TextChunk,
     TextRequest,
     Wants,
 )
@@ -47,8 +57,8 @@ _UNKNOWN_ROOM = 1024  # tokens, where neither the request nor the engine has a l
 class Defaults:
     """What a deployment decides where a request is silent.
 
-    ``shown``: so many answers in one piece are read from the engine as they grow, which tells that
-    it goes on. For an engine that tells so by nothing else.
+    ``engine_shows_progress``: the engine shows that it works without a response, as one of the same
+    server does by its metrics. Of any other, answers in one piece are read token by token.
     """
 
     add_special_tokens: bool = True
@@ -57,15 +67,7 @@ class Defaults:
     timeout_s: float | None = None  # None: as long as it takes
     limits: RequestLimits = field(default_factory=RequestLimits)
     expose_kv_cache_metrics: bool = False
-    shown: int = 0
-
-
-def _ignore(stats: RequestStats) -> None:
-    pass
-
-
-def _never() -> bool:
-    return False
+    engine_shows_progress: bool = True
 
 
 class Orchestrator:
@@ -81,18 +83,18 @@ class Orchestrator:
         engine: Engine,
         defaults: Defaults,
         *,
-        on_end: Callable[[RequestStats], None] = _ignore,
+        on_end: Callable[[RequestStats], None] | None = None,
         admission: Admission | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
         self._engine = engine
         self._defaults = defaults
-        self._admission = admission
+        self._admission = admission or Admission(sys.maxsize, 0, None)
         self._on_end = on_end
-        self._open: set[RequestRecord] = set()
+        self._open: set[_RequestRecord] = set()
         self.encode_ahead = self._prompts.encode_ahead  # of requests that are about to be run
-        self._tokens = 0
+        self._tokens = 0  # of requests that are over
 
     def load(self) -> tuple[int, int]:
         """Requests that run in the engine, and that wait to be given to it; from any thread."""
@@ -102,172 +104,150 @@ class Orchestrator:
 
     @property
     def tokens(self) -> int:
-        """Those taken so far for answers in one piece, of which no response tells before their end;
-        any thread may ask."""
-        return self._tokens + sum(record.tokens for record in self._open.copy() if record.shown)
+        """Tokens taken from the engine so far; any thread may ask.
+
+        They grow while an answer in one piece is read, of which no response tells before its end.
+        """
+        return self._tokens + sum(record.tokens for record in self._open.copy())
 
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
-        self._on_end(RequestStats.of_refusal(request_id, error))
+        if self._on_end is not None:
+            self._on_end(RequestStats.of_refusal(request_id, error))
 
-    async def run(
-        self, request: TextRequest, sink: TextSink, is_ready: Callable[[], bool] = _never
-    ) -> None:
+    async def run(self, request: TextRequest, sink: TextSink) -> None:
         """Send the chunks of every sequence; each sequence's last one has its ``ending``.
 
         A streaming request gets text as soon as it is certain, any other one chunk per sequence.
         Where a stream that has begun fails or is cancelled, its last chunks say so and the error
-        follows. ``is_ready``: whether ``sink.ready`` would return at once; if so, chunks are sent
-        where the engine's arrive, without a turn of the event loop. Raises ``InvalidRequest``,
-        ``Overloaded`` and what the engine raises. By the time that ``run`` has ended, however it
-        ends, the engine's work has ended. Whoever cancels it says why, by a ``CancelCause`` as the
-        message of ``Task.cancel``.
+        follows. Raises ``InvalidRequest``, ``Overloaded`` and what the engine raises. By the time
+        that ``run`` has ended, however it ends, the engine's work has ended. Whoever cancels it
+        says why, by a ``CancelCause`` as the message of ``Task.cancel``.
         """
-        record = RequestRecord(request, sink, asyncio.get_running_loop().time)
+        record = _RequestRecord(request, sink, asyncio.get_running_loop().time)
         self._open.add(record)
         try:
-            await self._run(request, record, is_ready)
+            await self._run(request, record)
         except BaseException as error:
             self._over(record, error)
             raise
-        self._over(record)
+        self._over(record, None)
 
-    def _over(self, record: RequestRecord, error: BaseException | None = None) -> None:
+    def _over(self, record: _RequestRecord, error: BaseException | None) -> None:
         self._open.discard(record)
-        self._tokens += record.tokens * record.shown
-        self._on_end(record.stats(error))
+        self._tokens += record.tokens
+        if self._on_end is not None:
+            self._on_end(record.stats(error))
 
-    async def _run(
-        self, request: TextRequest, sink: RequestRecord, is_ready: Callable[[], bool]
-    ) -> None:
-        self._refuse(request)
-        request = _with_seed(request)
-        deadline = self._deadline(request)
+    async def _run(self, request: TextRequest, record: _RequestRecord) -> None:
+        self._check(request)
+        sequences = request.num_return_sequences
+        seconds = self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
+        now = asyncio.get_running_loop().time
+        deadline = None if seconds is None else now() + seconds
         answer: Answer | None = None
         stream: ChunkStream | None = None
         try:
-            in_time = nullcontext() if deadline is None else timeout_at(deadline)
-            async with in_time, self._place(request):
+            async with timeout_at(deadline), self._admission.acquire(sequences):
                 capacity = await self._engine.capacity()
                 prompt = await self._prompt(request, capacity)
-                max_tokens = self._max_tokens(request, prompt, capacity)
-                request = _with_logits(request, capacity)
-                asked = self._engine_request(request, prompt, max_tokens)
-                sink.shown = asked.streaming and not request.stream
-                if request.wants.context_logits or request.wants.generation_logits:
-                    self._defaults.limits.check_logits(
-                        asked.logit_rows(capacity), capacity.vocab_size
-                    )
-                answer = self._answer(request, prompt, capacity, max_tokens)
-                sink.begin(len(prompt.ids), answer)
+                asked, answer = self._prepared(request, prompt, capacity)
+                record.begin(len(prompt.ids), answer)
                 stream = self._engine.generate(asked)
-                try:
-                    await _drive(stream, answer, sink, is_ready)
-                except EngineError:
-                    if not answer.done:  # else by count: the engine had only to say so, too
-                        raise
-                if not answer.done:
-                    raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
+                await self._drive(stream, answer, record)
         except (asyncio.CancelledError, Exception) as error:
-            reason = _reason(error, deadline)
-            if reason is FinishReason.TIMEOUT and answer is None:
-                chunks = too_late(request.num_return_sequences)
-            elif answer and (reason is FinishReason.TIMEOUT or (request.stream and answer.begun)):
+            past = deadline is not None and now() >= deadline
+            timed_out = isinstance(error, asyncio.TimeoutError) and past
+            reason = FinishReason.TIMEOUT if timed_out else FinishReason.ERROR
+            if isinstance(error, asyncio.CancelledError):
+                reason = FinishReason.CANCELLED
+            if answer is not None and (timed_out or (request.stream and answer.begun)):
                 arrived = stream.take() if stream is not None else []
-                chunks = [*answer.take(arrived), *answer.end(reason)]
-            else:
-                chunks = []
-            for chunk in chunks:
-                sink.send(chunk)
-            if reason is not FinishReason.TIMEOUT:
+                for chunk in (*answer.feed(arrived), *answer.end(reason)):
+                    record.send(chunk)
+            elif timed_out:  # before the prompt's tokens were counted
+                ending = Ending(finish_reason=reason, prompt_tokens=0, completion_tokens=0)
+                for index in range(sequences):
+                    record.send(TextChunk(text="", sequence_index=index, ending=ending))
+            if not timed_out:
                 raise
 
-    def _refuse(self, request: TextRequest) -> None:
-        """What a text stream cannot honour is refused by name, never ignored."""
+    async def _drive(self, stream: ChunkStream, answer: Answer, record: _RequestRecord) -> None:
+        """Send what the engine's chunks become, until both the answer and the engine have ended."""
+        try:
+            while not answer.must_cancel:
+                await stream.wait()
+                await record.ready()
+                chunks = stream.take()
+                if not chunks:
+                    break
+                for chunk in answer.feed(chunks):
+                    record.send(chunk)
+        except EngineError:
+            # A finished answer ended by count. The engine would only have confirmed that, so an
+            # error in place of its last message changes nothing.
+            if not answer.done:
+                raise
+        finally:
+            await stream.aclose()
+        if not answer.done:
+            raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
+
+    def _check(self, request: TextRequest) -> None:
+        """Refuse by name what a text stream cannot honour, and what is too large."""
         beams = request.sampling.beam_width or 1
         if beams > 1:
             problem = f"{beams}: beams rewrite text that has left; send num_return_sequences"
             raise Unsupported("beam_width", problem)
         limits = self._defaults.limits
         for name, text in (("text_input", request.text), ("messages", request.messages)):
-            limits.check_text_bytes(name, len(text or ""))  # bytes are no fewer
-        limits.check_output_tokens("max_tokens", request.max_tokens or 0)
+            if text:
+                limits.check_text_bytes(name, len(text))  # it has at least as many bytes
+        if request.max_tokens is not None:
+            limits.check_output_tokens("max_tokens", request.max_tokens)
         if request.timeout_s is not None:
             limits.check_timeout("timeout_ms", request.timeout_s)
 
-    def _place(self, request: TextRequest) -> AbstractAsyncContextManager[None]:
-        if self._admission is None:
-            return nullcontext()
-        return self._admission.place(request.num_return_sequences)
-
-    def _deadline(self, request: TextRequest) -> float | None:
-        seconds = self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
-        return None if seconds is None else asyncio.get_running_loop().time() + seconds
-
     async def _prompt(self, request: TextRequest, capacity: EngineCapacity) -> Prompt:
-        longest = _longest_prompt(capacity)
-        # Tokenising what is long would hold up every other stream.
+        longest = capacity.max_prompt_tokens
+        if capacity.max_sequence_tokens is not None:  # at least one new token has to fit
+            room = capacity.max_sequence_tokens - 1
+            longest = room if longest is None else min(longest, room)
         if request.text_ids is None and self._prompts.is_long(request):
+            # On the event loop, tokenising a long text would hold up every other stream.
             return await asyncio.to_thread(self._prompts.make, request, longest, _give_way)
         return self._prompts.make(request, longest)
 
-    def _max_tokens(self, request: TextRequest, prompt: Prompt, capacity: EngineCapacity) -> int:
-        """As many as the request allows; all that fit and may be asked for where it is open."""
-        if request.max_tokens is not None:
-            return request.max_tokens
-        room = _UNKNOWN_ROOM
-        if capacity.max_sequence_tokens is not None:
-            room = capacity.max_sequence_tokens - len(prompt.ids)
-        most = self._defaults.limits.max_output_tokens
-        return room if most is None else min(room, most)
-
-    def _answer(
-        self, request: TextRequest, prompt: Prompt, capacity: EngineCapacity, max_tokens: int
-    ) -> Answer:
-        # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is spelled.
-        whole_with_prompt = not (request.stream or request.exclude_input_in_output)
-        rules = TextRules(
-            prompt_tokens=len(prompt.ids),
-            max_tokens=max_tokens,
-            min_tokens=request.sampling.min_tokens or 0,
-            end_ids=frozenset(prompt.end_ids),
-            stop_words=request.stop_words,
-            stop_sequences=prompt.stop_sequences,
-            include_stop=request.include_stop,
-            echo_ids=tuple(prompt.ids) if request.echo or whole_with_prompt else (),
-            accumulate=self._defaults.accumulate,
-            seed=request.sampling.seed,
-            max_sequence_tokens=capacity.max_sequence_tokens,
-            expose_kv_cache_metrics=self._defaults.expose_kv_cache_metrics,
-            return_tokens=request.return_tokens,
-            return_drafted=request.return_drafted,
-        )
-        skip = self._defaults.skip_special_tokens
-        if request.skip_special_tokens is not None:
-            skip = request.skip_special_tokens
-        detokenizers = [
-            self._tokenizer.detokenizer(skip_special_tokens=skip)
-            for _ in range(request.num_return_sequences)
-        ]
-        return Answer(request, rules, detokenizers)
-
-    def _shows(self, request: TextRequest) -> bool:
-        """Whether the request's answer, which is to be in one piece, is read as it grows."""
-        if request.wants != _NOTHING_MORE or request.num_return_sequences > 1:
-            return False
-        return sum(record.shown for record in self._open) < self._defaults.shown
-
-    def _engine_request(
-        self, request: TextRequest, prompt: Prompt, max_tokens: int
-    ) -> EngineRequest:
-        # In one piece only where neither text nor the caller's own time limit can end it half-way.
+    def _prepared(
+        self, request: TextRequest, prompt: Prompt, capacity: EngineCapacity
+    ) -> tuple[EngineRequest, Answer]:
+        """What is asked of the engine, and what its chunks will become."""
+        defaults, limits = self._defaults, self._defaults.limits
+        if request.sampling != _GREEDY:
+            request = _with_seed(request)
+        wants, speculation = request.wants, request.speculation
+        if wants.top_log_probs and not capacity.tells_top_log_probs:
+            # The engine does not tell the likeliest ids of a place, but its logits do.
+            wants = replace(wants, top_log_probs=0, generation_logits=True)
+        if prompt.prediction:
+            speculation = replace(speculation, prediction=prompt.prediction)
+        max_tokens = request.max_tokens
+        if max_tokens is None:  # all that fit, and may be asked for
+            room = _UNKNOWN_ROOM
+            if capacity.max_sequence_tokens is not None:
+                room = capacity.max_sequence_tokens - len(prompt.ids)
+            most = limits.max_output_tokens
+            max_tokens = room if most is None else min(room, most)
+        # A stream of the engine can be ended half-way, by a stop in the text or by a time limit of
+        # the caller's own, and shows that the engine works.
         timed = request.timeout_s is not None
-        watched = request.stop_words or request.sampling.min_tokens or timed
-        return EngineRequest(
+        ends_early = request.stop_words or request.sampling.min_tokens or timed
+        shows = not defaults.engine_shows_progress and wants == _NOTHING_MORE
+        asked = EngineRequest(
             request_id=request.request_id,
             input_ids=prompt.ids,
             max_tokens=max_tokens,
-            streaming=bool(request.stream or watched or self._shows(request)),
+            streaming=bool(request.stream or ends_early or shows),
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,
             end_id=prompt.end_id,
@@ -275,60 +255,113 @@ class Orchestrator:
             stop_sequences=prompt.engine_stops,
             bad_sequences=prompt.bad_sequences,
             embedding_bias=prompt.embedding_bias,
-            speculation=_with_prediction(request.speculation, prompt),
-            wants=request.wants,
+            speculation=speculation,
+            wants=wants,
             traceparent=request.traceparent,
             extras=prompt.extras,
         )
+        if wants.context_logits or wants.generation_logits:
+            limits.check_logits(asked.logit_rows(capacity), capacity.vocab_size)
+        # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is asked for.
+        with_prompt = request.echo or not (request.stream or request.exclude_input_in_output)
+        rules = TextRules(
+            prompt_tokens=len(prompt.ids),
+            max_tokens=max_tokens,
+            end_ids=prompt.end_ids,
+            stop_sequences=prompt.stop_sequences,
+            echo_ids=prompt.ids if with_prompt else (),
+            accumulate=defaults.accumulate,
+            max_sequence_tokens=capacity.max_sequence_tokens,
+            expose_kv_cache_metrics=defaults.expose_kv_cache_metrics,
+        )
+        skip = request.skip_special_tokens
+        new = self._tokenizer.detokenizer
+        detokenizers = [
+            new(skip_special_tokens=defaults.skip_special_tokens if skip is None else skip)
+            for _ in range(request.num_return_sequences)
+        ]
+        return asked, Answer(request, rules, detokenizers)
 
 
-async def _drive(
-    stream: ChunkStream, answer: Answer, sink: TextSink, is_ready: Callable[[], bool]
-) -> None:
-    """Send what the engine's chunks become, until both the answer and the engine have ended."""
-    failure: Exception | None = None
-    pass_on = sink.send
+class _RequestRecord:
+    """Passes the chunks of one request on to ``sink``, and notes what ``RequestStats`` tells.
 
-    def send_now() -> bool:
-        nonlocal failure
-        if not is_ready():
-            return False
-        try:
-            for piece in answer.take(stream.take()):
-                pass_on(piece)
-        except Exception as error:  # it is this request's, not that of whoever brought the chunks
-            failure = error
-        return failure is None and not answer.must_cancel
+    ``clock`` gives seconds; it is read once per response.
+    """
 
-    stream.on_arrival(send_now)
-    try:
-        while not answer.must_cancel:
-            await stream.wait()
-            if failure is not None:
-                raise failure
-            if answer.must_cancel:
-                break
-            await sink.ready()
-            chunks = stream.take()
-            if not chunks:
-                break
-            for piece in answer.take(chunks):
-                pass_on(piece)
-    finally:
-        await stream.aclose()
+    def __init__(self, request: TextRequest, sink: TextSink, clock: Callable[[], float]) -> None:
+        self.ready: Callable[[], Coroutine[Any, Any, None]] = sink.ready
+        self.running = False  # the engine was given the request
+        self._request = request
+        self._send = sink.send
+        self._clock = clock
+        self._arrived_at = clock()
+        self._begun_at = self._first_at = self._last_at = self._arrived_at
+        self._longest_gap = 0.0
+        self._responses = 0
+        self._prompt_tokens = 0
+        self._answer: Answer | None = None
+        self._endings: list[Ending] = []
+
+    def begin(self, prompt_tokens: int, answer: Answer) -> None:
+        """The engine is about to be given the request."""
+        self._prompt_tokens, self._answer = prompt_tokens, answer
+        self._begun_at = self._clock()
+        self.running = True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return self._answer.completion_tokens if self._answer is not None else 0
+
+    def send(self, chunk: TextChunk) -> None:
+        """Pass a chunk on."""
+        now = self._clock()
+        if not self._responses:
+            self._first_at = now
+        elif now - self._last_at > self._longest_gap:
+            self._longest_gap = now - self._last_at
+        self._last_at = now
+        self._responses += 1
+        if chunk.ending is not None:
+            self._endings.append(chunk.ending)
+        self._send(chunk)
+
+    def stats(self, error: BaseException | None) -> RequestStats:
+        """The figures of the request, which is over; ``error`` is what ended it, if one did."""
+        request, tokens, endings = self._request, self.tokens, self._endings
+        outcome, reason = Outcome.SUCCESS, endings[0].finish_reason.value if endings else ""
+        if error is not None:
+            outcome, reason = outcome_of(error)
+        elif any(ending.finish_reason is FinishReason.TIMEOUT for ending in endings):
+            outcome, reason = Outcome.CANCELLED, CancelCause.DEADLINE.value
+        begun = request.stream and tokens > 0 and self._responses > 0
+        gaps = tokens / request.num_return_sequences - 1
+        span = self._last_at - self._first_at
+        return RequestStats(
+            request_id=request.request_id,
+            outcome=outcome,
+            reason=reason,
+            error=str(error)[:MOST_CHARACTERS] if isinstance(error, Exception) else None,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=tokens,
+            sequences=request.num_return_sequences,
+            responses=self._responses,
+            duration_s=self._clock() - self._arrived_at,
+            queue_s=self._begun_at - self._arrived_at if self.running else None,
+            ttft_s=self._first_at - self._arrived_at if begun else None,
+            inter_token_s=span / gaps if begun and gaps > 0 else None,
+            longest_gap_s=self._longest_gap if begun and self._responses > 1 else None,
+            # A request that is speculated has one sequence.
+            speculation=endings[0].speculation if endings else None,
+            traceparent=request.traceparent,
+            prompt=(request.text or request.messages or "")[:MOST_CHARACTERS],
+        )
 
 
 def _give_way() -> None:
     """Let the event loop have the interpreter's lock, which without a sleep it seldom gets."""
     time.sleep(0.0001)
-
-
-def _with_logits(request: TextRequest, capacity: EngineCapacity) -> TextRequest:
-    """Where the engine does not tell the likeliest ids of a place, its logits do."""
-    if not request.wants.top_log_probs or capacity.tells_top_log_probs:
-        return request
-    wants = replace(request.wants, top_log_probs=0, generation_logits=True)
-    return replace(request, wants=wants)
 
 
 def _with_seed(request: TextRequest) -> TextRequest:
@@ -339,29 +372,8 @@ def _with_seed(request: TextRequest) -> TextRequest:
     on what else runs, and with it the random numbers that are drawn.
     """
     sampling = request.sampling
-    if sampling == _GREEDY or sampling.is_greedy:
+    if sampling.is_greedy:
         return request
     if sampling.seed is not None:
         return replace(request, speculation=SpeculationRequest(num_draft_tokens=0))
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
-
-
-def _with_prediction(asked: SpeculationRequest, prompt: Prompt) -> SpeculationRequest:
-    return replace(asked, prediction=prompt.prediction) if prompt.prediction else asked
-
-
-def _longest_prompt(capacity: EngineCapacity) -> int | None:
-    """In tokens; at least one new token must fit behind it."""
-    longest = capacity.max_prompt_tokens
-    if capacity.max_sequence_tokens is not None:
-        room = capacity.max_sequence_tokens - 1
-        longest = room if longest is None else min(longest, room)
-    return longest
-
-
-def _reason(error: BaseException, deadline: float | None) -> FinishReason:
-    if isinstance(error, asyncio.CancelledError):
-        return FinishReason.CANCELLED
-    past = deadline is not None and asyncio.get_running_loop().time() >= deadline
-    timeout = isinstance(error, asyncio.TimeoutError) and past  # not somebody else's
-    return FinishReason.TIMEOUT if timeout else FinishReason.ERROR

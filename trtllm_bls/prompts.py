@@ -1,6 +1,6 @@
 """From a text request to everything an engine needs in token ids.
 
-Used by the orchestrator and by preprocessing, so both make the same prompt of the same request.
+The orchestrator and ``preprocessing`` share this, so that both make the same prompt of a request.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ MAX_PREDICTION_CHARS = 1 << 20  # far more than an answer has
 
 _W = TypeVar("_W")
 
-# From here on a request's text is long: to tokenise it takes milliseconds.
-_LONG = 4096  # characters
-_WORD = 256  # characters of a prompt that are tokenised in the time that a short word takes
+_LONG = 4096  # characters of a request from which on tokenising takes milliseconds
+_WORD = 256  # a word costs as much as so many characters of a prompt, however short it is
 
 
 @dataclass(kw_only=True)  # see EngineChunk
 class Prompt:
-    """One prompt, tokenised, and what the engine is sent of its ends and of the caller's words.
+    """One tokenised prompt, and the request's end ids and words in token ids.
 
-    ``stop_sequences`` are the ids of each stop word that the engine stops at, one entry per word,
-    empty for a word that only the text can show; ``engine_stops`` is what it is sent: these, and
-    every end id but the first, since it takes only one. Both are empty with ``min_tokens``: an
-    engine would stop at them before that. ``extras`` are the request's, with what they need to know
-    of each token. ``prediction`` are the ids of the text that the answer may resemble.
+    ``stop_sequences``: one entry per stop word, the ids at which the engine can stop; empty for a
+    word that only the text can show. ``engine_stops``: what the engine is sent, which is these and
+    every end id but the first, since it takes one end id alone. Both are empty with ``min_tokens``,
+    because TensorRT-LLM would stop at them before the minimum. ``extras``: further engine inputs.
+    ``prediction``: the ids of the text that the answer may resemble.
     """
 
     ids: PromptIds
@@ -67,7 +66,7 @@ class PromptMaker:
         self._add_special_tokens = add_special_tokens
 
     def is_long(self, request: TextRequest) -> bool:
-        """Whether ``make`` takes so long that an event loop should leave it to a thread."""
+        """Whether ``make`` takes so long that it should run on a thread, not on an event loop."""
         biased = request.embedding_bias
         number = len(request.stop_words) + len(request.bad_words) + len(biased)
         if number * _WORD >= _LONG:
@@ -82,7 +81,7 @@ class PromptMaker:
         )
 
     def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
-        """Tokenise together what ``make`` is about to be asked for; in any thread."""
+        """Tokenise, as a batch, requests that ``make`` will soon be called for; on any thread."""
         short = [request for request in requests if request.text and not self.is_long(request)]
         for adds in (True, False):
             found = [request for request in short if self._adds_special(request) is adds]
@@ -94,14 +93,13 @@ class PromptMaker:
         self,
         request: TextRequest,
         max_prompt_tokens: int | None = None,
-        give_way: Callable[[], object] = bool,
+        give_way: Callable[[], object] = lambda: None,
     ) -> Prompt:
-        """Raises ``InvalidRequest`` naming the field.
+        """The prompt of one request. Raises ``InvalidRequest`` naming the field.
 
-        ``give_way`` is called after each word, for threads that wait for the interpreter's lock.
-
-        A prompt of more than ``max_prompt_tokens`` is refused, before it is tokenised where its
-        length alone shows it.
+        A prompt of more than ``max_prompt_tokens`` is refused; before it is tokenised, if its
+        length in characters already shows that. ``give_way`` is called after each word, so that
+        other threads get the interpreter's lock.
         """
         end_ids = self.end_ids(request)
         stops: tuple[TokenIds, ...] = ()
@@ -114,6 +112,7 @@ class PromptMaker:
             found = (*filter(None, stops), *((token,) for token in end_ids[1:]))
             engine_stops = tuple(dict.fromkeys(found))
         ids = self._ids(request, max_prompt_tokens)
+        table = request.prompt_table_extra_id
         return Prompt(
             ids=ids,
             end_ids=end_ids,
@@ -122,14 +121,14 @@ class PromptMaker:
             engine_stops=engine_stops,
             bad_sequences=bad_sequences,
             embedding_bias=bias,
-            extras=self._extras(request, ids),
-            prediction=self._prediction(request),
+            extras=request.extras if table is None else self._extras(request, table, ids),
+            prediction=self._prediction(request.prediction) if request.prediction else (),
         )
 
     def _words(
         self, request: TextRequest, give_way: Callable[[], object]
     ) -> tuple[tuple[TokenIds, ...], tuple[TokenIds, ...], tuple[tuple[int, float], ...]]:
-        """The ids of each stop word that may end the answer, of bad words, and biased tokens."""
+        """The ids of each stop word, the ids of bad words, and the biased tokens."""
         tokenizer, bias = self._tokenizer, request.embedding_bias
         if request.stop_words:
             checked_stops(request.stop_words)
@@ -161,9 +160,10 @@ class PromptMaker:
         )
 
     def end_ids(self, request: TextRequest) -> TokenIds:
-        """The request's end id if it names one (-1 = none), else all of the model's.
+        """The ids that end the answer.
 
-        With the request's ``stop_token_ids``.
+        The request's ``end_id`` if it names one (-1 = none), else all of the model's; and its
+        ``stop_token_ids``.
         """
         ends = self._tokenizer.end_ids
         if request.end_id is None and not request.stop_token_ids:
@@ -176,24 +176,18 @@ class PromptMaker:
         asked = request.add_special_tokens
         return self._add_special_tokens if asked is None else asked
 
-    def _prediction(self, request: TextRequest) -> TokenIds:
-        text = request.prediction
-        if not text:
-            return ()
+    def _prediction(self, text: str) -> TokenIds:
         if len(text) > MAX_PREDICTION_CHARS:
             problem = f"{len(text)} characters; at most {MAX_PREDICTION_CHARS} are allowed"
             raise InvalidRequest("prediction", problem)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False, field="prediction"))
 
-    def _extras(self, request: TextRequest, ids: PromptIds) -> Mapping[str, Array]:
-        """With the prompt table's id at each token that stands for one of its rows.
+    def _extras(self, request: TextRequest, table: int, ids: PromptIds) -> Mapping[str, Array]:
+        """The request's, and the id of its prompt table at each token that stands for a row of it.
 
         TensorRT-LLM asks for it where KV blocks are reused, since such a token alone does not say
         of which table it is.
         """
-        table = request.prompt_table_extra_id
-        if table is None:
-            return request.extras
         first = self._tokenizer.first_table_id
         rows = np.array([table if token >= first else 0 for token in ids], dtype=np.uint64)
         return {**request.extras, "prompt_table_extra_ids": rows}
@@ -214,8 +208,10 @@ class PromptMaker:
             text = request.text or ""
         if not text:
             raise InvalidRequest(field, "is empty; send at least one character")
-        if most is not None and len(text) > most:  # the bound is at most a token a character
-            _check_length(field, self._fewest_tokens(field, text), most, "at least ")
+        if most is not None and len(text) > most:  # no bound says more than a token a character
+            fewest = self._fewest_tokens(field, text)
+            if fewest > most:
+                raise _too_long(field, fewest, most, "at least ")
         if request.messages is not None:
             ids = self._tokenizer.encode_chat(text)
         else:
@@ -224,12 +220,12 @@ class PromptMaker:
             )
         if not ids:
             raise InvalidRequest(field, "the tokenizer makes no token of it")
-        if most is not None:
-            _check_length(field, len(ids), most)
+        if most is not None and len(ids) > most:
+            raise _too_long(field, len(ids), most)
         return ids
 
     def _fewest_tokens(self, field: str, text: str) -> int:
-        # Each guarded spelling in a message is at least a token more.
+        # Text is tokenised apart on both sides of a guard, so each guard adds a token at least.
         guards = text.count(GUARD) if field == "messages" else 0
         return max(guards, self._tokenizer.fewest_tokens(text))
 
@@ -237,18 +233,17 @@ class PromptMaker:
         field, size = "prompt_ids", self._tokenizer.model_vocab_size
         if not ids:
             raise InvalidRequest(field, "is empty; send at least one token")
-        if most is not None:
-            _check_length(field, len(ids), most)
+        if most is not None and len(ids) > most:
+            raise _too_long(field, len(ids), most)
         wrong = next((token for token in ids if not 0 <= token < size), None)
         if wrong is not None:
             raise InvalidRequest(field, f"{wrong} is not a token id; they are 0 to {size - 1}")
         return ids
 
 
-def _check_length(field: str, tokens: int, most: int, bound: str = "") -> None:
-    if tokens > most:
-        takes = f"the model takes at most {most} so that one new token fits"
-        raise PromptTooLong(field, f"{bound}{tokens} tokens; {takes}")
+def _too_long(field: str, tokens: int, most: int, bound: str = "") -> PromptTooLong:
+    takes = f"the model takes at most {most} so that one new token fits"
+    return PromptTooLong(field, f"{bound}{tokens} tokens; {takes}")
 
 
 _EXAMPLES = {"messages": '[{"role": "user", "content": "..."}]', "tools": "a list of functions"}

@@ -1,7 +1,8 @@
-"""The options of ``trtllm-bls serve``, once: its command line is made of them.
+"""The options of commands, declared once as fields of dataclasses.
 
-Owns names, defaults and the text forms of options. Knows nothing of processes or ports that are
-busy: the launcher looks at the machine.
+``setting`` declares a field that is an option too, ``options_of`` makes a command's options of such
+fields, or of a model's parameters. ``ServeSettings`` are the options of ``serve``; ``openai`` takes
+those that it has in common from there. Nothing here looks at processes or at ports that are in use.
 """
 
 from __future__ import annotations
@@ -18,15 +19,149 @@ import click
 
 from trtllm_bls.chat_parsing import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.parameters import EngineChoice, parse_engine, rows_of
+from trtllm_bls.parameters import BlsParameters, EngineChoice, parse_engine
 from trtllm_bls.parameters.engine_choice import ENGINE
 
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
+_PORT = (0, 65535)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_AT_LEAST_ONE = (
-    *("max_streams", "threads", "bls_instances", "thread_pool_size", "openai_workers"),
-    *("exit_timeout", "ready_timeout", "stall_timeout"),
-)
+
+
+# --- from a field to an option --------------------------------------------------------------
+
+
+def setting(
+    help: str,
+    default: Any = None,
+    *,
+    flag: str = "",
+    aliases: tuple[str, ...] = (),
+    bounds: tuple[int, int | None] | None = None,
+    sets: tuple[str, str] | None = None,
+    **click_options: Any,
+) -> Any:
+    """A field of a dataclass that is an option too.
+
+    ``flag`` is its spelling where that is not made of the field's name, ``aliases`` are further
+    spellings that help does not show. ``bounds`` are the least and the largest number, for
+    ``check_bounds``; ``sets`` is the model's parameter (model, key) that the option sets, for
+    ``configure``. click is given the rest.
+    """
+    about = {"flag": flag, "aliases": aliases, "bounds": bounds, "sets": sets}
+    return field(default=default, metadata={**about, "click": {"help": help, **click_options}})
+
+
+def option(field: str) -> str:
+    """The command-line spelling of a field."""
+    return "--" + field.replace("_", "-")
+
+
+class _Option(click.Option):
+    """An option whose help shows no aliases."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        spelled, self.opts = self.opts, self.opts[:1]
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts = spelled
+
+
+def options_of(
+    declared: type, *names: str, **aliases: tuple[str, ...]
+) -> Callable[[_Command], _Command]:
+    """The options of a dataclass, or of its fields ``names``, in the order of the fields.
+
+    ``aliases`` are further ones, by field, that only this command has.
+    """
+    hints = get_type_hints(declared)
+
+    def decorate(command: _Command) -> _Command:
+        for each in reversed(fields(declared)):
+            if each.metadata and (not names or each.name in names):
+                more = aliases.get(each.name, ())
+                command = _option(each, hints[each.name], more)(command)
+        return command
+
+    return decorate
+
+
+def _option(
+    declared: Field[Any], hint: Any, aliases: tuple[str, ...]
+) -> Callable[[_Command], _Command]:
+    name, metadata = declared.name, declared.metadata
+    if parameter := metadata.get("parameter"):  # of a model: its text is read when it is used
+        default = f"  [default: {parameter.default}]" if parameter.default else ""
+        help = parameter.help.replace("`", "") + default
+        return click.option(option(name), name, help=help, metavar="VALUE")
+    more = dict(metadata["click"])
+    kind, *_ = get_args(hint) or (hint,)  # without "or None"
+    if declared.default not in (None, "", MISSING):
+        more |= {"default": declared.default, "show_default": True}
+    if declared.default is False:
+        more["is_flag"] = True
+    elif get_origin(hint) is Literal:
+        more["type"] = click.Choice(get_args(hint))
+    else:
+        more.setdefault("type", click.Path(path_type=Path) if kind is Path else kind)
+    spelled = (metadata["flag"] or option(name), *metadata["aliases"], *aliases)
+    return click.option(*spelled, name, cls=_Option, **more)
+
+
+def check_bounds(settings: Any) -> None:
+    """Raises ``SettingsError`` naming the first option whose number is outside its bounds."""
+    for each in fields(settings):
+        value, bounds = getattr(settings, each.name), each.metadata.get("bounds")
+        if bounds is None or not isinstance(value, int):
+            continue
+        least, most = bounds
+        if value < least or (most is not None and value > most):
+            must = f"at least {least}" if most is None else f"{least} to {most}"
+            raise SettingsError(f"{option(each.name)} {value}: must be {must}")
+
+
+# --- TLS of commands that connect -----------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsConnection:
+    """The TLS options of every command that connects to a server.
+
+    The aliases are the spellings of TensorRT-LLM's own clients.
+    """
+
+    tls: bool = setting(
+        "Connect with TLS; the other --tls options imply it.", False, aliases=("-s", "--ssl")
+    )
+    tls_ca: Path | None = setting(
+        "Authorities to trust, in PEM.  [default: the system's]",
+        type=_FILE,
+        aliases=("-r", "--root-certificates"),
+    )
+    tls_cert: Path | None = setting(
+        "Certificate to show, in PEM.", type=_FILE, aliases=("-x", "--certificate-chain")
+    )
+    tls_key: Path | None = setting(
+        "Key of --tls-cert, in PEM.", type=_FILE, aliases=("--private-key",)
+    )
+    tls_server_name: str | None = setting(
+        "Name in the server's certificate, if it is not the host of --url.",
+        aliases=("--server-name",),
+    )
+
+    @classmethod
+    def take(cls, given: dict[str, Any]) -> TlsConnection:
+        """Take these options out of a command's."""
+        return cls(**{each.name: given.pop(each.name) for each in fields(cls)})
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether to connect with TLS: any of the options says so."""
+        return self != TlsConnection()
+
+
+# --- --set ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -49,39 +184,6 @@ class Override:
         return cls(**match.groupdict())
 
 
-def setting(help: str, default: Any = None, **more: Any) -> Any:
-    """A field of a dataclass that is an option too; ``more``: what click is told beside the help,
-    and ``flag``, where that is spelled otherwise."""
-    return field(default=default, metadata={"help": help, **more})
-
-
-def options_of(settings: type, *names: str) -> Callable[[_Command], _Command]:
-    """The options of a dataclass's settings, or of those named, with the fields' types."""
-    hints = get_type_hints(settings)
-
-    def decorate(command: _Command) -> _Command:
-        for each in reversed(fields(settings)):
-            if each.metadata and (not names or each.name in names):
-                command = _option(each, hints[each.name])(command)
-        return command
-
-    return decorate
-
-
-def _option(setting: Field[Any], hint: Any) -> Callable[[_Command], _Command]:
-    more = dict(setting.metadata)
-    kind, *_ = get_args(hint) or (hint,)  # without "or None"
-    if setting.default not in (None, "", MISSING):
-        more |= {"default": setting.default, "show_default": True}
-    if setting.default is False:
-        more["is_flag"] = True
-    elif get_origin(hint) is Literal:
-        more["type"] = click.Choice(get_args(hint))
-    else:
-        more.setdefault("type", click.Path(path_type=Path) if kind is Path else kind)
-    return click.option(more.pop("flag", option(setting.name)), setting.name, **more)
-
-
 def _parse_overrides(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> tuple[Override, ...]:
@@ -89,6 +191,9 @@ def _parse_overrides(
         return tuple(Override.parse(value) for value in values)
     except SettingsError as error:
         raise click.UsageError(str(error), ctx) from error
+
+
+# --- serve ----------------------------------------------------------------------------------
 
 
 def _parse_instances(
@@ -105,11 +210,11 @@ def _parse_instances(
 class ServeSettings:
     """Everything a server is started with.
 
-    A port of 0 means "any free port", of ``openai_port`` that there is no OpenAI API. Times are
-    seconds. ``None`` leaves the choice to us:
-    ``server`` to the search (see ``launcher.find``), ``model``, ``draft_model`` and
-    ``model_repository`` to what the package brings, ``threads`` to the engine, ``bls_instances``
-    and ``decoupled`` to the configuration of ``tensorrt_llm_bls``.
+    A port of 0 means any free port, except ``openai_port``, where it means no OpenAI API. Times
+    are seconds. ``None`` means: for ``server`` to search for one (``launcher.checks``); for
+    ``model``, ``draft_model`` and ``model_repository`` to use those of the package; for ``threads``
+    the engine's choice; for ``bls_instances`` and ``decoupled`` what the configuration of
+    ``tensorrt_llm_bls`` says.
     """
 
     model: Path | None = setting("Checkpoint directory of the model (default: the demo's).")
@@ -121,7 +226,7 @@ class ServeSettings:
     draft_model: Path | None = setting("Checkpoint directory of the draft model.")
     model_repository: Path | None = setting("Model repository (default: our own).")
     server: Path | None = setting("tritonserver: its directory or its binary.")
-    threads: int | None = setting("CPU threads of each embedded engine.")
+    threads: int | None = setting("CPU threads of each embedded engine.", bounds=(1, None))
     overrides: tuple[Override, ...] = setting(
         "Replace a parameter of a model's configuration; may be repeated.",
         (),
@@ -132,17 +237,24 @@ class ServeSettings:
         callback=_parse_overrides,
     )
     host: str = setting("Address to listen on.", "127.0.0.1")
-    expose: bool = setting("Allow a --host that other machines can reach.", False)
-    http_port: int = setting("HTTP port; 0 = any free port.", 8000)
-    grpc_port: int = setting("gRPC port; 0 = any free port.", 8001)
-    metrics_port: int = setting("Metrics port; 0 = any free port.", 8002)
-    health_port: int = setting(
-        "Port of /health/live, /health/ready, /health/startup; 0 = any free port.", 8003
+    expose: bool = setting(
+        "Allow a --host that other machines can reach; the OpenAI API alone needs it only without "
+        "keys.",
+        False,
     )
-    openai_port: int = setting("Port of the OpenAI API; 0 = none.", 9000)
-    openai_workers: int = setting("Processes of the OpenAI API.", 1)
+    http_port: int = setting("HTTP port; 0 = any free port.", 8000, bounds=_PORT)
+    grpc_port: int = setting("gRPC port; 0 = any free port.", 8001, bounds=_PORT)
+    metrics_port: int = setting("Metrics port; 0 = any free port.", 8002, bounds=_PORT)
+    health_port: int = setting(
+        "Port of /health/live, /health/ready, /health/startup; 0 = any free port.",
+        8003,
+        bounds=_PORT,
+    )
+    openai_port: int = setting("Port of the OpenAI API; 0 = none.", 9000, bounds=_PORT)
+    openai_workers: int = setting("Processes of the OpenAI API.", 1, bounds=(1, None))
     api_keys_file: Path | None = setting(
-        "Keys that clients of the OpenAI API must bring, one a line."
+        "Keys that clients of the OpenAI API must bring, one a line; also in TRTLLM_BLS_API_KEYS, "
+        "with commas."
     )
     tool_parser: str = setting(
         "How the model writes tool calls, for the OpenAI API; auto: by its chat template.",
@@ -156,18 +268,22 @@ class ServeSettings:
     )
     max_streams: int = setting(
         "Requests that may run at once; up to twice as many with several --bls-instances.",
-        int(rows_of("tensorrt_llm_bls")["max_streams"].default),
+        BlsParameters.max_streams,
+        bounds=(1, None),
     )
     bls_instances: int | Literal["auto"] | None = setting(
         "Processes of tensorrt_llm_bls: a number, or auto (by the number of cores).",
         type=str,
         metavar="N|auto",
         callback=_parse_instances,
+        bounds=(1, None),
     )
     thread_pool_size: int | None = setting(
-        "Triton's threads of each Python model (default: 4; one for each stream where the engine "
-        "is called inside Triton, or a model's code is not our own). Fewer than streams only "
-        "where no model calls another one inside Triton: each call holds one until its first token."
+        "Triton's threads for each Python model. [default: 4; one for each stream where the engine "
+        "is called inside Triton or a model's code is not ours.] Where a model calls another one "
+        "inside Triton, do not set fewer than there are streams: each call holds a thread until "
+        "its first token.",
+        bounds=(1, None),
     )
     decoupled: bool | None = setting(
         "Whether tensorrt_llm_bls streams; false allows unary requests instead."
@@ -176,17 +292,24 @@ class ServeSettings:
         "Leave Triton's shared-memory, model-repository, logging and trace APIs open to clients.",
         False,
     )
-    tls_cert: Path | None = setting("Certificate of the gRPC, HTTP and OpenAI API ports, in PEM.")
-    tls_key: Path | None = setting("Key of --tls-cert, in PEM.")
-    tls_client_ca: Path | None = setting(
-        "Whose certificates the clients of these ports must show, in PEM."
+    tls_cert: Path | None = setting(
+        "Certificate to serve with TLS (HTTP, gRPC, OpenAI API), in PEM.",
+        aliases=("--ssl-certfile",),
     )
-    exit_timeout: int = setting("Seconds that running requests have to end when stopping.", 30)
-    ready_timeout: int = setting("Seconds that the models have to load.", 900)
+    tls_key: Path | None = setting("Key of --tls-cert, in PEM.", aliases=("--ssl-keyfile",))
+    tls_client_ca: Path | None = setting(
+        "Accept only clients with a certificate of these authorities, in PEM.",
+        aliases=("--ssl-ca-certs",),
+    )
+    exit_timeout: int = setting(
+        "Seconds that running requests have to end when stopping.", 30, bounds=(1, None)
+    )
+    ready_timeout: int = setting("Seconds that the models have to load.", 900, bounds=(1, None))
     stall_timeout: int = setting(
         "Seconds without any progress after which the server is not ready; after twice as long it "
         "has failed.",
         30,
+        bounds=(1, None),
     )
     on_failure: Literal["restart", "exit"] = setting(
         "What to do when the server or one of its processes dies, stops or is stuck.", "restart"
@@ -195,18 +318,22 @@ class ServeSettings:
 
     @property
     def plain_host(self) -> str:
-        """Where Triton's HTTP and metrics, which know no TLS, listen: on this machine alone where
-        the others have it."""
+        """Where Triton's HTTP and metrics ports listen, which have no TLS: where the other ports
+        have TLS, on this machine alone."""
         return self.host if self.tls_cert is None else "127.0.0.1"
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no server could be started with, and listening by mistake."""
+        """Refuse what no server can be started with, and an open port that was not asked for."""
         if not self.expose and not is_loopback(self.host):
             raise SettingsError(
-                f"--host {self.host}: whoever reaches this machine could use the server, which "
-                "knows no passwords; add --expose if that is meant"
+                f"--host {self.host}: every machine that reaches this one could use the server, "
+                "which asks for no password; add --expose if that is intended"
             )
-        _check_files(self)
+        for name in ("api_keys_file", "tls_cert", "tls_key", "tls_client_ca"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise SettingsError(f"{option(name)} {path}: no such file")
+        self._check_tls()
         if self.engine_is_elsewhere:
             if self.model is None and self.model_repository is None:
                 raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
@@ -214,17 +341,28 @@ class ServeSettings:
                 raise SettingsError(
                     f"--engine {self.engine}: takes no --draft-model; drafts are made where it is"
                 )
-        for name in ("http_port", "grpc_port", "metrics_port", "health_port", "openai_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise SettingsError(f"{option(name)} {getattr(self, name)}: must be 0 to 65535")
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if isinstance(value, int) and value < 1:
-                raise SettingsError(f"{option(name)} {value}: must be at least 1")
+        check_bounds(self)
+
+    def _check_tls(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise SettingsError("--tls-cert and --tls-key: give both or neither")
+        if self.tls_client_ca is None:
+            return
+        if self.tls_cert is None:
+            raise SettingsError("--tls-client-ca: needs --tls-cert and --tls-key")
+        named = {row.parameter: row.value for row in self.overrides}
+        has_certificate = {"engine_tls_cert", "engine_tls_key"} <= named.keys()
+        calls_itself = named.get("engine_transport") != "bls" and not self.engine_is_elsewhere
+        if calls_itself and not has_certificate:
+            raise SettingsError(
+                "--tls-client-ca: tensorrt_llm_bls calls the server too and needs a certificate of "
+                "its own from that authority: add --set tensorrt_llm_bls.engine_tls_cert=FILE and "
+                "--set tensorrt_llm_bls.engine_tls_key=FILE"
+            )
 
     @property
     def engine_choice(self) -> EngineChoice | None:
-        """``engine``, read. Raises ``SettingsError``."""
+        """What ``engine`` names. Raises ``SettingsError``."""
         try:
             return parse_engine(self.engine) if self.engine is not None else None
         except ValueError:
@@ -237,26 +375,7 @@ class ServeSettings:
         return choice is not None and choice.is_elsewhere
 
 
-def _check_files(settings: ServeSettings) -> None:
-    for name in ("api_keys_file", "tls_cert", "tls_key", "tls_client_ca"):
-        path = getattr(settings, name)
-        if path is not None and not path.is_file():
-            raise SettingsError(f"{option(name)} {path}: no such file")
-    if (settings.tls_cert is None) != (settings.tls_key is None):
-        raise SettingsError("--tls-cert and --tls-key: give both or neither")
-    if settings.tls_client_ca is None:
-        return
-    if settings.tls_cert is None:
-        raise SettingsError("--tls-client-ca: needs --tls-cert and --tls-key")
-    named = {row.parameter: row.value for row in settings.overrides}
-    own = {"engine_tls_cert", "engine_tls_key"} <= named.keys()
-    loopback = named.get("engine_transport") != "bls" and not settings.engine_is_elsewhere
-    if loopback and not own:
-        raise SettingsError(
-            "--tls-client-ca: tensorrt_llm_bls calls the server too and needs a certificate of its "
-            "own from that authority: add --set tensorrt_llm_bls.engine_tls_cert=FILE and "
-            "--set tensorrt_llm_bls.engine_tls_key=FILE"
-        )
+# --- addresses ------------------------------------------------------------------------------
 
 
 def is_loopback(host: str) -> bool:
@@ -268,9 +387,10 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, option: str, zero: str = "any free port") -> socket.socket:
-    """A socket that listens at a port, of which ``option`` makes another; 0 of it means ``zero``.
+    """A socket that listens at ``port``.
 
-    Raises ``SetupError`` where that cannot be.
+    Raises ``SetupError`` that names ``option``, by which another port can be chosen; its value 0
+    means ``zero``.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -281,8 +401,3 @@ def listen(host: str, port: int, option: str, zero: str = "any free port") -> so
             f"port {port} on {host}: {problem}; "
             f"stop what uses it or choose another with {option} (0 = {zero})"
         ) from error
-
-
-def option(field: str) -> str:
-    """The command-line spelling of a settings field."""
-    return "--" + field.replace("_", "-")

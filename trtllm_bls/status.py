@@ -1,16 +1,18 @@
-"""What the processes of one server tell each other, through files in one directory.
+"""Status and drain files, by which the processes of one server know of each other.
 
-Every process of ``tensorrt_llm_bls``, and of the OpenAI API beside it, keeps ``<pid>.json`` there:
-that its threads run, what it has sent, which requests run. Whoever is about to stop the server
-makes ``drain``, whose time of change is the last moment for requests, in seconds of
-``time.monotonic()``, which all processes of a machine share. A process that has sent all its
-requests to the engine, and takes no more, says so: then Triton may stop.
+All files are in one directory; this module owns their names and form. Each process of
+``tensorrt_llm_bls``, and of the OpenAI API beside it, writes ``<pid>.json``: whether its threads
+run, how much it has sent, which requests run. To stop the server, ``serve`` makes the file
+``drain``. Its modification time is the deadline for the running requests, in seconds of
+``time.monotonic()``, which all processes of a machine share. A process that refuses new requests,
+and has sent to the engine all that its running requests need, has *handed over*. Triton may stop
+once all processes have.
 
-A drain needs no room on the disk: its file is made beforehand and only renamed, and a status that
-cannot be written says by its mode that the process has handed over.
+A drain works on a full disk. ``drain`` is made beforehand under another name and only renamed. A
+process that cannot write its status shows by the mode of the file that it has handed over.
 
-Files, because either side may be killed at any moment, and because a shell can do the same
-(``touch drain``). Owns their names and form.
+Files are used since either side may be killed at any moment, and a shell can drain a server too
+(``touch drain``).
 """
 
 from __future__ import annotations
@@ -24,28 +26,34 @@ from pathlib import Path
 
 DRAIN = "drain"
 _LONGEST = ".longest"
-_NO_DEADLINE = 1e9  # more is what ``touch`` leaves: the time of day, not of a machine that runs
+# ``touch`` sets the time of day, which is above this, while ``time.monotonic()`` stays far below. A
+# drain file with a time of day has no deadline.
+_NO_DEADLINE = 1e9
 _CANNOT_BE_WRITTEN, _WRITABLE = 0o400, 0o200
 
-# Names the variable with the id of ``serve``'s own requests, which are neither counted nor logged.
-# Nobody else can guess it, so that no caller hides.
+# The environment variable with the id of the requests that ``serve`` itself sends to probe the
+# server. They are neither counted nor logged. The id is random, so no caller can hide behind it.
 CANARY_ID = "TRTLLM_BLS_CANARY_ID"
 
-# The gauge, on Triton's ``/metrics``, of how many steps an engine has made, with its label. The C++
-# backend has it in every release.
+# The gauge on Triton's ``/metrics`` that counts an engine's steps, and the label to look for. The
+# C++ backend has both in every release.
 ENGINE_STEPS, STEPS_LABEL = "nv_trt_llm_general_metrics", ("general_type", "iteration_counter")
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """One process; times are seconds of ``time.monotonic()``.
+    """The state of one process; times are seconds of ``time.monotonic()``.
 
-    ``loop_at``: when its event loop last turned. ``responses``: made so far, errors left out;
-    ``tokens``: taken so far from an engine for answers that are to be in one piece.
-    ``requests``: the ids of some that run, of ``running``. ``handed_over``: it takes no new
-    requests, and needs no further request to the engine for those that run. ``missed_turns``: how
-    often another thread of the process has had its turn, 20 times a second at most, since its
-    event loop has. ``engine_problem``: what an engine in another process says is wrong with it.
+    - ``loop_at``: when its event loop last ran a callback.
+    - ``responses``: responses made so far, errors left out.
+    - ``running``, ``requests``: the number of running requests, and the ids of the first ones.
+    - ``handed_over``: it takes no new requests, and the running ones need no further request to the
+      engine.
+    - ``missed_turns``: how often the lifecycle thread has run (at most 20 times a second) since the
+      event loop last ran. A large number means that the loop alone is stuck; if no thread of the
+      process runs, the number does not grow.
+    - ``engine_problem``: what an engine in another process reports as wrong with it.
+    - ``tokens``: tokens taken from the engine so far.
     """
 
     pid: int
@@ -61,7 +69,7 @@ class ProcessStatus:
 
 
 class StatusDirectory:
-    """The files. Any process may use one; what cannot be read counts as absent."""
+    """Reads and writes the files, in any process. A file that cannot be read counts as absent."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -69,7 +77,8 @@ class StatusDirectory:
     def write(self, status: ProcessStatus) -> None:
         """Replace the process's file. Raises ``OSError``.
 
-        On a disk without room the file's time still says ``loop_at``, its mode ``handed_over``.
+        If the disk is full, the modification time of the old file is still set to ``loop_at``, and
+        its mode to ``handed_over``.
         """
         file, fresh = self.path / f"{status.pid}.json", self.path / f"{status.pid}.new"
         times = (status.loop_at, status.loop_at)
@@ -85,7 +94,7 @@ class StatusDirectory:
             raise
 
     def read(self) -> list[ProcessStatus]:
-        """Of every process that has written and still exists."""
+        """The status of every process that has written one and still exists."""
         found = []
         for file in sorted(self.path.glob("*.json")):
             with suppress(OSError, ValueError, TypeError):
@@ -114,7 +123,7 @@ class StatusDirectory:
         fresh.replace(file)
 
     def drain_deadline(self) -> float | None:
-        """``None`` where nobody asked; infinite where no time was named."""
+        """``None`` if nobody asked to drain; infinite if no time was named."""
         try:
             deadline = (self.path / DRAIN).stat().st_mtime
         except OSError:
@@ -122,23 +131,28 @@ class StatusDirectory:
         return deadline if deadline < _NO_DEADLINE else math.inf
 
     def clear(self) -> None:
-        """Remove all that an earlier server left: its processes' numbers come again."""
+        """Remove the files of an earlier server, whose process ids may be in use again."""
         for file in (*self.path.glob("*.json"), *self.path.glob(f"*{_LONGEST}"), self.path / DRAIN):
             file.unlink(missing_ok=True)
 
     def tell_longest(self, model: str, tokens: int) -> None:
-        """Say how long a sequence an engine of this server takes, where its configuration leaves
-        that to it. Raises ``OSError``."""
+        """Publish the longest sequence, in tokens, that engine ``model`` takes.
+
+        For engines whose configuration does not say so. Raises ``OSError``.
+        """
         (self.path / f"{model}{_LONGEST}").write_text(str(tokens), encoding="ascii")
 
     def longest(self, model: str) -> int | None:
-        """What ``model`` has told."""
+        """The longest sequence that ``model`` has published, in tokens; ``None`` if it has not."""
         with suppress(OSError, ValueError):
             return int((self.path / f"{model}{_LONGEST}").read_text(encoding="ascii"))
         return None
 
     def forget_drain(self) -> None:
-        """Remove what was left by an earlier server, and be ready for one. Raises ``OSError``."""
+        """Remove an earlier server's drain file, and make the one to be renamed.
+
+        Raises ``OSError``.
+        """
         (self.path / DRAIN).unlink(missing_ok=True)
         (self.path / f"{DRAIN}.new").touch()
 

@@ -1,12 +1,12 @@
-"""Where a completion ends: stop strings on text, stop sequences on token ids.
+"""Where a completion ends: ``StopMatcher`` finds stop strings in text, ``StoppingCriteria`` the end
+in token ids.
 
-The rules. A stop is matched on text after detokenisation, across any chunk border. The stop that
-*completes* first wins, the longest of those that complete at the same character. Text leaves at
-once, except a suffix that could still grow into a stop; so no part of a stop ever leaves unless
-it is asked for. With a minimum length, a stop may begin early but must complete after it.
+A stop string is matched after detokenisation, across any chunk border. The stop that *completes*
+first wins, the longest of those that complete at the same character. Text leaves at once, except a
+suffix that could still grow into a stop, so no part of a stop leaves unless it is asked for.
 
-Both matchers walk one automaton (Aho and Corasick), so the cost is linear in the text whatever
-the stops are. This module knows nothing of tokenizers or engines.
+Both look for their patterns with one automaton (Aho and Corasick), whose cost is linear in the
+input whatever the patterns are. This module knows nothing of tokenizers or engines.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.types import FinishReason, TokenIds
 
 MAX_STOPS = 100
 MAX_STOP_CHARS = 256
@@ -26,16 +27,16 @@ Symbol = TypeVar("Symbol", bound=Hashable)
 
 
 class _Automaton(Generic[Symbol]):
-    """All patterns as one trie; node 0 is the root, a node stands for the symbols that lead to it.
+    """All patterns as one trie. Node 0 is the root; a node stands for the symbols that lead to it.
 
-    ``fail[node]`` is the longest proper suffix of the node that is in the trie too;
-    ``matched[node]`` the length of the longest pattern the node ends with, or 0.
+    ``fail[node]`` is the longest proper suffix of the node that is in the trie too.
+    ``matched[node]`` is the longest pattern that the node ends with; ``None`` if there is none.
     """
 
     def __init__(self, patterns: Iterable[Sequence[Symbol]]) -> None:
         self.edges: list[dict[Symbol, int]] = [{}]
         self.depth = [0]
-        self.matched = [0]
+        self.matched: list[Sequence[Symbol] | None] = [None]
         for pattern in patterns:
             self._insert(pattern)
         self.fail = [0] * len(self.edges)
@@ -49,9 +50,10 @@ class _Automaton(Generic[Symbol]):
                 following = self.edges[node][symbol] = len(self.edges)
                 self.edges.append({})
                 self.depth.append(self.depth[node] + 1)
-                self.matched.append(0)
+                self.matched.append(None)
             node = following
-        self.matched[node] = len(pattern)
+        if node:
+            self.matched[node] = pattern
 
     def _link(self) -> None:
         queue = deque([0])
@@ -121,6 +123,11 @@ class StopMatcher:
         self._held = ""
         self._stop: str | None = None
 
+    @property
+    def held(self) -> int:
+        """How many characters are held back."""
+        return len(self._held)
+
     def feed(self, text: str, armed: bool = True) -> Cut:
         """Take the next text. While not ``armed``, a stop that completes in it does not count.
 
@@ -133,9 +140,9 @@ class StopMatcher:
         known = self._held + text
         for position, symbol in enumerate(text, start=len(self._held) + 1):
             self._node = self._automaton.step(self._node, symbol)
-            length = self._automaton.matched[self._node]
-            if length and armed:
-                return self._finish(known[:position], length)
+            matched = self._automaton.matched[self._node]
+            if matched is not None and armed:
+                return self._finish(known[:position], len(matched))
         return self._release(known)
 
     def flush(self) -> str:
@@ -155,14 +162,71 @@ class StopMatcher:
         return Cut(known[:certain])
 
 
-class StopSequences:
-    """Watches the token ids of one sequence; empty stop sequences are ignored."""
+@lru_cache(maxsize=32)
+def _automaton_of_ids(sequences: tuple[TokenIds, ...]) -> _Automaton[int]:
+    return _Automaton(sequences)
 
-    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        self._automaton = _Automaton(sequences)
+
+class StoppingCriteria:
+    """Decides where one sequence ends, from its token ids.
+
+    An end id ends the sequence and is no part of the output: it is neither shown nor counted. A
+    stop sequence ends it with its last id, which is part of the output. Both count only once the
+    output has ``min_tokens`` tokens, the last id of the stop sequence included. Before that, an end
+    id is a token like any other. TensorRT-LLM bars its one end id until then, so only further end
+    ids, which the engine does not know, come early. With ``max_tokens`` tokens the sequence ends.
+
+    ``generated`` counts the tokens of the output. ``stop_sequence`` is the stop sequence that
+    ended the sequence: the longest, if several complete at once. Empty stop sequences are ignored.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        *,
+        min_tokens: int | None = None,
+        end_ids: Iterable[int | None] = (),
+        stop_sequences: Iterable[TokenIds] = (),
+    ) -> None:
+        self.generated = 0
+        self.stop_sequence: TokenIds | None = None
+        self.max_tokens = max_tokens
+        self._min_tokens = min_tokens or 0
+        self._end_ids = frozenset(end_ids)
+        stops = tuple(filter(None, stop_sequences))
+        self._automaton = _automaton_of_ids(stops) if stops else None
         self._node = 0
 
-    def feed(self, token_id: int) -> bool:
-        """Take the next id; whether the ids so far now end with a stop sequence."""
-        self._node = self._automaton.step(self._node, token_id)
-        return self._automaton.matched[self._node] > 0
+    @property
+    def may_end(self) -> bool:
+        """Whether an end id would end the sequence now."""
+        return self.generated >= self._min_tokens
+
+    def feed(self, ids: TokenIds) -> tuple[TokenIds, FinishReason | None]:
+        """The leading ``ids`` that belong to the output, and why the sequence ends with them.
+
+        The reason is ``END_ID``, ``STOP``, ``LENGTH``, or ``None`` while the sequence goes on.
+        """
+        count = self.generated + len(ids)
+        if count < self.max_tokens and self._automaton is None and self._end_ids.isdisjoint(ids):
+            self.generated = count  # nearly every token
+            return ids, None
+        for place, token in enumerate(ids):
+            if token in self._end_ids and self.may_end:
+                return ids[:place], FinishReason.END_ID
+            self.generated += 1
+            if self._stops_at(token):
+                return ids[: place + 1], FinishReason.STOP
+            if self.generated >= self.max_tokens:
+                return ids[: place + 1], FinishReason.LENGTH
+        return ids, None
+
+    def _stops_at(self, token: int) -> bool:
+        if self._automaton is None:
+            return False
+        self._node = self._automaton.step(self._node, token)
+        matched = self._automaton.matched[self._node]
+        if matched is None or not self.may_end:
+            return False
+        self.stop_sequence = tuple(matched)
+        return True

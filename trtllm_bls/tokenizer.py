@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _PLAIN_CHAT = ChatOptions()
 _MAX_ID = 2**31 - 1  # ids are int32 on the wire
-# Characters; tokenised sooner than the interpreter's lock is handed over and taken again.
+# Characters. Shorter texts are tokenised faster than the interpreter's lock is released and taken.
 _SHORT = 1024
-_MANY = 1 << 14  # ids; they are packed in a fraction of a millisecond
+_MANY = 1 << 14  # ids, which are packed in a fraction of a millisecond
 
 
 class Tokenizer:
@@ -57,10 +57,11 @@ class Tokenizer:
         self._hf = hf
         self._backend = getattr(hf, "backend_tokenizer", None)  # tokenizers in Python have none
         if self._backend is not None:
-            # Its own encode first clears what the file may say of truncation and padding; done
-            # here, nothing changes the tokenizer later, when several threads share it.
+            # The first encode drops the file's settings for truncation and padding. Doing it here
+            # means that nothing changes the tokenizer later, when several threads share it.
             hf.encode("", verbose=False)
-            self._backend.encode_batch_fast([""])  # its threads start now, on any core
+            # Start the library's threads now, before this process is pinned to a core.
+            self._backend.encode_batch_fast([""])
         self._warned_of_bos = False
         self._bos_id: int | None = hf.bos_token_id  # which transformers looks up anew each time
         self.vocab_size = len(hf)
@@ -83,22 +84,26 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool, field: str = "text_input") -> PromptIds:
         """The ids of a prompt; never two begin-of-sequence ids, also if the text spells one.
 
-        Very many are packed, while other threads run in between. Raises ``InvalidRequest`` on
-        ``field`` for text that is not valid Unicode.
+        Very many ids are packed into an array, in pieces, so that other threads run in between.
+        Raises ``InvalidRequest`` on ``field`` for text that is not valid Unicode.
         """
-        return self._begun_once(_packed(self._encode(text, add_special_tokens, field)))
+        ids = self._encode(text, add_special_tokens, field)
+        return self._begun_once(tuple(ids) if len(ids) < _MANY else _packed(ids))
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[PromptIds]:
-        """What ``encode`` gives for each; leaves other threads the interpreter's lock meanwhile."""
+        """What ``encode`` gives for each text; releases the interpreter's lock meanwhile."""
         return [self._begun_once(ids) for ids in self._encode_all(texts, add_special_tokens)]
 
     def _begun_once(self, token_ids: PromptIds) -> PromptIds:
+        """The ids with a single begin-of-sequence id where they begin with several."""
         bos = self._bos_id
-        begins = next((n for n, token in enumerate(token_ids) if token != bos), len(token_ids))
-        if begins > 1 and not self._warned_of_bos:
+        if len(token_ids) < 2 or token_ids[0] != bos or token_ids[1] != bos:
+            return token_ids
+        if not self._warned_of_bos:
             self._warned_of_bos = True
             logger.warning("a prompt begins with the begin-of-sequence token itself; kept one")
-        return token_ids[begins - 1 :] if begins > 1 else token_ids
+        begins = next((n for n, token in enumerate(token_ids) if token != bos), len(token_ids))
+        return token_ids[begins - 1 :]
 
     def encode_word(self, text: str, field: str = "stop_words") -> tuple[int, ...]:
         """The ids of ``text`` alone, without special tokens; none for an empty word."""
@@ -107,24 +112,24 @@ class Tokenizer:
     def stop_ids(self, word: str) -> tuple[int, ...]:
         """The ids of ``word`` if a text that ends with them ends with the word, else none.
 
-        A tokenizer may read another text than was written: composed accents, small letters, the
-        unknown token. At the beginning of a text, where some tokens lose their space, the ids must
-        spell the word too: an engine that ends at them ends nowhere else than the word does.
+        A tokenizer may normalise what it reads: composed accents, small letters, the unknown token.
+        Then the ids spell another text, and an engine that stops at them would stop elsewhere. They
+        must spell the word at the beginning of a text too, where some tokens lose their space.
         """
         token_ids = self.encode_word(word)
         spelled = self._ends_with(word, token_ids) and self._text(token_ids).endswith(word)
         return token_ids if spelled else ()
 
     def word_ids(self, word: str) -> tuple[int, ...]:
-        """The ids of ``word`` if they are its text in the middle of a text, else none."""
+        """The ids of ``word`` if they spell it in the middle of a text, else none."""
         token_ids = self.encode_word(word, "embedding_bias_words")
         return token_ids if self._ends_with(word, token_ids) else ()
 
     def word_variants(self, word: str) -> tuple[tuple[int, ...], ...]:
         """Every way a word can begin: the text, after a space, and in the middle of a line.
 
-        Variants that are not the word's text are left out, as they would forbid something else;
-        so are those that end with another variant, as the shorter one covers them.
+        A variant that does not spell the word is left out, since it would forbid something else. So
+        is a variant that ends with another one, which already forbids it.
         """
         encode = partial(self.encode_word, field="bad_words")
         anchor = encode("\n")
@@ -144,8 +149,8 @@ class Tokenizer:
     def _ends_with(self, word: str, token_ids: tuple[int, ...]) -> bool:
         """Whether every text that goes on with these ids ends with ``word``.
 
-        Two texts before them stand for all: decoders treat the first token otherwise, and some
-        put a space after a word's last token but not after others.
+        Two texts before the ids stand for all others. Decoders treat the first token of a text
+        differently, and some put a space after the last token of a word but not after other tokens.
         """
         return all(self._text(token_ids, before).endswith(word) for before in self._texts_before)
 
@@ -167,7 +172,7 @@ class Tokenizer:
             ids = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         elif len(text) < _SHORT:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # a batch lets other threads run meanwhile, and "fast" spares the offsets' memory
+        else:  # a batch releases the interpreter's lock, and "fast" computes no offsets
             (encoding,) = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -175,13 +180,12 @@ class Tokenizer:
         return ids
 
     def fewest_tokens(self, text: str) -> int:
-        """A prompt of ``text`` has at least so many tokens; known without tokenising it.
-
-        0 where this tokenizer gives no bound.
-        """
+        """The fewest tokens that ``text`` can have, without tokenising it; 0 without a bound."""
         if self._chars_per_token is None:
             return 0
-        begin = 0  # begin-of-sequence tokens are merged, however often the text spells them
+        begin = (
+            0  # ``encode`` merges begin-of-sequence tokens that the text spells at its beginning
+        )
         if self._hf.bos_token:
             spelled = re.match(f"(?:{re.escape(self._hf.bos_token)})*", text)
             begin = 0 if spelled is None else spelled.end()
@@ -193,7 +197,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the model's template; of several, all of them."""
+        """The source of the model's chat template; of several templates, all of them."""
         template = self._hf.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
@@ -205,9 +209,9 @@ class Tokenizer:
     ) -> str:
         """The prompt for ``messages`` by the model's own chat template, for ``encode_chat``.
 
-        The template spells all special tokens; where a message does, ``GUARD`` is inside. Raises
-        ``InvalidRequest`` on ``messages`` if there is no template, or it refuses them, and on
-        ``chat_template_kwargs`` for variables that are none of a template.
+        The template spells all special tokens. Where a message spells one, ``GUARD`` is inside.
+        Raises ``InvalidRequest`` on ``messages`` if there is no template or the template refuses
+        them, and on ``chat_template_kwargs`` for names that are not variables of a template.
         """
         if not self._hf.chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send text_input")
@@ -247,7 +251,7 @@ class Tokenizer:
         )
 
     def encode_chat(self, prompt: str) -> PromptIds:
-        """The ids of what ``render_chat`` made; what a message spells is not a control token."""
+        """The ids of what ``render_chat`` made; no text of a message becomes a control token."""
         _check_unicode(prompt, "messages")
         first, *more = prompt.split(GUARD)
         known = self._encoded_within(set(more)) if more else {}
@@ -255,7 +259,7 @@ class Tokenizer:
         return tuple(itertools.chain(ids, *(known[text] for text in more))) if more else ids
 
     def _encoded_within(self, texts: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """The ids of each in the middle of a text, where no space is put before it."""
+        """The ids of each text in the middle of a text, where no space is put before it."""
         found: dict[str, tuple[int, ...]] = {}
         for before in ("\n", "a", "."):
             anchor = tuple(self._encode(before, False, "messages"))
@@ -277,7 +281,7 @@ class Tokenizer:
         return (tuple(encoding.ids) for encoding in made)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        """What would be an argument of transformers' own, as another template, is no variable."""
+        """Refuse names of ``apply_chat_template``'s arguments, which could set another template."""
         own = inspect.signature(self._hf.apply_chat_template).parameters
         wrong = sorted({"messages", *own} & variables.keys())
         if wrong:
@@ -330,13 +334,11 @@ class Tokenizer:
 
 
 def _packed(ids: list[int]) -> PromptIds:
-    """``ids``, which are used up: a tuple, or from ``_MANY`` on an array.
+    """``ids`` as an array; the list is emptied.
 
-    To pack or to free half a million ids takes milliseconds with the interpreter's lock. So both
+    Packing or freeing half a million ids takes milliseconds with the interpreter's lock. So both
     are done in pieces, and a sleep before each lets other threads have the lock.
     """
-    if len(ids) < _MANY:
-        return tuple(ids)
     pieces = []
     while ids:
         time.sleep(0.0001)
@@ -347,6 +349,7 @@ def _packed(ids: list[int]) -> PromptIds:
 
 
 def _check_unicode(text: str, field: str) -> None:
+    """Raises ``InvalidRequest`` for half a surrogate pair, which JSON can spell."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,9 +1,9 @@
-"""The values that pass between modules: plain, never changed, free of Triton and numpy.
+"""The values that pass between modules: plain and free of Triton and numpy.
 
 Grouped by receiver: what an engine takes and gives (token ids), then what the orchestrator
-takes and gives (text). ``None`` in a field always means "the caller did not say", and is never
-sent on, so that the engine's own default applies. Arrays that are only passed on (logits,
-LoRA weights) are typed ``Array`` and never opened here; the wire gives and takes them.
+takes and gives (text). ``None`` in a field of a request means that the caller did not say. Such a
+field is not sent on, so the engine's own default applies. Arrays that are only passed on (logits,
+LoRA weights) are typed ``Array``; they are made and read by ``wire``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ else:
     Array = Any
 
 TokenIds: TypeAlias = tuple[int, ...]
-# A prompt may be so long that each pass over a tuple of its ids would hold up every other stream:
-# such a prompt is an ``array`` of int32, never changed.
+# A tuple, or an ``array`` of int32 for a prompt so long that each pass over a tuple of its ids
+# would hold up every other stream. Never changed.
 PromptIds: TypeAlias = Sequence[int]
-# Of one token's place: the likeliest ids with their log-probabilities.
+# The likeliest ids at the place of one token, with their log-probabilities.
 TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 NOTHING: Mapping[str, Array] = MappingProxyType({})
 
@@ -33,7 +33,8 @@ NOTHING: Mapping[str, Array] = MappingProxyType({})
 class FinishReason(str, Enum):
     """Why a sequence ended; the value is what callers read.
 
-    After ``CANCELLED`` and ``ERROR`` the request itself still ends, with an error or for nobody.
+    After ``CANCELLED`` and ``ERROR`` the request itself still has to end: with an error, or
+    silently if its caller has left.
     """
 
     STOP = "stop"  # a stop string or stop sequence
@@ -82,8 +83,8 @@ class Sampling:
 class Wants:
     """What the caller asked to get back beside the tokens.
 
-    ``top_log_probs``: how many of the likeliest ids of each token's place; of an engine that does
-    not tell them (``EngineCapacity``), the logits are asked for instead.
+    ``top_log_probs``: how many of the likeliest ids at the place of each token. An engine that does
+    not report them (``EngineCapacity``) is asked for logits instead.
     """
 
     log_probs: bool = False
@@ -112,8 +113,9 @@ class SpeculationRequest:
     ``draft_source``: where drafts come from: ``off``, ``model``, ``ngram``, ``mixed`` or
     ``prediction``.
     ``use_draft_logits``: verify against the draft model's logits, not only its token ids.
-    ``prediction``: what the answer is expected to resemble; drafts are taken from it first. By
-    itself it asks for no more than that, and for nothing where speculation cannot be.
+    ``prediction``: what the answer is expected to resemble; drafts are taken from it first. A
+    request with nothing but a prediction drafts from it alone, and is decoded plainly where
+    speculation is impossible.
     """
 
     num_draft_tokens: int | None = None
@@ -186,27 +188,42 @@ class EngineMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculationCounts:
-    """What speculative decoding did for one request, over all its rounds; counts of tokens.
+class SpeculationStats:
+    """What speculative decoding did for one request so far; tokens unless named otherwise.
 
-    ``predicted`` of those drafted, and ``predicted_accepted``, came from the prediction.
+    ``rounds`` verified a draft; plain decoding between them is not counted. ``ngram_drafted`` and
+    ``predicted`` of the tokens ``drafted`` came from the text itself and from the prediction.
+    ``fallback`` names in one word why drafting was given up (error, deadline, vocabulary,
+    malformed, refused).
     """
 
-    rounds: int
-    drafted: int
-    accepted: int
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    ngram_drafted: int = 0
     predicted: int = 0
     predicted_accepted: int = 0
+    draft_failures: int = 0
+    overlap_used: int = 0  # drafts that were ready when their round began
+    overlap_wasted: int = 0  # drafts thrown away because the guess before them was wrong
+    fallback: str | None = None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted per drafted token; ``None`` when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
 
 
-@dataclass(kw_only=True)  # as frozen it would take four times as long to make
+# One is made per token. Frozen or with keyword-only fields, making one would take several times as
+# long; so would it without slots.
+@dataclass(slots=True)
 class EngineChunk:
     """Tokens new since the last chunk of the same sequence; may be none.
 
     ``log_probs``, ``top_log_probs`` and ``generation_logits`` belong to exactly these
     ``token_ids``. ``final`` marks the last chunk of a sequence; ``finish_reason`` is ``None`` even
     there when the engine's wire does not say. ``speculation`` counts all rounds so far; ``None``
-    where there are none. ``ids_only`` may be true where all the rest is left out.
+    where there are none.
     """
 
     token_ids: TokenIds
@@ -219,19 +236,18 @@ class EngineChunk:
     context_logits: Array | None = None  # [prompt tokens, vocab]
     generation_logits: Array | None = None  # [len(token_ids), vocab]
     metrics: EngineMetrics | None = None
-    speculation: SpeculationCounts | None = None
-    ids_only: bool = field(default=False, repr=False, compare=False)
+    speculation: SpeculationStats | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapacity:
-    """What an engine can take; ``None`` where it does not tell.
+    """What an engine can take; ``None`` where it does not say.
 
-    ``max_sequence_tokens`` counts prompt and completion together. ``one_step``: the engine ends
-    every request after one step, as older engines built for external drafts do;
-    ``may_be_one_step``: it is of a kind that may do so, without saying. ``tells_top_log_probs``:
-    beside each token, without logits. ``speculates``: how it does so itself, where it takes no
-    drafts for that.
+    ``max_sequence_tokens`` counts prompt and completion together.
+    ``one_step``: the engine ends every request after one step, as older engines built for external
+    drafts do. ``may_be_one_step``: it is of a kind that may do so without saying.
+    ``tells_top_log_probs``: it reports the likeliest ids beside each token, without logits.
+    ``speculates``: how the engine speculates by itself, if it does and takes no drafts.
     """
 
     vocab_size: int | None = None
@@ -251,8 +267,8 @@ class EngineCapacity:
 class ChatOptions:
     """How a chat template writes a conversation.
 
-    ``tools``: what the model may call, a JSON list; ``variables``: further ones of the template.
-    ``continue_final_message``: the answer goes on where the last message ends.
+    ``tools``: what the model may call, a JSON list. ``variables``: further variables of the
+    template. ``continue_final_message``: the answer goes on where the last message ends.
     """
 
     tools: str | None = None
@@ -277,7 +293,7 @@ class TextRequest:
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
     ``traceparent`` is the caller's trace context (W3C).
-    ``text_ids``: what ``text`` is in token ids, where it has been tokenised already.
+    ``text_ids``: the token ids of ``text``, if it has been tokenised already.
     """
 
     request_id: str
@@ -330,14 +346,14 @@ class Ending:
     completion_tokens: int
     stop_reason: str | None = None  # the stop string that fired
     seed: int | None = None
-    speculation: SpeculationCounts | None = None  # None: the request ran without it
+    speculation: SpeculationStats | None = None  # None: the request ran without it
 
 
 class TokenText(NamedTuple):
     """One token with the bytes that it adds to the text; a character may be spread over several.
 
-    ``log_prob`` is ``None`` where it was not asked for, and of a prompt's tokens; ``top_log_probs``
-    are there where the engine tells them.
+    ``log_prob`` is ``None`` if it was not asked for, and for the tokens of a prompt.
+    ``top_log_probs`` are empty unless the engine reports them.
     """
 
     token_id: int
@@ -346,21 +362,22 @@ class TokenText(NamedTuple):
     top_log_probs: TopLogProbs = ()
 
 
-@dataclass(kw_only=True)  # see EngineChunk
+@dataclass(slots=True)  # see EngineChunk
 class TextChunk:
     """Text new since the last chunk of the same sequence, or all so far when accumulating.
 
-    Scores belong to tokens whose whole text has left: ``log_probs`` are all of them so far (the
-    wire's rule), ``generation_logits`` only those of this chunk. ``context_logits`` and
+    Scores belong to tokens whose whole text has left. ``log_probs`` are all of them so far, as on
+    TensorRT-LLM's wire; ``generation_logits`` only those of this chunk. ``context_logits`` and
     ``metrics`` are on every chunk from the first that has them, as TensorRT-LLM sends them.
-    ``tokens`` are those whose whole text has left with this chunk, the echoed prompt's first;
-    ``None`` where they were not asked for.
+    ``tokens`` are those whose whole text has left with this chunk, those of an echoed prompt first;
+    ``None`` if they were not asked for.
     ``drafted``: the parts of ``text`` that accepted draft tokens wrote, as ``(begin, end)`` in
-    characters, one for each such token. Not when accumulating or echoing.
+    characters, one for each such token. Empty when accumulating or echoing.
     """
 
     text: str
     sequence_index: int = 0
+    ending: Ending | None = None
     log_probs: tuple[float, ...] | None = None
     cum_log_prob: float | None = None
     context_logits: Array | None = None
@@ -368,4 +385,3 @@ class TextChunk:
     tokens: tuple[TokenText, ...] | None = None
     drafted: tuple[tuple[int, int], ...] = ()
     metrics: EngineMetrics | None = None
-    ending: Ending | None = None

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from doubles.trtllm_service import Behaviour, ScriptedService
-from trtllm_bls.engines.base import QueuedChunks, ids_chunk
+from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.tokenizer import load_tokenizer
 from trtllm_bls.types import (
     EngineCapacity,
@@ -56,7 +56,7 @@ class SteppingEngine:
 
     def _step(self) -> None:
         for stream, (ids, sent, length) in list(self._open.items()):
-            chunk = ids_chunk((ids[sent % len(ids)],))
+            chunk = EngineChunk(token_ids=(ids[sent % len(ids)],))
             self._open[stream] = (ids, sent + 1, length)
             if sent + 1 == length:
                 del self._open[stream]

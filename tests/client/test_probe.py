@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -95,6 +96,7 @@ def watch(
     failed: list[str],
     engine_here: bool = True,
     metrics_url: str = "http://127.0.0.1:1/metrics",
+    pace: Pace = QUICK,
     **more: Any,
 ) -> Watch:
     """Over a server whose processes are this one."""
@@ -102,14 +104,12 @@ def watch(
     server = SimpleNamespace(
         probe=lambda: Probe(url, "canary", local=True),
         models=("tensorrt_llm", "tensorrt_llm_bls") if engine_here else ("tensorrt_llm_bls",),
-        guard=me,
-        process=me,
         status_dir=status,
         metrics_url=metrics_url,
-        **{"stop_requested": False, "unloaded": set(), **more},
+        **{"guard": me, "process": me, "stop_requested": False, "unloaded": set(), **more},
     )
     bounds = Bounds(stall_s=stall_s)
-    return Watch(cast(TritonServer, server), bounds, failed.append, failed.append, QUICK)
+    return Watch(cast(TritonServer, server), bounds, failed.append, failed.append, pace)
 
 
 async def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> None:
@@ -255,6 +255,82 @@ async def test_a_stop_waits_for_requests_and_not_for_triton_to_forget_them(
         await eventually(looked)
         await asyncio.to_thread(watching.close)
     assert ended.is_set() == ends
+
+
+async def test_a_stopped_guard_is_resumed_and_told(tmp_path: Path) -> None:
+    """It cannot end the server meanwhile; nothing is lost."""
+    told = list[str]()
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            guard = psutil.Process(process.pid)
+            async with FakeGrpcServer([TOKEN]) as server:
+                watching = watch(server.url, tmp_path, SECONDS, told, guard=guard)
+                guard.suspend()
+                await eventually(lambda: told)
+                await eventually(lambda: guard.status() == psutil.STATUS_SLEEPING)
+                assert watching.verdict.ready
+                await asyncio.to_thread(watching.close)
+        finally:
+            process.kill()
+    assert told == ["the guard process of tritonserver was stopped (SIGSTOP); resumed it"]
+
+
+async def test_failed_canaries_end_readiness_until_one_is_answered(tmp_path: Path) -> None:
+    """Two in a row are no accident."""
+    steps: list[Step] = [Fail("INTERNAL: CUDA error")]
+    async with FakeGrpcServer(lambda _: steps) as server:
+        watching = watch(server.url, tmp_path, SECONDS, failed := [])
+        await eventually(lambda: "for one token fails: CUDA error" in str(watching.verdict.reasons))
+        steps[:] = [TOKEN]
+        await eventually(lambda: watching.verdict.ready)
+        await asyncio.to_thread(watching.close)
+    assert failed == []
+
+
+async def test_no_canary_is_sent_while_others_get_answers(tmp_path: Path) -> None:
+    """It would only take a slot of the engine's batch."""
+    files, pace, moved = StatusDirectory(tmp_path), Pace(look_s=0.01, canary_s=0.3), 0
+
+    def progress() -> bool:
+        nonlocal moved
+        moved += 1
+        now = time.monotonic()
+        files.write(ProcessStatus(os.getpid(), now, now, moved, 1))
+        return now > enough
+
+    async with FakeGrpcServer([TOKEN]) as server:
+        enough = time.monotonic() + 2.4  # time for eight canaries
+        watching = watch(server.url, tmp_path, SECONDS, failed := [], pace=pace)
+        await eventually(progress)
+        assert len(server.asked) <= 3
+        await asyncio.to_thread(watching.close)
+    assert failed == []
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+async def test_a_dead_process_fails_a_server_unless_it_is_stopping(
+    tmp_path: Path, stopping: bool
+) -> None:
+    """A server that stops ends its processes one by one; its own time limit holds then."""
+    failed = list[str]()
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            dead = psutil.Process(process.pid)
+            async with FakeGrpcServer([TOKEN]) as server:
+                more = {"process": dead, "stop_requested": stopping}
+                watching = watch(server.url, tmp_path, SECONDS, failed, **more)
+                await eventually(lambda: watching.verdict.ready)
+                process.kill()
+                await eventually(lambda: watching.verdict.failed)
+                looked_at = watching.looked_at
+                if stopping:
+                    await eventually(lambda: watching.looked_at > looked_at)
+                else:
+                    await eventually(lambda: failed)
+                await asyncio.to_thread(watching.close)
+        finally:
+            process.kill()
+    assert failed == ([] if stopping else ["the process of tritonserver is dead"])
 
 
 @pytest.mark.parametrize("moving", ["responses", "tokens"])

@@ -1,4 +1,4 @@
-"""How many files one plain streamed request goes through: a reader opens each to follow it."""
+"""How many files and functions one plain streamed request goes through, for a reader to follow."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.text_service import TextService
 
-MOST = 21
+MOST_FILES = 19
+MOST_FUNCTIONS = 141  # comprehensions and lambdas are part of others
 PACKAGE = Path(trtllm_bls.__file__).parent
 
 
 class Recorder:
-    """The package's files in which a function is called, by any thread, while it is ``on``."""
+    """The package's functions that any thread calls while it is ``on``, as place and name."""
 
     def __init__(self) -> None:
         self.on = False
-        self.files: set[str] = set()
+        self.functions: set[tuple[str, str]] = set()
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if self.on and path.is_relative_to(PACKAGE):
-            self.files.add(str(path.relative_to(PACKAGE)))
+        path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if self.on and path.is_relative_to(PACKAGE) and not name.startswith("<"):
+            place = f"{path.relative_to(PACKAGE)}:{frame.f_code.co_firstlineno}"
+            self.functions.add((place, name))
 
 
 @contextmanager
@@ -79,9 +81,8 @@ def parameters(url: str) -> BlsParameters:
     }
     given = {key: {"string_value": value} for key, value in values.items()}
     config = {"name": "tensorrt_llm_bls", "parameters": given}
-    return BlsParameters.read(
-        Parameters({"model_config": json.dumps(config), "model_repository": "."})
-    )
+    arguments = {"model_config": json.dumps(config), "model_repository": "."}
+    return Parameters(arguments).read(BlsParameters)
 
 
 def request(triton: FakeTriton) -> Ask:
@@ -93,8 +94,8 @@ def request(triton: FakeTriton) -> Ask:
     return triton.ask(inputs, "text_output", "finish_reason")
 
 
-def test_a_plain_streamed_request_goes_through_few_files() -> None:
-    """A reader can open all of them; what a request does not use is not executed for it."""
+def test_a_plain_streamed_request_goes_through_few_files_and_functions() -> None:
+    """A reader can follow all of them; what a request does not use is not executed for it."""
     triton, recorder = FakeTriton(), Recorder()
     with engine_server() as url:
         deployment = Deployment(parameters(url))
@@ -108,8 +109,10 @@ def test_a_plain_streamed_request_goes_through_few_files() -> None:
         recorder.on = False
         server.close(deployment.close)
     assert b"".join(text for (text,) in ask.said("text_output")) == b"It's fun"
-    files = sorted(recorder.files)
-    assert len(files) <= MOST, (
-        f"{len(files)} files execute code for a plain streamed request, at most {MOST} should; "
-        "join two, or prepare at load what needs no request:\n" + "\n".join(files)
+    files = sorted({place.partition(":")[0] for place, _ in recorder.functions})
+    assert len(files) <= MOST_FILES, (
+        f"{len(files)} files execute code for a plain streamed request, at most {MOST_FILES} "
+        "should; join two, or prepare at load what needs no request:\n" + "\n".join(files)
     )
+    found = sorted(map(" ".join, recorder.functions))
+    assert len(found) <= MOST_FUNCTIONS, f"{len(found)} functions:\n" + "\n".join(found)

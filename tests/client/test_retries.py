@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,6 +90,45 @@ async def test_the_deadline_bounds_all_tries() -> None:
             await client.generate(**ASK, deadline_s=1.5)
         with pytest.raises((Overloaded, DeadlineExceeded)):
             await client.generate(**ASK, deadline_s=0.2)
+
+
+async def test_each_try_has_what_is_left_of_the_deadline() -> None:
+    """So that the last try ends when the caller expects it."""
+    lefts: list[float] = []
+
+    def begin(left: float | None) -> Any:
+        assert left is not None
+        lefts.append(left)
+        items: asyncio.Queue[Any] = asyncio.Queue()
+        asyncio.get_running_loop().call_later(0.1, items.put_nowait, Overloaded("full"))
+        return SimpleNamespace(items=items, cancel=lambda: False)
+
+    with pytest.raises(Overloaded):
+        await anext(Stream("request", begin, retries=3, deadline_s=60))
+    gaps = [before - after for before, after in pairwise(lefts)]
+    assert len(gaps) == 3 and 59.9 < lefts[0] <= 60
+    assert all(gap >= 0.1 for gap in gaps)
+
+
+async def test_who_leaves_in_a_pause_does_not_wait_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is the connection's slot kept until then."""
+    pauses: list[float] = []
+
+    def longest(_: float, pause: float) -> float:
+        pauses.append(pause)
+        return pause
+
+    monkeypatch.setattr(random, "uniform", longest)
+    async with FakeGrpcServer(FULL) as server, Client(server.url, retries=10**6) as client:
+        stream = client.stream(**ASK)
+        task = asyncio.ensure_future(anext(stream, None))
+        await eventually(lambda: pauses[-1:] == [3.2])
+        begun = time.monotonic()
+        stream.cancel()
+        await task
+        assert time.monotonic() - begun < 1
 
 
 @pytest.mark.parametrize("leave", [lambda s, _: s.cancel(), lambda _, task: task.cancel()])

@@ -249,7 +249,9 @@ async def test_nobody_cancels_after_the_end_has_arrived(ending: list[Say | Fail]
 
 async def test_closing_the_client_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cancels rather than waits, and a reader left waiting is told that the client is gone."""
-    monkeypatch.setattr("trtllm_bls.client.stream.SETTLE_S", None)  # waiting would be for ever
+    monkeypatch.setattr(
+        "trtllm_bls.client.stream.END_OF_STREAM_S", None
+    )  # waiting would be for ever
     async with FakeGrpcServer([Hold()]) as server:
         client = await Client(server.url).__aenter__()
         reading = asyncio.create_task(client.generate(**ASK))

@@ -101,3 +101,14 @@ def test_other_inputs_are_json_or_else_strings() -> None:
     assert found == {"a": 1, "b": [1, 2], "c": True, "d": "plain = text", "e": "1", "f": ""}
     with pytest.raises(click.BadParameter):
         assignments("--set", ["a"])
+
+
+def test_the_token_client_takes_the_tls_flags_of_tensorrt_llms_own(tmp_path: Path) -> None:
+    """Among them ``-p``, which is the prompt of the text client."""
+    file = tmp_path / "file.pem"
+    file.touch()
+    main = load("inflight_batcher_llm_client").main
+    words = ["--text", "Hi", "-s", "-r", str(file), "-x", str(file), "-p", str(file)]
+    given = main.make_context("client", words).params
+    assert all(given[name] == file for name in ("tls_ca", "tls_cert", "tls_key"))
+    assert given["tls"] is True

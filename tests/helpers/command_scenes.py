@@ -87,7 +87,7 @@ def stopped_by_request() -> Script:
 
 
 def scenes(files: Path) -> dict[str, Scene]:
-    """By name; longer than others: it is one table, whose files it writes to a directory."""
+    """Every scene by name. The files that some of them read are written to `files`."""
     prompt = files / "prompt.csv"
     prompt.write_text("1,2,3\n")
     expected = files / "expected.csv"

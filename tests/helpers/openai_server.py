@@ -20,9 +20,8 @@ from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.deployment import SHUTTING_DOWN
-from trtllm_bls.services.request_log import RequestLog
 from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.services.request_reports import RequestLog, RequestReports
 from trtllm_bls.tokenizer import Tokenizer
 
 MODEL = "scripted"
@@ -65,8 +64,8 @@ class ScriptedBackend:
             self.engine.drain()
 
     @property
-    def settled(self) -> bool:
-        return not isinstance(self.engine, RoutingEngine) or self.engine.settled
+    def handed_over(self) -> bool:
+        return not isinstance(self.engine, RoutingEngine) or self.engine.handed_over
 
     async def close(self) -> None:
         await self.engine.close()

@@ -37,25 +37,36 @@ def opened(triton: FakeTriton, handle: Handle, decoupled: bool = True) -> Iterat
         assert (left, triton.broken) == ([], [])
 
 
-def call_of(ask: Ask, triton: FakeTriton) -> Call:
-    """A call whose responses are sent by nobody, unless the test does."""
-    no_loop: Any = None
-    return Call(triton, ask, SenderThreads(no_loop, 0), decoupled=True)
-
-
-class Later:
-    """In place of the sending threads: remembers how long they should wait."""
-
-    responses = 0
+class ManualSenders(SenderThreads):
+    """Sends nothing by itself, and remembers which delays were asked for in place of a timer."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        no_loop: Any = None
+        super().__init__(no_loop, 0)
+        self.delays: list[float] = []
 
-    def work_on(self, call: Call, urgent: bool = False) -> None:
-        pass
+    def send_later(self, call: Call, seconds: float) -> None:
+        self.delays.append(seconds)
+        self._delayed.add(call)
 
-    def later(self, seconds: float, call: Call) -> None:
-        self.seconds.append(seconds)
+    def send(self) -> None:
+        """Send all that was handed over."""
+        for queued in (self._first, self._later):
+            while queued:
+                call, response, final = queued.popleft()
+                self._reports.append((call, call.deliver(response, final)))
+        self.take_reports()
+
+    def time_is_up(self) -> None:
+        """What was delayed is handed over, and sent."""
+        for call in list(self._delayed):
+            self._send_delayed(call)
+        self.send()
+
+
+def call_of(ask: Ask, triton: FakeTriton, senders: SenderThreads | None = None) -> Call:
+    """A call whose responses are sent by nobody, unless the test does."""
+    return Call(triton, ask, senders or ManualSenders(), decoupled=True)
 
 
 def failing(times: int) -> Callable[[Any], None]:

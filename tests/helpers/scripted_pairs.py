@@ -11,9 +11,16 @@ from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.speculative.options import SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.speculative.shared import SpeculationShared
-from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason, Sampling
+from trtllm_bls.types import (
+    EngineCapacity,
+    EngineChunk,
+    EngineRequest,
+    FinishReason,
+    Sampling,
+    SpeculationStats,
+)
 
 VOCAB = 12
 GREEDY = Sampling(top_k=1)

@@ -24,15 +24,14 @@ def good(url: str) -> dict[str, Any]:
 class Served:
     """``trtllm-bls serve`` as a process of its own, ready."""
 
-    def __init__(self, repository: Path, *more: str) -> None:
+    def __init__(self, repository: Path | None, *more: str) -> None:
         services = ["http", "grpc", "metrics", "health"]
         ports = [word for name in (*services, "openai") for word in (f"--{name}-port", "0")]
         services += ["openai"] * ("--openai-port" in more)  # which counts, since it comes later
         words = [
             "serve",
             *ports,
-            "--model-repository",
-            str(repository),
+            *(["--model-repository", str(repository)] if repository else []),
             "--exit-timeout",
             "20",
             *more,
@@ -54,17 +53,25 @@ class Served:
         except BaseException:  # nobody else would end it
             self.process.terminate()
             raise
-        (self.guard,) = self._children(self.process.pid, "guard.py")
-        self.stub, *_ = self._children(self.server.pid, "triton_python")
+        (self.guard,) = self.children(self.process.pid, "guard.py")
+        self.stub, *_ = self.children(self.server.pid, "triton_python")
         self.prefix = self.stub.cmdline()[2].rsplit("_", 1)[0]
 
     @property
     def server(self) -> psutil.Process:
         """tritonserver, which has another guard each time that it is started again."""
-        (guard,) = self._children(self.process.pid, "guard.py")
-        return self._children(guard.pid, "tritonserver")[0]
+        (guard,) = self.children(self.process.pid, "guard.py")
+        return self.children(guard.pid, "tritonserver")[0]
 
-    def _children(self, parent: int, word: str) -> list[psutil.Process]:
+    def everything(self) -> list[psutil.Process]:
+        """All processes of this ``serve``."""
+        return [*psutil.Process(self.process.pid).children(recursive=True), self.own]
+
+    @property
+    def own(self) -> psutil.Process:
+        return psutil.Process(self.process.pid)
+
+    def children(self, parent: int, word: str) -> list[psutil.Process]:
         """Those with ``word`` in their command line."""
         found = []
         for child in psutil.Process(parent).children():

@@ -60,11 +60,11 @@ STREAM = {"stream": np.array([[True]])}
 
 @contextmanager
 def serving(
-    engine: Any, handle: Any, *, decoupled: bool = True, together: Any = bool
+    engine: Any, handle: Any, *, decoupled: bool = True, prepare_batch: Any = None
 ) -> Iterator[Bench]:
     """Every rule of Triton is kept, and in the end nothing runs any more."""
     triton, left = FakeTriton(), []
-    server = RequestServer(triton, handle, decoupled=decoupled, together=together)
+    server = RequestServer(triton, handle, decoupled=decoupled, prepare_batch=prepare_batch)
 
     async def finish() -> None:
         left.extend(asyncio.all_tasks() - {asyncio.current_task()})  # type: ignore[arg-type]
@@ -89,7 +89,9 @@ def text_service(
     engine: Any, *, decoupled: bool = True, other: Tokenizer | None = None
 ) -> Iterator[Bench]:
     service = TextService(orchestrator(engine, other=other), decoupled=decoupled)
-    with serving(engine, service.handle, decoupled=decoupled, together=service.arrived) as bench:
+    with serving(
+        engine, service.handle, decoupled=decoupled, prepare_batch=service.prepare_batch
+    ) as bench:
         yield bench
 
 

@@ -63,7 +63,10 @@ def echo_repository(scratch: Path) -> Path:
     return repository
 
 
-def echo_settings(scratch: Path, transport: str, **more: Any) -> ServeSettings:
+def echo_settings(
+    scratch: Path, transport: str, stall_seconds: int | None = None, **more: Any
+) -> ServeSettings:
+    stall_seconds = stall_seconds or STALL_SECONDS[transport]
     return free_ports(
         model=DEMO / "target",
         model_repository=echo_repository(scratch),
@@ -72,7 +75,7 @@ def echo_settings(scratch: Path, transport: str, **more: Any) -> ServeSettings:
         **more,
         overrides=(
             Override("tensorrt_llm_bls", "engine_transport", transport),
-            Override("tensorrt_llm_bls", "engine_stall_seconds", str(STALL_SECONDS[transport])),
+            Override("tensorrt_llm_bls", "engine_stall_seconds", str(stall_seconds)),
             Override("tensorrt_llm", "step_ms", "5"),
         ),
     )
@@ -88,7 +91,7 @@ class BeforeAService:
     models: tuple[str, ...]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("ticker") / "models"
     write_model(made, "ticker", TICKER)

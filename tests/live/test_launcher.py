@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import socket
+import stat
 import sys
 import urllib.error
 import urllib.request
@@ -33,7 +34,7 @@ def test_a_server_is_ready_serves_and_leaves_nothing(repository: Path) -> None:
             assert [following() for _ in range(4)] == ["tick", "tick", "tick", None]
         assert server.models == ("ticker",)
         prefix, process = server.region_prefix, server.process
-        assert left_over(prefix)
+        assert {stat.S_IMODE(region.stat().st_mode) for region in left_over(prefix)} == {0o600}
         address = server.grpc_url.split(":")
     assert left_over(prefix) == []
     assert process and not process.is_running()

@@ -8,16 +8,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.helpers.waiting import until
 from trtllm_bls.launcher import guard
 from trtllm_bls.launcher.process import GuardedProcess, Scratch, describe_exit
+from trtllm_bls.status import ProcessStatus, StatusDirectory
 
 
-def guarded(tmp_path: Path, script: str, grace: float = 30) -> subprocess.Popen[str]:
+def guarded(
+    tmp_path: Path, script: str, grace: float = 30, drain: float = 30
+) -> subprocess.Popen[str]:
     """A guard around ``script``, which has said "up"."""
     workdir = tmp_path / "work"
     workdir.mkdir()
@@ -27,7 +32,8 @@ def guarded(tmp_path: Path, script: str, grace: float = 30) -> subprocess.Popen[
         "workdir": str(workdir),
         "status": str(workdir / "status"),
         "shared_memory": str(tmp_path / "shm_"),
-        "drain": 30,
+        "mark": f"MARK={tmp_path}",
+        "drain": drain,
         "grace": grace,
     }
     process = subprocess.Popen(
@@ -54,6 +60,44 @@ HANGS = "trap '' TERM; echo up; while :; do sleep 0.01; done"
 def test_a_dead_launcher_stops_the_server(tmp_path: Path) -> None:
     """The control pipe's end, however it came about, is an orderly stop; no file remains."""
     assert end_of(guarded(tmp_path, DRAINS)) == (0, "drained\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_requests_are_cut_a_second_before_the_server_breaks_connections(tmp_path: Path) -> None:
+    """So that they end with an error that says why, rather than with a broken connection."""
+    process = guarded(tmp_path, DRAINS, drain=5)
+    files = StatusDirectory(tmp_path / "work" / "status")
+    files.path.mkdir()
+    files.forget_drain()
+    now = time.monotonic()
+    files.write(ProcessStatus(os.getpid(), now, now, 0, 1))  # has not handed over
+    before = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    deadline = until(files.drain_deadline)
+    assert before + 4 <= deadline <= time.monotonic() + 4
+    end_of(process)
+
+
+def test_a_server_whose_requests_are_handed_over_is_told_to_stop_at_once(tmp_path: Path) -> None:
+    """Half of the time to drain is only for those that still speculate."""
+    process = guarded(tmp_path, DRAINS, drain=60)
+    begun = time.monotonic()
+    assert end_of(process)[0] == 0
+    assert time.monotonic() - begun < 15
+
+
+def test_processes_of_a_dead_launcher_end_with_the_server(tmp_path: Path) -> None:
+    """Those that it marked, however they were started; those that hang are killed after a while."""
+    environment = {**os.environ, "MARK": str(tmp_path)}
+    script = "trap '' TERM; echo up; while :; do sleep 0.01; done"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", script], env=environment, stdout=pipe) as other:
+        assert other.stdout and other.stdout.readline() == b"up\n"
+        process = guarded(tmp_path, DRAINS, drain=0.5)
+        begun = time.monotonic()
+        assert end_of(process) == (0, "drained\n")
+        assert time.monotonic() - begun >= 0.5
+        assert other.wait(20) == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
 

@@ -151,8 +151,8 @@ def test_the_server_is_watched_over_tls(guarded: TritonServer, files: dict[str, 
     url, own = guarded.grpc_url.replace("127.0.0.1", "localhost"), files["client"]
     words = ["health", "--url", url, "--timeout", "30"]
     assert CliRunner().invoke(main, [*words[:-1], "2"]).exit_code == 1
-    words += ["--ssl", "--root-certificates", str(own.ca), "--private-key", str(own.key)]
-    told = CliRunner().invoke(main, [*words, "--certificate-chain", str(own.cert)])
+    words += ["--tls-ca", str(own.ca), "--tls-key", str(own.key)]
+    told = CliRunner().invoke(main, [*words, "--tls-cert", str(own.cert)])
     assert (told.exit_code, told.output) == (0, "ready\n")
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -21,13 +23,12 @@ from tests.helpers.server_requests import (
     post,
 )
 from tests.helpers.waiting import until
+from tests.live.conftest import echo_settings
 from trtllm_bls.client import Client
 from trtllm_bls.client.requests import infer_request
 from trtllm_bls.contract import BLS
 from trtllm_bls.errors import EngineError, InvalidRequest
-
-if TYPE_CHECKING:
-    from trtllm_bls.launcher import TritonServer
+from trtllm_bls.launcher import TritonServer
 
 WORLD = "Héllo 世界, नमस्ते दुनिया! 👩‍👩‍👧‍👦🇩🇪 العربية\n\tdef f(x):\n        return x  # ok"
 ERROR_AFTER_3 = 666001
@@ -176,33 +177,47 @@ def test_a_stop_string_ends_text_and_work(echo: TritonServer) -> None:
     assert metric(echo.metrics_url, "echo_tokens") - before < 3 * 300
 
 
-def test_an_error_after_partial_text_is_an_error(echo: TritonServer, transport: str) -> None:
-    """The text that came is shown, then an explicit error: never a clean end.
-
-    Triton 24.10 loses a BLS child's error in mid-stream; there the stall timer ends the stream.
-    """
-    events = generate_stream(echo.http_url, text_input=WORLD, max_tokens=90, seed=ERROR_AFTER_3)
+def ends_with_an_error(server: TritonServer, error: str) -> None:
+    """A stream shows the text that came before the engine failed, and then this error."""
+    events = generate_stream(server.http_url, text_input=WORLD, max_tokens=90, seed=ERROR_AFTER_3)
     assert all("text_output" in event for event in events[:-1])
     assert [event.get("finish_reason") for event in events[-3:]] == [None, "error", None]
-    lost = "UNAVAILABLE: tensorrt_llm sent nothing for 20 s"
-    assert events[-1] == {"error": lost if transport == "bls" else "INTERNAL: the script says so"}
+    assert events[-1] == {"error": error}
+
+
+def test_an_error_that_triton_loses_is_an_error_by_the_stall_timer(tmp_path: Path) -> None:
+    """Triton 24.10 loses a BLS child's error in mid-stream, so only the timer ends the stream.
+
+    This server's timer is short. The other tests' engine needs a timer that outlasts their load.
+    """
+    settings = echo_settings(tmp_path, "bls", stall_seconds=2)
+    with TritonServer(settings) as server:
+        ends_with_an_error(server, "UNAVAILABLE: tensorrt_llm sent nothing for 2 s")
+
+
+def test_an_error_after_partial_text_is_an_error(echo: TritonServer, transport: str) -> None:
+    """The text that came is shown, then an explicit error: never a clean end."""
+    if transport != "bls":
+        ends_with_an_error(echo, "INTERNAL: the script says so")
     with pytest.raises(EngineError, match="the script says so"):
         ask(echo.grpc_url, text_input=WORLD, max_tokens=90, seed=ERROR_AT_ONCE)
     assert ask(echo.grpc_url, text_input=WORLD, max_tokens=500).text == WORLD
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_request_whose_time_is_up_ends_with_what_there_is(
-    echo: TritonServer, stream: bool
-) -> None:
+def test_a_request_whose_time_is_up_ends_with_what_there_is(echo: TritonServer) -> None:
     """An answer, not an error, on every path; it may end inside a character."""
     asked = {"text_input": WORLD, "max_tokens": 90, "seed": SILENT_AFTER_3, "timeout_ms": 700}
-    result = ask(echo.grpc_url, stream=stream, **asked)
-    assert result.finish_reason == "timeout" and WORLD.startswith(result.text.rstrip("\ufffd"))
-    body = generate(echo.http_url, **asked)
+    with ThreadPoolExecutor() as pool:  # one wait for all paths
+        over_http = pool.submit(generate, echo.http_url, **asked)
+        as_events = pool.submit(generate_stream, echo.http_url, **asked)
+        results = ask_all(echo.grpc_url, [asked | {"stream": stream} for stream in (True, False)])
+    for result in results:
+        assert result.finish_reason == "timeout"
+        assert WORLD.startswith(result.text.rstrip("\ufffd"))
+    body = over_http.result()
     assert body["finish_reason"] == "timeout"
     assert WORLD.startswith(body["text_output"].rstrip("\ufffd"))
-    assert generate_stream(echo.http_url, **asked)[-1]["finish_reason"] == "timeout"
+    assert as_events.result()[-1]["finish_reason"] == "timeout"
     assert ask(echo.grpc_url, text_input=WORLD, max_tokens=500).text == WORLD
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
-from tests.live.conftest import DEMO, free_ports
+from tests.live.conftest import echo_settings
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.terminal import announcement
 
 
-def test_the_announced_request_is_answered_in_one_piece() -> None:
+def test_the_announced_request_is_answered_in_one_piece(tmp_path: Path) -> None:
     """Several processes of the orchestrator, none of which streams."""
-    settings = free_ports(model=DEMO / "target", threads=1, bls_instances=2, decoupled=False)
+    settings = echo_settings(tmp_path, "grpc", bls_instances=2, decoupled=False)
     with TritonServer(settings) as server:
         curl = announcement(server, health_port=0).splitlines()[-1]
         assert "/generate " in curl

@@ -10,9 +10,11 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import pytest
 
 from trtllm_bls.bundled import DEMO
+from trtllm_bls.cli import main
 from trtllm_bls.launcher.demo import prompts
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.with_name("trtllm-bls")
 
 
+@pytest.mark.slow
 def test_the_wheel_brings_repository_and_demo(installed: Path) -> None:
     """The demo answers its three prompts with nothing but what was installed."""
     shown = run([installed, "demo", "--max-tokens", "8", "--threads", "1"], installed.parent)
@@ -62,7 +65,7 @@ def test_the_wheel_brings_repository_and_demo(installed: Path) -> None:
     assert "Traceback" not in shown.stderr
 
 
-@pytest.mark.parametrize("name", ["configure", "demo", "generate", "serve"])
+@pytest.mark.parametrize("name", main.list_commands(click.Context(main)))
 def test_every_command_is_there(installed: Path, name: str) -> None:
     """Their code is in the package, not in the checkout's programs."""
     shown = run([installed, name, "--help"], installed.parent)

@@ -1,4 +1,4 @@
-"""Which architectures the embedded engine runs: those that the README lists, with random weights.
+"""Which architectures the embedded engine runs: those of docs/engines.md, with random weights.
 
 What is computed is compared with the model's own logits by ``load`` itself; the texts of some of
 them are compared with transformers' in ``test_embedded_exact``.

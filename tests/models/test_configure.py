@@ -15,7 +15,6 @@ from tests.helpers.model_configurations import check_wires, rows_of_config, rows
 from tests.models.configured import BUILD, NOT_PAGED, Demo, error_of, make_engine
 from trtllm_bls.configure.pbtxt import PARAMETERS
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
-from trtllm_bls.python_backend.request_server import READ_AT_ONCE
 from trtllm_bls.wire.engine_client import DeployedModel
 
 CHECKOUT = Path(__file__).parents[2] / "models"
@@ -54,7 +53,7 @@ def test_the_engines_slot_holds_the_cpp_backend_and_no_python(demo: Demo) -> Non
     assert list((demo.out / "tensorrt_llm" / "1").iterdir()) == []
 
 
-@pytest.mark.parametrize(("largest", "handed_over"), [(32, READ_AT_ONCE), (8, 8)])
+@pytest.mark.parametrize(("largest", "handed_over"), [(32, 16), (8, 8)])
 def test_so_many_requests_are_handed_over_as_one_process_reads_at_once(
     demo: Demo, largest: int, handed_over: int
 ) -> None:

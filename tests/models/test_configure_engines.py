@@ -14,7 +14,8 @@ from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.cpp_backend import check_backend
 from trtllm_bls.parameters.cpp_backend import keys_of as keys_of_table
-from trtllm_bls.parameters.table import ENGINE_FACTS
+from trtllm_bls.parameters.declaration import parameters_in
+from trtllm_bls.parameters.models import EngineFacts
 
 FACTS = json.loads((Path(__file__).parent / "cpp_backend_keys.json").read_text())
 
@@ -38,7 +39,7 @@ def keys_of(release: str, which: str) -> set[str]:
 
 
 # What others read: Triton, and the orchestrator.
-NOT_THE_BACKENDS = {"FORCE_CPU_ONLY_INPUT_TENSORS", *(row.key for row in ENGINE_FACTS)}
+NOT_THE_BACKENDS = {"FORCE_CPU_ONLY_INPUT_TENSORS", *parameters_in(EngineFacts)}
 
 
 @pytest.mark.parametrize("release", FACTS["releases"])

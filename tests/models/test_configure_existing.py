@@ -125,7 +125,10 @@ def test_placeholders_and_what_has_no_place_are_told(existing: Existing) -> None
     """Nothing is dropped without a word, and nothing is left to fill in."""
     output = existing.write().output
     assert "not filled in, so not set: encoder_model_path, max_tokens_in_paged_kv_cache" in output
-    assert "tensorrt_llm_bls.multimodal_encoders_name has no place here" in output
+    assert (
+        "tensorrt_llm_bls.multimodal_encoders_name is left out: tensorrt_llm_bls has no parameter"
+        in output
+    )
     assert "had 12 instances" in output
     assert existing.config("tensorrt_llm_bls").instance_group[0].count == 1
     assert "${" not in "".join(path.read_text() for path in existing.out.rglob("config.pbtxt"))

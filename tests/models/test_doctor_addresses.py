@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import trustme
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from doubles.scripted import Script, ScriptedEngine
@@ -18,6 +20,7 @@ from tests.helpers.scripted_services import service_in_a_thread
 from tests.models.configured import Demo
 from tests.models.doctored import change, findings, only
 from trtllm_bls.doctor.subject import Subject
+from trtllm_bls.settings import TlsConnection
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
@@ -54,6 +57,24 @@ def test_models_that_are_not_ready(triton: tuple[FakeTriton, str]) -> None:
     _, url = triton
     found = only(findings("server", url=url))
     assert "tensorrt_llm_bls is not ready" in found.what
+
+
+def test_a_server_behind_tls(tmp_path: Path) -> None:
+    """It is asked with the options that every command has, and not without."""
+    authority = trustme.CA()
+    issued, ca = authority.issue_cert("triton.test"), tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(str(ca))
+    chain = issued.cert_chain_pems[0].bytes()
+    with ThreadPoolExecutor(2) as threads:
+        server = grpc.server(threads)
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(FakeTriton(), server)
+        keys = grpc.ssl_server_credentials([(issued.private_key_pem.bytes(), chain)])
+        url = f"localhost:{server.add_secure_port('localhost:0', keys)}"
+        server.start()
+        tls = TlsConnection(tls_ca=ca, tls_server_name="triton.test")
+        assert "tensorrt_llm_bls is not ready" in only(findings("server", url=url, tls=tls)).what
+        assert "no answer from Triton" in only(findings("server", url=url)).what
+        server.stop(None).wait()
 
 
 def test_a_server_that_is_not_triton(triton: tuple[FakeTriton, str]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,8 +26,14 @@ from tests.helpers.fake_grpc_server import (
 from tests.helpers.openai_server import MODEL, serving
 from tests.helpers.scripted_text import tokenizer
 from trtllm_bls.client import Event
-from trtllm_bls.commands.benchmark import main, read_prompts
-from trtllm_bls.commands.benchmark_figures import Outcome, compare, figures, histogram, problem_of
+from trtllm_bls.commands.benchmark import (
+    Measurement,
+    compare,
+    figures,
+    main,
+    problem_of,
+    read_prompts,
+)
 from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.servers import Question
 from trtllm_bls.errors import SettingsError
@@ -66,19 +70,19 @@ def test_two_servers_are_compared_in_one_interleaved_run(
     """Another API each; every request is counted, refused ones apart; they take turns."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"prompt {n}\n" for n in range(4)))
-    files = {name: tmp_path / f"out.{name}" for name in ("json", "html")}
+    file = tmp_path / "out.json"
     engine = ScriptedEngine(hashed(600, first=10), Script(vocab_size=tokenizer().vocab_size))
     before = len(triton.asked)
     with serving(engine) as api:
         ended = benchmark(
             *("--url", triton.url, "--url", f"{api.url}/v1", "--prompts", str(prompts)),
             *("--requests", "8", "--max-tokens", "6", "--ignore-eos", "--rounds", "2"),
-            *("--json", str(files["json"]), "--html", str(files["html"])),
+            *("--json", str(file)),
         )
     assert ended.returncode == 1, ended.stderr  # requests failed
     assert "2 x text_input: is not liked" in ended.stdout
     assert "4 x text_input: is not liked" in ended.stdout
-    found = json.loads(files["json"].read_text())
+    found = json.loads(file.read_text())
     batch, latency = found["runs"]
     for run, requests in ((batch, 16), (latency, 8)):
         ours, other = run["servers"]
@@ -95,24 +99,20 @@ def test_two_servers_are_compared_in_one_interleaved_run(
     assert turns == [0, 1, 1, 0] * 4
     assert len(triton.asked) - before == 16 + 8 + 2  # and two to warm up
     assert inputs_of(triton.asked[-1])["end_id"] == [[-1]]
-    page = files["html"].read_text()
-    assert page.count("█ ") > 8 and not re.search(r"<script|(src|href)=", page)
-    assert "4 x text_input: is not liked" in page
 
 
-def test_a_quiet_server_shows_bars_and_ends_well(triton: FakeGrpcServer) -> None:
+def test_one_server_has_a_table_and_ends_well(triton: FakeGrpcServer) -> None:
     """One server, one mode; the exit code says that all went well."""
     ended = benchmark("-u", triton.url, "--mode", "latency", "-n", "3", "-q", "--max-tokens", "2")
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "latency; times in ms" in ended.stdout and "█" in ended.stdout
+    assert "latency; times in ms" in ended.stdout and "first token p50" in ended.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (("--png", "x.png"), 2, "error: --png: needs matplotlib"),
         (("--json", "/nowhere/x.json"), 2, "error: --json /nowhere/x.json: there is no such"),
-        (("--html", "/"), 2, "error: --html /: is a directory"),
+        (("--json", "/"), 2, "error: --json /: is a directory"),
         (("--url", "http://host:99999/v1"), 2, "error: --url http://host:99999/v1: write http://"),
         (("--url", "http://[::1/v1"), 2, "error: --url http://[::1/v1: write http://HOST:PORT/v1"),
         (("--prompts", "/nowhere.txt"), 2, "error: --prompts /nowhere.txt: cannot be read"),
@@ -125,8 +125,6 @@ def test_what_cannot_work_is_said_before_anything_is_measured(
     words: tuple[str, ...], code: int, told: str
 ) -> None:
     """In one line."""
-    if words[0] == "--png" and importlib.util.find_spec("matplotlib"):
-        pytest.skip("matplotlib is here")
     ended = CliRunner().invoke(main, words)
     assert ended.exit_code == code
     assert told in ended.stderr and "Traceback" not in ended.stderr
@@ -170,9 +168,11 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str) -> None
 # --- figures ----------------------------------------------------------------------------------
 
 
-def outcome(whole_s: float, problem: str | None = None, **more: Any) -> Outcome:
-    given = {"target": 0, "place": 0, "sent": 0.0, "ttft_s": whole_s / 2, "tokens": 10}
-    return Outcome(**{**given, "finish_reason": "stop", **more}, whole_s=whole_s, problem=problem)
+def outcome(whole_s: float, problem: str | None = None, **more: Any) -> Measurement:
+    given = {"target": 0, "index": 0, "sent": 0.0, "ttft_s": whole_s / 2, "tokens": 10}
+    return Measurement(
+        **{**given, "finish_reason": "stop", **more}, whole_s=whole_s, problem=problem
+    )
 
 
 def test_figures_are_of_the_requests_that_succeeded() -> None:
@@ -191,15 +191,6 @@ def test_comparison_pairs_what_both_answered() -> None:
     """A ratio of single requests, not of sums."""
     found = compare([outcome(1.0), outcome(1.0, "x"), outcome(4.0)], [outcome(2.0)] * 3)
     assert (found.pairs, found.whole_ratio, found.ttft_ratio) == (2, 1.25, 1.25)
-
-
-def test_bins_hold_every_value() -> None:
-    """Also one that is far away, and values that are all the same."""
-    found = histogram([[1.0] * 99 + [1000.0], [5.0]], bins=10)
-    assert found is not None and [sum(each) for each in found.counts] == [100, 1]
-    same = histogram([[3.0, 3.0]])
-    assert same is not None and sum(same.counts[0]) == 2
-    assert histogram([[]]) is None
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ class Bench:
 
     def __init__(self, stack: ExitStack, **options: float) -> None:
         self.healthy, self._stop = True, threading.Event()
-        listening = socket.create_server(("127.0.0.1", 0))
+        # Clients that a full backlog turns away try again only after a second.
+        listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.address = listening.getsockname()
         pair = socket.socketpair(type=socket.SOCK_SEQPACKET)
         ours, theirs = map(stack.enter_context, pair)

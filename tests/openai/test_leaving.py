@@ -172,10 +172,10 @@ async def test_a_write_that_waits_ends_when_its_outbox_is_closed() -> None:
     outbox.put(b"second")
     waiting = asyncio.create_task(outbox.ready())
     await asyncio.sleep(0)
-    assert (outbox.is_ready(), waiting.done(), ended.is_set()) == (False, False, False)
+    assert (outbox._blocked is None, waiting.done(), ended.is_set()) == (False, False, False)
     await outbox.close()
     await waiting
-    assert (begun, outbox.is_ready(), ended.is_set()) == ([b"first"], True, True)
+    assert (begun, outbox._blocked is None, ended.is_set()) == ([b"first"], True, True)
     await outbox.close()
 
 

@@ -44,9 +44,9 @@ def process(
     command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0", "--workers", "2"]
     command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
     command += ["--served-model-name", MODEL, "--api-keys-file", str(scratch / "keys")]
-    command += ["--ssl-certfile", str(scratch / "cert.pem")]
-    command += ["--ssl-keyfile", str(scratch / "key.pem")]
-    command += ["--ssl-ca-certs", str(scratch / "ca.pem")]
+    command += ["--tls-cert", str(scratch / "cert.pem")]
+    command += ["--tls-key", str(scratch / "key.pem")]
+    command += ["--tls-client-ca", str(scratch / "ca.pem")]
     pipe = subprocess.PIPE
     running = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
     assert running.stdout

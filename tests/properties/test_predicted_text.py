@@ -14,7 +14,7 @@ from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import Unsupported
 from trtllm_bls.speculative.predicted_text import PredictedText
-from trtllm_bls.types import EngineRequest, Sampling, SpeculationCounts, SpeculationRequest
+from trtllm_bls.types import EngineRequest, Sampling, SpeculationRequest, SpeculationStats
 
 TEXT = tuple(range(10, 90))
 PROMPT, END = (1, 2, 3), 9
@@ -129,7 +129,7 @@ async def test_a_deployment_without_drafts_uses_a_prediction() -> None:
     chunks = await read(RoutingEngine(target), predicting())
     counts = chunks[-1].speculation
     assert ids(chunks) == list(TEXT)
-    assert isinstance(counts, SpeculationCounts)
+    assert isinstance(counts, SpeculationStats)
     assert counts.predicted == counts.drafted >= counts.predicted_accepted == counts.accepted
     assert counts.accepted > 60
     assert len(target.requests) < 14

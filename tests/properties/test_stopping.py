@@ -15,8 +15,9 @@ from trtllm_bls.stopping import (
     MAX_STOPS,
     Cut,
     StopMatcher,
-    StopSequences,
+    StoppingCriteria,
 )
+from trtllm_bls.types import FinishReason
 
 
 def feed_all(matcher: StopMatcher, *texts: str) -> list[Cut]:
@@ -220,8 +221,8 @@ def test_many_texts_equal_the_reference() -> None:
 
 def test_a_stop_sequence_is_found_wherever_it_ends() -> None:
     """One answer per id, also when a sequence begins inside a failed one."""
-    watch = StopSequences([(1, 1, 2), (5,), ()])
-    assert [watch.feed(token_id) for token_id in (1, 1, 1, 2, 3, 5, 5)] == [
+    criteria = StoppingCriteria(100, stop_sequences=[(1, 1, 2), (5,), ()])
+    assert [stops(criteria, token_id) for token_id in (1, 1, 1, 2, 3, 5, 5)] == [
         *(False, False, False, True),
         *(False, True, True),
     ]
@@ -229,8 +230,12 @@ def test_a_stop_sequence_is_found_wherever_it_ends() -> None:
 
 def test_no_stop_sequences() -> None:
     """Nothing ever stops."""
-    watch = StopSequences([])
-    assert not any(watch.feed(token_id) for token_id in range(5))
+    criteria = StoppingCriteria(100)
+    assert not any(stops(criteria, token_id) for token_id in range(5))
+
+
+def stops(criteria: StoppingCriteria, token_id: int) -> bool:
+    return criteria.feed((token_id,)) == ((token_id,), FinishReason.STOP)
 
 
 def ends_with_one(token_ids: list[int], sequences: list[tuple[int, ...]]) -> bool:
@@ -247,6 +252,6 @@ def test_stop_sequences_equal_the_reference(
     token_ids: list[int], sequences: list[tuple[int, ...]]
 ) -> None:
     """Id by id, the watcher says what a look at the whole list says."""
-    watch = StopSequences(sequences)
+    criteria = StoppingCriteria(100, stop_sequences=sequences)
     for length, token_id in enumerate(token_ids, start=1):
-        assert watch.feed(token_id) == ends_with_one(token_ids[:length], sequences)
+        assert stops(criteria, token_id) == ends_with_one(token_ids[:length], sequences)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.reliability.fuzz import MAX_MB, Fuzzer, serving
 
 LONGEST_WAIT_S = 10.0  # of the steady user, on a machine where tests run beside each other
 
 
-def test_no_request_harms_the_server_or_its_other_users() -> None:
+@pytest.mark.parametrize("cases", [60, pytest.param(300, marks=pytest.mark.slow)])
+def test_no_request_harms_the_server_or_its_other_users(cases: int) -> None:
     """A clear end to each, the next request works, no process changes, all within bounds."""
     with serving() as server:
         fuzzer = Fuzzer(server)
-        fuzzer.run(300, first_seed=5)
+        fuzzer.run(cases, first_seed=5)
     assert fuzzer.findings == []
     assert fuzzer.steady.longest < LONGEST_WAIT_S
     assert max(fuzzer.memory[-1][1].values()) < MAX_MB

@@ -53,7 +53,7 @@ async def test_rounds_become_one_plain_request(
     later = engines.target.requests[asked:]
     assert all(each.draft is None for each in later[1:])  # a guess may have been at hand
     assert len(later) <= 2
-    assert engine.settled
+    assert engine.handed_over
 
 
 async def test_a_process_has_not_handed_over_while_rounds_run() -> None:
@@ -62,9 +62,9 @@ async def test_a_process_has_not_handed_over_while_rounds_run() -> None:
     engine = engines.speculative(num_draft_tokens=3)
     async with aclosing(engine.generate(engine_request(max_tokens=60, streaming=True))) as stream:
         await stream.wait()
-        assert not engine.settled
+        assert not engine.handed_over
         engine.drain()
-        while not engine.settled:
+        while not engine.handed_over:
             await asyncio.sleep(0)
         assert engine.shared.in_flight == 1  # still running: it settled before its end
         assert [chunk async for chunk in stream]
@@ -75,10 +75,10 @@ async def test_what_waits_for_a_place_is_refused() -> None:
     admission = Admission(max_running=1, max_queued=9, max_queue_s=None)
 
     async def wait() -> None:
-        async with admission.place(1):
+        async with admission.acquire(1):
             raise AssertionError("it got a place")
 
-    async with admission.place(1):
+    async with admission.acquire(1):
         waiting = [asyncio.create_task(wait()) for _ in range(3)]
         while admission.queued < 3:
             await asyncio.sleep(0)
@@ -86,18 +86,24 @@ async def test_what_waits_for_a_place_is_refused() -> None:
         ended = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(each) for each in ended] == [Overloaded] * 3
         assert (admission.running, admission.queued) == (1, 0)
-    async with admission.place(1):
+    async with admission.acquire(1):
         pass
 
 
 # --- the process ----------------------------------------------------------------------------
 
 
+@pytest.fixture
+def frequent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status is written at every tick. Once a second, as users have it, tests would wait for."""
+    monkeypatch.setattr("trtllm_bls.services.lifecycle.WRITE_SECONDS", 0.0)
+
+
 class StubbornEngine:
     """Settles when it is told to."""
 
     def __init__(self) -> None:
-        self.settled = False
+        self.handed_over = False
         self.tokens = 0
         self.drained = threading.Event()
         self.problem: str | None = None
@@ -121,6 +127,7 @@ async def never_ends(call: Call) -> None:
     await asyncio.get_running_loop().create_future()
 
 
+@pytest.mark.usefixtures("frequent")
 def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
     """Its requests by id, responses counted, the loop's last turn, what an engine says it has."""
     triton, engine = FakeTriton(), StubbornEngine()
@@ -141,6 +148,7 @@ def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
     assert ask.error is not None  # the server was closed
 
 
+@pytest.mark.usefixtures("frequent")
 def test_a_stuck_event_loop_is_told_by_another_thread(tmp_path: Path) -> None:
     """Within seconds, since that thread has its turns; and it is well again afterwards."""
     stuck = threading.Event()
@@ -172,7 +180,7 @@ def test_a_draining_process_refuses_what_is_new_and_ends_what_lasts_too_long(
         assert (refusal := late.wait().error) is not None
         assert (refusal.code(), "shutting down" in refusal.message()) == ("UNAVAILABLE", True)
         assert not status_when(files, lambda now: now.running == 1).handed_over
-        engine.settled = True
+        engine.handed_over = True
         assert status_when(files, lambda now: now.handed_over).running == 1
         files.ask_to_drain(0.0)
         ended = running.wait().error
@@ -195,17 +203,18 @@ def test_a_drain_needs_no_room_on_the_disk(tmp_path: Path) -> None:
             assert files.drain_deadline() == 7.5
             assert engine.drained.wait(SECONDS)
             assert not files.handed_over
-            engine.settled = True
+            engine.handed_over = True
             status_when(files, lambda now: now.handed_over)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, room)
             lifecycle.close()
 
 
+@pytest.mark.usefixtures("frequent")
 def test_the_command_waits_until_nothing_runs(tmp_path: Path) -> None:
     """As a preStop hook should; without --wait it returns at the hand-over."""
     triton, engine = FakeTriton(), StubbornEngine()
-    engine.settled = True
+    engine.handed_over = True
     running = triton.ask(ONE, "number", id="running")
     with opened(triton, never_ends) as server:
         lifecycle = Lifecycle(server, engine, str(tmp_path))
@@ -269,6 +278,7 @@ class Looked(RunningRequests):
         until(lambda: self.looks >= wanted)
 
 
+@pytest.mark.usefixtures("frequent")
 async def test_a_process_that_outlives_its_server_says_nothing_of_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

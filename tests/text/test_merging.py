@@ -86,9 +86,6 @@ class Slow(Collected):
         for _ in range(self._chance.choice([0, 1, 5, 40])):
             await asyncio.sleep(0)
 
-    def is_ready(self) -> bool:
-        return self._chance.random() < 0.5
-
 
 # --- random answers -------------------------------------------------------------------------------
 
@@ -171,10 +168,7 @@ async def answer(
     engine: Delivers, request: TextRequest, accumulate: bool, sink: Collected
 ) -> list[dict[str, Any]]:
     made = orchestrator(engine, Defaults(accumulate=accumulate))
-    if isinstance(sink, Slow):
-        await made.run(request, sink, sink.is_ready)
-    else:
-        await made.run(request, sink)
+    await made.run(request, sink)
     sequences = range(request.num_return_sequences)
     if not request.stream:
         assert len(sink.chunks) == len(sequences)
@@ -221,10 +215,6 @@ def test_a_slow_sink_has_no_more_chunks_than_turns() -> None:
             await super().ready()
             self.served = set()
 
-        def is_ready(self) -> bool:
-            self.served = set() if super().is_ready() else None
-            return self.served is not None
-
         def send(self, chunk: TextChunk) -> None:
             assert self.served is not None, "sent while the sink was not ready"
             assert chunk.sequence_index not in self.served
@@ -254,6 +244,4 @@ def test_a_sink_that_fails_where_chunks_arrive_fails_its_request() -> None:
 
     engine = Silent([[EngineChunk(token_ids=(5,))]], ahead=True)
     with pytest.raises(ZeroDivisionError):
-        run_skipping_waits(
-            orchestrator(engine).run(asking(stream=True), Collected(fail), lambda: True)
-        )
+        run_skipping_waits(orchestrator(engine).run(asking(stream=True), Collected(fail)))

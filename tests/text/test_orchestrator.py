@@ -59,7 +59,7 @@ def test_a_whole_answer_comes_in_one_chunk() -> None:
     ("more", "in_pieces"),
     [
         ({}, True),
-        ({"num_return_sequences": 2}, False),
+        ({"num_return_sequences": 2}, True),
         ({"wants": Wants(log_probs=True)}, False),
         ({"stop_words": ("&",)}, True),  # whatever the deployment says
     ],
@@ -69,7 +69,9 @@ def test_an_answer_that_shows_the_engines_progress_is_the_same(
 ) -> None:
     """One chunk per sequence; only where a stream of the engine's has all that was asked for."""
     engine, plain = saying(SENTENCE), saying(SENTENCE)
-    assert ask(engine, asking(**more), defaults=Defaults(shown=1)) == ask(plain, asking(**more))
+    assert ask(engine, asking(**more), defaults=Defaults(engine_shows_progress=False)) == ask(
+        plain, asking(**more)
+    )
     assert engine.requests[0].streaming is in_pieces
 
 

@@ -15,7 +15,6 @@ from tests.helpers.services_on_fake_backend import STREAM, Bench, serving
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.request_stats import RequestStats
-from trtllm_bls.services.metrics import TritonMetrics
 from trtllm_bls.services.request_metrics import (
     DURATION,
     FIRST_TOKEN,
@@ -23,6 +22,7 @@ from trtllm_bls.services.request_metrics import (
     PROMPT_TOKENS,
     REQUESTS,
     RESPONSES,
+    TritonMetrics,
 )
 from trtllm_bls.services.text_service import TextService
 from trtllm_bls.types import TextRequest

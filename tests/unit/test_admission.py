@@ -17,7 +17,7 @@ from trtllm_bls.errors import InvalidRequest, Overloaded
 
 
 async def hold(admission: Admission, seconds: float = 10, sequences: int = 1) -> None:
-    async with admission.place(sequences):
+    async with admission.acquire(sequences):
         await asyncio.sleep(seconds)
 
 
@@ -82,7 +82,7 @@ async def test_first_come_first_served() -> None:
     order: list[int] = []
 
     async def one(number: int, sequences: int) -> None:
-        async with admission.place(sequences):
+        async with admission.acquire(sequences):
             order.append(number)
             await asyncio.sleep(1)
 
@@ -111,7 +111,7 @@ def test_who_is_admitted_in_the_moment_in_which_its_wait_is_over_runs() -> None:
         free = asyncio.Event()
 
         async def until_free() -> None:
-            async with admission.place(1):
+            async with admission.acquire(1):
                 await free.wait()
 
         first = asyncio.create_task(until_free())
@@ -131,7 +131,7 @@ def test_a_caller_that_leaves_the_queue_frees_its_place() -> None:
 
     async def scenario(clock: Clock) -> None:
         admission = Admission(1, 2, 5)
-        async with admission.place(1):
+        async with admission.acquire(1):
             first, second = (asyncio.create_task(hold(admission)) for _ in range(2))
             await settle()
             first.cancel()
@@ -141,7 +141,7 @@ def test_a_caller_that_leaves_the_queue_frees_its_place() -> None:
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
         assert figures(admission) == (0, 0)
-        async with admission.place(1):
+        async with admission.acquire(1):
             third = asyncio.create_task(hold(admission))
             await settle()
             admission.refuse_waiting("ask another")

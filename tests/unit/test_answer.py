@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,57 @@ from trtllm_bls.types import (
     EngineChunk,
     EngineMetrics,
     FinishReason,
-    SpeculationCounts,
+    Sampling,
+    SpeculationStats,
     TextChunk,
+    TextRequest,
     TokenIds,
 )
 
 END = 99
 STOP, LENGTH, END_ID = FinishReason.STOP, FinishReason.LENGTH, FinishReason.END_ID
-RULES = TextRules(prompt_tokens=2, max_tokens=100, end_ids=frozenset({END}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a request asks for and what ``TextRules`` adds, in one."""
+
+    max_tokens: int = 100
+    min_tokens: int = 0
+    seed: int | None = None
+    stop_words: tuple[str, ...] = ()
+    include_stop: bool = False
+    return_drafted: bool = False
+    stop_sequences: tuple[TokenIds, ...] = ()
+    echo_ids: TokenIds = ()
+    accumulate: bool = False
+    max_sequence_tokens: int | None = None
+
+    def request(self, **more: Any) -> TextRequest:
+        return asking(
+            sampling=Sampling(min_tokens=self.min_tokens, seed=self.seed),
+            stop_words=self.stop_words,
+            include_stop=self.include_stop,
+            return_drafted=self.return_drafted,
+            **more,
+        )
+
+    def rules(self) -> TextRules:
+        return TextRules(
+            prompt_tokens=2,
+            max_tokens=self.max_tokens,
+            end_ids=(END,),
+            stop_sequences=self.stop_sequences,
+            echo_ids=self.echo_ids,
+            accumulate=self.accumulate,
+            max_sequence_tokens=self.max_sequence_tokens,
+        )
+
+    def sequence(self) -> SequenceText:
+        return SequenceText(self.request(), self.rules(), Pieces())
+
+
+RULES = Rules()
 # One token, one piece of text: of no, one or several characters, or half a character.
 PIECES = ["a", "b", "ab", "ba", "c", "", "abc", "<", "ä/2", "ä/2"]
 
@@ -52,9 +95,9 @@ def chunk(*token_ids: int, **more: Any) -> EngineChunk:
     return EngineChunk(token_ids=token_ids, **more)
 
 
-def told(rules: TextRules, *chunks: EngineChunk) -> list[TextChunk]:
+def told(rules: Rules, *chunks: EngineChunk) -> list[TextChunk]:
     """What a sequence makes of chunks, until it has ended; it ends once, on its last."""
-    sequence, found = SequenceText(rules, Pieces()), []
+    sequence, found = rules.sequence(), []
     for one in chunks:
         sequence.feed(one)
         found.append(sequence.emit() or NOTHING)
@@ -74,7 +117,7 @@ def outcome(pieces: list[TextChunk]) -> tuple[str, Any, Any, int]:
     return text, ending.finish_reason, ending.stop_reason, ending.completion_tokens
 
 
-def plain(rules: TextRules, tokens: TokenIds) -> tuple[str, Any, Any, int]:
+def plain(rules: Rules, tokens: TokenIds) -> tuple[str, Any, Any, int]:
     """The rules once more, the slow way: after each token, look at the whole text again."""
     text, count, detokenizer = "", 0, Pieces()
     for token in tokens:
@@ -93,7 +136,7 @@ def plain(rules: TextRules, tokens: TokenIds) -> tuple[str, Any, Any, int]:
     return text, LENGTH if count == rules.max_tokens else END_ID, None, count
 
 
-def _first_stop(rules: TextRules, text: str, after: int, count: int) -> tuple[str, str] | None:
+def _first_stop(rules: Rules, text: str, after: int, count: int) -> tuple[str, str] | None:
     """The stop that first completes in the text beyond ``after``; the longest of several."""
     if count < rules.min_tokens:
         return None
@@ -115,11 +158,9 @@ def test_any_stops_in_any_chunks_end_where_the_plain_reading_does() -> None:
         elif not tokens:
             return
         words = ["".join(chance.choices("abcä<\ufffd", k=chance.randint(1, 3))) for _ in range(3)]
-        rules = TextRules(
-            prompt_tokens=2,
+        rules = Rules(
             max_tokens=chance.randint(1, 14),
             min_tokens=chance.choice([0, 0, 2, 5]),
-            end_ids=frozenset({END}),
             stop_words=tuple(dict.fromkeys(words[: chance.randint(0, 3)])),
             include_stop=chance.random() < 0.3,
         )
@@ -199,7 +240,7 @@ def test_what_the_flush_completes_may_be_a_stop() -> None:
 
 def test_no_word_is_lost_after_the_end() -> None:
     """What is fed after the end changes nothing that was told."""
-    sequence = SequenceText(replace(RULES, stop_words=("b",)), Pieces())
+    sequence = replace(RULES, stop_words=("b",)).sequence()
     sequence.feed(chunk(0, 1, 4))
     told = sequence.ending
     assert told is not None and told.completion_tokens == 2
@@ -315,8 +356,8 @@ def test_text_of_accepted_drafts_is_told_apart() -> None:
     """A round's chunk begins with the draft's tokens; the target's own follows. A draft's token
     keeps its mark when a stop that might complete holds its text back."""
 
-    def counts(accepted: int) -> SpeculationCounts:
-        return SpeculationCounts(rounds=1, drafted=9, accepted=accepted)
+    def counts(accepted: int) -> SpeculationStats:
+        return SpeculationStats(rounds=1, drafted=9, accepted=accepted)
 
     chunks = (
         chunk(0),  # no round yet
@@ -363,9 +404,10 @@ def test_an_engine_that_would_work_on_must_be_cancelled(
 ) -> None:
     """Once all sequences are done; any other cancel would race with its final response."""
     for sequences in (1, 2):
-        request = asking(stream=True, num_return_sequences=sequences)
-        answer = Answer(request, replace(RULES, **rules), [Pieces() for _ in range(sequences)])
+        made = replace(RULES, **rules)
+        request = made.request(stream=True, num_return_sequences=sequences)
+        answer = Answer(request, made.rules(), [Pieces() for _ in range(sequences)])
         for index in range(sequences):
             assert not answer.must_cancel
-            answer.take([chunk(*ids, final=final, sequence_index=index)])
+            answer.feed([chunk(*ids, final=final, sequence_index=index)])
         assert answer.must_cancel is must

@@ -24,6 +24,8 @@ from trtllm_bls.launcher.logs import LinePace, parse
 from trtllm_bls.launcher.terminal import Terminal, show_error
 from trtllm_bls.settings import ServeSettings
 
+COMMANDS = main.list_commands(click.Context(main))
+
 
 def command(name: str) -> click.Command:
     found = main.get_command(click.Context(main), name)
@@ -47,19 +49,6 @@ def test_serve_offers_every_setting_with_its_default() -> None:
     assert ServeSettings(**parsed) == ServeSettings()
 
 
-COMMANDS = [
-    "benchmark",
-    "chat",
-    "serve",
-    "demo",
-    "configure",
-    "doctor",
-    "recipe",
-    "health",
-    "drain",
-]
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_examples_that_parse(name: str) -> None:
     """An example in the help is a promise."""
@@ -75,12 +64,43 @@ def test_help_has_examples_that_parse(name: str) -> None:
         command(name).make_context(name, words)
 
 
+@pytest.mark.parametrize("name", ["benchmark", "chat", "doctor", "generate", "health"])
+def test_commands_that_connect_have_the_same_tls_options(name: str, tmp_path: Path) -> None:
+    """The spellings of TensorRT-LLM's own clients are taken too, but help does not show them."""
+    file = tmp_path / "file.pem"
+    file.touch()
+    for words in (
+        ["--tls", "--tls-ca", str(file), "--tls-cert", str(file), "--tls-key", str(file)],
+        ["-s", "-r", str(file), "-x", str(file), "--private-key", str(file)],
+        ["--ssl", "--root-certificates", str(file), "--certificate-chain", str(file)],
+    ):
+        given = command(name).make_context(name, [*words]).params
+        assert (given["tls"], given["tls_ca"], given["tls_cert"]) == (True, file, file)
+        assert given["tls_key"] == (None if "--ssl" in words else file)
+    shown = run(name, "--help")[1]
+    assert "--tls-server-name" in shown
+    assert "--ssl" not in shown and "--root-certificates" not in shown
+
+
+@pytest.mark.parametrize("name", ["openai", "serve"])
+def test_commands_that_serve_have_the_same_tls_options(name: str) -> None:
+    """The spellings of uvicorn and vLLM are taken too, but help does not show them."""
+    tls = {
+        "tls_cert": "--ssl-certfile",
+        "tls_key": "--ssl-keyfile",
+        "tls_client_ca": "--ssl-ca-certs",
+    }
+    for key, alias in tls.items():
+        given = command(name).make_context(name, [alias, "file"]).params
+        assert {each for each in tls if given[each] is not None} == {key}
+    assert "--ssl" not in run(name, "--help")[1]
+
+
 def test_help_lists_every_command() -> None:
     """Also those that live elsewhere."""
     code, output = run("--help")
     assert code == 0
-    names = ("benchmark", "chat", "configure", "demo", "drain", "generate", "health")
-    for name in (*names, "openai", "serve"):
+    for name in COMMANDS:
         assert f"\n  {name} " in output
 
 
@@ -204,7 +224,7 @@ def test_a_full_disk_does_not_stop_the_terminals_log() -> None:
     file.room = True
     speaks.log(parse("three"))
     assert shown.getvalue().splitlines()[0][8:] == (
-        " warning: the log file misses lines: No space left on device"
+        " warning: the log file cannot be written and misses lines: No space left on device"
     )
     assert shown.getvalue().splitlines()[1:] == [
         "one",
@@ -217,8 +237,8 @@ def test_a_full_disk_does_not_stop_the_terminals_log() -> None:
 def test_a_flood_of_lines_is_not_shown_whole() -> None:
     """A burst is, then so many a second; how many were left out is said."""
     pace = LinePace(burst=3, per_second=10)
-    assert [pace.take(100.0) for _ in range(6)] == [0, 0, 0, None, None, None]
-    assert [pace.take(100.15), pace.take(100.16), pace.take(100.3)] == [3, None, 1]
+    assert [pace.admit(100.0) for _ in range(6)] == [0, 0, 0, None, None, None]
+    assert [pace.admit(100.15), pace.admit(100.16), pace.admit(100.3)] == [3, None, 1]
 
 
 def test_no_request_goes_without_its_line() -> None:

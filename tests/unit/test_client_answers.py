@@ -12,9 +12,9 @@ from tritonclient.utils import serialize_byte_tensor
 
 from trtllm_bls.client import Event
 from trtllm_bls.client.events import read_event
-from trtllm_bls.commands.display import JsonDisplay, TextDisplay
 from trtllm_bls.commands.reply import Reply, summarise
-from trtllm_bls.commands.token_answer import TokenAnswer, agrees
+from trtllm_bls.commands.streaming import JsonDisplay, TextDisplay
+from trtllm_bls.commands.token_ids import TokenAnswer, agrees
 
 
 def said(*texts: str, at: float = 0.0, **more: Any) -> Event:

@@ -11,7 +11,7 @@ from tests.helpers import upstream_tensors
 from tests.helpers.model_configurations import check_wires, parsed, rows_of_config, rows_of_table
 from trtllm_bls.configure.pbtxt import PARAMETERS, model_config
 from trtllm_bls.contract import BLS, MODELS, Model
-from trtllm_bls.parameters import rows_of
+from trtllm_bls.parameters import parameters_of
 
 REPOSITORY = Path(__file__).parents[2] / "models"
 NAMES = [model.name for model in MODELS]
@@ -122,7 +122,7 @@ def test_options_reach_the_engine_under_the_engines_name() -> None:
 @pytest.mark.parametrize("model", MODELS, ids=NAMES)
 def test_a_configuration_lists_exactly_the_models_parameters(model: Model) -> None:
     """What can be set is seen in the file; Triton's own switch stands where Triton looks."""
-    keys = rows_of(model.name).keys() - {"decoupled"}
+    keys = parameters_of(model.name).keys() - {"decoupled"}
     assert parsed(REPOSITORY, model.name).parameters.keys() == keys
 
 

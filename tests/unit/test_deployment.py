@@ -21,7 +21,7 @@ from tests.helpers.small_tokenizers import directory
 from tests.helpers.waiting import eventually
 from trtllm_bls import __version__
 from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
-from trtllm_bls.parameters import BlsParameters, parse_engine, rows_of
+from trtllm_bls.parameters import BlsParameters, parse_engine
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.types import TextChunk, TextRequest
@@ -30,22 +30,14 @@ from trtllm_bls.types import TextChunk, TextRequest
 def parameters(**more: Any) -> BlsParameters:
     values: dict[str, Any] = {
         "tokenizer_dir": Path(directory("byte-level")),
-        "add_special_tokens": True,
-        "skip_special_tokens": True,
-        "accumulate_tokens": False,
-        "transport": "grpc",
+        "engine_transport": "grpc",
         "engine_url": "localhost:1",
-        "stall_seconds": 1,
-        "timeout_seconds": 0,
-        "target": "tensorrt_llm",
-        "draft": "",
-        "draft_tokenizer_dir": None,
-        "draft_source": "off",
-        "num_draft_tokens": None,
-        "max_draft_tokens": 10,
-        "draft_deadline_seconds": 0.5,
+        "engine_stall_seconds": 1,
+        "request_timeout_seconds": 0,
+        "max_timeout_seconds": None,
         "overlap_drafts": False,
         "max_streams": 4,
+        "max_running_requests": 256,
     }
     return BlsParameters(**(values | more))
 
@@ -67,8 +59,12 @@ def test_engines_are_sent_a_bias_for_each_of_the_models_logits() -> None:
     assert made._target.vocab_size == tokenizer().vocab_size + 64
 
 
-async def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not() -> None:
+async def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By whoever tells of readiness; both addresses must be ill, where there are two."""
+    # An answer is believed for a second, which this test would wait for three times.
+    monkeypatch.setattr("trtllm_bls.engines.trtllm_service.engine._HEALTH_SECONDS", 0.02)
 
     async def problem_of(deployment: Deployment, ill: bool) -> str | None:
         async def known() -> bool:
@@ -94,7 +90,7 @@ async def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not() -> None:
 
 
 async def test_an_engine_elsewhere_shows_that_it_goes_on() -> None:
-    """Though every answer is to be in one piece and none has ended: a few are read as they grow."""
+    """Though every answer is to be in one piece and none has ended: they are read as they grow."""
     asked = TextRequest(request_id="r", text="The quick", max_tokens=100)
     async with playing(hashed(10)) as (service, url):
         choice = parse_engine(f"trtllm://{url}")
@@ -105,16 +101,16 @@ async def test_an_engine_elsewhere_shows_that_it_goes_on() -> None:
             asyncio.create_task(made.orchestrator.run(replace(asked, request_id=str(n)), sink))
             for n, sink in enumerate(sinks)
         ]
-        await eventually(lambda: made.tokens == 4 * 5 and len(service.requests) == 6)
-        assert sum(message.streaming for message in service.requests) == 4
+        await eventually(lambda: made.tokens == 6 * 5)
+        assert sum(message.streaming for message in service.requests) == 6
         assert not any(sink.chunks for sink in sinks)
         for task in running:
             task.cancel()
         await asyncio.wait(running)
-        assert made.tokens == 4 * 5
+        assert made.tokens == 6 * 5
         await made.close()
     made = Deployment(parameters(), Registry())
-    assert made.orchestrator._defaults.shown == 0  # an engine here tells its steps
+    assert made.orchestrator._defaults.engine_shows_progress  # an engine here tells its steps
     await made.close()
 
 
@@ -123,7 +119,7 @@ async def test_the_first_line_of_the_log_is_not_left_to_the_first_request(
 ) -> None:
     """Triton's logger takes 40 ms for it (docs/performance.md)."""
     caplog.set_level("INFO")
-    made = Deployment(parameters(max_running=3, max_queued=5), Registry())
+    made = Deployment(parameters(max_running_requests=3, max_queued_requests=5), Registry())
     made.start(asyncio.get_running_loop())
     await made.close()
     told = f"trtllm-bls {__version__}: this process runs at most 3 requests, and 5 more wait"
@@ -145,10 +141,10 @@ def test_the_source_of_drafts_is_a_default_unless_it_is_off(source: str) -> None
 
 
 def test_what_is_silent_about_speculation_is_as_the_table_says() -> None:
-    """No default of the parameter table is written down twice."""
-    rows, options = rows_of("tensorrt_llm_bls"), SpeculationOptions()
-    assert options.max_draft_tokens == int(rows["max_draft_len"].default)
-    assert options.draft_deadline_s == float(rows["draft_deadline_seconds"].default)
+    """A process without a configuration has the defaults of the parameters."""
+    options = SpeculationOptions()
+    assert options.max_draft_tokens == BlsParameters.max_draft_len
+    assert options.draft_deadline_s == BlsParameters.draft_deadline_seconds
 
 
 class Certificates:
@@ -170,6 +166,11 @@ class Certificates:
         )
 
 
+def tls_files(**files: Path) -> dict[str, Path]:
+    """As parameters: ``ca`` is ``engine_tls_ca``."""
+    return {f"engine_tls_{name}": path for name, path in files.items()}
+
+
 async def test_an_engine_behind_tls_is_reached_by_who_shows_its_certificate(tmp_path: Path) -> None:
     """And the server's has to be of the authority that the parameter names."""
     known = Certificates(tmp_path)
@@ -186,13 +187,13 @@ async def test_an_engine_behind_tls_is_reached_by_who_shows_its_certificate(tmp_
     triton = Triton()
     triton.credentials = known.server
     async with triton:
-        mine = {"tls_ca": known.ca, "tls_cert": known.cert, "tls_key": known.key}
+        mine = tls_files(ca=known.ca, cert=known.cert, key=known.key)
         assert await ask(triton.url, **mine) == 64
         for wrong in (
             {},
-            {"tls_ca": known.ca},
-            {**mine, "tls_ca": other.ca},
-            {**mine, "tls_cert": other.cert, "tls_key": other.key},
+            tls_files(ca=known.ca),
+            mine | tls_files(ca=other.ca),
+            mine | tls_files(cert=other.cert, key=other.key),
         ):
             with pytest.raises(EngineUnavailable):
                 await ask(triton.url, **wrong)
@@ -202,25 +203,26 @@ def test_tls_that_is_half_configured_is_refused_at_load(tmp_path: Path) -> None:
     """Each time with the parameter's name; nothing is sent in the clear instead."""
     files = Certificates(tmp_path)
     for named, said in (
-        ({"tls_cert": files.cert, "tls_key": files.key}, "engine_tls_ca is empty"),
-        ({"tls_ca": files.ca, "tls_cert": files.cert}, "engine_tls_key: set both"),
-        ({"tls_ca": files.key}, "engine_tls_.*client.key"),
-        ({"tls_ca": files.ca, "tls_cert": files.ca, "tls_key": files.key}, "not usable"),
+        ({"cert": files.cert, "key": files.key}, "engine_tls_ca is empty"),
+        ({"ca": files.ca, "cert": files.cert}, "engine_tls_key: set both"),
+        ({"ca": files.key}, "engine_tls_.*client.key"),
+        ({"ca": files.ca, "cert": files.ca, "key": files.key}, "not usable"),
     ):
         with pytest.raises(SettingsError, match=said):
-            Deployment(parameters(**named), Registry())
+            Deployment(parameters(**tls_files(**named)), Registry())
 
 
 def test_engines_are_looked_up_in_the_models_own_repository(tmp_path: Path) -> None:
     """Where one cannot be asked what it declares."""
-    made: Any = deployed(repository=tmp_path, transport="bls").engine
+    made: Any = deployed(repository=tmp_path, engine_transport="bls").engine
     assert made._target._repository == tmp_path
 
 
 def test_a_draft_with_another_vocabulary_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
     """Token tables are compared at load; equal sizes would not be enough."""
     other = Path(directory("sentencepiece"))
-    made: Any = deployed(draft="draft", draft_tokenizer_dir=other, draft_source="model").engine
+    given = {"draft_tokenizer_dir": other, "draft_source": "model"}
+    made: Any = deployed(tensorrt_llm_draft_model_name="draft", **given).engine
     assert made._draft is None
     assert "draft model draft is not used" in caplog.text
     assert "another token table" in caplog.text and str(other) in caplog.text
@@ -230,7 +232,7 @@ def test_a_draft_with_another_vocabulary_is_never_asked(caplog: pytest.LogCaptur
 def test_a_draft_with_the_targets_vocabulary_is_used(told: bool) -> None:
     """Where its tokenizer is not named, nothing is compared."""
     same = Path(directory("byte-level")) if told else None
-    made: Any = deployed(draft="draft", draft_tokenizer_dir=same).engine
+    made: Any = deployed(tensorrt_llm_draft_model_name="draft", draft_tokenizer_dir=same).engine
     assert made._draft.name == "draft"
     assert deployed().engine.name == "tensorrt_llm"
 

@@ -74,7 +74,7 @@ def target_of(**more: Any) -> Any:
 
 def test_the_choice_becomes_an_engine() -> None:
     """The older parameters still name a model of this server."""
-    assert target_of(target="mine").name == "mine"
+    assert target_of(tensorrt_llm_model_name="mine").name == "mine"
     named = target_of(engine=parse_engine("triton:other"))
     assert (type(named), named.name) == (GrpcEngine, "other")
     service = target_of(engine=parse_engine(ELSEWHERE), engine_max_sequence_tokens=500)
@@ -99,7 +99,9 @@ async def test_models_of_other_servers_stand_in_for_each_other() -> None:
         await deployment.close()
 
 
-@pytest.mark.parametrize("more", [{"draft": "tensorrt_llm_draft"}, {"draft_source": "ngram"}])
+@pytest.mark.parametrize(
+    "more", [{"tensorrt_llm_draft_model_name": "tensorrt_llm_draft"}, {"draft_source": "ngram"}]
+)
 async def test_a_service_gets_no_drafts(
     more: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,7 +121,8 @@ async def test_a_request_for_drafts_of_a_service_meets_what_the_deployment_says(
     asked = replace(ASK, speculation=SpeculationRequest(num_draft_tokens=3))
     async with playing(reciting((7, 8), len(ASK.input_ids), then=2)) as (service, url):
         choice = parse_engine(f"trtllm://{url}")
-        deployment = Deployment(parameters(engine=choice, ignore_unverifiable_drafts=ignored))
+        said = "ignore" if ignored else "refuse"
+        deployment = Deployment(parameters(engine=choice, unverifiable_drafts=said))
         await deployment.engine.capacity()
         if ignored:
             chunks = [chunk async for chunk in deployment.engine.generate(asked)]

@@ -27,7 +27,7 @@ from trtllm_bls.health import Bounds, Observed, ServerProcesses, Verdict, evalua
 from trtllm_bls.launcher import health_endpoint
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.process import BackOff
-from trtllm_bls.launcher.readiness import StartProgress
+from trtllm_bls.launcher.server import StartProgress
 from trtllm_bls.launcher.watch import Watch
 
 SECONDS = 20
@@ -324,7 +324,7 @@ def test_restarts_come_later_each_time() -> None:
 def test_a_start_is_stuck_when_nothing_moves() -> None:
     """CPU time, bytes read and lines of log all count; an idle server's crumbs do not."""
     start = StartProgress(stuck_s=20, look_s=0)
-    start.take(0.0, 1.0, 0, 1)
+    start.record(0.0, 1.0, 0, 1)
     for now, cpu, read, lines in (
         (10, 1.01, 0, 2),  # a line
         (20, 1.5, 0, 2),  # CPU
@@ -332,9 +332,9 @@ def test_a_start_is_stuck_when_nothing_moves() -> None:
         (40, 1.52, 2**21, 2),
         (49, 1.53, 2**21, 2),
     ):
-        start.take(now, cpu, read, lines)
+        start.record(now, cpu, read, lines)
         assert not start.stuck
-    start.take(50, 1.53, 2**21, 2)
+    start.record(50, 1.53, 2**21, 2)
     assert start.stuck
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import checks, interpreter
-from trtllm_bls.launcher.find import Installation, find_server
+from trtllm_bls.launcher.checks import Installation, find_server
 from trtllm_bls.launcher.ports import choose, reachable
 from trtllm_bls.settings import Override, ServeSettings
 
@@ -149,6 +150,20 @@ def test_little_shared_memory_is_a_warning(tmp_path: Path) -> None:
     assert warning is not None
     assert "MiB free: requests with logits" in warning
     assert "--shm-size=1g" in warning
+
+
+def test_each_stream_needs_two_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hard limit that allows fewer is refused with the number; a soft one is raised to it."""
+    limits: list[tuple[int, int]] = [(100, 256 + 2 * 1000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
+    checks.check_open_files(1000)
+    assert limits[-1] == (2256, 2256)
+    with pytest.raises(SetupError, match=r"--max-streams 1001 needs 2258: .*nofile=2258"):
+        checks.check_open_files(1001)
+    limits.append((100, resource.RLIM_INFINITY))
+    checks.check_open_files(10**6)
+    assert limits[-1] == (checks.AMPLE_OPEN_FILES, resource.RLIM_INFINITY)
 
 
 def test_only_linux_has_a_server() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ import pytest
 from trtllm_bls.bundled import DEMO, REPOSITORY
 from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import command, workdir
-from trtllm_bls.launcher.find import Installation
+from trtllm_bls.launcher.checks import Installation
 from trtllm_bls.launcher.ports import Ports
-from trtllm_bls.parameters import Parameters, rows_of
-from trtllm_bls.parameters.kinds import TEXT
-from trtllm_bls.python_backend.sender_threads import SENDERS
+from trtllm_bls.parameters import Parameters, parameters_of
+from trtllm_bls.parameters.declaration import TEXT, parameter
+from trtllm_bls.python_backend.call import SENDERS
 from trtllm_bls.settings import Override, ServeSettings
 
 BLS = workdir.BLS
@@ -128,14 +128,15 @@ def test_models_are_told_what_serve_was_told() -> None:
 )
 def test_no_variable_overrules_what_was_set(key: str, tmp_path: Path) -> None:
     """Neither one of ``serve``'s own nor one of the shell, and for that model alone."""
-    row = replace(rows_of("tensorrt_llm_bls")[key], kind=TEXT)
+    variable = parameters_of("tensorrt_llm_bls")[key].env
+    declared: Any = make_dataclass("Declared", [(key, str, parameter(TEXT, "", env=variable))])
     ours = Override("tensorrt_llm_bls", key, "set")
-    made = environment(ServeSettings(overrides=(ours,)), **{str(row.env): "from the shell"})
+    made = environment(ServeSettings(overrides=(ours,)), **{variable: "from the shell"})
 
     def read(model: str) -> Any:
         config = {"name": model, "parameters": {key: {"string_value": "set"}}}
         arguments = {"model_config": json.dumps(config), "model_repository": "/models/m"}
-        return Parameters(arguments, made).read([row])[key]
+        return getattr(Parameters(arguments, made).read(declared), key)
 
     assert read("tensorrt_llm_bls") == "set"
     assert read("preprocessing") != "set"

@@ -132,7 +132,7 @@ def test_the_command_asks_over_tls(tmp_path: Path) -> None:
         async with FakeGrpcServer([TOKEN], credentials(cert, key)) as server:
             words = ["health", "--url", server.url, "--model", "a", "--timeout", "5"]
             plain = await look(server.url, ("a",), 5.0, canary=True)
-            words += ["--ssl", "--root-certificates", str(cert), "--server-name", "localhost"]
+            words += ["--tls-ca", str(cert), "--tls-server-name", "localhost"]
             told = await asyncio.to_thread(CliRunner().invoke, main, words)
             return plain.ready, told.exit_code == 0
 

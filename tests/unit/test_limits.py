@@ -14,7 +14,7 @@ from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING
 from trtllm_bls.errors import InvalidRequest, Overloaded
 from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.parameters import rows_of
+from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.types import (
     EngineCapacity,
     EngineMetrics,
@@ -24,7 +24,7 @@ from trtllm_bls.types import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.wire.fields import read_rows
+from trtllm_bls.wire.text import read_rows
 
 SMALL = RequestLimits(max_prompt_bytes=10, max_request_bytes=100)
 
@@ -130,9 +130,9 @@ def test_logits_are_counted_before_they_are_computed() -> None:
 
 def test_who_sets_no_limits_has_those_of_the_parameters() -> None:
     """The engine's own service and a process without a configuration."""
-    rows, limits = rows_of("tensorrt_llm_bls"), RequestLimits()
+    limits = RequestLimits()
     for key in ("max_request_bytes", "max_prompt_bytes", "max_logits_bytes"):
-        assert getattr(limits, key) == int(rows[key].default)
+        assert getattr(limits, key) == getattr(BlsParameters, key)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_the_time_in_the_queue_is_part_of_the_requests_own() -> None:
         admission = Admission(1, 1, None)
         orchestrator = Orchestrator(tokenizer(), engine, Defaults(), admission=admission)
         sink = Collected()
-        async with admission.place(1):
+        async with admission.acquire(1):
             waiting = asyncio.create_task(orchestrator.run(asking(timeout_s=3), sink))
             await settle()
             with pytest.raises(Overloaded):
@@ -210,6 +210,6 @@ async def test_a_refused_request_takes_no_place() -> None:
     admission = Admission(1, 0, None)
     orchestrator = Orchestrator(tokenizer(), saying("one"), Defaults(), admission=admission)
 
-    async with admission.place(1):
+    async with admission.acquire(1):
         with pytest.raises(InvalidRequest, match="beam_width"):
             await orchestrator.run(asking(sampling=Sampling(beam_width=2)), Collected())

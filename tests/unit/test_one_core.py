@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from trtllm_bls.python_backend.one_core import OneCore, Ticks, core_ticks
+from trtllm_bls.python_backend import one_core as module
+from trtllm_bls.python_backend.one_core import OneCore, core_ticks
 
 CORES = sorted(os.sched_getaffinity(0))
 SECOND = os.sysconf("SC_CLK_TCK")
@@ -24,7 +25,7 @@ class Machine:
     """Cores whose work is told second by second, and a process's part of it."""
 
     def __init__(self) -> None:
-        self.ticks: Ticks = dict.fromkeys(CORES, (0, 0))
+        self.ticks = dict.fromkeys(CORES, (0, 0))
         self.own = 0.0
 
     def second(self, work: dict[int, float], own: float = 0.0) -> None:
@@ -36,20 +37,12 @@ class Machine:
 
 
 class Sleeper:
-    """A thread that waits; it may start another one."""
+    """A thread that waits."""
 
     def __init__(self) -> None:
-        self._over, self._start, self.started = (threading.Event() for _ in range(3))
-        self.child: Sleeper | None = None
-        self.thread = threading.Thread(target=self._run)
+        self._over = threading.Event()
+        self.thread = threading.Thread(target=self._over.wait)
         self.thread.start()
-
-    def _run(self) -> None:
-        self._start.wait()
-        if not self._over.is_set():
-            self.child = Sleeper()
-            self.started.set()
-            self._over.wait()
 
     @property
     def id(self) -> int:
@@ -60,29 +53,17 @@ class Sleeper:
     def cores(self) -> set[int]:
         return os.sched_getaffinity(self.id)
 
-    def start_another(self) -> Sleeper:
-        self._start.set()
-        assert self.started.wait(10)
-        assert self.child is not None
-        return self.child
-
     def end(self) -> None:
         self._over.set()
-        self._start.set()
-        if self.child is not None:
-            self.child.end()
         self.thread.join()
 
 
-@pytest.fixture(autouse=True)
-def resolute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who may leave does so at once."""
-    monkeypatch.setattr(random, "random", lambda: 0.5)
-
-
 @pytest.fixture
-def machine() -> Machine:
-    return Machine()
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(module, "core_ticks", lambda: dict(made.ticks))
+    monkeypatch.setattr(time, "process_time", lambda: made.own)
+    return made
 
 
 @pytest.fixture
@@ -97,23 +78,20 @@ def sleepers() -> Iterator[list[Sleeper]]:
 class Processes:
     """Makes what each process of a test would have; no other test's is in their way."""
 
-    def __init__(self, machine: Machine, closing: ExitStack) -> None:
-        self._machine, self._closing = machine, closing
-        self.claims = f"test {uuid.uuid4()}"
+    def __init__(self, closing: ExitStack) -> None:
+        self._closing = closing
 
-    def start(self, threads: Iterable[int] = (), first: int = 0, *, alone: bool = False) -> OneCore:
-        """``alone``: it sees no claims of the others, as in a container of its own."""
-        claims = str(uuid.uuid4()) if alone else self.claims
-        machine = self._machine
-        made = OneCore(threads, first, lambda: dict(machine.ticks), lambda: machine.own, claims)
+    def start(self, threads: Iterable[int] = ()) -> OneCore:
+        made = OneCore(threads)
         self._closing.callback(made.close)
         return made
 
 
 @pytest.fixture
-def processes(machine: Machine) -> Iterator[Processes]:
+def processes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
+    monkeypatch.setattr(module, "_CLAIM", f"\0test {uuid.uuid4()}")
     with ExitStack() as closing:
-        yield Processes(machine, closing)
+        yield Processes(closing)
 
 
 @pytest.fixture
@@ -125,9 +103,9 @@ def one_core(processes: Processes, sleepers: list[Sleeper]) -> OneCore:
 def test_threads_run_on_the_core_with_least_work(
     machine: Machine, one_core: OneCore, sleepers: list[Sleeper]
 ) -> None:
-    assert [each.cores for each in sleepers] == [set(CORES)] * 2  # until the first look
+    assert [each.cores for each in sleepers] == [set(CORES)] * 2  # until the first check
     machine.second({CORES[0]: 0.25, CORES[1]: 0.1})
-    one_core.look()
+    one_core.check()
     assert one_core.core == CORES[1]
     assert [each.cores for each in sleepers] == [{CORES[1]}] * 2
     assert os.sched_getaffinity(0) == set(CORES)  # a thread that was not named
@@ -153,27 +131,11 @@ def test_a_core_is_left_where_much_of_it_is_work_of_others(
     then: int | None,
 ) -> None:
     machine.second({CORES[0]: 0.0})
-    one_core.look()
+    one_core.check()
     assert one_core.core == CORES[0]
     machine.second({CORES[0]: share, CORES[-1]: elsewhere}, own)
-    one_core.look()
+    one_core.check()
     assert one_core.core == then
-
-
-@needs_two
-def test_lots_are_drawn_for_another_core_alone(
-    machine: Machine, one_core: OneCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To let a full one go, nobody has to wait for another process."""
-    monkeypatch.setattr(random, "random", lambda: 0.0)
-    machine.second({CORES[0]: 0.0})
-    one_core.look()
-    machine.second({CORES[-1]: 0.2})
-    one_core.look()
-    assert one_core.core == CORES[0]
-    machine.second({})
-    one_core.look()
-    assert one_core.core is None
 
 
 @needs_two
@@ -181,34 +143,17 @@ def test_where_no_core_is_free_threads_run_on_any_until_one_is(
     machine: Machine, one_core: OneCore, sleepers: list[Sleeper]
 ) -> None:
     machine.second({CORES[0]: 0.0})
-    one_core.look()
+    one_core.check()
     machine.second({})
-    one_core.look()
+    one_core.check()
     assert one_core.core is None
     assert sleepers[0].cores == set(CORES)
     machine.second({CORES[0]: 0.3})
-    one_core.look()
+    one_core.check()
     assert one_core.core is None
     machine.second({CORES[0]: 0.2})
-    one_core.look()
+    one_core.check()
     assert sleepers[0].cores == {CORES[0]}
-
-
-@needs_two
-def test_a_thread_that_was_started_by_one_of_them_moves_along(
-    machine: Machine, one_core: OneCore, sleepers: list[Sleeper]
-) -> None:
-    """It has its starter's core, which it would else keep for good."""
-    machine.second({CORES[0]: 0.0})
-    one_core.look()
-    child = sleepers[0].start_another()
-    assert child.cores == {CORES[0]}
-    machine.second({CORES[1]: 0.0})
-    one_core.look()
-    assert child.cores == {CORES[1]}
-    machine.second({})
-    one_core.look()
-    assert child.cores == set(CORES)
 
 
 @needs_two
@@ -221,7 +166,7 @@ def test_a_thread_that_frees_itself_stays_free(
         os.sched_setaffinity(0, {CORES[0]})  # as inherited from its starter
         one_core.free_this_thread()
         machine.second({CORES[0]: 0.0})
-        one_core.look()
+        one_core.check()
         seen.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=tokenise)
@@ -232,15 +177,14 @@ def test_a_thread_that_frees_itself_stays_free(
 
 
 @needs_two
-@pytest.mark.parametrize("alone", [False, True])
-def test_processes_that_look_at_the_same_time_take_different_cores(
-    machine: Machine, processes: Processes, alone: bool
+def test_processes_that_check_at_the_same_time_take_different_cores(
+    machine: Machine, processes: Processes
 ) -> None:
-    """All cores are free when a server starts: any rule that is the same for all takes one."""
-    several = [processes.start(first=number, alone=alone) for number in range(len(CORES))]
+    """All cores are free when a server starts, so the load alone would give all the same one."""
+    several = [processes.start() for _ in CORES]
     machine.second(dict.fromkeys(CORES, 0.02) | {CORES[0]: 0.0})
     for process in several:
-        process.look()
+        process.check()
     assert {process.core for process in several} == set(CORES)
 
 
@@ -253,7 +197,7 @@ def test_a_core_is_kept_by_one_process_until_that_leaves(
     several = [processes.start() for _ in range(len(CORES) + 1)]
     machine.second(idle)
     for process in several:
-        process.look()
+        process.check()
     first, waiting = several[0], several[-1]
     kept = first.core
     assert kept is not None
@@ -261,14 +205,14 @@ def test_a_core_is_kept_by_one_process_until_that_leaves(
     assert waiting.core is None
     machine.second(idle | {kept: 1.0})
     for process in (first, waiting):
-        process.look()
+        process.check()
     assert (first.core, waiting.core) == (None, None)  # all other cores are taken
     machine.second(idle)
-    waiting.look()
+    waiting.check()
     assert waiting.core == kept
     waiting.close()
     machine.second(idle)
-    first.look()
+    first.check()
     assert first.core == kept
 
 
@@ -276,12 +220,13 @@ def test_a_process_that_is_killed_leaves_its_core(machine: Machine, processes: P
     """Nothing of it stays on the disk, so nobody has to clean up."""
     idle = dict.fromkeys(CORES, 0.0)
     code = (
-        "import sys, time; from trtllm_bls.python_backend.one_core import OneCore\n"
+        "import sys, time; from trtllm_bls.python_backend import one_core\n"
         "ticks = iter([{core: (0, all_) for core in eval(sys.argv[1])} for all_ in (0, 100)])\n"
-        "taken = OneCore([], 0, lambda: next(ticks), lambda: 0.0, sys.argv[2]); taken.look()\n"
+        "one_core.core_ticks = lambda: next(ticks); one_core._CLAIM = '\\0' + sys.argv[2]\n"
+        "taken = one_core.OneCore([]); taken.check()\n"
         "print(taken.core, flush=True); time.sleep(600)"
     )
-    words = [sys.executable, "-c", code, str(CORES), processes.claims]
+    words = [sys.executable, "-c", code, str(CORES), module._CLAIM[1:]]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None
@@ -289,32 +234,14 @@ def test_a_process_that_is_killed_leaves_its_core(machine: Machine, processes: P
             late = [processes.start() for _ in CORES]
             machine.second(idle)
             for process in late:
-                process.look()
+                process.check()
             assert {process.core for process in late} == {*CORES, None} - {taken}
         finally:
             other.kill()
     machine.second(idle)
     for process in late:
-        process.look()
+        process.check()
     assert {process.core for process in late} == set(CORES)
-
-
-@needs_two
-def test_processes_on_one_core_do_not_leave_it_together_for_ever(
-    machine: Machine, processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of two containers may begin on the same core, and see the same of all others."""
-    monkeypatch.undo()
-    cores = CORES[:2]
-    pair = [processes.start(alone=True) for _ in range(2)]
-    for _ in range(100):
-        on = [each.core for each in pair]
-        machine.second({core: on.count(core) * 0.5 for core in cores}, own=0.5)
-        for each in pair:
-            each.look()
-        if on[0] is not None and on[0] != on[1]:
-            return
-    pytest.fail("they share a core after 100 looks")
 
 
 def test_threads_that_have_ended_do_no_harm(machine: Machine, processes: Processes) -> None:
@@ -323,14 +250,14 @@ def test_threads_that_have_ended_do_no_harm(machine: Machine, processes: Process
     machine.second({CORES[0]: 0.0})
     one_core = processes.start([ended.id])
     machine.second({CORES[0]: 0.0})
-    one_core.look()
+    one_core.check()
     assert one_core.core == CORES[0]
 
 
-def test_two_looks_within_a_tick_change_nothing(machine: Machine, one_core: OneCore) -> None:
+def test_two_checks_within_a_tick_change_nothing(machine: Machine, one_core: OneCore) -> None:
     machine.second({CORES[0]: 0.0})
-    one_core.look()
-    one_core.look()
+    one_core.check()
+    one_core.check()
     assert one_core.core == CORES[0]
 
 

@@ -36,7 +36,7 @@ def test_options_come_before_the_environment_and_that_before_the_repository(
     monkeypatch.delenv(GRPC_URL, raising=False)
     monkeypatch.delenv(MODEL_DIR, raising=False)
     found = read_parameters(repository, {})
-    assert (found.engine_url, found.transport) == ("there:1", "grpc")
+    assert (found.engine_url, found.engine_transport) == ("there:1", "grpc")
     assert found.tokenizer_dir == repository.parent / "llama"
     monkeypatch.setenv(GRPC_URL, "environment:2")
     assert read_parameters(repository, {}).engine_url == "environment:2"
@@ -63,7 +63,7 @@ def test_relative_paths_start_where_they_were_given(
     [
         ([], "parameter tokenizer_dir = '': name a directory"),
         (["--model-repository", "/none"], "--model-repository: /none/"),
-        (["--host", "0.0.0.0"], "--host 0.0.0.0: whoever reaches this machine"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: every machine that reaches this one"),
         (["--api-keys-file", "/none"], "--api-keys-file /none: cannot be read"),
         (["--tokenizer-dir", "/none"], "no such directory"),
         (["--tokenizer-dir", ".", "--max-streams", "many"], "use a whole number of at least 1"),

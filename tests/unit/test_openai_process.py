@@ -6,14 +6,67 @@ import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
 from trtllm_bls.bundled import REPOSITORY
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.openai_process import OpenAIProcess
 from trtllm_bls.launcher.ports import listen
 from trtllm_bls.settings import ServeSettings
+
+
+def server_beside(tmp_path: Path, **more: Any) -> Any:
+    """A server whose engine is elsewhere, and cannot be reached."""
+    with listen("127.0.0.1", 0, "--openai-port") as held:
+        port = held.getsockname()[1]
+    failures: list[str] = []
+    return SimpleNamespace(
+        settings=ServeSettings(
+            openai_port=port, engine="trtllm://127.0.0.1:1", model=DEMO / "target", **more
+        ),
+        host="127.0.0.1",
+        repository=REPOSITORY,
+        environment=dict(os.environ)
+        | {"TRTLLM_BLS_STATUS_DIR": str(tmp_path), "TRTLLM_BLS_MODEL_DIR": str(DEMO / "target")},
+        stop_requested=False,
+        running=True,
+        failures=failures,
+        fail=failures.append,
+    )
+
+
+def test_a_dead_api_is_started_again_unless_the_server_stops(tmp_path: Path) -> None:
+    """Why, and that it answers again, is told once each."""
+    server, told = server_beside(tmp_path), list[str | None]()
+    api = OpenAIProcess(server, told.append, lambda _: None, lambda _: None)
+    try:
+        assert api.wait_until_ready()
+        api.keep()
+        api.kill()
+        until(lambda: told[1:] == [None])
+        assert told[0] == "the OpenAI API has ended (SIGKILL, perhaps out of memory)"
+        server.stop_requested = True
+        api.kill()
+    finally:
+        api.close()
+    assert (told[2:], server.failures) == ([], [])
+
+
+def test_a_dead_api_ends_a_server_that_is_not_to_be_started_again(tmp_path: Path) -> None:
+    """``--on-failure exit`` holds for both."""
+    server, told = server_beside(tmp_path, on_failure="exit"), list[str | None]()
+    api = OpenAIProcess(server, told.append, lambda _: None, lambda _: None)
+    try:
+        assert api.wait_until_ready()
+        api.keep()
+        api.kill()
+        until(lambda: server.failures)
+    finally:
+        api.close()
+    assert server.failures == ["the OpenAI API has ended (SIGKILL, perhaps out of memory)"]
+    assert told == []
 
 
 def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> None:
@@ -29,7 +82,7 @@ def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> No
         running=True,
     )
     lines: list[str] = []
-    api = OpenAIProcess(cast(TritonServer, server), lines.append, lines.append)
+    api = OpenAIProcess(cast(TritonServer, server), lines.append, lines.append, lines.append)
     try:
         waiting = threading.Thread(target=api.wait_until_ready, daemon=True)
         waiting.start()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trtllm_bls.admission import RequestLimits
 from trtllm_bls.configure.pbtxt import PARAMETERS
+from trtllm_bls.contract import MODELS
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import (
     DRAFT_MODEL_DIR,
@@ -19,17 +23,24 @@ from trtllm_bls.parameters import (
     THREADS,
     BlsParameters,
     EngineParameters,
-    Parameter,
     Parameters,
     check,
     is_true,
-    rows_of,
+    parameters_of,
 )
-from trtllm_bls.parameters.__main__ import as_markdown
-from trtllm_bls.parameters.kinds import DIRECTORY, FILE, FLAG, NUMBER, TEXT, Kind, choice, count
-from trtllm_bls.parameters.table import TABLE
+from trtllm_bls.parameters.declaration import (
+    DIRECTORY,
+    FILE,
+    FLAG,
+    NUMBER,
+    TEXT,
+    Kind,
+    choice,
+    count,
+    parameter,
+)
 
-DOCS = Path(__file__).parents[2] / "docs" / "parameters.md"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +64,14 @@ def parameters(repository: Path = Path("/models"), **values: str) -> Parameters:
     )
 
 
-def row(kind: Kind, default: str = "", **more: Any) -> Parameter:
-    return Parameter("key", ("bls",), kind, default, "What it does.", **more)
-
-
-def read(row: Parameter, text: str | None, repository: Path = Path("/models")) -> Any:
-    values = {} if text is None else {row.key: text}
-    return parameters(repository, **values).read([row])[row.key]
+def read(
+    kind: Kind, text: str | None, default: str | None = "", repository: Path = Path("/models")
+) -> Any:
+    """The value of a parameter ``key`` of that kind."""
+    field = parameter(kind, "What it does.", default)
+    declared: Any = make_dataclass("Declared", [("key", Any, field)])
+    values = {} if text is None else {"key": text}
+    return parameters(repository, **values).read(declared).key
 
 
 @pytest.mark.parametrize(
@@ -70,8 +82,8 @@ def test_truth_has_many_spellings(text: str, value: bool | None) -> None:
     """Empty counts as not set, so the default holds."""
     for default in (True, False):
         expected = default if value is None else value
-        assert read(row(FLAG, str(default)), text) is expected
-    assert read(row(FLAG, "true"), None) is True
+        assert read(FLAG, text, str(default)) is expected
+    assert read(FLAG, None, "true") is True
     assert is_true(text) is bool(value)
 
 
@@ -99,7 +111,7 @@ def test_truth_has_many_spellings(text: str, value: bool | None) -> None:
 def test_a_value_that_cannot_be_used_is_named(kind: Kind, value: str) -> None:
     """Model, key and value in one line, at load and not at the first request."""
     with pytest.raises(SettingsError, match=r"^model bls: parameter key = '.*': \w+") as caught:
-        read(row(kind), value)
+        read(kind, value, None)
     assert "\n" not in str(caught.value)
 
 
@@ -107,11 +119,11 @@ def test_directories_begin_at_the_repository(tmp_path: Path) -> None:
     """Relative to where the models lie, wherever the server was started."""
     (tmp_path / "assets").mkdir()
     (tmp_path / "models").mkdir()
-    assert read(row(DIRECTORY), "../assets", tmp_path / "models") == tmp_path / "assets"
-    assert read(row(DIRECTORY), str(tmp_path)) == tmp_path
-    assert read(row(DIRECTORY, optional=True), None) is None
+    assert read(DIRECTORY, "../assets", None, tmp_path / "models") == tmp_path / "assets"
+    assert read(DIRECTORY, str(tmp_path), None) == tmp_path
+    assert read(DIRECTORY, None) is None
     with pytest.raises(SettingsError, match="no such directory"):
-        read(row(DIRECTORY, optional=True), "no/such/directory")
+        read(DIRECTORY, "no/such/directory")
 
 
 def test_what_lies_beside_a_repository_of_links_is_beside_the_links(tmp_path: Path) -> None:
@@ -119,7 +131,7 @@ def test_what_lies_beside_a_repository_of_links_is_beside_the_links(tmp_path: Pa
     for directory in ("real/models", "real/assets", "links/assets"):
         (tmp_path / directory).mkdir(parents=True)
     (tmp_path / "links" / "models").symlink_to(tmp_path / "real" / "models")
-    found = read(row(DIRECTORY), "../assets", tmp_path / "links" / "models")
+    found = read(DIRECTORY, "../assets", None, tmp_path / "links" / "models")
     assert found == tmp_path / "links" / "assets"
 
 
@@ -129,7 +141,8 @@ def test_serve_overrides_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv(GRPC_URL, "localhost:9")
     monkeypatch.setenv(MAX_STREAMS, "7")
     monkeypatch.setenv(DRAFT_MODEL_DIR, "")
-    bls = BlsParameters.read(parameters(tokenizer_dir="${x}", engine_url="a:1", max_streams="3"))
+    given = parameters(tokenizer_dir="${x}", engine_url="a:1", max_streams="3")
+    bls = given.read(BlsParameters)
     assert (bls.tokenizer_dir, bls.engine_url, bls.max_streams) == (tmp_path, "localhost:9", 7)
     assert bls.draft_tokenizer_dir is None
     assert bls.repository == Path("/models")
@@ -138,18 +151,16 @@ def test_serve_overrides_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_defaults_are_those_of_the_checked_in_configuration(tmp_path: Path) -> None:
     """What is written there and what is meant when it is left out are the same."""
     told = {**PARAMETERS["tensorrt_llm_bls"], "tokenizer_dir": str(tmp_path)}
-    assert BlsParameters.read(parameters(**told)) == BlsParameters.read(
-        parameters(tokenizer_dir=str(tmp_path))
-    )
+    given = parameters(tokenizer_dir=str(tmp_path))
+    assert parameters(**told).read(BlsParameters) == given.read(BlsParameters)
 
 
 def test_engine_sizes_are_told_only_where_they_are_set(tmp_path: Path) -> None:
     """0 leaves the choice to the engine."""
-    engine = EngineParameters.read(
-        parameters(model_dir=str(tmp_path), max_batch="4", threads="0", max_draft_len="3")
-    )
+    given = parameters(model_dir=str(tmp_path), max_batch="4", threads="0", max_draft_len="3")
+    engine = given.read(EngineParameters)
     assert dict(engine.sizes) == {"max_batch": 4, "max_draft_len": 3, "max_tokens_per_step": 512}
-    assert engine.exclude_input is False
+    assert engine.exclude_input_in_output is False
 
 
 def test_a_draft_engine_follows_the_draft_models_override(
@@ -159,8 +170,8 @@ def test_a_draft_engine_follows_the_draft_models_override(
     (tmp_path / "draft").mkdir()
     monkeypatch.setenv(MODEL_DIR, str(tmp_path))
     monkeypatch.setenv(DRAFT_MODEL_DIR, str(tmp_path / "draft"))
-    assert EngineParameters.read(parameters(is_draft="true")).model_dir == tmp_path / "draft"
-    assert EngineParameters.read(parameters(is_draft="false")).model_dir == tmp_path
+    for is_draft, path in (("true", tmp_path / "draft"), ("false", tmp_path)):
+        assert parameters(is_draft=is_draft).read(EngineParameters).model_dir == path
 
 
 def test_whether_the_model_streams_is_read_from_its_transaction_policy(tmp_path: Path) -> None:
@@ -172,51 +183,39 @@ def test_whether_the_model_streams_is_read_from_its_transaction_policy(tmp_path:
             "parameters": {"tokenizer_dir": {"string_value": str(tmp_path)}},
         }
         args = {"model_config": json.dumps(config), "model_repository": "/models/bls"}
-        assert BlsParameters.read(Parameters(args)).decoupled is decoupled
+        assert Parameters(args).read(BlsParameters).decoupled is decoupled
 
 
-# --- the table ------------------------------------------------------------------------------
+# --- the declarations -----------------------------------------------------------------------
 
-# A value that is neither the default nor what is shipped.
-OTHER = {
-    "log_requests": "false",
-    "log_format": "json",
-    "log_prompts": "true",
-    "accumulate_tokens": "true",
-    "add_special_tokens": "false",
-    "draft_source": "ngram",
-    "engine": "trtllm://localhost:7",
-    "engine_resume": "true",
-    "engine_transport": "bls",
-    "exclude_input_in_output": "true",
-    "expose_kv_cache_metrics": "true",
-    "one_core": "off",
-    "overlap_drafts": "on",
-    "skip_special_tokens": "false",
-    "unverifiable_drafts": "ignore",
-}
+# Read by Triton itself, or by the dataclass for another parameter.
+READ_ELSEWHERE = {"is_draft"}
 
 
-@pytest.mark.parametrize(
-    ("model", "reader"), [("tensorrt_llm_bls", BlsParameters), ("tensorrt_llm", EngineParameters)]
-)
-def test_no_row_is_without_effect(model: str, reader: Any, tmp_path: Path) -> None:
-    """Whatever can be set changes what the model is told."""
-    (tmp_path / "other").mkdir()
-    (tmp_path / "file").touch()
-    given = {key: str(tmp_path) for key in ("tokenizer_dir", "model_dir")}
-    before = reader.read(parameters(**given))
-    # The first is Triton's switch, the second chooses between two variables.
-    paths = {DIRECTORY: str(tmp_path / "other"), FILE: str(tmp_path / "file")}
-    for key in rows_of(model).keys() - {"decoupled", "is_draft"}:
-        other = paths.get(rows_of(model)[key].kind) or OTHER.get(key, "7")
-        assert reader.read(parameters(**given | {key: other})) != before, key
+def attributes_read() -> set[str]:
+    """Every name that code of the package reads as an attribute, but for the declarations'."""
+    files = {*ROOT.glob("trtllm_bls/**/*.py"), *ROOT.glob("models/*/1/model.py")}
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    return {
+        node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+    }
+
+
+def test_no_parameter_is_without_effect() -> None:
+    """Whatever can be set is read: as an attribute, as a limit or as one of the engine's sizes."""
+    read = attributes_read() | READ_ELSEWHERE
+    read |= {field.name for field in fields(RequestLimits)}
+    sizes = {"max_queue_size": 1, "max_sequence_tokens": 1, "threads": 1}
+    read |= EngineParameters(model_dir=ROOT, **sizes).sizes.keys()
+    for model in MODELS:
+        assert parameters_of(model.name).keys() <= read, model.name
 
 
 @pytest.mark.parametrize(
     ("value", "instances", "cores", "expected"),
     [
-        ("", 1, 2, True),
+        ("", 1, 7, False),
+        ("", 1, 8, True),
         ("auto", 4, 15, False),
         ("auto", 4, 16, True),
         ("on", 4, 2, True),
@@ -235,7 +234,7 @@ def test_one_core_is_for_each_process_if_there_are_enough_unless_told(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     read = parameters(tokenizer_dir=str(tmp_path), one_core=value)
     read.instances = instances
-    assert BlsParameters.read(read).one_core is expected
+    assert read.read(BlsParameters).keeps_one_core is expected
 
 
 @pytest.mark.parametrize(
@@ -263,16 +262,16 @@ def test_processes_share_the_streams_of_a_server(
     """Each may run twice its share: Triton gives one more requests than another."""
     given = parameters(tokenizer_dir=str(tmp_path), max_streams="16", **values)
     given.instances = instances
-    read = BlsParameters.read(given)
+    read = given.read(BlsParameters)
     assert (read.max_running, read.max_queued) == (running, queued)
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.models[0]}.{row.key}")
-def test_what_a_row_gives_is_what_it_allows(row: Parameter) -> None:
+@pytest.mark.parametrize("model", [model.name for model in MODELS])
+def test_what_a_declaration_gives_is_what_it_allows(model: str) -> None:
     """Its default and its shipped value are values of its kind."""
-    for model in row.models:
-        check(model, row.key, row.default)
-        check(model, row.key, row.in_file)
+    for key, declared in parameters_of(model).items():
+        check(model, key, declared.default or "")
+        check(model, key, declared.in_file)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +290,3 @@ def test_a_slip_is_answered_with_what_would_do(key: str, value: str, mend: str) 
         check("tensorrt_llm_bls", key, value)
     assert mend in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_the_documentation_is_what_the_table_says() -> None:
-    """``python -m trtllm_bls.parameters > docs/parameters.md`` writes it again."""
-    assert DOCS.read_text(encoding="utf-8") == as_markdown()

@@ -8,13 +8,13 @@ import logging
 import random
 import sys
 import threading
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.helpers.fake_python_backend import SECONDS, Ask, FakeTriton, TritonModelError
-from tests.helpers.request_servers import ONE, Later, answered, call_of, number, opened
+from tests.helpers.request_servers import ONE, ManualSenders, answered, call_of, number, opened
 from trtllm_bls.errors import EngineError, InvalidRequest, Overloaded, Unsupported
 from trtllm_bls.python_backend import Call, answering
 from trtllm_bls.services.triton_log import TritonLogHandler, log_to_triton
@@ -81,17 +81,18 @@ def test_an_error_that_is_to_be_a_status_waits() -> None:
         ({"triton_grpc_error": "true"}, None, 0),
         ({"other": "true"}, EngineError("broken"), 0),
     ):
-        triton, threads = FakeTriton(), Later()
+        triton, senders = FakeTriton(), ManualSenders()
         ask = triton.ask(ONE, "number")
         ask.sent_parameters = parameters
-        call = Call(triton, ask, cast(Any, threads), decoupled=True)
+        call = call_of(ask, triton, senders)
         call.read(ask)
         call.fail(error) if error else call.send(number(1), final=True)
-        for _ in range(waits):
-            assert call.send_queued() == [] and not ask.responses and ask.error is None
+        senders.send()
+        assert len(senders.delays) == waits and all(0 < wait <= 1 for wait in senders.delays)
+        if waits:
+            assert not ask.responses and ask.error is None
             assert not call.arrays, "what it holds meanwhile"
-        call.send_queued()
-        assert len(threads.seconds) == waits and all(0 < wait <= 1 for wait in threads.seconds)
+            senders.time_is_up()
         assert (ask.wait().error is None) == (error is None)
 
 

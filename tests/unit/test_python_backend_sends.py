@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton, TritonModelError
-from tests.helpers.request_servers import ONE, Gate, Later, call_of, failing, number, opened
+from tests.helpers.request_servers import (
+    ONE,
+    Gate,
+    ManualSenders,
+    call_of,
+    failing,
+    number,
+    opened,
+)
 from trtllm_bls.errors import EngineError, Overloaded
 from trtllm_bls.python_backend import WATCHED_AT_ONCE, Call
 
@@ -183,16 +191,20 @@ def test_a_call_that_cannot_be_ended_is_tried_less_and_less_often(
     triton = FakeTriton()
     ask = triton.ask(ONE, "number")
     ask.on_send = failing(24)
-    threads: Any = Later()
-    call = Call(triton, ask, threads, decoupled=True)
+    senders = ManualSenders()
+    call = call_of(ask, triton, senders)
     call.send(number(1))
-    for _ in range(8):
-        assert call.send_queued() == [] and not ask.responses
-    assert threads.seconds == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
-    call.send_queued()
+    senders.send()
+    for _ in range(7):
+        assert not ask.responses and ask.error is None
+        senders.time_is_up()
+    assert senders.delays == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+    senders.time_is_up()
     assert ask.wait().error is not None
     call.finish()
-    assert call.send_queued() == [] and len(threads.seconds) == 8  # it has ended: not tried again
+    senders.send()
+    senders.time_is_up()
+    assert len(senders.delays) == 8  # it has ended: not tried again
     assert [record.getMessage() for record in caplog.records] == [
         f"{call.id}: a response could not be sent: no space left in shared memory"
     ]
@@ -206,9 +218,10 @@ def test_asking_for_a_caller_never_waits_behind_a_send() -> None:
     gate, triton = Gate(), FakeTriton()
     ask = triton.ask(ONE, "number")
     ask.on_send = gate
-    call = call_of(ask, triton)
+    senders = ManualSenders()
+    call = call_of(ask, triton, senders)
     call.finish()
-    sending = threading.Thread(target=call.send_queued)
+    sending = threading.Thread(target=senders.send)
     sending.start()
     assert gate.begun.wait(SECONDS)
     assert not call.gone()
@@ -223,9 +236,10 @@ def test_a_call_that_sends_without_a_pause_still_finds_its_caller_gone() -> None
     gate, triton = Gate(), FakeTriton()
     ask = triton.ask(ONE, "number")
     ask.on_send = gate
-    call = call_of(ask, triton)
+    senders = ManualSenders()
+    call = call_of(ask, triton, senders)
     call.send(number(1))
-    sending = threading.Thread(target=call.send_queued)
+    sending = threading.Thread(target=senders.send)
     sending.start()
     assert gate.begun.wait(SECONDS)
     ask.leave()
@@ -234,7 +248,7 @@ def test_a_call_that_sends_without_a_pause_still_finds_its_caller_gone() -> None
     sending.join()
     assert ask.questions == 1 and call.gone()
     call.finish()
-    call.send_queued()
+    senders.send()
     assert triton.broken == []
 
 

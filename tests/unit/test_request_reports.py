@@ -15,8 +15,6 @@ from tests.helpers.fake_metrics import Registry
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import printable
 from trtllm_bls.request_stats import Outcome, RequestStats
-from trtllm_bls.services.metrics import TritonMetrics
-from trtllm_bls.services.request_log import RequestLog
 from trtllm_bls.services.request_metrics import (
     DURATION,
     FIRST_TOKEN,
@@ -32,11 +30,11 @@ from trtllm_bls.services.request_metrics import (
     WAITING,
     Histogram,
     RequestMetrics,
+    TritonMetrics,
 )
-from trtllm_bls.services.request_reports import RequestReports
-from trtllm_bls.speculative.options import DraftSource, SpeculationStats
+from trtllm_bls.services.request_reports import RequestLog, RequestReports
 from trtllm_bls.status import CANARY_ID
-from trtllm_bls.types import SpeculationCounts
+from trtllm_bls.types import SpeculationStats
 
 GOOD = RequestStats(
     request_id="7-1",
@@ -50,7 +48,7 @@ GOOD = RequestStats(
     ttft_s=0.1,
     inter_token_s=0.05,
     longest_gap_s=0.2,
-    speculation=SpeculationCounts(rounds=2, drafted=8, accepted=6),
+    speculation=SpeculationStats(rounds=2, drafted=8, accepted=6),
     traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     prompt="Tell me",
 )
@@ -117,8 +115,7 @@ def test_a_triton_without_histograms_has_sums_and_counts() -> None:
 
 def test_what_drafting_did_is_counted() -> None:
     """Also of a request that failed: the engines did the work."""
-    stats = SpeculationStats()
-    stats.add_round(DraftSource.NGRAM, 3, 2)
+    stats = SpeculationStats(rounds=1, drafted=3, accepted=2, ngram_drafted=3)
     registry = Registry()
     metrics = TritonMetrics(registry, MODEL)
     metrics.add_speculation(stats)

@@ -24,7 +24,7 @@ from trtllm_bls.errors import (
     Overloaded,
     Unsupported,
 )
-from trtllm_bls.speculative.options import DraftSource, SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.types import (
     Draft,
     EngineCapacity,
@@ -32,6 +32,7 @@ from trtllm_bls.types import (
     EngineRequest,
     Sampling,
     SpeculationRequest,
+    SpeculationStats,
 )
 
 OPTIONS = SpeculationOptions(draft_source=DraftSource.NGRAM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Iterable
 
@@ -22,11 +21,10 @@ def test_a_server_keeps_its_threads_together_and_lets_workers_go(
     looked, freed = threading.Event(), []
 
     class Watched(OneCore):
-        def __init__(self, threads: Iterable[int], first: int) -> None:
+        def __init__(self, threads: Iterable[int]) -> None:
             self.named = list(threads)
-            self.first = first - os.getppid()
 
-        def look(self) -> None:
+        def check(self) -> None:
             looked.set()
 
         def close(self) -> None:
@@ -45,7 +43,7 @@ def test_a_server_keeps_its_threads_together_and_lets_workers_go(
     closed: list[OneCore] = []
     monkeypatch.setattr(request_server, "OneCore", Watched)
     triton = FakeTriton()
-    server = RequestServer(triton, handle, senders=2, one_core=3)
+    server = RequestServer(triton, handle, senders=2, one_core=True)
     ask = triton.ask(ONE, "number")
     server.accept([ask])
     ask.wait()
@@ -55,14 +53,13 @@ def test_a_server_keeps_its_threads_together_and_lets_workers_go(
     server.close()
     assert closed == [watched]
     named = watched.named
-    assert watched.first == 3
     assert len(set(named)) == 5
     assert {*ran, threading.get_native_id()} < set(named)
     assert freed == worked
     assert not set(worked) & set(named)
 
 
-@pytest.mark.parametrize("where", ["__init__", "look"])
+@pytest.mark.parametrize("where", ["__init__", "check"])
 def test_a_system_that_does_not_let_us_choose_is_told_and_left_alone(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,11 +78,11 @@ def test_a_system_that_does_not_let_us_choose_is_told_and_left_alone(
     monkeypatch.setattr(OneCore, "close", lambda self: given_up.append(self))
     monkeypatch.setattr(OneCore, where, refused)
     triton = FakeTriton()
-    server = RequestServer(triton, handle, one_core=0)
+    server = RequestServer(triton, handle, one_core=True)
     assert told.wait(SECONDS)
     ask = triton.ask(ONE, "number")
     server.accept([ask])
     ask.wait()
     server.close()
     assert caplog.messages == ["threads run on any core: [Errno 1] Operation not permitted"]
-    assert len(given_up) == (where == "look")  # what was not made has no core
+    assert len(given_up) == (where == "check")  # what was not made has no core

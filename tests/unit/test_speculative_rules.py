@@ -18,9 +18,11 @@ from trtllm_bls.types import (
     EngineMetrics,
     FinishReason,
     Sampling,
+    SpeculationStats,
 )
 
 END, STOP, LENGTH = FinishReason.END_ID, FinishReason.STOP, FinishReason.LENGTH
+STATS = SpeculationStats()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_a_stop_sequence_may_span_rounds_and_waits_for_the_minimum() -> None:
     """The engine sees its first half as prompt; before the minimum it does not count."""
     request = ask((7, 8), stop_sequences=((8, 9),), sampling=Sampling(min_tokens=3))
     progress = Progress(request)
-    progress.take((9,))  # with the prompt's last token it would be one
+    progress.append((9,))  # with the prompt's last token it would be one
     progress.take_round((8,), (8, 8), None)
     assert progress.finish is None
     assert progress.take_round((9,), (9, 5), None) == Verdict(1, 1)
@@ -81,7 +83,7 @@ def test_no_request_has_a_longer_prompt_than_the_engine_takes() -> None:
     """What follows a round has the answer so far as its prompt; so has what follows a stretch."""
     progress = Progress(ask((1,) * 4, max_tokens=50), EngineCapacity(max_prompt_tokens=8))
     assert (progress.max_draft, progress.stretch(4), progress.stretch(5)) == (3, 4, 50)
-    progress.take((5, 6, 7))
+    progress.append((5, 6, 7))
     assert (progress.max_draft, progress.stretch(1), progress.stretch(2)) == (0, 1, 47)
 
 
@@ -102,7 +104,7 @@ def test_what_is_left_of_the_minimum_is_said_aloud() -> None:
     said = [requests.plain(progress, 1, False).sampling.min_tokens]
     assert silent.plain(progress, 1, False).sampling.min_tokens is None
     for token in (5, 6, 7):
-        progress.take((token,))
+        progress.append((token,))
         said.append(requests.verify(progress, Draft(token_ids=(1,))).sampling.min_tokens)
     assert said == [2, 1, 0, 0]
     assert silent.plain(progress, 1, False).sampling.min_tokens == 0
@@ -163,9 +165,9 @@ def test_sums_run_on_where_an_engine_gives_only_sums() -> None:
         figures.begin_request()
         for part in parts:
             chunk = EngineChunk(token_ids=(1,), cum_log_prob=part)
-            sums.append(figures.add(chunk, 1, None).cum_log_prob)
+            sums.append(figures.add(chunk, 1, None, STATS).cum_log_prob)
     assert sums == [-1.0, -3.0, -5.0]
-    assert figures.add(EngineChunk(token_ids=()), 0, END).cum_log_prob is None
+    assert figures.add(EngineChunk(token_ids=()), 0, END, STATS).cum_log_prob is None
 
 
 def test_times_of_an_answer_span_its_requests() -> None:
@@ -174,11 +176,11 @@ def test_times_of_an_answer_span_its_requests() -> None:
     other = replace(one, arrival_time_ns=8, last_token_time_ns=9)
     figures = AnswerFigures()
     figures.begin_request()
-    early = figures.add(EngineChunk(token_ids=(), final=True, metrics=one), 0, None)
+    early = figures.add(EngineChunk(token_ids=(), final=True, metrics=one), 0, None, STATS)
     figures.begin_request()
     # An engine that reports with every response counts from the request's beginning each time.
-    figures.add(EngineChunk(token_ids=(5,), metrics=other), 1, None)
-    last = figures.add(EngineChunk(token_ids=(), final=True, metrics=other), 0, END)
+    figures.add(EngineChunk(token_ids=(5,), metrics=other), 1, None, STATS)
+    last = figures.add(EngineChunk(token_ids=(), final=True, metrics=other), 0, END, STATS)
     assert (early.final, early.metrics) == (False, one)
     assert last.metrics == EngineMetrics(
         arrival_time_ns=1, last_token_time_ns=9, total_draft_tokens=6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import select
 import socket
 import ssl
@@ -61,6 +62,21 @@ class Bench:
 def bench() -> Iterator[Bench]:
     with ExitStack() as stack:
         yield Bench(stack)
+
+
+def test_no_more_connections_than_the_limit_of_open_files_allows() -> None:
+    """Each takes two, beside 256 of the process's own."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256 + 2 * 2, limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        bench = Bench(stack)
+        pairs = [bench.pair() for _ in range(2)]
+        assert closed(bench.raw())
+        until(lambda: bench.told)
+        assert "2 connections are open" in bench.told[0]
+        for pair in pairs:
+            pair[0].close()
 
 
 def received(connection: socket.socket, size: int) -> bytes:

@@ -25,8 +25,7 @@ from trtllm_bls.types import (
     TextRequest,
 )
 from trtllm_bls.wire.engine_server import engine_requests, is_stop
-from trtllm_bls.wire.fields import read_rows
-from trtllm_bls.wire.text import text_requests
+from trtllm_bls.wire.text import read_rows, text_requests
 from trtllm_bls.wire.words import pack_words
 
 

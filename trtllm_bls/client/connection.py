@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,26 +40,36 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )
 _THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
-# Servers treat pings more often than every 300 s as abuse unless they are configured otherwise, and
-# then close the connection.
+# By default a gRPC server closes a connection that is pinged more often than every 300 s.
 KEEPALIVE_S = 310.0
 
-# What grpc.aio says, whatever the reason, where a call ends before its request is written.
+# grpc.aio's message if a call ends before its request is written, whatever the reason.
 _UNSENT = "Internal error from Core"
-_CLOCKS_DIFFER_S = 0.05  # gRPC's deadline and our clock
+_CLOCKS_DIFFER_S = 0.05  # gRPC's deadline may come so much before ours
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """Files (PEM) of a TLS connection; without root certificates those of the system are used.
+    """Files (PEM) of a TLS connection; the system's root certificates are the default.
 
-    ``server_name`` is whom the server's certificate names, where that is not the host connected to.
+    ``server_name``: the name in the server's certificate, if it is not the host of the URL.
     """
 
     root_certificates: Path | None = None
     private_key: Path | None = None
     certificate_chain: Path | None = None
     server_name: str | None = None
+
+    @classmethod
+    def of_options(cls, given: Mapping[str, Any]) -> Tls | None:
+        """What the options of a command say (``settings.TlsConnection``); ``None`` = no TLS."""
+        named = {
+            "root_certificates": given["tls_ca"],
+            "private_key": given["tls_key"],
+            "certificate_chain": given["tls_cert"],
+            "server_name": given["tls_server_name"],
+        }
+        return cls(**named) if given["tls"] or any(named.values()) else None
 
 
 _C = TypeVar("_C", bound="Client")
@@ -70,11 +80,11 @@ class Client:
 
     Belongs to the event loop that entered it: a request in another loop, before entering or after
     leaving is a ``RuntimeError``. ``url`` is ``host:port``. Leaving cancels what still runs.
-    ``compression`` is ``gzip``, ``deflate`` or none. ``retries`` is how often a request is sent
-    again that failed before its first response, because the connection was refused or broke or the
-    server was overloaded: under the same id, within the same deadline, after random pauses of at
-    most 0.4 s, 0.8 s, ... 5 s. ``keepalive_s`` is how long a connection may be silent before its
-    peer is asked whether it is there. Raises ``SettingsError`` for values that cannot be used.
+    ``compression`` is ``gzip``, ``deflate`` or none. ``retries``: how often a request is sent again
+    if it failed before its first response because the connection was refused or broke, or the
+    server was overloaded. A retry has the same id and the same deadline, and follows a random pause
+    of at most 0.4 s, 0.8 s, ... 5 s. ``keepalive_s``: seconds of silence before the client pings
+    the server. Raises ``SettingsError`` for invalid values.
     """
 
     def __init__(
@@ -132,7 +142,7 @@ class Client:
         for reader in readers:
             reader.cancel()
         try:
-            await Reader.settle(readers)
+            await Reader.join(readers)
         finally:
             await self._channel.close()
 
@@ -182,9 +192,9 @@ class Client:
         await self.generate(model, request_id=request_id, stop=True, **required)
 
     async def model_ready(self, model: str, timeout_s: float) -> bool:
-        """Whether the server says so of ``model``, which may be one that it does not have.
+        """Whether ``model`` is ready; false also for a model that the server does not have.
 
-        Raises ``ConnectionFailed`` or ``DeadlineExceeded`` if it says nothing.
+        Raises ``ConnectionFailed`` or ``DeadlineExceeded`` without an answer.
         """
         request: Any = service_pb2.ModelReadyRequest(name=model)
         over_at = time.monotonic() + timeout_s
@@ -235,7 +245,10 @@ def _contents(what: str, path: Path | None) -> bytes | None:
 def _translated(
     url: str, deadline_s: float | None, over_at: float | None, error: grpc.RpcError | None
 ) -> TrtllmBlsError:
-    """``over_at``: the deadline on the monotonic clock. No error: the request was never sent."""
+    """gRPC's error as one of ours; ``None``: the call ended before its request was sent.
+
+    ``over_at``: the deadline on the monotonic clock.
+    """
     code = grpc.StatusCode.INTERNAL if error is None else error.code()
     details = _UNSENT if error is None else " ".join((error.details() or "").split())
     if code is grpc.StatusCode.INTERNAL and details == _UNSENT:

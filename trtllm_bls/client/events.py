@@ -1,6 +1,6 @@
 """What a caller reads: one event per response, one result per request.
 
-Knows the names of the outputs that every caller wants; everything else is handed on as arrays.
+Outputs that every caller needs become fields; all others stay arrays by name.
 """
 
 from __future__ import annotations

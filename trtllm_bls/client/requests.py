@@ -1,7 +1,6 @@
-"""Values named by the caller to one inference message, by the contract table.
+"""Turns the caller's values into one inference message, by the contract table.
 
-Knows names, types and shapes; knows neither what a value means nor which range is sensible: the
-server decides that, because servers differ.
+Checks names, types and shapes. The server checks ranges, because servers differ in them.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from trtllm_bls.contract import Model, Tensor
 from trtllm_bls.errors import InvalidRequest, half_character
 from trtllm_bls.wire.engine_client import infer_message
 
-# What numpy calls the kinds of values that may become each type without losing anything.
+# numpy's kinds of values that convert to each type without loss.
 _KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu", "STRING": "OSU"}
 _WHOLE_NUMBERS = "iu"
-_SHOWN_CHARACTERS = 80
+_MOST_CHARACTERS = 80
 
 
 def infer_request(
@@ -95,16 +94,16 @@ def _typed(tensor: Tensor, value: Any, array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _misfit(tensor: Tensor, value: Any) -> InvalidRequest:
-    shown = str(value) if isinstance(value, np.ndarray) else repr(value)
-    shown = " ".join(shown.split())
-    if len(shown) > _SHOWN_CHARACTERS:
-        shown = shown[:_SHOWN_CHARACTERS] + "..."
+    text = str(value) if isinstance(value, np.ndarray) else repr(value)
+    text = " ".join(text.split())
+    if len(text) > _MOST_CHARACTERS:
+        text = text[:_MOST_CHARACTERS] + "..."
     if tensor.single:
         expected = f"one {tensor.dtype} value"
     else:
         dims = ", ".join("any" if size == -1 else str(size) for size in tensor.dims)
         expected = f"{tensor.dtype} values of shape [{dims}]"
-    return InvalidRequest(tensor.name, f"{shown} cannot be sent; expected {expected}")
+    return InvalidRequest(tensor.name, f"{text} cannot be sent; expected {expected}")
 
 
 def _for_rows(name: str, array: NDArray[Any], rows: int) -> NDArray[Any]:

@@ -1,11 +1,13 @@
 """One request on the wire, from sending to the last byte.
 
-Rules of this file. Every request has a gRPC stream of its own whose sending side closes right
-after the request, so that the server ends the stream when the request is over. A reader takes
-responses off the wire the moment they come; the caller takes events at his own pace. Until the
-final response has arrived, whoever leaves cancels the server side too. From then on nobody
-cancels: a cancel that meets the final response inside Triton 24.10 leaks the request there. The
-reader just reads on until the server ends the stream.
+Rules of this file:
+
+- Every request has a gRPC stream of its own. Its sending side closes right after the request, so
+  the server ends the stream when the request is over.
+- A reader takes responses off the wire as they arrive; the caller takes events at its own pace.
+- A caller that leaves before the final response cancels the request on the server.
+- After the final response nothing is cancelled: Triton 24.10 leaks a request if a cancel meets its
+  final response. The reader reads on until the server ends the stream.
 
 Knows nothing of channels, models or tensors.
 """
@@ -31,7 +33,7 @@ from trtllm_bls.errors import ConnectionFailed, EngineError, Overloaded, TrtllmB
 
 # A server that has sent its final response ends the stream within milliseconds; one that has not
 # done so within this many seconds never will.
-SETTLE_S = 5.0
+END_OF_STREAM_S = 5.0
 # The longest pause before the first retry, and before any; each is drawn from 0 to its longest, so
 # that clients which failed together do not come back together.
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.4, 5.0
@@ -43,7 +45,7 @@ class Reader:
     def __init__(
         self, call: Any, translate: Callable[[grpc.RpcError | None], TrtllmBlsError]
     ) -> None:
-        """``translate(None)`` tells of a call that ended before its request was sent."""
+        """``translate(None)`` is the error for a call that ended before its request was sent."""
         self.items: asyncio.Queue[Event | TrtllmBlsError | None] = asyncio.Queue()
         self.task = asyncio.create_task(self._read())
         self._call = call
@@ -52,15 +54,15 @@ class Reader:
         self._left = False
 
     def cancel(self) -> bool:
-        """End the request on the server, unless it is answered; whether anything was ended."""
+        """Cancel the request on the server unless it is answered; returns whether it was."""
         self._left = True
         return not self._answered and bool(self._call.cancel())
 
     @staticmethod
-    async def settle(readers: Collection[Reader]) -> None:
-        """Return when their streams are over; give up on a server that leaves them open."""
+    async def join(readers: Collection[Reader]) -> None:
+        """Wait until their streams are over; after ``END_OF_STREAM_S`` close them from here."""
         if readers:
-            await asyncio.wait({reader.task for reader in readers}, timeout=SETTLE_S)
+            await asyncio.wait({reader.task for reader in readers}, timeout=END_OF_STREAM_S)
         for reader in readers:
             reader._call.cancel()
 
@@ -68,7 +70,7 @@ class Reader:
         try:
             await self._take_all()
             self.items.put_nowait(None)
-        except asyncio.CancelledError:  # who cancelled knows; anyone else sees a closed client
+        except asyncio.CancelledError:  # the client was closed, unless ``cancel`` was called
             closed = ConnectionFailed("the client was closed during the request")
             # grpc.aio itself cancels a call that is over before its request is written.
             self.items.put_nowait(closed if self._left else self._translate(None))
@@ -76,13 +78,13 @@ class Reader:
             self.items.put_nowait(self._translate(error))
         except TrtllmBlsError as error:
             self.items.put_nowait(error)
-        except Exception as error:  # arrays that are not what they say they are
+        except Exception as error:  # for example an array shorter than its shape
             self.items.put_nowait(EngineError(f"unreadable response: {error}"))
         finally:
             self._call.cancel()  # nothing to do for a stream that is over
 
     async def _take_all(self) -> None:
-        flagged = False  # the server says of its responses whether they are final
+        flagged = False  # the server marks final responses
         async for message in self._call:
             received_at = time.perf_counter()
             if message.error_message:
@@ -106,9 +108,9 @@ class Stream:
     the server's error (``InvalidRequest``, ``Overloaded``, ``EngineError``, ...) after the events
     that came before; a cancelled stream just ends.
 
-    ``begin`` sends the request, to be answered within so many seconds. Up to ``retries`` times it
-    is called again where the connection failed or the server was overloaded before the first
-    response. ``deadline_s`` bounds all of it.
+    ``begin(seconds)`` sends the request, to be answered within that time. It is called again up to
+    ``retries`` times if the connection failed or the server was overloaded before the first
+    response. ``deadline_s`` bounds all attempts together.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class Stream:
         raise item
 
     async def _first(self) -> Event | TrtllmBlsError | None:
-        """Send the request, again where that may help; what comes first of its answer."""
+        """Send the request, retrying as configured; the first item of its answer."""
         self.started_at = time.perf_counter()
         self._trying = self._retries > 0
         stop = stop_after_attempt(self._retries + 1)
@@ -203,7 +205,7 @@ class Stream:
         self.cancel()
         self._over = True
         if self._reader:
-            await Reader.settle([self._reader])
+            await Reader.join([self._reader])
 
     async def __aenter__(self) -> Stream:
         return self

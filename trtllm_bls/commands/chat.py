@@ -170,14 +170,14 @@ class Conversation:
         question = Question(
             messages=self._messages, max_tokens=self._max_tokens, fields=self._fields
         )
-        with self._shown(reply) as show, contextlib.suppress(asyncio.CancelledError):
+        with self._display(reply) as show, contextlib.suppress(asyncio.CancelledError):
             async with aclosing(self._server.ask(question)) as events:
                 async for event in events:
                     reply.add(event)
                     show(event.text)
 
     @contextlib.contextmanager
-    def _shown(self, reply: Reply) -> Iterator[Callable[[str], None]]:
+    def _display(self, reply: Reply) -> Iterator[Callable[[str], None]]:
         """Shows the answer as it grows: as Markdown in a terminal, else text as it comes."""
         if not self._rich:
             yield lambda text: click.echo(_CONTROLS.sub("", text), nl=False)
@@ -238,8 +238,8 @@ def _lines(tty: bool) -> Iterator[str]:
 def _tail(text: str, console: Console) -> Text:
     """As much of the end as fits the screen: what has scrolled off cannot be drawn again."""
     height = max(1, console.height - 2)
-    shown = Text(_CONTROLS.sub("", text[-console.width * height :]))
-    return Text("\n").join(shown.wrap(console, console.width)[-height:])
+    visible = Text(_CONTROLS.sub("", text[-console.width * height :]))
+    return Text("\n").join(visible.wrap(console, console.width)[-height:])
 
 
 def _stats(replies: list[Reply]) -> str:

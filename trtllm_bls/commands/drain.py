@@ -32,12 +32,13 @@ POLL_SECONDS = 0.05
 @click.option("--deadline", default=30.0, show_default=True, help="Seconds until requests are cut.")
 @click.option("--wait", is_flag=True, help="Return only when no request runs any more.")
 def command(directory: Path, timeout: float, deadline: float, wait: bool) -> None:
-    """Have a server take no new requests, and return once it may be told to stop.
+    """Make a server refuse new requests, and return when it may be sent SIGTERM.
 
-    Requests with speculative decoding go over to one plain request each, which a stopping
-    server still serves. What runs after --deadline seconds ends with an error. The exit code is 1
-    if the hand-over took longer than --timeout, or if no process keeps a status in --dir.
-    `trtllm-bls serve` does the same on SIGTERM.
+    Each request with speculative decoding changes to plain decoding, with one last request to the
+    engine, because a stopping Triton accepts no further ones. Requests that still run after
+    --deadline seconds end with an error. The exit code is 1 if this hand-over took longer than
+    --timeout, or if no server process writes its status into --dir. `trtllm-bls serve` does the
+    same on SIGTERM.
 
     \b
     Examples:

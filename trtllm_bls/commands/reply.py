@@ -1,4 +1,4 @@
-"""One answer: what has come of it so far, and figures of it."""
+"""One answer as it arrives, and its figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtllm_bls.client import Event
 
 
 class Reply:
-    """An answer, from what has come of it. Times are of ``time.perf_counter()``, in seconds."""
+    """An answer so far. Times are seconds of ``time.perf_counter()``."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -23,7 +23,7 @@ class Reply:
         self.completion_tokens: int | None = None
 
     def add(self, event: Event) -> None:
-        """The next response; some servers count the tokens of each, others at the end."""
+        """Add a response. Some servers count the tokens of each response, others at the end."""
         self.text += event.text
         if any(event.texts):
             self.arrivals.append(event.received_at)
@@ -43,7 +43,7 @@ class Reply:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Behind the first text."""
+        """Tokens after the first text, per second."""
         seconds = self.arrivals[-1] - self.arrivals[0] if self.arrivals else 0.0
         if not self.completion_tokens or seconds <= 0:
             return None
@@ -54,7 +54,8 @@ class Reply:
 class Summary:
     """Times in milliseconds unless named otherwise; ``None`` where there is nothing to measure.
 
-    ``ended`` is the server's word where it gave one. ``num_output_tokens`` is ``None`` when the
+    ``ended`` is the server's finish reason if it gave one.
+    ``num_output_tokens`` is ``None`` when the
     server did not count. ``gap_p50_ms`` and ``gap_p99_ms`` are times between consecutive responses
     with text; a response may bring several tokens.
     """

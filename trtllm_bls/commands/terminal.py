@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -22,6 +21,7 @@ from trtllm_bls.client import Model
 from trtllm_bls.client.connection import Client, Tls
 from trtllm_bls.client.stream import Stream
 from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SetupError, TrtllmBlsError
+from trtllm_bls.settings import TlsConnection, options_of
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -79,11 +79,11 @@ class Program(click.Command):
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         with _output_failures():  # --help writes too
-            rest = super().parse_args(ctx, args)
+            remaining = super().parse_args(ctx, args)
         for parameter in self.params:
             name = parameter.name or ""
             ctx.params[name] = _in_utf8(ctx, parameter, ctx.params[name])
-        return rest
+        return remaining
 
     def invoke(self, ctx: click.Context) -> Any:
         with _output_failures():
@@ -91,7 +91,7 @@ class Program(click.Command):
 
 
 def _in_utf8(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """The text of an argument, decoded again if the locale's encoding had no place for it."""
+    """The text of an argument as UTF-8, whatever the locale's encoding is."""
     if isinstance(value, tuple):
         return tuple(_in_utf8(ctx, parameter, item) for item in value)
     if not isinstance(value, str):
@@ -110,18 +110,14 @@ def _output_failures() -> Iterator[None]:
         raise
     except OSError as error:
         with contextlib.suppress(OSError):
-            # What is still buffered would fail again when Python exits, with a traceback.
+            # Python flushes its buffer at exit, which would fail again with a traceback.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         click.echo(f"error: cannot write the output: {error.strerror}", err=True)
         sys.exit(Exit.FAILED)
 
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _CONNECTION = (
     click.option("-u", "--url", default="localhost:8001", show_default=True, help="host:port"),
-    click.option("-s", "--ssl", is_flag=True, help="Connect with TLS."),
-    click.option("-r", "--root-certificates", type=_FILE, help="PEM file (TLS)."),
-    click.option("-x", "--certificate-chain", type=_FILE, help="PEM file (TLS)."),
     click.option(
         "--retries",
         type=click.IntRange(0),
@@ -145,15 +141,13 @@ def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Co
 
 
 def connection_options(*key_flags: str) -> Callable[[Command], Command]:
-    """``--url`` and TLS files; ``key_flags`` are short flags of ``--private-key``."""
-    key = click.option(*key_flags, "--private-key", type=_FILE, help="PEM file (TLS).")
-    return options(*_CONNECTION, key)
+    """``--url``, ``--retries`` and TLS; ``key_flags`` are further spellings of ``--tls-key``."""
+    return options(*_CONNECTION, options_of(TlsConnection, tls_key=key_flags))
 
 
 def open_client(given: Mapping[str, Any], compression: str | None = None) -> Client:
     """The client that ``connection_options`` describe."""
-    files = ("root_certificates", "private_key", "certificate_chain")
-    tls = Tls(**{name: given[name] for name in files}) if given["ssl"] else None
+    tls = Tls.of_options(given)
     return Client(given["url"], tls=tls, compression=compression, retries=given["retries"])
 
 

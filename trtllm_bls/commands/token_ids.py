@@ -1,7 +1,7 @@
 """Token ids in, token ids out: a command-line client of the engine model ``tensorrt_llm``.
 
-Keeps the flags and the words of the client that users of TensorRT-LLM's Triton backend know
-(docs/contract.md lists them). Owns what is asked and shown; the wire is ``trtllm_bls.client``'s.
+Has the flags and the messages of the client that users of TensorRT-LLM's Triton backend know
+(docs/contract.md lists them). Owns options and output; ``trtllm_bls.client`` owns the wire.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import csv
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,10 @@ from trtllm_bls.commands.terminal import (
     run,
     tensor_options,
 )
-from trtllm_bls.commands.token_answer import TokenAnswer, agrees
 from trtllm_bls.errors import EngineError, SettingsError, TrtllmBlsError
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
-_SHOWN_IDS = 256
+_PRINTED_IDS = 256
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -139,7 +138,7 @@ async def _ask(given: dict[str, Any]) -> Exit:
         else list(tokenizer.encode(given["text"], True))
     )
     fields = _fields(given, prompt, tokenizer)
-    click.echo(f"Input sequence: {prompt[:_SHOWN_IDS]}")
+    click.echo(f"Input sequence: {prompt[:_PRINTED_IDS]}")
     if given["verbose"]:
         click.echo("\n".join(f"{name}: {value}" for name, value in fields.items()), err=True)
     answer = TokenAnswer(
@@ -191,7 +190,7 @@ async def _receive(
 async def _stopped_in_time(
     client: Client, stream: Stream, given: dict[str, Any]
 ) -> AsyncIterator[None]:
-    """Within, the request is stopped after ``--stop-after-ms``, if it still runs."""
+    """Within this block, stop the request after ``--stop-after-ms`` if it still runs."""
     begun: list[asyncio.Task[None]] = []
 
     def stop() -> None:
@@ -348,3 +347,59 @@ def _verdict(given: dict[str, Any], answer: TokenAnswer, events: list[Event]) ->
         click.echo("PASS!" if passed else "FAIL!")
         return Exit.FINISHED if passed else Exit.FAILED
     return Exit.FINISHED
+
+
+Key = tuple[int, int]  # sequence index, beam
+
+
+class TokenAnswer:
+    """The ids of one prompt's answer so far, by sequence and beam.
+
+    What a response holds depends on what was asked for: streaming with one beam brings new ids;
+    streaming with several brings each beam anew, because beams may be rewritten; not streaming
+    brings everything, the prompt included unless it was ``excluded``.
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], *, streaming: bool, beam_width: int, excluded: bool
+    ) -> None:
+        self._prompt = list(prompt)
+        self._brings_prompt = not streaming and not excluded
+        self._appends = streaming and beam_width == 1
+        self._prompt_in_output = [] if excluded else self._prompt
+        self._generated: dict[Key, list[int]] = {}
+
+    def add(self, event: Event) -> Mapping[Key, list[int]]:
+        """Take one response in; the ids it brought, by sequence and beam."""
+        if "output_ids" not in event.outputs:
+            return {}
+        beams = event.outputs["output_ids"][0].tolist()
+        lengths = event.outputs["sequence_length"].reshape(-1).tolist()
+        came: dict[Key, list[int]] = {}
+        for beam, (padded, length) in enumerate(zip(beams, lengths, strict=True)):
+            key = (event.sequence_index, beam)
+            ids = padded[:length]
+            if self._brings_prompt and ids[: len(self._prompt)] == self._prompt:
+                ids = ids[len(self._prompt) :]
+            came[key] = ids
+            before = self._generated.get(key, []) if self._appends else []
+            self._generated[key] = before + ids
+        return came
+
+    @property
+    def generated(self) -> Mapping[Key, list[int]]:
+        """New ids of every sequence and beam, in order."""
+        return dict(sorted(self._generated.items()))
+
+    @property
+    def sequences(self) -> Mapping[Key, list[int]]:
+        """The same after the prompt, unless it was excluded."""
+        return {key: self._prompt_in_output + ids for key, ids in self.generated.items()}
+
+
+def agrees(actual: Sequence[int], expected: Sequence[int], threshold: float) -> bool:
+    """Whether ids match: at 1.0 all of them, else a share of positions above ``threshold``."""
+    if threshold >= 1:
+        return list(actual) == list(expected)
+    same = sum(one == other for one, other in zip(actual, expected, strict=False))
+    return same / max(len(actual), len(expected), 1) > threshold

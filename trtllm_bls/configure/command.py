@@ -9,9 +9,15 @@ import click
 from click.core import ParameterSource
 
 from trtllm_bls.configure.existing import Existing
-from trtllm_bls.configure.launch import launcher_command, slurm_script
-from trtllm_bls.configure.options import DRAFT, ConfigureOptions
-from trtllm_bls.configure.repository import Repository, plan, write
+from trtllm_bls.configure.repository import (
+    DRAFT,
+    ConfigureOptions,
+    Repository,
+    launcher_command,
+    plan,
+    slurm_script,
+    write,
+)
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import SettingsError
@@ -37,7 +43,7 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
     "existing",
     type=_PATH,
     metavar="REPOSITORY",
-    help="Take engines, tokenizer and values from a repository of TensorRT-LLM's own models.",
+    help="Read engines, tokenizer and values from a repository of TensorRT-LLM's own models.",
 )
 @options_of(ConfigureOptions)
 @click.option("--slurm", type=_PATH, metavar="FILE", help="Write a Slurm job script too.")
@@ -76,10 +82,10 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         *(_override(f"{DRAFT}.{text}", DRAFT) for text in draft_sets),
     ]
     source: Path | None = options.pop("existing")
-    notes = _take_existing(ctx, source, options, overrides) if source else []
+    notes = _apply_existing(ctx, source, options, overrides) if source else []
     for name in ("engine_dir", "tokenizer_dir"):
         if options[name] is None:
-            where = f", which {source} does not tell" if source else ""
+            where = f", which is not in {source}" if source else ""
             raise click.UsageError(f"Missing option '--{name.replace('_', '-')}'{where}.", ctx)
     if draft_sets and options["draft_engine_dir"] is None:
         raise SettingsError(f"--set-draft {draft_sets[0]}: needs --draft-engine-dir")
@@ -99,15 +105,18 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _override(text: str, model: str) -> Override:
-    """``KEY=VALUE`` is a parameter of ``model``."""
+    """Read ``[MODEL.]KEY=VALUE``; without a model it is a parameter of ``model``."""
     key, equals, _ = text.partition("=")
     return Override.parse(text if "." in key or not equals else f"{model}.{text}")
 
 
-def _take_existing(
+def _apply_existing(
     ctx: click.Context, source: Path, options: dict[str, Any], overrides: list[Override]
 ) -> list[str]:
-    """Fill in what ``--from`` says, unless an option says otherwise; what to tell the user."""
+    """Fill in what the repository ``source`` says; options of the command line come before it.
+
+    Returns the notes for the user.
+    """
     found = Existing(source, options["version"])
     for name, value in found.options.items():
         if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
@@ -125,5 +134,5 @@ def _report(repository: Repository, out: Path, notes: list[str]) -> None:
     if launch.by_serve:
         click.echo(f"next: trtllm-bls serve --model-repository {out}")
     else:
-        click.echo("next: start it with TensorRT-LLM's launcher, on a machine with its GPUs")
+        click.echo("next: start it with TensorRT-LLM's launcher, on a machine with these GPUs")
         click.echo(f"      {launcher_command(launch, out)}")

@@ -1,7 +1,7 @@
 """What an existing repository of TensorRT-LLM's own models says, as options of ``configure``.
 
-Its values are read where its models read them: in ``config.pbtxt``, template filled in. What has no
-place in the new repository, or would have no effect there, is told in a note.
+Values are read from each ``config.pbtxt``, after its template was filled in. A value that the new
+repository cannot hold, or that had no effect, is left out and named in a note.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trtllm_bls.configure.engine_dir import read_engine
-from trtllm_bls.configure.options import DRAFT
+from trtllm_bls.configure.engine import read_engine
+from trtllm_bls.configure.repository import DRAFT
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError
@@ -19,14 +19,13 @@ from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import Override
 
-# Read on their own, or decided by `configure`: the prompt is left out of answers unless a request
-# asks for it, and one process of tensorrt_llm_bls serves many requests at once.
-_HANDLED = {
+# Not copied as they are: `configure` has options for them or sets them itself.
+_NOT_COPIED = {
     *("gpt_model_path", "gpt_model_type", "gpu_device_ids", "exclude_input_in_output"),
     *("FORCE_CPU_ONLY_INPUT_TENSORS", "enable_trt_overlap", "worker_path"),
 }
-_TRUE_BY_DEFAULT_SINCE: Version = (0, 11)  # preprocessing's add_special_tokens
-_OURS = {  # parameters of their models that ours have too, and those of ours that take them
+_TRUE_BY_DEFAULT_SINCE = Version(0, 11)  # preprocessing's add_special_tokens
+_TEXT_PARAMETERS = {  # a parameter of one of their models, and our models that have it too
     (PREPROCESSING.name, "add_special_tokens"): (PREPROCESSING.name, BLS.name),
     (POSTPROCESSING.name, "skip_special_tokens"): (POSTPROCESSING.name, BLS.name),
     (BLS.name, "accumulate_tokens"): (BLS.name,),
@@ -42,10 +41,10 @@ def read_repository(directory: Path) -> dict[str, Any]:
 
 
 class Existing:
-    """``options`` of ``ConfigureOptions`` by name, parameters to set, and what to tell the user.
+    """``options`` of ``ConfigureOptions`` by name, parameters to set, and notes for the user.
 
-    ``version`` is the container's, if it was named. Raises ``SettingsError`` where there is no
-    target model in ``directory``.
+    ``version`` is the container's release; if it is empty, the engine's counts. Raises
+    ``SettingsError`` where ``directory`` has no target model.
     """
 
     def __init__(self, directory: Path, version: str) -> None:
@@ -60,15 +59,15 @@ class Existing:
         if target not in self._configs:
             there = ", ".join(self._configs) or "none"
             raise SettingsError(f"--from {directory}: it has no model {target}; there are: {there}")
-        self._take_directory(target, "gpt_model_path", "engine_dir")
-        self._take_directory(PREPROCESSING.name, "tokenizer_dir", "tokenizer_dir")
+        self._add_directory(target, "gpt_model_path", "engine_dir")
+        self._add_directory(PREPROCESSING.name, "tokenizer_dir", "tokenizer_dir")
         engine = self.options.get("engine_dir")
         built = read_engine("--from", engine, check=False) if engine and not version else None
         self._release = (built.release() if built else parse_version(version or "last")) or LAST
-        self._take_engine(target, ENGINE.name)
+        self._add_engine(target, ENGINE.name)
         if draft in self._configs:
-            self._take_directory(draft, "gpt_model_path", "draft_engine_dir")
-            self._take_engine(draft, DRAFT)
+            self._add_directory(draft, "gpt_model_path", "draft_engine_dir")
+            self._add_engine(draft, DRAFT)
             self.overrides.append(Override(BLS.name, "draft_source", "off"))
             self.notes.append(
                 "drafts are made for requests that ask for them (num_draft_tokens), as before; "
@@ -76,8 +75,8 @@ class Existing:
             )
         elif draft:
             self.notes.append(f"there is no model {draft}, so no drafts of a model either")
-        self._take_batching(self._configs[target])
-        self._take_ours()
+        self._add_batching(self._configs[target])
+        self._add_text_parameters()
         others = self._configs.keys() - {model.name for model in MODELS} - {target, draft}
         if others:
             self.notes.append(f"not converted: {', '.join(sorted(others))}")
@@ -89,12 +88,12 @@ class Existing:
             self.notes.append(f"{model}: not filled in, so not set: {', '.join(empty)}")
         return {key: value for key, value in values.items() if value and key not in empty}
 
-    def _take_directory(self, model: str, key: str, option: str) -> None:
+    def _add_directory(self, model: str, key: str, option: str) -> None:
         if directory := self._values.get(model, {}).get(key):
             self.options[option] = Path(directory)
 
-    def _take_engine(self, old: str, new: str) -> None:
-        """The engine's parameters that the release reads and understands."""
+    def _add_engine(self, old: str, new: str) -> None:
+        """The parameters of the engine ``old`` that the release reads, for the model ``new``."""
         values = self._values[old]
         if new != old:
             self.notes.append(f"{old} is called {new} here; requests to it need the new name")
@@ -107,15 +106,16 @@ class Existing:
         if "gpu_device_ids" in values:
             name = "gpu_device_ids" if new == ENGINE.name else "draft_gpu_device_ids"
             self.options[name] = values["gpu_device_ids"]
-        for key in [key for key in values if key not in _HANDLED]:
+        for key in [key for key in values if key not in _NOT_COPIED]:
             try:
                 check_backend(key, values[key], self._release)
                 self.overrides.append(Override(new, key, values[key]))
             except SettingsError as error:
-                told = f"{old}.{key}={values[key]} is left out, as it had no effect: {error}"
-                self.notes.append(told)
+                self.notes.append(
+                    f"{old}.{key}={values[key]} is left out, as it had no effect: {error}"
+                )
 
-    def _take_batching(self, engine: Any) -> None:
+    def _add_batching(self, engine: Any) -> None:
         batching = engine.dynamic_batching
         self.options["max_batch_size"] = engine.max_batch_size or None
         self.options["max_queue_delay_us"] = batching.max_queue_delay_microseconds
@@ -130,21 +130,21 @@ class Existing:
                     "process serves them all here (--bls-instances for more)"
                 )
 
-    def _take_ours(self) -> None:
+    def _add_text_parameters(self) -> None:
         """The text models' parameters, with the defaults that the release had."""
-        for (model, key), takers in _OURS.items():
+        meant_false = self._release < _TRUE_BY_DEFAULT_SINCE
+        for (model, key), models in _TEXT_PARAMETERS.items():
             value = self._values.get(model, {}).get(key)
-            before = self._release < _TRUE_BY_DEFAULT_SINCE
-            if value is None and key == "add_special_tokens" and before:
+            if value is None and key == "add_special_tokens" and meant_false:
                 value = "false"
                 self.notes.append("add_special_tokens was not set, which meant false before 0.11")
             if value is not None:
-                self.overrides += [Override(taker, key, value) for taker in takers]
+                self.overrides += [Override(name, key, value) for name in models]
         known = {"tokenizer_dir", "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name"}
         for model in (PREPROCESSING.name, POSTPROCESSING.name, ENSEMBLE.name, BLS.name):
             for key, value in self._values.get(model, {}).items():
                 try:
                     check(model, key, value)
-                except SettingsError:
+                except SettingsError as error:
                     if key not in known:
-                        self.notes.append(f"{model}.{key} has no place here and is left out")
+                        self.notes.append(f"{model}.{key} is left out: {error}")

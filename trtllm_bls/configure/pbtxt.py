@@ -1,21 +1,15 @@
-"""The contract as Triton model configurations (``config.pbtxt``).
-
-``python -m trtllm_bls.configure.pbtxt models`` rewrites the checked-in files; a test compares them
-with what this module would write, so neither can drift.
-"""
+"""The contract as Triton model configurations (``config.pbtxt``); ``generate`` writes the files."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Set
-from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING, Model, Tensor
-from trtllm_bls.parameters import is_true, rows_of
+from trtllm_bls.parameters import is_true, parameters_of
 
 MAX_BATCH_SIZE = 64
 PREFERRED_BATCH_SIZE = 16  # requests to the orchestrator in one ``execute``, while more wait
@@ -23,10 +17,11 @@ STEPS = (PREPROCESSING, ENGINE, POSTPROCESSING)  # of the ensemble
 
 # The checked-in configurations: they work as they stand.
 PARAMETERS: Mapping[str, Mapping[str, str]] = {
-    model.name: {key: row.in_file for key, row in rows_of(model.name).items()} for model in MODELS
+    model.name: {key: row.in_file for key, row in parameters_of(model.name).items()}
+    for model in MODELS
 }
 
-_NOTE = "# Written by `python -m trtllm_bls.configure.pbtxt`: edit parameters, not tensors.\n"
+_NOTE = "# Written by `make generate`: edit parameters, not tensors.\n"
 
 
 def config_text(model: Model, parameters: Mapping[str, str]) -> str:
@@ -66,9 +61,9 @@ def model_config(
     else:
         config.instance_group.add(count=1, kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
     if model.name == BLS.name:
-        # Requests that wait while one is handed over come with the next, in one call of execute:
-        # the thread that hands them over waits for the interpreter's lock once, not for each. One
-        # process reads so many at once; of more than that the rest goes to other processes.
+        # Requests that arrive while Triton calls ``execute`` come together in the next call, so
+        # Triton's thread waits for the interpreter's lock once for all of them. One process gets at
+        # most this many in a call; the others go to the model's other processes.
         config.dynamic_batching.preferred_batch_size.append(
             min(PREFERRED_BATCH_SIZE, max_batch_size)
         )
@@ -103,11 +98,11 @@ _TO_POSTPROCESSING = {"output_ids": "TOKENS_BATCH", "sequence_length": "SEQUENCE
 
 
 def _add_steps(config: Any, ensemble: Model, steps: tuple[Model, Model, Model]) -> None:
-    """Three steps; whatever a step has in common with the ensemble by field is joined.
+    """The three steps; an input of a step is joined to the ensemble's input of the same field.
 
-    Triton lets a step after a decoupled model read that model's outputs alone. So postprocessing
-    cannot know the caller's stop words, and has no memory between responses: ``stream`` goes to
-    preprocessing, which ignores it, and the ensemble answers in one piece, whole and exact.
+    A step after a decoupled model can read only that model's outputs. So postprocessing cannot know
+    the caller's stop words, and it keeps no state between responses. Therefore the ensemble answers
+    in one piece: ``stream`` goes to preprocessing, which ignores it.
     """
     first, second, _ = steps
     before, engine, after = (
@@ -134,15 +129,3 @@ def _join(input_map: Any, ensemble: Model, step: Model, skip: Set[str]) -> None:
         same_field = [t for t in ensemble.inputs if t.key == tensor.key]
         for source in (same_name or same_field)[:1]:
             input_map[tensor.name] = source.name
-
-
-def main(repository: str = "models") -> None:
-    """Rewrite every model's ``config.pbtxt`` below ``repository``."""
-    for model in MODELS:
-        path = Path(repository) / model.name / "config.pbtxt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(config_text(model, PARAMETERS[model.name]), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """From a Hugging Face checkpoint to an engine: the commands for a preset and a release.
 
-Nothing is run. Which release has which flag is ``build_flags``'s.
+Nothing is run. The first half knows which flags the build tools of each release have: a tool stops
+at a flag that it does not know, which may be after an hour of converting the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,17 +15,115 @@ from typing import Any
 
 import click
 
-from trtllm_bls.configure.build_flags import BUILD, CONVERT, NEWEST, QUANTIZE, check_flag
-from trtllm_bls.configure.engine_parameters import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
+from trtllm_bls.configure.engine import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, shown
+from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, parse_releases
 from trtllm_bls.settings import options_of, setting
 
-_EXAMPLES_MOVED: Version = (0, 20)  # from examples/llama to examples/models/core/llama
-_GEMM_AUTO_SINCE: Version = (0, 11)
-_SEQ_LEN_SINCE: Version = (0, 11)
-_MODE_SINCE: Version = (0, 10)
+CONVERT, QUANTIZE, BUILD = "convert_checkpoint.py", "quantize.py", "trtllm-build"
+NEWEST = Version(1, 2)  # the last release whose notes speak of engines; they were removed later
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag of a tool in the releases ``since`` to ``until``, both included."""
+
+    tool: str
+    name: str
+    since: Version
+    until: Version
+    meaning: str
+    source: str
+
+
+_HELP = "its help in the published tree"
+# Tool, flag, the releases that have it ("0.9-0.10"; "0.11" = since then), how that is known, what
+# the flag does.
+_FLAGS = (
+    (CONVERT, "model_dir", "0.9", "issue 1068", "The Hugging Face checkpoint."),
+    (CONVERT, "output_dir", "0.9", "issue 1068", "TensorRT-LLM's checkpoint."),
+    (CONVERT, "dtype", "0.9", "issue 1068", "Type of weights and activations."),
+    (CONVERT, "tp_size", "0.9", "issue 1353", "GPUs that share each layer."),
+    (QUANTIZE, "model_dir", "0.9", "issue 2125", "The Hugging Face checkpoint."),
+    (QUANTIZE, "output_dir", "0.9", "issue 2125", "TensorRT-LLM's checkpoint."),
+    (QUANTIZE, "dtype", "0.9", "issue 2125", "Type of what is not quantized."),
+    (QUANTIZE, "qformat", "0.9", "issue 2125", "The kind of quantization."),
+    (QUANTIZE, "kv_cache_dtype", "0.9", _HELP, "Type of the KV cache."),
+    (QUANTIZE, "awq_block_size", "0.9", _HELP, "Weights per scale of AWQ."),
+    (QUANTIZE, "calib_size", "0.9", "issue 2125", "Texts to calibrate with."),
+    (QUANTIZE, "tp_size", "0.9", "issue 2125", "GPUs that share each layer."),
+    (BUILD, "checkpoint_dir", "0.9", "issue 1433", "TensorRT-LLM's checkpoint."),
+    (BUILD, "output_dir", "0.9", "issue 1433", "The engine."),
+    (BUILD, "gemm_plugin", "0.9", "issue 2052", "Matrix products by plugin (`auto` since 0.11)."),
+    (BUILD, "workers", "0.9", "issue 1433", "Ranks that are built at the same time."),
+    (BUILD, "max_batch_size", "0.9", "release notes of 0.11", "Requests at once."),
+    (BUILD, "max_input_len", "0.9", _HELP, "Longest prompt, in tokens."),
+    (
+        BUILD,
+        "max_output_len",
+        "0.9-0.10",
+        "release notes of 0.11, 0.12",
+        "Longest answer, in tokens.",
+    ),
+    (BUILD, "max_seq_len", "0.11", "release notes of 0.11", "Longest prompt and answer."),
+    (BUILD, "max_num_tokens", "0.9", "release notes of 0.11", "Rows of one forward pass."),
+    (
+        BUILD,
+        "use_paged_context_fmha",
+        "0.9",
+        "issue 2125",
+        "Paged context attention: reuse of the KV cache, chunked context, drafts.",
+    ),
+    (BUILD, "multiple_profiles", "0.10", "release notes of 0.10", "Kernels for several sizes."),
+    (BUILD, "use_fp8_context_fmha", "0.11", "issue 2125", "Context attention in FP8."),
+    (BUILD, "reduce_fusion", "0.11", "release notes of 0.11", "AllReduce and norm in one kernel."),
+    (
+        BUILD,
+        "low_latency_gemm_plugin",
+        "0.17",
+        "build log in issue 2810",
+        "FP8 products for small batches (Ada, Hopper), in place of gemm_plugin.",
+    ),
+    (
+        BUILD,
+        "low_latency_gemm_swiglu_plugin",
+        "0.17",
+        "build log in issue 2810",
+        "The same with SwiGLU fused (Hopper).",
+    ),
+    (
+        BUILD,
+        "speculative_decoding_mode",
+        "0.10",
+        "release notes of 0.10, 0.13",
+        "How the engine speculates (`lookahead_decoding` since 0.13).",
+    ),
+    (BUILD, "max_draft_len", "0.9", _HELP, "Longest draft, in tokens."),
+    (BUILD, "gather_generation_logits", "0.9", _HELP, "Keep logits for those who ask."),
+)
+FLAGS = {
+    (tool, name): Flag(tool, name, *parse_releases(releases, NEWEST), meaning, source)
+    for tool, name, releases, source, meaning in _FLAGS
+}
+
+
+def check_flag(tool: str, name: str, release: Version) -> None:
+    """Raises ``SettingsError`` where the release's tool does not have the flag."""
+    flag = FLAGS[tool, name]
+    if not flag.since <= release <= flag.until:
+        raise SettingsError(
+            f"--release {release}: {tool} has --{name} from {flag.since} to "
+            f"{flag.until} only, as far as is known; choose another release or preset"
+        )
+
+
+# --- presets ---------------------------------------------------------------------------------
+
+_EXAMPLES_MOVED = Version(0, 20)  # from examples/llama to examples/models/core/llama
+_GEMM_AUTO_SINCE = Version(0, 11)
+_SEQ_LEN_SINCE = Version(0, 11)
+_MODE_SINCE = Version(0, 10)
 # The directory of convert_checkpoint.py for a checkpoint's model_type.
 _FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), "llama"),
@@ -46,23 +145,35 @@ class RecipeOptions:
     release: Version
     checkpoint: Path = setting("Hugging Face checkpoint.", Path("checkpoint"))
     examples: Path = setting(
-        "The directory examples of TensorRT-LLM's source tree of that release.",
+        "The directory `examples` in TensorRT-LLM's source tree of that release.",
         Path("TensorRT-LLM/examples"),
     )
-    out: Path = setting("Where engines go.", Path("engines"))
-    precision: str | None = setting("[default: the preset's]", type=click.Choice(PRECISIONS))
+    out: Path = setting("Directory for the engines.", Path("engines"))
+    precision: str | None = setting(
+        "Weights and activations.  [default: the preset's]", type=click.Choice(PRECISIONS)
+    )
     tp_size: int = setting("GPUs that share each layer.", 1, type=click.IntRange(1))
-    max_batch_size: int | None = setting("[default: the preset's]", type=click.IntRange(1))
-    max_input_len: int | None = setting("[default: the preset's]", type=click.IntRange(1))
-    max_output_len: int | None = setting("[default: the preset's]", type=click.IntRange(1))
-    max_draft_len: int = setting("Of target.", 10, type=click.IntRange(1))
+    max_batch_size: int | None = setting(
+        "Requests at once.  [default: the preset's]", type=click.IntRange(1)
+    )
+    max_input_len: int | None = setting(
+        "Longest prompt, in tokens.  [default: the preset's]", type=click.IntRange(1)
+    )
+    max_output_len: int | None = setting(
+        "Longest answer, in tokens.  [default: the preset's]", type=click.IntRange(1)
+    )
+    max_draft_len: int = setting(
+        "Longest draft of the preset target, in tokens.", 10, type=click.IntRange(1)
+    )
     lookahead: tuple[int, int, int] | None  # window, n-gram, verification set
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Precision and sizes of an engine, and the flags of its own; ``command`` says of what
-    use each is."""
+    """The precision and the sizes of an engine, and its own build flags.
+
+    The help of ``command`` says what each preset is for.
+    """
 
     precision: str
     max_batch_size: int
@@ -71,7 +182,7 @@ class Preset:
     flags: Callable[[RecipeOptions], Flags]
     precisions: tuple[str, ...] = PRECISIONS
     build_step: str = "TensorRT-LLM's checkpoint to the engine, on a GPU of the kind that serves it"
-    rounds: bool = False  # each request is a round, and its prompt all text so far
+    rounds: bool = False  # each request is one round of speculation: its prompt is all text so far
 
 
 def _throughput(options: RecipeOptions) -> Flags:
@@ -136,8 +247,8 @@ def recipe(preset_name: str, options: RecipeOptions) -> list[Step]:
         raise SettingsError(f"--precision {precision}: preset {preset_name} is for {allowed}")
     if not OLDEST <= options.release <= NEWEST:
         raise SettingsError(
-            f"--release {shown(options.release)}: engines are built by {shown(OLDEST)} to "
-            f"{shown(NEWEST)}; serve a later one with `trtllm-serve --grpc` (docs/engines.md)"
+            f"--release {options.release}: engines are built by {OLDEST} to "
+            f"{NEWEST}; serve a later one with `trtllm-serve --grpc` (docs/engines.md)"
         )
     engine = options.out / preset_name
     converted = options.out / f"{preset_name}-checkpoint"
@@ -228,7 +339,7 @@ def _build(preset: Preset, options: RecipeOptions, converted: Path, engine: Path
 def _configure(preset_name: str, options: RecipeOptions, engine: Path) -> Step:
     words = ["trtllm-bls", "configure", "--engine-dir", str(engine)]
     words += ["--tokenizer-dir", str(options.checkpoint), "--out", "repository"]
-    words += ["--version", shown(options.release)]
+    words += ["--version", str(options.release)]
     what = "The engine to a model repository"
     if preset_name == "target":
         words += ["--draft-engine-dir", str(options.out / "draft")]
@@ -237,7 +348,7 @@ def _configure(preset_name: str, options: RecipeOptions, engine: Path) -> Step:
     if preset_name == "latency" and options.lookahead is not None:
         if not keys_of(options.release).keys() >= set(LOOKAHEAD_SIZES):
             raise SettingsError(
-                f"--release {shown(options.release)}: the C++ backend has lookahead decoding since "
+                f"--release {options.release}: the C++ backend has lookahead decoding since "
                 "0.19; add --lookahead off"
             )
         words += ["--set", "decoding_mode=lookahead"]
@@ -255,7 +366,7 @@ def _words(tool: str, flags: Flags, release: Version) -> list[str]:
 
 
 def _gemm(options: RecipeOptions) -> str:
-    """Before 0.11 the plugin wanted a type."""
+    """The value of gemm_plugin: before 0.11 it must name a type."""
     if options.release >= _GEMM_AUTO_SINCE:
         return "auto"
     return "bfloat16" if options.precision in (None, "bf16", "fp8") else "float16"
@@ -283,14 +394,14 @@ def _lookahead(
 
 @click.command(name="recipe")
 @click.argument("preset", type=click.Choice(list(PRESETS)))
-@click.option("--release", default=shown(NEWEST), show_default=True, help="Of TensorRT-LLM.")
+@click.option("--release", default=str(NEWEST), show_default=True, help="Release of TensorRT-LLM.")
 @options_of(RecipeOptions)
 @click.option(
     "--lookahead",
     default="7,7,7",
     show_default=True,
     callback=_lookahead,
-    help="Of latency; or off.",
+    help="Lookahead decoding of the preset latency: window,n-gram,verification set; or off.",
 )
 def command(preset: str, release: str, **options: Any) -> None:
     """Print the commands from a Hugging Face checkpoint to an engine and its repository.

@@ -1,40 +1,266 @@
-"""A model repository as configurations first and then as files: nothing is written by halves."""
+"""A model repository for TensorRT-LLM's C++ backend: its options, its configurations, its files.
+
+Everything is checked before the first file is written.
+"""
 
 from __future__ import annotations
 
+import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import click
 from google.protobuf import text_format
 
 from trtllm_bls.bundled import REPOSITORY
-from trtllm_bls.configure.engine_dir import EngineDir, read_engine
-from trtllm_bls.configure.engine_parameters import (
+from trtllm_bls.configure.engine import (
+    EngineDir,
     check_drafting,
     check_engine,
     check_target,
     engine_facts,
     engine_parameters,
+    read_engine,
     warnings,
 )
-from trtllm_bls.configure.launch import Launch, participants, plan_launch
-from trtllm_bls.configure.options import DRAFT, ConfigureOptions, Setting, settings
 from trtllm_bls.configure.pbtxt import MAX_BATCH_SIZE, PARAMETERS, model_config
 from trtllm_bls.configure.versions import models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.parameters import check
+from trtllm_bls.parameters import BlsParameters, check
 from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend
 from trtllm_bls.parameters.model_config import values_of
+from trtllm_bls.settings import Override, option, setting
 from trtllm_bls.tokenizer import load_tokenizer
+
+DRAFT = "tensorrt_llm_draft"
+_FRACTION = "kv_cache_free_gpu_mem_fraction"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigureOptions:
+    """The options of ``configure``; ``None`` or an empty text means the engine's own value."""
+
+    engine_dir: Path = setting("Engine of the target model.", MISSING)
+    tokenizer_dir: Path = setting("Its tokenizer.", MISSING)
+    out: Path = setting("The model repository to write.", MISSING, required=True)
+    draft_engine_dir: Path | None = setting("Engine of a draft model (speculation).")
+    max_batch_size: int | None = setting(
+        "Requests in one batch.  [default: the engine's]", type=click.IntRange(1)
+    )
+    max_num_tokens: int | None = setting(
+        "The --max_num_tokens that the engine was built with, if its config.json is not here.",
+        type=click.IntRange(1),
+    )
+    max_queue_size: int = setting(
+        "Requests that may wait in Triton; one more is refused. 0 = no limit.",
+        0,
+        type=click.IntRange(0),
+    )
+    max_queue_delay_us: int = setting(
+        "Microseconds that a request may wait for others to share its batch.",
+        0,
+        type=click.IntRange(0),
+    )
+    kv_cache_free_gpu_mem_fraction: str | None = setting(
+        "Share of free GPU memory per engine.  [default: 0.9; 0.45 each where two share GPUs]"
+    )
+    draft_kv_cache_free_gpu_mem_fraction: str | None = setting(
+        "The share of the draft engine alone.", sets=(DRAFT, _FRACTION)
+    )
+    gpu_device_ids: str | None = setting(
+        "GPUs of the target.  [default: all]",
+        metavar="ID,…",
+        sets=(ENGINE.name, "gpu_device_ids"),
+    )
+    draft_gpu_device_ids: str | None = setting(
+        "GPUs of the draft.", metavar="ID,…", sets=(DRAFT, "gpu_device_ids")
+    )
+    chunked_context: bool = setting(
+        "Process long prompts in several steps.",
+        False,
+        sets=(ENGINE.name, "enable_chunked_context"),
+    )
+    batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = setting(
+        "max_utilization may pause a running request for want of KV cache.", "guaranteed_no_evict"
+    )
+    version: str = setting(
+        "TensorRT-LLM release of the container, from 0.9 on, or last.  [default: the engine's]", ""
+    )
+    decoupled: bool = setting(
+        "false: tensorrt_llm_bls answers unary infer, one response per request, and no streams.",
+        True,
+    )
+    bls_instances: int = setting("Processes of tensorrt_llm_bls.", 1, type=click.IntRange(1))
+    engine_url: str | None = setting(
+        "gRPC port behind which the engine is.",
+        metavar="HOST:PORT",
+        sets=(BLS.name, "engine_url"),
+    )
+    disable_spawn_processes: bool = setting(
+        "Orchestrator mode in which MPI or Slurm starts all ranks.", False
+    )
+    check: bool = setting(
+        "Check that the directories hold what is needed.", True, flag="--check/--no-check"
+    )
+    force: bool = setting("Replace the models that --out has already.", False)
+    overrides: tuple[Override, ...] = ()
+
+    @property
+    def separate_gpus(self) -> bool:
+        """Whether target and draft have no GPU in common."""
+        if self.draft_engine_dir is None or not (self.gpu_device_ids and self.draft_gpu_device_ids):
+            return False
+        return not _ids(self.gpu_device_ids) & _ids(self.draft_gpu_device_ids)
+
+
+def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
+    """The parameters that options set, each with its option; a later one replaces an earlier one.
+
+    Raises ``SettingsError`` for an option about a draft engine that is not there.
+    """
+    with_draft = options.draft_engine_dir is not None
+    # An engine's share is of the memory that is free when it loads, so two engines on the same GPU
+    # must divide it.
+    share = "0.45" if with_draft and not options.separate_gpus else "0.9"
+    fraction = options.kv_cache_free_gpu_mem_fraction or share
+    if options.engine_url is not None and "://" in options.engine_url:
+        raise SettingsError(
+            f"--engine-url {options.engine_url}: write HOST:PORT; an engine of another kind "
+            f"needs no repository: trtllm-bls serve --engine {options.engine_url} --model DIR"
+        )
+    for model in (ENGINE.name, DRAFT)[: 1 + with_draft]:
+        yield f"--kv-cache-free-gpu-mem-fraction {fraction}", Override(model, _FRACTION, fraction)
+    for each in fields(options):
+        target, value = each.metadata.get("sets"), getattr(options, each.name)
+        if target is None or value in (None, False):
+            continue
+        (model, key), text = target, "true" if value is True else value
+        if model == DRAFT and not with_draft:
+            raise SettingsError(f"{option(each.name)} {text}: needs --draft-engine-dir")
+        yield f"{option(each.name)} {text}", Override(model, key, text)
+    for override in options.overrides:
+        yield f"--set {override}", override
+
+
+def _ids(text: str) -> set[str]:
+    return set(text.replace(";", ",").split(","))
+
+
+# --- how it is started -----------------------------------------------------------------------
+
+_NO_SPAWN_SINCE = Version(0, 13)
+# Each stream may hold one of the Python backend's threads until its first token; the additional
+# ones are for streams that are ending.
+_THREADS = BlsParameters.max_streams + 32
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the engines of a repository are started.
+
+    An engine of several ranks needs one tritonserver process for each rank, all but the first of
+    which load the engines alone (leader mode). Engines of unequal ranks, or on GPUs of their own,
+    need ``orchestrator`` mode: one server has a worker process for each rank. With ``spawn`` it
+    starts them itself, over MPI; without, MPI or Slurm starts them, and ``participants`` says which
+    rank belongs to which model.
+
+    ``models`` are the engines' models, ``world_size`` counts the processes of MPI.
+    """
+
+    models: tuple[str, ...]
+    world_size: int = 1
+    orchestrator: bool = False
+    spawn: bool = True
+
+    @property
+    def by_serve(self) -> bool:
+        """Whether ``trtllm-bls serve`` can start it, as one server process."""
+        return self.world_size == 1 and not self.orchestrator
+
+
+def plan_launch(
+    options: ConfigureOptions, engines: Mapping[str, EngineDir], version: Version
+) -> Launch:
+    """How to start the engines; raises ``SettingsError`` if the release has no such mode."""
+    ranks = [engine.ranks for engine in engines.values()]
+    orchestrator = options.separate_gpus or len(set(ranks)) > 1
+    if not options.disable_spawn_processes:
+        return Launch(tuple(engines), 1 if orchestrator else ranks[0], orchestrator)
+    if version < _NO_SPAWN_SINCE:
+        raise SettingsError("--disable-spawn-processes: TensorRT-LLM has it since 0.13")
+    return Launch(tuple(engines), 1 + sum(ranks), orchestrator=True, spawn=False)
+
+
+def participants(launch: Launch, engines: Mapping[str, EngineDir]) -> dict[str, str]:
+    """The parameter ``participant_ids`` of each engine, if ranks are not spawned.
+
+    Rank 0 is the orchestrator's own.
+    """
+    if launch.spawn:
+        return {}
+    ids, first = {}, 1
+    for name, engine in engines.items():
+        ids[name] = ",".join(map(str, range(first, first + engine.ranks)))
+        first += engine.ranks
+    return ids
+
+
+def launcher_command(launch: Launch, repository: Path) -> str:
+    """The line for TensorRT-LLM's own launcher."""
+    words = ["python3", "launch_triton_server.py", "--world_size", str(launch.world_size)]
+    words += ["--model_repo", str(repository.absolute())]
+    words += ["--tensorrt_llm_model_name", ",".join(launch.models)]
+    if launch.orchestrator:
+        words.append("--multi-model")
+    if not launch.spawn:
+        words.append("--disable-spawn-processes")
+    return shlex.join(words)
+
+
+def slurm_script(launch: Launch, repository: Path) -> str:
+    """A job script that starts one server process per rank, without the launcher.
+
+    Raises ``SettingsError`` where the orchestrator would have to spawn: Slurm starts all processes.
+    """
+    if launch.orchestrator and launch.spawn:
+        raise SettingsError("--slurm: engines of unequal ranks need --disable-spawn-processes too")
+    loads = " ".join(f"--load-model={name}" for name in launch.models)
+    mode = "export TRTLLM_ORCHESTRATOR=1\nexport TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0\n"
+    return f"""\
+#!/bin/bash
+#SBATCH --job-name=trtllm-bls
+#SBATCH --ntasks={launch.world_size}
+#SBATCH --gpus={launch.world_size - 1 if launch.orchestrator else launch.world_size}
+set -euo pipefail
+export SERVER="${{SERVER:-/opt/tritonserver/bin/tritonserver}}"
+export REPOSITORY={shlex.quote(str(repository.absolute()))}
+{mode if launch.orchestrator else ""}\
+# Rank 0 serves; the others load the engines alone and end with it.
+srun --mpi=pmix --kill-on-bad-exit=1 bash -c '
+  role=""
+  [ "$SLURM_PROCID" = 0 ] || role="--model-control-mode=explicit {loads}"
+  # Without a key every client could read other requests or switch the log off.
+  key="$(cat /proc/sys/kernel/random/uuid)"
+  rule="shared-memory,model-repository,logging,trace:trtllm-bls-control=$key"
+  exec "$SERVER" --model-repository="$REPOSITORY" --disable-auto-complete-config \\
+    --http-restricted-api="$rule" --grpc-restricted-protocol="$rule" \\
+    --grpc-header-forward-pattern="traceparent|triton_grpc_error" \\
+    --backend-config=python,thread-pool-size={_THREADS} \\
+    --backend-config=python,shm-region-prefix-name="prefix${{SLURM_PROCID}}_" $role
+'
+"""
+
+
+# --- the configurations ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Repository:
-    """What is to be written: each model's configuration (Triton's ``ModelConfig``) by name."""
+    """What ``write`` writes: each model's configuration (Triton's ``ModelConfig``) by name."""
 
     configs: Mapping[str, Any]
     launch: Launch
@@ -64,7 +290,10 @@ def plan(options: ConfigureOptions) -> Repository:
         batching.max_queue_delay_microseconds = options.max_queue_delay_us
         batching.default_queue_policy.max_queue_size = options.max_queue_size
     if options.check:
-        _check_tokenizer(options.tokenizer_dir)  # last, since it takes seconds
+        try:
+            load_tokenizer(options.tokenizer_dir)  # last, since it takes seconds
+        except SetupError as error:
+            raise SettingsError(f"--tokenizer-dir: {error}") from error
     return Repository(configs, launch, tuple(warnings(target, version, parameters)))
 
 
@@ -76,8 +305,8 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         raise SettingsError(f"--out {out}: is not empty; add --force to replace its models")
     replaced = {out / name for name in (DRAFT, *(model.name for model in MODELS))}
     _check_unused(replaced, repository.configs)
-    for place in replaced:
-        shutil.rmtree(place, ignore_errors=True)
+    for directory in replaced:
+        shutil.rmtree(directory, ignore_errors=True)
     for name, config in repository.configs.items():
         version = out / name / "1"
         version.mkdir(parents=True)
@@ -88,12 +317,12 @@ def write(repository: Repository, out: Path, force: bool) -> None:
 
 
 def _check_unused(replaced: Set[Path], configs: Mapping[str, Any]) -> None:
-    """Some engines lie in the version directory of the very model that is replaced."""
-    gone = {place.resolve() for place in replaced}
+    """Refuse to delete an engine or a tokenizer that lies inside a model that is replaced."""
+    deleted = {directory.resolve() for directory in replaced}
     for config in configs.values():
         for key in ("gpt_model_path", "tokenizer_dir"):
             used = values_of(config).get(key)
-            if used and any(Path(used).resolve().is_relative_to(place) for place in gone):
+            if used and any(Path(used).resolve().is_relative_to(each) for each in deleted):
                 raise SettingsError(f"--force: would delete {used}; choose another --out")
 
 
@@ -131,9 +360,8 @@ def _parameters(
             values[name]["participant_ids"] = placed[name]
     if DRAFT in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
-    for setting in settings(options):
-        override = setting.override
-        _check_setting(setting, values, engines, version)
+    for named, override in _overrides(options):
+        _check_override(named, override, values, engines, version)
         values[override.model][override.parameter] = override.value
     for name, engine in engines.items():
         check_engine(name, engine, values[name])
@@ -142,19 +370,22 @@ def _parameters(
     return values
 
 
-def _check_setting(
-    setting: Setting, models: Iterable[str], engines: Iterable[str], version: Version
+def _check_override(
+    named: str,
+    override: Override,
+    models: Iterable[str],
+    engines: Iterable[str],
+    version: Version,
 ) -> None:
-    override = setting.override
     if override.model not in models:
-        raise SettingsError(f"{setting.option}: no such model; there are {', '.join(models)}")
+        raise SettingsError(f"{named}: no such model; there are {', '.join(models)}")
     try:
         if override.model in engines:
             check_backend(override.parameter, override.value, version)
         else:
             check(override.model, override.parameter, override.value)
     except SettingsError as error:
-        raise SettingsError(f"{setting.option}: {error}") from None
+        raise SettingsError(f"{named}: {error}") from None
 
 
 def _check_speculation(
@@ -163,8 +394,8 @@ def _check_speculation(
     source = values[BLS.name]["draft_source"]
     if DRAFT not in engines and source == "off":
         return
-    option = "--draft-engine-dir" if DRAFT in engines else f"--set {BLS.name}.draft_source={source}"
-    check_target(option, engines[ENGINE.name], values[ENGINE.name])
+    named = "--draft-engine-dir" if DRAFT in engines else f"--set {BLS.name}.draft_source={source}"
+    check_target(named, engines[ENGINE.name], values[ENGINE.name])
     check_drafting(engines, values, version)
 
 
@@ -174,10 +405,3 @@ def _batch_size(asked: int | None, engines: Mapping[str, EngineDir]) -> int:
     if asked is not None and most is not None and asked > most:
         raise SettingsError(f"--max-batch-size {asked}: the engine was built for at most {most}")
     return asked or most or MAX_BATCH_SIZE
-
-
-def _check_tokenizer(directory: Path) -> None:
-    try:
-        load_tokenizer(directory)
-    except SetupError as error:
-        raise SettingsError(f"--tokenizer-dir: {error}") from error

@@ -1,8 +1,8 @@
 """The wire contract: every tensor of the five models, spelled once.
 
-``tensors`` defines what a row is, ``models`` holds the rows. Models, client, validation and the
-checked-in ``config.pbtxt`` files (``configure.pbtxt``) follow these tables; nothing else in the
-package spells a tensor's type, shape or bounds.
+``tensors`` defines what is declared of a tensor, ``models`` declares them. The models, the client,
+validation and the checked-in ``config.pbtxt`` files (``make generate``) follow from there. Nothing
+else in the package spells a tensor's type, shape, bounds or releases.
 """
 
 from trtllm_bls.contract.models import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING

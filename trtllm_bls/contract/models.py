@@ -19,40 +19,48 @@ _FINITE = Bounds()
 _SHARE = Bounds(low=0, high=1, above=True)
 _UNSIGNED = Bounds(low=0, high=2**64 - 1)
 
-# field, name in text models, name in tensorrt_llm, dtype, bounds. top_p <= 0 means "not set" on
-# the wire, so its lower bound is open downwards.
-_SAMPLING = (
-    ("beam_width", "beam_width", "beam_width", "INT32", _COUNT),
-    ("temperature", "temperature", "temperature", "FP32", _NOT_NEGATIVE),
-    ("top_k", "top_k", "runtime_top_k", "INT32", _NOT_NEGATIVE),
-    ("top_p", "top_p", "runtime_top_p", "FP32", Bounds(high=1)),
-    ("length_penalty", "length_penalty", "len_penalty", "FP32", _FINITE),
-    ("repetition_penalty", "repetition_penalty", "repetition_penalty", "FP32", _POSITIVE),
-    ("min_tokens", "min_tokens", "min_tokens", "INT32", _NOT_NEGATIVE),
-    ("min_tokens", "min_length", "min_length", "INT32", _NOT_NEGATIVE),
-    ("presence_penalty", "presence_penalty", "presence_penalty", "FP32", _FINITE),
-    ("frequency_penalty", "frequency_penalty", "frequency_penalty", "FP32", _FINITE),
-    ("seed", "seed", "seed", "UINT64", _UNSIGNED),
-    ("seed", "random_seed", "random_seed", "UINT64", _UNSIGNED),
-)
-# Only tensorrt_llm has these upstream; the text models take them under the same names (ours).
-_FINE_SAMPLING = (
-    ("top_p_min", "runtime_top_p_min", "FP32", _SHARE),
-    ("top_p_decay", "runtime_top_p_decay", "FP32", _SHARE),
-    ("top_p_reset_id", "runtime_top_p_reset_ids", "INT32", _NOT_NEGATIVE),
-    ("early_stopping", "early_stopping", "BOOL", None),
-    ("beam_search_diversity_rate", "beam_search_diversity_rate", "FP32", _NOT_NEGATIVE),
-)
+_RENAMED = (0, 20)  # min_length became min_tokens, random_seed became seed; ours takes both
+_BEFORE_RENAMED = (0, 19)
+_NEVER = (99, 99)
 
-_TEXT_SAMPLING = tuple(
-    Tensor(text, dtype, field=field, bounds=bounds) for field, text, _, dtype, bounds in _SAMPLING
+# As in the text models. A top_p <= 0 means "not set" on the wire, so it has no lower bound.
+_TEXT_SAMPLING = (
+    Tensor("beam_width", "INT32", bounds=_COUNT),
+    Tensor("temperature", "FP32", bounds=_NOT_NEGATIVE),
+    Tensor("top_k", "INT32", bounds=_NOT_NEGATIVE),
+    Tensor("top_p", "FP32", bounds=Bounds(high=1)),
+    Tensor("length_penalty", "FP32", bounds=_FINITE),
+    Tensor("repetition_penalty", "FP32", bounds=_POSITIVE),
+    Tensor("min_tokens", "INT32", bounds=_NOT_NEGATIVE, since=_RENAMED),
+    Tensor("min_length", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE, until=_BEFORE_RENAMED),
+    Tensor("presence_penalty", "FP32", bounds=_FINITE),
+    Tensor("frequency_penalty", "FP32", bounds=_FINITE),
+    Tensor("seed", "UINT64", bounds=_UNSIGNED, since=_RENAMED),
+    Tensor("random_seed", "UINT64", field="seed", bounds=_UNSIGNED, until=_BEFORE_RENAMED),
 )
+# Upstream only tensorrt_llm has these; our tensorrt_llm_bls has them too, under the same names. The
+# C++ backend looks for runtime_top_p_min under another name, so no release has it.
+_FINE_SAMPLING = (
+    Tensor("runtime_top_p_min", "FP32", field="top_p_min", bounds=_SHARE, since=_NEVER),
+    Tensor("runtime_top_p_decay", "FP32", field="top_p_decay", bounds=_SHARE, since=(0, 10)),
+    Tensor(
+        "runtime_top_p_reset_ids",
+        "INT32",
+        field="top_p_reset_id",
+        bounds=_NOT_NEGATIVE,
+        since=(0, 10),
+    ),
+    Tensor("early_stopping", "BOOL", since=(0, 10)),
+    Tensor("beam_search_diversity_rate", "FP32", bounds=_NOT_NEGATIVE, since=(0, 10)),
+)
+_ENGINE_NAMES = {
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "length_penalty": "len_penalty",
+}
 _ENGINE_SAMPLING = tuple(
-    Tensor(name, dtype, field=field, scalar=True, bounds=bounds)
-    for field, name, dtype, bounds in (
-        *((field, name, dtype, bounds) for field, _, name, dtype, bounds in _SAMPLING),
-        *_FINE_SAMPLING,
-    )
+    replace(each, name=_ENGINE_NAMES.get(each.name, each.name), field=each.key, scalar=True)
+    for each in (*_TEXT_SAMPLING, *_FINE_SAMPLING)
 )
 
 _LORA = (
@@ -64,36 +72,48 @@ _PROMPT_TABLE = (
     Tensor("prompt_embedding_table", "FP16", (-1, -1), ragged=True),
     Tensor("prompt_vocab_size", "INT32", scalar=True),
 )
-_GUIDED = (
-    Tensor("guided_decoding_guide_type", "STRING", ragged=True),
-    Tensor("guided_decoding_guide", "STRING", ragged=True),
-)
 _TEXT_PROMPT_TABLE = (
     Tensor("prompt_embedding_table", "FP16", (-1, -1)),
     Tensor("prompt_vocab_size", "INT32"),
 )
 
 
-def _flags(*names: str, scalar: bool) -> tuple[Tensor, ...]:
-    return tuple(Tensor(name, "BOOL", scalar=scalar) for name in names)
-
-
+_FLAGS_SINCE = {
+    "return_perf_metrics": (0, 19),
+    "return_num_input_tokens": (1, 0),
+    "return_num_output_tokens": (1, 0),
+    "exclude_input_in_output": (0, 14),
+}
 _RETURN_FLAGS = (
-    "return_log_probs",
-    "return_context_logits",
-    "return_generation_logits",
-    "return_perf_metrics",
-    "return_num_input_tokens",
-    "return_num_output_tokens",
+    *("return_log_probs", "return_context_logits", "return_generation_logits"),
+    *("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"),
 )
 
+
+def _flags(*names: str, scalar: bool) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(name, "BOOL", scalar=scalar, since=_FLAGS_SINCE.get(name, (0, 9))) for name in names
+    )
+
+
+def _since(release: tuple[int, int], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, which TensorRT-LLM has since that release."""
+    return tuple(replace(tensor, since=release) for tensor in tensors)
+
+
+_GUIDED = _since(
+    (0, 19),
+    Tensor("guided_decoding_guide_type", "STRING", ragged=True),
+    Tensor("guided_decoding_guide", "STRING", ragged=True),
+)
 _SCORES = (
     Tensor("cum_log_probs", "FP32", (-1,)),
     Tensor("output_log_probs", "FP32", (-1, -1)),
     Tensor("context_logits", "FP32", (-1, -1)),
     Tensor("generation_logits", "FP32", (-1, -1, -1)),
 )
-_PERF_METRICS = (
+_PERF_METRICS = _since(
+    (0, 19),
     Tensor("kv_cache_alloc_new_blocks", "INT32"),
     Tensor("kv_cache_reused_blocks", "INT32"),
     Tensor("kv_cache_alloc_total_blocks", "INT32"),
@@ -105,8 +125,11 @@ _PERF_METRICS = (
     Tensor("total_accepted_draft_tokens", "INT32"),
     Tensor("total_draft_tokens", "INT32"),
 )
-_COUNTS = (Tensor("num_input_tokens", "INT32"), Tensor("num_output_tokens", "INT32"))
-_INDICES = (Tensor("batch_index", "INT32"), Tensor("sequence_index", "INT32"))
+_COUNTS = _since((1, 0), Tensor("num_input_tokens", "INT32"), Tensor("num_output_tokens", "INT32"))
+_INDICES = (
+    Tensor("batch_index", "INT32", since=(0, 12)),
+    Tensor("sequence_index", "INT32", since=(0, 14)),
+)
 
 ENGINE = Model(
     "tensorrt_llm",
@@ -122,10 +145,10 @@ ENGINE = Model(
             scalar=True,
             bounds=_COUNT,
         ),
-        Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES),
+        Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES, since=(0, 14)),
         Tensor("draft_input_ids", "INT32", (-1,), ragged=True),
         Tensor("draft_logits", "FP32", (-1, -1), ragged=True),
-        Tensor("draft_acceptance_threshold", "FP32", scalar=True, bounds=_SHARE),
+        Tensor("draft_acceptance_threshold", "FP32", scalar=True, bounds=_SHARE, since=(0, 10)),
         Tensor("end_id", "INT32", scalar=True, bounds=Bounds(low=-1)),
         Tensor("pad_id", "INT32", scalar=True),
         Tensor("stop_words_list", "INT32", (2, -1), field="stop_sequences", ragged=True),
@@ -134,18 +157,24 @@ ENGINE = Model(
         *_ENGINE_SAMPLING,
         *_flags(*_RETURN_FLAGS, "exclude_input_in_output", "stop", "streaming", scalar=True),
         *_PROMPT_TABLE,
-        Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True),
+        Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True, since=(0, 13)),
         *_LORA,
-        Tensor("retention_token_range_starts", "INT32", (-1,), ragged=True),
-        Tensor("retention_token_range_ends", "INT32", (-1,), ragged=True),
-        Tensor("retention_token_range_priorities", "INT32", (-1,), ragged=True),
-        Tensor("retention_token_range_durations_ms", "INT32", (-1,), ragged=True),
-        Tensor("retention_decode_priority", "INT32", ragged=True),
-        Tensor("retention_decode_duration_ms", "INT32", ragged=True),
+        *_since(
+            (0, 17),
+            Tensor("retention_token_range_starts", "INT32", (-1,), ragged=True),
+            Tensor("retention_token_range_ends", "INT32", (-1,), ragged=True),
+            Tensor("retention_token_range_priorities", "INT32", (-1,), ragged=True),
+            Tensor("retention_token_range_durations_ms", "INT32", (-1,), ragged=True),
+            Tensor("retention_decode_priority", "INT32", ragged=True),
+            Tensor("retention_decode_duration_ms", "INT32", ragged=True),
+        ),
         *_GUIDED,
-        Tensor("lookahead_window_size", "INT32", ragged=True),
-        Tensor("lookahead_ngram_size", "INT32", ragged=True),
-        Tensor("lookahead_verification_set_size", "INT32", ragged=True),
+        *_since(
+            (0, 19),
+            Tensor("lookahead_window_size", "INT32", ragged=True),
+            Tensor("lookahead_ngram_size", "INT32", ragged=True),
+            Tensor("lookahead_verification_set_size", "INT32", ragged=True),
+        ),
     ),
     outputs=(
         Tensor("output_ids", "INT32", (-1, -1)),
@@ -166,24 +195,27 @@ _WORD_LISTS = (
 _TEXT_WORDS = tuple(Tensor(name, dtype, (-1,)) for name, _, dtype in _WORD_LISTS)
 _END = Tensor("end_id", "INT32", bounds=Bounds(low=-1))
 _PAD = Tensor("pad_id", "INT32")
-# Ours: a conversation instead of text_input, and whether BOS and the like are put before it.
+# Ours: a conversation instead of text_input, and whether special tokens such as BOS precede it.
 _PROMPT_OPTIONS = (Tensor("messages", "STRING"), Tensor("add_special_tokens", "BOOL"))
 
 PREPROCESSING = Model(
     "preprocessing",
     inputs=(
         Tensor("QUERY", "STRING", field="text_input"),
-        # Needed all the same: an ensemble ends without a word where a step lacks an input that is
-        # required, so the model itself refuses a request without it.
+        # A request needs it, yet it is declared optional: Triton ends an ensemble without an answer
+        # where a step lacks a required input. So the model itself refuses a request without it.
         Tensor("REQUEST_OUTPUT_LEN", "INT32", field="max_tokens"),
         *(Tensor(name, dtype, (-1,), field=field) for field, name, dtype in _WORD_LISTS),
         Tensor("END_ID", "INT32", field="end_id", bounds=Bounds(low=-1)),
         Tensor("PAD_ID", "INT32", field="pad_id"),
         Tensor("MESSAGES", "STRING", field="messages"),  # ours
         Tensor("ADD_SPECIAL_TOKENS", "BOOL", field="add_special_tokens"),  # ours
-        Tensor("MIN_TOKENS", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE),  # ours
-        Tensor("MIN_LENGTH", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE),  # ours
-        Tensor("STREAM", "BOOL", field="stream"),  # ours: see the ensemble
+        # Ours, and STREAM too: see the ensemble.
+        Tensor("MIN_TOKENS", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE, since=_RENAMED),
+        Tensor(
+            "MIN_LENGTH", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE, until=_BEFORE_RENAMED
+        ),
+        Tensor("STREAM", "BOOL", field="stream"),
     ),
     outputs=(
         Tensor("INPUT_ID", "INT32", (-1,)),
@@ -231,7 +263,7 @@ ENSEMBLE = Model(
     inputs=(
         *(replace(tensor, required=False) for tensor in _TEXT_INPUTS),  # see preprocessing
         *_flags(*_RETURN_FLAGS, scalar=False),
-        Tensor("num_return_sequences", "INT32", bounds=_SEQUENCES),
+        Tensor("num_return_sequences", "INT32", bounds=_SEQUENCES, since=(0, 14)),
         *_TEXT_PROMPT_TABLE,
         Tensor("lora_task_id", "UINT64"),
         *_LORA[1:],
@@ -245,10 +277,7 @@ BLS = Model(
     decoupled=True,
     inputs=(
         *_TEXT_INPUTS,
-        *(
-            Tensor(name, dtype, field=field, bounds=bounds)
-            for field, name, dtype, bounds in _FINE_SAMPLING
-        ),
+        *_FINE_SAMPLING,
         *_flags(*_RETURN_FLAGS, scalar=True),
         Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES),
         Tensor("num_draft_tokens", "INT32", bounds=_NOT_NEGATIVE),

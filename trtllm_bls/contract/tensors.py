@@ -51,7 +51,8 @@ class Tensor:
 
     ``dims`` exclude the batch. ``scalar`` inputs arrive at a Python model as ``[B]`` although
     clients send ``[B, 1]`` (``reshape`` in the configuration). ``field`` is the name of the value
-    inside the package; two rows with one field are two spellings of the same thing.
+    inside the package; two rows with one field are two spellings of the same thing. ``since`` and
+    ``until`` are the first and the last release of TensorRT-LLM whose models have the tensor.
     """
 
     name: str
@@ -62,6 +63,8 @@ class Tensor:
     scalar: bool = False
     ragged: bool = False
     bounds: Bounds | None = None
+    since: tuple[int, int] = (0, 9)
+    until: tuple[int, int] = (99, 99)
     key: str = dataclasses.field(init=False)  # the value's name inside the package
     numpy_type: type = dataclasses.field(init=False)  # of the elements; object for STRING
     single: bool = dataclasses.field(init=False)  # exactly one element per batch row

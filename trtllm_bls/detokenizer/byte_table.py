@@ -39,8 +39,9 @@ codecs.register_error("trtllm_bls.one_mark_per_byte", _one_mark_per_byte)
 class Spelling:
     """How tokens spell bytes, and what happens at the beginning of the text.
 
-    ``first_bytes`` is for the first token that has text, where its spaces are dropped;
-    ``strip`` leading spaces of the text are dropped. ``errors`` tells how stray bytes look.
+    ``first_bytes`` spells the first token that has text, if that token loses its spaces. ``strip``
+    is how many leading spaces of the text are dropped. ``errors`` is the codec error handler for
+    stray bytes. ``runs_differ``: see the module's docstring.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Spelling:
     first_bytes: Callable[[str], bytes] | None = None
     strip: int = 0
     errors: str = "replace"
-    runs_differ: bool = False  # see the module's docstring
+    runs_differ: bool = False
 
 
 def _byte_characters() -> dict[str, str]:
@@ -103,7 +104,8 @@ def sentencepiece(space: str, byte_fallback: bool, strip: int) -> Spelling:
 
 
 class _Table(dict[int, bytes]):
-    """Token id to bytes, filled as ids are met; shared by all sequences. No text: ``b""``."""
+    """Token id to bytes, ``b""`` for a token without text. Filled as ids come; shared by all
+    sequences."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class _Table(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         token = None if token_id in self._skipped else self._vocabulary.token(token_id)
-        if token is None:  # not kept: ids outside the vocabulary have no bound
+        if token is None:  # not kept, since there is no bound on ids outside the vocabulary
             return b""
         found = self[token_id] = self._to_bytes(token)
         return found
@@ -174,7 +176,7 @@ class ByteTableDetokenizer:
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, final: bool = False) -> str:
-        # What codecs' incremental decoder does, in half its time: this runs once per token.
+        # This runs once per token, and takes half the time of codecs' incremental decoder.
         known = self._held + data
         text, used = codecs.utf_8_decode(known, self._errors, final)
         self._held = known[used:]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from trtllm_bls.detokenizer.vocabulary import Vocabulary
 
 _REPLACEMENT = "\ufffd"
-# A character has at most four bytes, so 16 ids without text to show are not an unfinished
-# character but broken bytes. The same bound is what keeps the cost linear.
+# A character has at most four bytes, so 16 ids without text are broken bytes and not the beginning
+# of a character. The bound also keeps the cost linear.
 MAX_HELD_IDS = 16
 _BLOCK = 256  # ids, where many come in one call
 
@@ -33,7 +33,7 @@ class WindowDetokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids make certain; a character comes with the id that ends it."""
-        # Ids without text would leave a window that begins in the middle looking like a beginning.
+        # A window that began with ids without text would decode like the beginning of a text.
         with_text = list(filter(self._has_text, token_ids))
         if len(with_text) == 1:
             return self._feed_one(with_text[0])
@@ -41,7 +41,7 @@ class WindowDetokenizer:
         return "".join([self._feed_block(with_text[begin : begin + _BLOCK]) for begin in blocks])
 
     def feed_one(self, token_id: int) -> tuple[str, bytes]:
-        """The same of one id, and the text's bytes: what a part of a character is, is unknown."""
+        """The same of one id, and the text's bytes; those of half a character are unknown."""
         text = self.feed((token_id,))
         return text, text.encode()
 
@@ -57,7 +57,7 @@ class WindowDetokenizer:
         return new
 
     def _begin_of_last(self, ids: list[int], text: str) -> int | None:
-        """Where the ids begin that, fed one by one, would have brought the last of ``text``."""
+        """Where the ids begin that add the last of ``text`` when fed one by one."""
         for begin in range(len(ids) - 1, self._shown, -1):
             if len(ids) - begin > MAX_HELD_IDS:
                 return None

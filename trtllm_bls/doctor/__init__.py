@@ -1,4 +1,4 @@
-"""``trtllm-bls doctor``: what is wrong with a deployment, before its first request finds out.
+"""``trtllm-bls doctor``: finds what is wrong with a deployment before the first request.
 
 ``findings`` has the list of checks and runs them, ``subject`` what they look at. The checks are in
 ``repository`` (parameters and engines), ``text`` (tokenizers), ``machine`` and ``server``. They

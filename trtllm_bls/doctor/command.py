@@ -14,15 +14,16 @@ from rich.text import Text
 from trtllm_bls.doctor import machine, repository, server, text  # noqa: F401
 from trtllm_bls.doctor.findings import Finding, examine
 from trtllm_bls.doctor.subject import Subject
-from trtllm_bls.settings import options_of
+from trtllm_bls.settings import TlsConnection, options_of
 
 _STYLES = {"ok": "green", "warn": "yellow", "error": "red"}
 
 
 @click.command(name="doctor")
 @options_of(Subject)
+@options_of(TlsConnection)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object in place of lines.")
-def command(as_json: bool, **options: Any) -> None:
+def command(as_json: bool, **given: Any) -> None:
     """Look for what would go wrong: in a repository, at a server, on this machine.
 
     Exit code 0: no errors; 1: errors; 2: wrong options.
@@ -32,8 +33,10 @@ def command(as_json: bool, **options: Any) -> None:
       trtllm-bls doctor
       trtllm-bls doctor --model-repository . --version 0.19
       trtllm-bls doctor --url localhost:8001 --json
+      trtllm-bls doctor --url gpu-host:8001 --tls
     """
-    findings = list(examine(Subject(**options)))
+    tls = TlsConnection.take(given)
+    findings = list(examine(Subject(**given, tls=tls)))
     count = {level: sum(f.level == level for _, f in findings) for level in _STYLES}
     if as_json:
         found = [{"check": name, **vars(finding)} for name, finding in findings]

@@ -22,7 +22,7 @@ class Finding:
 
     @classmethod
     def of(cls, error: TrtllmBlsError, level: Level = "error") -> Finding:
-        """Our errors name the mend last, behind a semicolon or a colon."""
+        """Split the error's text: this package's errors end with what to do, after "; " or ": "."""
         text = str(error)
         for mark in ("; ", ": "):
             what, _, mend = text.rpartition(mark)

@@ -19,8 +19,8 @@ from trtllm_bls.launcher.checks import (
     check_platform,
     check_shared_memory,
     embedded_numpy,
+    find_server,
 )
-from trtllm_bls.launcher.find import find_server
 from trtllm_bls.launcher.interpreter import PYTHON
 
 DISTRIBUTION = "trtllm-bls"
@@ -62,7 +62,7 @@ def shared_memory(subject: Subject) -> Findings:
 
 @check("connections to this machine go past any proxy")
 def proxies(subject: Subject) -> Findings:
-    """gRPC sends also a connection to localhost through a proxy, unless no_proxy names it."""
+    """gRPC uses a proxy even for localhost, unless no_proxy names it."""
     environment = {name.lower(): value for name, value in subject.environment.items()}
     named = [name for name in _PROXIES if environment.get(name)]
     direct = [host.strip() for host in environment.get("no_proxy", "").split(",")]
@@ -112,7 +112,7 @@ def _requirements(packages: Callable[[str], str | None]) -> Iterator[Requirement
     try:
         texts = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        return  # run from a directory: nothing tells what it needs
+        return  # not installed, so there is no list of requirements
     # `serve` has the OpenAI API wherever uvicorn is installed.
     extra = "openai" if packages("uvicorn") else ""
     for text in texts:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.configure.engine_dir import EXTERNAL_DRAFTS
-from trtllm_bls.configure.engine_parameters import (
+from trtllm_bls.configure.engine import (
+    EXTERNAL_DRAFTS,
     check_drafting,
     check_engine,
     check_target,
@@ -17,7 +17,7 @@ from trtllm_bls.doctor.findings import Finding, Findings, Level, check
 from trtllm_bls.doctor.subject import Subject
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import check as check_ours
-from trtllm_bls.parameters import is_true, rows_of
+from trtllm_bls.parameters import is_true, parameters_of
 from trtllm_bls.parameters.cpp_backend import LAST, check_backend, keys_of
 
 _LOGITS = ("context_logits", "generation_logits", "draft_logits")
@@ -214,7 +214,7 @@ def time_limits(subject: Subject) -> Findings:
 
 def _ours(subject: Subject, key: str) -> float:
     """A number among the parameters of ``tensorrt_llm_bls``; raises ``ValueError``."""
-    return float(subject.values(BLS.name).get(key) or rows_of(BLS.name)[key].default)
+    return float(subject.values(BLS.name).get(key) or parameters_of(BLS.name)[key].default or 0)
 
 
 @check("each engine has memory for its KV cache", lambda s: len(s.cpp_models) > 1)

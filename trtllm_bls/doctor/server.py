@@ -81,7 +81,7 @@ def _service_problem(address: str) -> str:
 
 @check("the ports of serve are free", lambda s: s.repository and not s.url)
 def ports(subject: Subject) -> Findings:
-    """Those it takes unless told otherwise; a server that is running has them already."""
+    """The default ports of ``serve``; a running server has taken them already."""
     for option, port in subject.ports.items():
         names = _listeners(f"localhost:{port}")
         if names:
@@ -105,7 +105,7 @@ def _all(names: set[str]) -> str:
 @check("the server answers and its models are ready", lambda s: s.url)
 def server(subject: Subject) -> Findings:
     """Triton, live, with every model of the repository (or tensorrt_llm_bls and its engine)."""
-    with _client(subject.url) as client:
+    with _client(subject) as client:
         try:
             name = client.get_server_metadata(client_timeout=_ANSWER_S).name
             if name != "triton":
@@ -123,7 +123,7 @@ def server(subject: Subject) -> Findings:
 @check("the server serves this repository", lambda s: s.url and s.repository)
 def same_repository(subject: Subject) -> Findings:
     """Another Triton may answer, with models of the same names."""
-    with _client(subject.url) as client:
+    with _client(subject) as client:
         for model in sorted(subject.configs):
             with suppress(InferenceServerException):  # told by the check of the server
                 answer = client.get_model_config(model, client_timeout=_ANSWER_S)
@@ -138,6 +138,19 @@ def same_repository(subject: Subject) -> Findings:
                     yield Finding("warn", what, mend)
 
 
-def _client(url: str | None) -> Any:
-    # Whatever proxy the environment names: the check of proxies tells of it.
-    return InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])
+def _client(subject: Subject) -> Any:
+    # A proxy that the environment names is not used here; the check of proxies reports it.
+    channel_args: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
+    tls = subject.tls
+    if not tls.is_asked_for:
+        return InferenceServerClient(subject.url, channel_args=channel_args)
+    if tls.tls_server_name:
+        channel_args.append(("grpc.ssl_target_name_override", tls.tls_server_name))
+    return InferenceServerClient(
+        subject.url,
+        ssl=True,
+        root_certificates=tls.tls_ca and str(tls.tls_ca),
+        private_key=tls.tls_key and str(tls.tls_key),
+        certificate_chain=tls.tls_cert and str(tls.tls_cert),
+        channel_args=channel_args,
+    )

@@ -12,13 +12,13 @@ from typing import Any
 
 import click
 
-from trtllm_bls.configure.engine_dir import EngineDir, read_engine
+from trtllm_bls.configure.engine import EngineDir, read_engine
 from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.cpp_backend import Version
 from trtllm_bls.parameters.model_config import read_config, values_of
-from trtllm_bls.settings import ServeSettings, option, setting
+from trtllm_bls.settings import ServeSettings, TlsConnection, option, setting
 
 CPP_BACKEND = "tensorrtllm"
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -65,6 +65,7 @@ class Subject:
         "",
         callback=_release,
     )
+    tls: TlsConnection = field(default_factory=TlsConnection)  # to ``url``
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     packages: Callable[[str], str | None] = installed
     shared_memory: Path = Path("/dev/shm")

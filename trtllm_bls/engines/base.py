@@ -19,22 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from trtllm_bls.errors import EngineError, EngineStalled, Overloaded, TrtllmBlsError
-from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, TokenIds
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 
 MAX_WAITING_CHUNKS = 16_384  # of one stream; a reader that far behind is given up
 LOOKS_PER_STALL = 4  # how often silence is looked at within the time of a stall
 
 log = logging.getLogger(__name__)
-
-
-def ids_chunk(token_ids: TokenIds, sequence_index: int = 0) -> EngineChunk:
-    """A chunk of ids and nothing else, made in a quarter of the time.
-
-    Fields that an object lacks are found as its class's defaults.
-    """
-    chunk = object.__new__(EngineChunk)
-    chunk.token_ids, chunk.sequence_index, chunk.ids_only = token_ids, sequence_index, True
-    return chunk
 
 
 class Engine(Protocol):
@@ -73,13 +63,6 @@ class ChunkStream(ABC):
     @abstractmethod
     def take(self) -> list[EngineChunk]:
         """All chunks that have arrived since the last call; after ``wait``, none means the end."""
-
-    def on_arrival(self, take_now: Callable[[], bool]) -> None:  # noqa: B027
-        """Have ``take_now`` called where chunks arrive while the reader is in ``wait``.
-
-        It may ``take`` them; if it returns true the reader is not woken. It raises nothing. Streams
-        whose chunks come only as they are waited for never call it.
-        """
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -124,7 +107,6 @@ class QueuedChunks(ChunkStream):
         self._cancel = cancel
         self._arrived: list[EngineChunk] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._take_now: Callable[[], bool] = bool  # which is false
         self._ended = False
         self._error: Exception | None = None
 
@@ -151,9 +133,6 @@ class QueuedChunks(ChunkStream):
             self._error = error
             self.end()
 
-    def on_arrival(self, take_now: Callable[[], bool]) -> None:
-        self._take_now = take_now
-
     async def wait(self) -> None:
         if not self._arrived and not self._ended:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -173,8 +152,7 @@ class QueuedChunks(ChunkStream):
         if not self._ended:
             self._leave()
             self._ended = True
-        # They refer to the stream: it would stay until a garbage collection.
-        self._cancel, self._take_now = None, bool
+        self._cancel = None  # it may refer to the stream, which would stay until a collection
 
     def _leave(self) -> None:
         if self._cancel is not None:
@@ -182,7 +160,7 @@ class QueuedChunks(ChunkStream):
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is not None and not waiter.done() and (self._ended or not self._take_now()):
+        if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from trtllm_bls.contract.models import ENGINE
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.types import Array, Draft, EngineCapacity, EngineRequest
+from trtllm_bls.types import Array, Draft, EngineCapacity, EngineRequest, Sampling
 
 
 def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
@@ -51,6 +51,14 @@ def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
     if draft.logits is not None:
         vocab_size = capacity.vocab_size or draft.logits.shape[-1]
         _check_logits(draft.logits, (len(draft.token_ids), vocab_size))
+
+
+def check_sampling(sampling: Sampling, honoured: Collection[str]) -> None:
+    """Raises ``Unsupported``, by wire name, for a field that is set and not ``honoured``."""
+    for key, value in vars(sampling).items():
+        if value is not None and key not in honoured:
+            name = next((tensor.name for tensor in ENGINE.inputs if tensor.key == key), key)
+            raise Unsupported(name, "this engine cannot honour it")
 
 
 def _check_bounds(values: Mapping[str, Any]) -> None:

@@ -31,6 +31,15 @@ import numpy as np
 from trtllm_bls.errors import EngineError
 from trtllm_bls.types import Array, EngineRequest
 
+# The fields of ``Sampling`` that are obeyed here. Those of beam search mean nothing without it, and
+# ``check_request`` refuses more than one beam.
+HONOURED = frozenset(
+    (
+        *("temperature", "top_k", "top_p", "top_p_min", "top_p_decay", "top_p_reset_id"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "seed"),
+        *("beam_width", "length_penalty", "early_stopping", "beam_search_diversity_rate"),
+    )
+)
 _DRAWS, _ACCEPTANCE = 0, 1  # number streams
 
 
@@ -55,8 +64,7 @@ class TokenSampler:
         self._text = list(request.input_ids)
         # By the contract, a top-p that is not above 0 is as good as absent.
         self._first_top_p = self._top_p = s.top_p if s.top_p is not None and s.top_p > 0 else None
-        no_draw = not s.top_k and self._top_p is None
-        self._greedy = no_draw or s.temperature == 0 or s.top_k == 1
+        self._greedy = s.is_greedy
         penalised = s.repetition_penalty not in (None, 1) or s.presence_penalty
         penalised = penalised or s.frequency_penalty
         # Occurrences of each token in the text.

@@ -7,12 +7,13 @@ samples there; and greedy sequences of one prompt, which are equal, are asked fo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from trtllm_bls.engines.request_checks import check_request
+from trtllm_bls.engines.request_checks import check_request, check_sampling
+from trtllm_bls.engines.sampling import HONOURED
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.types import Array, EngineCapacity, EngineRequest, FinishReason, Sampling
 
@@ -26,9 +27,8 @@ REASONS = {
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
 # What an engine of this kind takes in place of drafts.
 SPECULATES = "it speculates by speculative_config in its own --extra_llm_api_options"
-_NAMES = {field.name: field.name for field in fields(Sampling)} | {
-    "top_p_reset_id": "top_p_reset_ids"
-}
+# The fields of ``Sampling`` that both have, and what they call them.
+_NAMES = {name: name for name in HONOURED} | {"top_p_reset_id": "top_p_reset_ids"}
 # Not sent: what they say is the default, and an engine that speculates refuses their fields.
 _NEUTRAL = {
     "repetition_penalty": 1.0,
@@ -52,6 +52,7 @@ def check(request: EngineRequest, capacity: EngineCapacity, refused: Mapping[str
     for name, is_there in present.items():
         if is_there and name in refused:
             raise Unsupported(name, f"cannot be honoured: {refused[name]}")
+    check_sampling(request.sampling, HONOURED)
     check_request(request, capacity)
 
 

@@ -2,7 +2,10 @@
 
 It exists for its cost. With ``grpc.aio`` every message wakes a task, and the synchronous client of
 grpcio wakes a thread. Here one read of a socket is parsed in one loop, each call gets all of its
-messages in one function call, and no task wakes at all. DOCNUMBERS
+messages in one function call, and no task wakes at all. CPU of the client for one streamed token,
+with 128 streams from TrtllmService, parsing of the message included, on one busy 2-core machine:
+about 16 microseconds (7 with ``coalesce_reads``), against 60 for ``grpc.aio`` and 100 for grpcio's
+synchronous client with a thread for each stream.
 
 What it does: unary and streaming calls over one HTTP/2 connection, plain or with TLS; statuses with
 their details; cancellation; flow control in both directions; the server's limit on concurrent

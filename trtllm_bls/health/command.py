@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -16,9 +15,7 @@ from trtllm_bls.errors import ConnectionFailed, SettingsError
 from trtllm_bls.health.probe import TEXT_MODEL, Probe
 from trtllm_bls.health.processes import ServerProcesses, find_server, free_shared_memory
 from trtllm_bls.health.verdict import CANARY_FAILURES, Bounds, Observed, Verdict, evaluate
-from trtllm_bls.settings import is_loopback
-
-_PATH = click.Path(path_type=Path)
+from trtllm_bls.settings import TlsConnection, is_loopback, options_of
 
 
 @click.command()
@@ -35,34 +32,29 @@ _PATH = click.Path(path_type=Path)
     "--canary/--no-canary", default=True, help=f"Ask {TEXT_MODEL} for a token.", show_default=True
 )
 @click.option("--timeout", default=10.0, show_default=True, help="Seconds that an answer may take.")
-@click.option("--ssl", is_flag=True, help="Connect with TLS.")
-@click.option("--root-certificates", type=_PATH, help="PEM file (TLS).")
-@click.option("--certificate-chain", type=_PATH, help="PEM file (TLS).")
-@click.option("--private-key", type=_PATH, help="PEM file (TLS).")
-@click.option("--server-name", help="Whom the certificate names, if not --url's host (TLS).")
+@options_of(TlsConnection)
 @click.option("--json", "as_json", is_flag=True, help="Print an object instead of lines.")
 def command(
     url: str,
     models: tuple[str, ...],
     canary: bool,
     timeout: float,
-    ssl: bool,
     as_json: bool,
-    **tls: Any,
+    **connection: Any,
 ) -> None:
-    """Whether a server can serve: exit code 0 if it can, else 1 and a line for each reason.
+    """Check whether a server can serve: exit code 0 if so, else 1 and a line for each reason.
 
-    Asks for the models' state and for one token. On the server's own machine it also looks at
-    the processes and the shared memory.
+    Asks whether the models are ready, and for one token. For a server on this machine, also checks
+    its processes and the shared memory.
 
     \b
     Examples:
       trtllm-bls health
       trtllm-bls health --url gpu-host:8001 --timeout 30 --json
-      trtllm-bls health --url gpu-host:8001 --ssl --root-certificates ca.pem
+      trtllm-bls health --url gpu-host:8001 --tls
     """
-    secured = Tls(**tls) if ssl else None
-    verdict = asyncio.run(look(url, models, timeout, canary=canary, tls=secured))
+    tls = Tls.of_options(connection)
+    verdict = asyncio.run(look(url, models, timeout, canary=canary, tls=tls))
     if as_json:
         click.echo(json.dumps({"ready": verdict.ready, "reasons": verdict.reasons}))
     else:
@@ -74,7 +66,7 @@ def command(
 async def look(
     url: str, models: tuple[str, ...], timeout: float, *, canary: bool, tls: Tls | None = None
 ) -> Verdict:
-    """One look at the server at ``url``. Raises ``SettingsError`` for what is no address."""
+    """Check the server at ``url`` once. Raises ``SettingsError`` for an invalid address."""
     host, _, port = url.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise SettingsError(f"--url {url}: write host:port, where gRPC is served")
@@ -98,7 +90,10 @@ async def look(
 async def _asked(
     probe: Probe, models: tuple[str, ...], timeout: float, canary: bool
 ) -> tuple[tuple[str, ...], str, int]:
-    """Models that are not ready, and the canary's error with how many failures it counts for."""
+    """The models that are not ready, the canary's error, and the number of failures in a row.
+
+    This command asks only once, so one failure counts as enough of them.
+    """
     async with probe:
         try:
             missing = await probe.models_not_ready(models, timeout)

@@ -22,10 +22,10 @@ TEXT_MODEL = "tensorrt_llm_bls"
 
 @dataclass(frozen=True)
 class Canary:
-    """What became of a request for one token.
+    """The result of a request for one token.
 
-    ``answered``: also by a refusal that only a working server gives. ``late``: no answer in time,
-    or one that a server without room gives. ``failed``: an error.
+    ``answered``: a token, or a refusal that only a working server gives. ``late``: no answer in
+    time, or a refusal because the server is full. ``failed``: an error.
     """
 
     outcome: Literal["answered", "late", "failed"]
@@ -33,9 +33,9 @@ class Canary:
 
 
 class Probe(Client):
-    """A client that knows two questions; ``canary_id`` is the id of its requests for a token.
+    """A client for health checks; ``canary_id`` is the id of its requests for a token.
 
-    ``local``: the server is on this machine, whatever proxy the environment names.
+    ``local``: the server is on this machine, so proxies in the environment are ignored.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Probe(Client):
             self._options.append(("grpc.enable_http_proxy", 0))
 
     async def models_not_ready(self, models: Iterable[str], timeout: float) -> tuple[str, ...]:
-        """Those that the server says are not. Raises ``ConnectionFailed`` if it says nothing."""
+        """Those of ``models`` that are not ready. Raises ``ConnectionFailed`` without an answer."""
         asked = list(models)
         try:
             answers = await asyncio.gather(*(self.model_ready(model, timeout) for model in asked))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,13 +12,28 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 
-# The server's children that it cannot do without, and never starts again: the processes of Python
-# models, and the ranks of TensorRT-LLM's executor. What else a model starts is its own affair.
+# Children that the server needs and never restarts: the stubs of Python models, and the ranks of
+# TensorRT-LLM's executor. Other processes that a model starts may come and go.
 _NEEDED = re.compile(r"triton_python_backend_stub|trtllmExecutorWorker")
 
 
+class StoppedProcesses:
+    """Which processes a SIGSTOP holds; one that a debugger traces is not among them."""
+
+    def __init__(self) -> None:
+        self._before: set[psutil.Process] = set()
+
+    def look(self, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+        """Those that this look and the one before it found stopped: a single look may fall into
+        the moment between a SIGSTOP and the SIGCONT that follows it."""
+        stopped = [each for each in processes if _state(each) == psutil.STATUS_STOPPED]
+        twice = [each for each in stopped if each in self._before]
+        self._before = set(stopped)
+        return twice
+
+
 class ServerProcesses:
-    """tritonserver and the children it needs, as they are when this is made: with models loaded."""
+    """tritonserver and the children that it needs. Construct this once the models have loaded."""
 
     def __init__(self, server: psutil.Process) -> None:
         self._names = {server: "tritonserver"}
@@ -25,33 +41,30 @@ class ServerProcesses:
             with suppress(psutil.Error):
                 if _NEEDED.search(" ".join(child.cmdline()[:1])):
                     self._names[child] = _described(child)
-        self._stopped: set[psutil.Process] = set()
+        self._stopped = StoppedProcesses()
         self.running = {name: 0 for name in self._names.values()}
-        """How many run, by name, as the last look found them."""
+        """The number of running processes by name, as of the last ``problems()``."""
 
     def problems(self) -> tuple[str, ...]:
-        """Which are dead or stopped, a line each.
+        """One line for each process that is dead or stopped.
 
-        A process counts as stopped when two calls in a row find it so; one that a debugger holds
-        does not.
+        A process counts as stopped when two calls in a row find it so.
         """
-        found, stopped = [], set()
-        running = dict.fromkeys(self.running, 0)
+        found, running = [], dict.fromkeys(self.running, 0)
+        stopped = self._stopped.look(self._names)
         for process, name in self._names.items():
             state = _state(process)
             if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
                 found.append(f"the process of {name} is dead")
-            elif state == psutil.STATUS_STOPPED:
-                stopped.add(process)
-                if process in self._stopped:
-                    found.append(f"the process of {name} is stopped")
-            else:
+            elif process in stopped:
+                found.append(f"the process of {name} is stopped")
+            elif state != psutil.STATUS_STOPPED:
                 running[name] += 1
-        self._stopped, self.running = stopped, running
+        self.running = running
         return tuple(found)
 
     def without_descriptors(self) -> tuple[str, ...]:
-        """Which can open no further file or connection, a line each."""
+        """One line for each process that can open no further file or connection."""
         found = []
         for process, name in self._names.items():
             with suppress(psutil.Error):
@@ -61,7 +74,7 @@ class ServerProcesses:
         return tuple(found)
 
     def wake(self, process: psutil.Process) -> bool:
-        """Let a process go on if it is stopped; whether it was."""
+        """Resume a process if it is stopped; returns whether it was."""
         with suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:
                 process.resume()
@@ -82,7 +95,7 @@ def find_server(port: int) -> psutil.Process | None:
 
 
 def free_shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
-    """Bytes; ``None`` where there is none at all."""
+    """Free bytes; ``None`` if the directory does not exist."""
     try:
         room = os.statvfs(directory)
     except OSError:

@@ -1,15 +1,16 @@
-"""What observations of a server mean: is it ready, and is it beyond help?
+"""Whether a server is ready, and whether it has failed, judged from observations.
 
-The rule that load alone never makes a server unready: nothing that is merely late counts, as long
-as anything at all moves. A response to any request, or the answer to a canary (a request for one
-token that the probe sends itself), is progress; so is a step of the engine, since requests that do
-not stream are silent until they end; and so is a refusal for want of room, while others are served.
-Only when nothing has moved for the stall limit is the server taken for stuck. What a machine under
-load does not do by itself counts at once: a process that is dead or stopped, a model that is not
-loaded, a canary that fails twice, no shared memory or file descriptors left, and an event loop that
-has no turn while another thread of its process has 60: both wait for a core alike.
+Load alone must never make a server unready, so a late answer does not count while anything makes
+progress. Progress is a response to any request, an answered canary (a request for one token that
+the probe sends), or a step of the engine: requests that do not stream send nothing until they end.
+A server is stuck only if nothing has made progress for the stall limit.
 
-Pure: times are seconds of one clock, handed in.
+Some observations count at once, because load does not cause them: a dead or stopped process, a
+model that is not loaded, a canary that fails twice, no shared memory or file descriptors left, and
+an event loop that had no turn while another thread of its process had 60. Both threads wait for the
+same cores, so the loop must be blocked.
+
+No I/O and no clock: times are seconds of one clock, passed in.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ MISSED_TURNS = 60  # three seconds, or longer where there is load
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """``stall_s``: without any progress for so long a server is not ready, for twice so long it
-    has failed; unless ``engine_elsewhere``, where nothing is mended by another start of the
-    server. It has failed, too, when it had no file descriptors left for twice so long: who connects
-    to it then is neither answered nor refused. ``shared_memory``: the fewest bytes free."""
+    """``stall_s``: a server without progress for so long is not ready; after twice as long it has
+    failed, unless ``engine_elsewhere``, because a restart of the server would not restart the
+    engine. A server without file descriptors has also failed after twice ``stall_s``: it neither
+    accepts nor refuses connections. ``shared_memory``: the fewest bytes free."""
 
     stall_s: float = 30.0
     shared_memory: int = 4 * 2**20
@@ -34,14 +35,14 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What is known of a server. ``None`` means that it is not looked at.
+    """Observations of a server; ``None`` means not observed.
 
-    ``processes``: what is wrong with them; ``descriptors``: which of them have none left, and
-    ``descriptors_at``: when all of them last had some.
-    ``progress_at``: when a response last left, an engine made a step or a canary was answered.
-    ``loop_at``: when the event loop turned last, of the process where that is longest ago.
-    ``missed_turns``: of the event loop that missed most (``status``). ``engine``: what is wrong
-    with an engine that was asked for its health. ``canary_failures``: in a row.
+    ``processes``: lines about dead or stopped processes. ``descriptors``: lines about processes
+    without file descriptors; ``descriptors_at``: when every process last had some.
+    ``progress_at``: when a response was last sent, an engine made a step or a canary was answered.
+    ``loop_at``: the oldest last turn of any process's event loop. ``missed_turns``: the most turns
+    that an event loop has missed (``status``). ``engine``: the problem that an engine reported
+    about itself. ``canary_failures``: failures in a row.
     """
 
     processes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The certificates of ``serve``: how its ports show them, and how it reaches those itself."""
+"""The certificates of ``serve``: TLS for its own ports, and for its own requests to them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trtllm_bls.settings import ServeSettings
 
 
 def own_tls(settings: ServeSettings) -> Tls | None:
-    """Trusts exactly the server's certificate; ``None`` where the port has no TLS.
+    """TLS for a client that trusts exactly the server's certificate; ``None`` without TLS.
 
-    Clients may need a certificate too: then it shows that of ``tensorrt_llm_bls``. Raises
-    ``SettingsError`` for a certificate that nobody could trust.
+    If the server asks clients for a certificate, this client presents that of ``tensorrt_llm_bls``.
+    Raises ``SettingsError`` for a certificate that no client could verify.
     """
     cert, key = settings.tls_cert, settings.tls_key
     if cert is None or key is None:
         return None
     named = {row.parameter: row.value for row in settings.overrides}
-    shown = {
+    client_files = {
         field: Path(named[parameter])
         for field, parameter in (
             ("certificate_chain", "engine_tls_cert"),
@@ -33,7 +33,7 @@ def own_tls(settings: ServeSettings) -> Tls | None:
     }
     try:
         server_context(settings)
-        return Tls(root_certificates=cert, server_name=_named_by(cert, key), **shown)
+        return Tls(root_certificates=cert, server_name=_named_by(cert, key), **client_files)
     except (OSError, ValueError) as error:  # of which ssl's own are kinds
         ca = settings.tls_client_ca
         files = f"--tls-cert {cert}, --tls-key {key}" + (f", --tls-client-ca {ca}" if ca else "")
@@ -41,7 +41,7 @@ def own_tls(settings: ServeSettings) -> Tls | None:
 
 
 def server_context(settings: ServeSettings) -> ssl.SSLContext:
-    """The server's side of TLS. Raises ``OSError`` and ``ValueError`` for files of no use."""
+    """The server's side of TLS. Raises ``OSError`` or ``ValueError`` for unusable files."""
     assert settings.tls_cert is not None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.options |= ssl.OP_NO_RENEGOTIATION
@@ -53,7 +53,7 @@ def server_context(settings: ServeSettings) -> ssl.SSLContext:
 
 
 def client_context(settings: ServeSettings) -> ssl.SSLContext | None:
-    """How ``serve`` asks its own HTTPS port: it trusts what ``own_tls`` does."""
+    """For requests of ``serve`` to its own HTTPS port; trusts what ``own_tls`` trusts."""
     tls = own_tls(settings)
     if tls is None or settings.tls_cert is None:
         return None
@@ -64,14 +64,14 @@ def client_context(settings: ServeSettings) -> ssl.SSLContext | None:
 
 
 def curl_tls(settings: ServeSettings) -> str:
-    """What curl needs for a port with TLS, whose certificate need not name its address."""
+    """curl's options for a port with TLS. ``-k``: the certificate need not name the address."""
     if settings.tls_cert is None:
         return ""
     return " -k" if settings.tls_client_ca is None else ' -k --cert "$CERT" --key "$CERT_KEY"'
 
 
 def _named_by(cert: Path, key: Path) -> str | None:
-    """A name in the certificate, which need not be the address that the server listens at."""
+    """A name in the certificate, since the address that the server listens at need not be one."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert, key)
     peer: dict[str, Any] = _handshake(server, trusting(cert)).getpeercert() or {}
@@ -83,7 +83,10 @@ def _named_by(cert: Path, key: Path) -> str | None:
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLObject:
-    """In memory; the client's side of it. Python decodes only what it has verified."""
+    """A TLS handshake in memory; returns the client's side of it.
+
+    ``getpeercert`` decodes only a certificate that a handshake has verified.
+    """
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     answering = server.wrap_bio(up, down, server_side=True)
     asking = client.wrap_bio(down, up)

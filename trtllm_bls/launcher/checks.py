@@ -1,16 +1,19 @@
-"""Is this machine fit to serve? Each check passes silently or raises one line that says what to do.
+"""Find a tritonserver, then check that this machine can run it.
 
-Owns the rules (measured against Triton 24.10) and nothing that changes the machine.
+Each check passes silently, or raises ``SetupError`` with one line that says what to do. The limits
+were measured with Triton 24.10. Only ``check_open_files`` changes anything: this process's limit.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import re
 import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
@@ -18,16 +21,87 @@ from packaging.version import Version
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health.processes import SHARED_MEMORY, free_shared_memory
 from trtllm_bls.launcher import interpreter
-from trtllm_bls.launcher.find import Installation
 from trtllm_bls.launcher.interpreter import PYTHON
 
-# One region per model instance, 1 MiB at first, growing with the largest request in flight; when
-# it cannot grow, requests fail in ways that do not name the cause. Logits are tens of megabytes.
+CONTAINER_ROOT = Path("/opt/tritonserver")
+PACKAGE = Path(__file__).resolve().parents[1]
+_STUB = "triton_python_backend_stub"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """One tritonserver: ``root`` holds ``bin/tritonserver`` and ``backends/``."""
+
+    root: Path
+
+    @property
+    def binary(self) -> Path:
+        return self.root / "bin" / "tritonserver"
+
+    @property
+    def backends(self) -> Path:
+        return self.root / "backends"
+
+    def stub(self, python: str) -> Path:
+        """The Python backend's stub for a version such as ``"3.11"``.
+
+        The wheel keeps one per version beside the backends; a container has a single one, in
+        the backend itself, whose version only its libraries tell.
+        """
+        own = self.root / "python_backend_stubs"
+        return own / python / _STUB if own.is_dir() else self.backends / "python" / _STUB
+
+    def version(self) -> tuple[int, ...] | None:
+        """The server's version where a file tells it (containers), else ``None``."""
+        file = self.root / "TRITON_VERSION"
+        if not file.is_file():
+            return None
+        digits = file.read_text().strip().split("-")[0].split(".")
+        return tuple(int(part) for part in digits if part.isdigit())
+
+
+def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Installation:
+    """The explicit server, else the container's, else the wheel's.
+
+    ``explicit`` is the installation's directory or its ``bin/tritonserver``. Raises
+    ``SetupError`` naming every path that was tried.
+    """
+    for path in (container, _wheel_root()) if explicit is None else (explicit,):
+        if path is not None and (found := _installation_of(path)):
+            return found
+    if explicit is not None:
+        raise SetupError(
+            f"--server {explicit}: no tritonserver there; "
+            "name its directory (holding bin/ and backends/) or bin/tritonserver itself"
+        )
+    raise SetupError(
+        f"no tritonserver: none in {container} and the wheel is not installed; "
+        "run `pip install 'trtllm-bls[server]'` or name one with --server"
+    )
+
+
+def _installation_of(path: Path) -> Installation | None:
+    path = path.expanduser()
+    root = path.resolve().parents[1] if path.is_file() else path.resolve()
+    found = Installation(root)
+    return found if found.binary.is_file() and found.backends.is_dir() else None
+
+
+def _wheel_root() -> Path | None:
+    """Where the nvidia-pytriton wheel put its server; the wheel is not imported for it."""
+    wheel = importlib.util.find_spec("pytriton")
+    if wheel is None or wheel.origin is None:
+        return None
+    return Path(wheel.origin).parent / "tritonserver"
+
+
+# Each model instance has a region of 1 MiB that grows with the largest request in flight. When it
+# cannot grow, requests fail with errors that hide the cause. Logits take tens of megabytes.
 LEAST_SHARED_MEMORY = 32 * 2**20
 AMPLE_SHARED_MEMORY = 256 * 2**20
 
-# File descriptors: of an idle server with our five models, doubled, and of a stream's connections
-# to and within it. Idle connections and bursts are room beyond that.
+# File descriptors. An idle server with our five models needs half of OPEN_FILES; each stream needs
+# a connection to the server and one inside it. AMPLE_OPEN_FILES leaves room for idle connections.
 OPEN_FILES, OPEN_FILES_PER_STREAM = 256, 2
 AMPLE_OPEN_FILES = 65536
 
@@ -44,20 +118,20 @@ def check_platform(system: str | None = None) -> None:
         )
 
 
-def check_environment(*places: str | Path) -> None:
-    """The Python inside the server cannot read packages from paths beyond ASCII."""
-    for place in map(str, places):
-        if not place.isascii():
+def check_environment(*paths: str | Path) -> None:
+    """Refuse paths that are not ASCII: the Python inside the server cannot import from them."""
+    for path in map(str, paths):
+        if not path.isascii():
             raise SetupError(
-                f"{place}: the server's models cannot run from a path with such letters; "
+                f"{path}: the server's models cannot run from a path with such letters; "
                 "install trtllm-bls into an environment whose path is plain ASCII"
             )
 
 
 def embedded_numpy() -> str | None:
-    """The numpy that models will import: that of this interpreter without PYTHONPATH or user site.
+    """The version of numpy that models will import; ``None`` without one.
 
-    ``None`` if there is none.
+    Models run this interpreter isolated: neither PYTHONPATH nor the user's site-packages count.
     """
     probe = subprocess.run(
         [sys.executable, "-I", "-c", "import importlib.metadata as m; print(m.version('numpy'))"],
@@ -87,9 +161,10 @@ def check_shared_memory(
     least: int = LEAST_SHARED_MEMORY,
     ample: int = AMPLE_SHARED_MEMORY,
 ) -> str | None:
-    """Models and server exchange tensors there; a container's default can be too small.
+    """Models and server exchange tensors in ``directory``; a container's default can be too small.
 
-    Returns a warning where large answers may fill it, ``None`` where there is enough.
+    Returns a warning if large answers may fill it, ``None`` if there is enough. Raises
+    ``SetupError`` below ``least`` bytes.
     """
     free = free_shared_memory(directory) or 0
     mend = "start the container with --shm-size=1g, or delete what other servers left there"
@@ -107,10 +182,10 @@ def check_shared_memory(
 
 
 def check_open_files(max_streams: int) -> None:
-    """Every stream is a connection; raises this process's limit, which the server inherits.
+    """Raise this process's limit of open files, which the server inherits.
 
-    Raises ``SetupError`` where the hard limit is too low. A server that runs out of file
-    descriptors answers nobody, and fills its log.
+    Raises ``SetupError`` if the hard limit is too low for ``max_streams``. A server without file
+    descriptors accepts no connection and writes thousands of warnings a second.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = OPEN_FILES + OPEN_FILES_PER_STREAM * max_streams
@@ -155,7 +230,7 @@ def check_libraries(binary: Path, libraries: Mapping[str, str]) -> None:
                 f"this server's models run on Python {wanted[1]}, this is {PYTHON}: "
                 f"install and start trtllm-bls with python{wanted[1]}"
             )
-    missing = sorted(name for name, place in libraries.items() if place == "not found")
+    missing = sorted(name for name, path in libraries.items() if path == "not found")
     if missing:
         raise SetupError(
             f"{binary.name} cannot start, libraries are missing: {', '.join(missing)}; "
@@ -164,9 +239,9 @@ def check_libraries(binary: Path, libraries: Mapping[str, str]) -> None:
 
 
 def loaded_libraries(binary: Path, environment: dict[str, str]) -> dict[str, str]:
-    """What the dynamic loader would load for a program, by name; it is not run.
+    """The libraries that the dynamic loader would load for a program, by name.
 
-    The same question as ``ldd`` asks; a missing library's place is ``"not found"``.
+    Like ``ldd``, this does not run the program; a missing library has the path ``"not found"``.
     """
     trace = subprocess.run(
         [binary],
@@ -176,4 +251,4 @@ def loaded_libraries(binary: Path, environment: dict[str, str]) -> dict[str, str
         check=False,
     )
     pairs = (line.split(" => ", 1) for line in trace.stdout.splitlines() if " => " in line)
-    return {name.strip(): place.rsplit(" (", 1)[0].strip() for name, place in pairs}
+    return {name.strip(): path.rsplit(" (", 1)[0].strip() for name, path in pairs}

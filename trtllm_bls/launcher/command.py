@@ -1,7 +1,7 @@
-"""The server's command line and environment, from settings; pure.
+"""The server's command line and environment, computed from the settings.
 
-Owns which option and which variable sets what. The models read the ``TRTLLM_BLS_*`` variables
-before the parameters in their configuration, but for those that ``--set`` gave.
+Owns which option and which variable sets what. For the models a ``TRTLLM_BLS_*`` variable takes
+precedence over a parameter in their configuration, unless ``--set`` gave that parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from trtllm_bls.bundled import DEMO, REPOSITORY
 from trtllm_bls.checkpoint_dir import check_checkpoint, check_tokenizer
 from trtllm_bls.errors import SetupError
-from trtllm_bls.launcher.find import Installation
+from trtllm_bls.launcher.checks import Installation
 from trtllm_bls.launcher.ports import Ports
 from trtllm_bls.parameters import (
     DRAFT_MODEL_DIR,
@@ -29,20 +29,21 @@ from trtllm_bls.parameters import (
 )
 from trtllm_bls.settings import ServeSettings
 
-# Each model instance has a pool of threads inside the server, for its calls of other models and for
-# sending. A call holds a thread until its first response: with fewer threads than streams, running
-# streams wait behind new ones. The margin is for control requests and streams that are just ending.
+# Each model instance has a pool of threads inside the server, for its calls to other models and for
+# sending responses. A call holds a thread until its first response. With fewer threads than
+# streams, running streams would wait behind new ones. The margin is for control requests and for
+# streams that are ending.
 THREAD_MARGIN = 32
-# Where no model calls another, only sends use them, and at most as many at once as a model has
-# threads that send. More would take turns, each on a core whose caches hold nothing of the work.
+# If no model calls another, only responses use the pool, and a model sends from at most this many
+# threads at once. A larger pool would spread the same work over threads with cold caches.
 SENDING_THREADS = 4
 
 # Any client could otherwise read other requests' inputs in shared memory, load and unload models,
 # or switch the log off. Inference, health, metadata, configuration and statistics stay open.
 CONTROL_APIS = ("shared-memory", "model-repository", "logging", "trace")
 
-# Models come from local directories: nothing is to be looked for in the network. Tokenizers use
-# their threads without a word: no process of ours forks without another program to run.
+# Checkpoints come from local directories, so Hugging Face libraries must not ask the network.
+# TOKENIZERS_PARALLELISM silences a warning about forks: our processes fork only to exec.
 TOKENIZER_THREADS = 8  # at most, in each process that tokenises
 _QUIET_LIBRARIES = {
     "HF_HUB_OFFLINE": "1",
@@ -61,11 +62,10 @@ def server_command(
     region_prefix: str,
     sends_only: bool = False,
 ) -> list[str]:
-    """What to run. ``region_prefix`` begins the names of all shared-memory regions; ``sends_only``:
-    no Python model calls another one inside the server.
+    """The command line. ``region_prefix`` begins the names of all shared-memory regions;
+    ``sends_only``: no Python model calls another one inside the server.
 
-    Configurations are taken as they are (no auto-completion): it would start every model's
-    Python twice.
+    Auto-completion of configurations is off, because it would start every model's Python twice.
     """
     threads = SENDING_THREADS if sends_only else settings.max_streams + THREAD_MARGIN
     threads = settings.thread_pool_size or threads
@@ -88,8 +88,8 @@ def server_command(
         f"--backend-config=python,thread-pool-size={threads}",
         f"--backend-config=python,shm-region-prefix-name={region_prefix}",
         "--disable-auto-complete-config",
-        # Reach models as request parameters: the one goes to the engine and into the log, the other
-        # makes errors wait (``python_backend.call``).
+        # These headers reach models as request parameters: ``traceparent`` goes to the engine and
+        # into the log; ``triton_grpc_error`` delays errors (``python_backend.call``).
         "--grpc-header-forward-pattern=traceparent|triton_grpc_error",
         "--http-header-forward-pattern=traceparent",
     ]
@@ -125,11 +125,11 @@ def server_environment(
 
 
 def model_directories(settings: ServeSettings) -> dict[str, str]:
-    """Which checkpoints the models shall load; empty where their own configuration decides.
+    """The checkpoints that the models load, by variable; empty if their configuration decides.
 
-    The demo's model and draft go together: a draft with another vocabulary is worse than
-    none, so neither is assumed beside a directory that was named. Raises ``SetupError``, for our
-    own repository also for a directory that is no whole checkpoint.
+    The demo's draft is only assumed together with the demo's model, because a draft with another
+    vocabulary cannot be used. Raises ``SetupError`` for a missing directory and, with the bundled
+    repository, for a directory that is not a complete checkpoint.
     """
     target, draft = settings.model, settings.draft_model
     if target is None and draft is None and settings.model_repository is None:
@@ -158,7 +158,7 @@ def model_repository(settings: ServeSettings) -> Path:
 
 
 def _tls_options(settings: ServeSettings) -> dict[str, object]:
-    """Triton's own, which are for gRPC alone."""
+    """Triton's TLS options, which exist for gRPC only."""
     if settings.tls_cert is None:
         return {}
     files = {"grpc-server-cert": settings.tls_cert, "grpc-server-key": settings.tls_key}
@@ -168,6 +168,6 @@ def _tls_options(settings: ServeSettings) -> dict[str, object]:
 
 
 def _restrictions() -> list[str]:
-    """The control APIs answer only to a header whose value nobody knows."""
+    """Close the control APIs: they answer only to a header with a random value, told to nobody."""
     rule = f"{','.join(CONTROL_APIS)}:trtllm-bls-control={uuid.uuid4().hex}"
     return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]

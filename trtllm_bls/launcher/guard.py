@@ -1,18 +1,21 @@
 """The server's parent: nothing of the server outlives it. Run as a script, never imported.
 
     python -I -S guard.py '{"command": [...], "workdir": ..., "status": ...,
-                            "shared_memory": ..., "drain": 30, "grace": 40}'
+                            "shared_memory": ..., "mark": "NAME=value", "drain": 30, "grace": 40}'
 
-Standard input is the control pipe from the launcher: ``s`` asks the server to stop (it drains what
-runs), ``k`` kills it, end of file means that the launcher is gone and counts as ``s``. What keeps a
-status in the directory ``status`` is asked to drain before the server is told to stop. After the
-server, whatever it started is killed and its shared memory removed; the working directory too where
-the launcher is gone, which else has other processes that use it. The exit code is the server's
+Standard input is the control pipe from the launcher: ``s`` asks the server to stop (running
+requests may end), ``k`` kills it, end of file means that the launcher has died and counts as ``s``.
+Before the server gets SIGTERM, the processes that write into the directory ``status`` are asked to
+drain. After the server's end the guard kills the server's children and removes its shared memory.
+
+If the launcher has died, nobody else ends the other processes that it started, such as the OpenAI
+API. The guard knows them by ``mark``, a variable of their environment: they have ``drain`` seconds
+more, then they are killed, and the working directory is removed. The exit code is the server's
 (128 + n for signal n).
 
-Why a process of its own: the launcher may be killed at any moment, the kernel's parent-death
-signal reaches only direct children and is tied to the starting *thread*, and a stub that hangs
-does not notice that its server has died.
+The guard is a process of its own for three reasons: the launcher may be killed at any moment; the
+kernel's parent-death signal reaches only direct children, and comes also when just the *thread*
+that started them ends; and a stub that hangs does not notice that its server has died.
 """
 
 from __future__ import annotations
@@ -30,20 +33,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-HAND_OVER_POLL_SECONDS = 0.05
+HAND_OVER_POLL_SECONDS = OTHERS_POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STOP, KILL = b"s", b"k"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(
-    command: list[str], workdir: str, status: str, shared_memory: str, drain: float, grace: float
+    command: list[str],
+    workdir: str,
+    status: str,
+    shared_memory: str,
+    mark: str,
+    drain: float,
+    grace: float,
 ) -> int:
     """Run the command to its end.
 
-    After being asked to stop it has ``drain`` seconds for what runs, and is killed after ``grace``.
+    After a request to stop, running requests have ``drain`` seconds, and the command is killed
+    after ``grace`` seconds.
     """
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphaned stubs become our children
+    # A guard that is stopped (SIGSTOP) would not see that the launcher has died.
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     wake = _wake_on_signals()
     control, devnull = os.dup(0), os.open(os.devnull, os.O_RDWR)
     server = subprocess.Popen(
@@ -54,9 +66,12 @@ def main(
         os.dup2(devnull, descriptor)
     code = _watch(server, control, wake, _Stop(server, Path(status), drain, grace))
     _kill_children()
-    gone = select.poll()
-    gone.register(control, 0)  # tells of the end of file alone
-    remove_traces(Path(workdir) if gone.poll(0) else None, shared_memory)
+    launcher = select.poll()
+    launcher.register(control, 0)  # reports the end of file alone
+    launcher_died = bool(launcher.poll(0))
+    if launcher_died:
+        _end_others(mark, time.monotonic() + drain)
+    remove_traces(Path(workdir) if launcher_died else None, shared_memory)
     return code if code >= 0 else 128 - code
 
 
@@ -157,6 +172,26 @@ def _kill_children() -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
+
+
+def _end_others(mark: str, deadline: float) -> None:
+    """Wait until no process has ``mark`` in its environment; kill those left at ``deadline``."""
+    while others := marked(mark):
+        if time.monotonic() >= deadline:
+            for other in others:
+                with suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
+        time.sleep(OTHERS_POLL_SECONDS)
+
+
+def marked(mark: str) -> list[int]:
+    """The processes, except this one, whose environment has ``mark`` (``NAME=value``)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if os.fsencode(mark) in entry.read_bytes().split(b"\0"):
+                found.append(int(entry.parent.name))
+    return [process for process in found if process != os.getpid()]
 
 
 def _children(parent: int) -> list[int]:

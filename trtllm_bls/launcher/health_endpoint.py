@@ -5,8 +5,8 @@
     /health/ready     200 while the server can serve, 503 with the reasons otherwise
     /metrics          the same for Prometheus, with processes and restarts
 
-Owns what is answered; ``health_server`` answers. Nothing is asked of the server for it, so a probe
-costs nothing and is quick under any load.
+``HealthState`` computes the answers from what ``Watch`` has seen last, and ``health_server``, a
+process of its own, sends them. A probe never reaches the server, so it is fast under any load.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+import psutil
+
+from trtllm_bls.health import StoppedProcesses
 from trtllm_bls.launcher import health_server
 from trtllm_bls.launcher.ports import ask, reachable
 from trtllm_bls.launcher.watch import Watch
 from trtllm_bls.settings import listen
 
 TELL_S = 0.2
-_TOLD_S = 2.0  # for it to be answered, once told
-REPEAT_S = 5.0  # also where nothing has changed, as a sign of life
+_TOLD_S = 2.0  # the longest that ``tell`` waits for the health server to answer with the new state
+REPEAT_S = 5.0  # unchanged answers are repeated, so that the health server knows ``serve`` is alive
 _STUCK_S = 60.0  # the watch looks twice a second
 
 
 @dataclass(frozen=True)
 class ServerMetric:
-    """How ``serve`` finds its server, for Prometheus, whose type ``kind`` is; docs/metrics.md has
-    the names. ``labels`` are the names of its labels."""
+    """A metric on ``/metrics`` of the health port; docs/metrics.md lists them. ``kind`` is
+    Prometheus's type, ``labels`` the names of its labels."""
 
     name: str
     kind: str
@@ -60,7 +63,7 @@ SERVER_METRICS = (
 
 
 def _written(*samples: Mapping[str, int]) -> str:
-    """The text of ``/metrics``; ``samples``: of each metric in turn, by labels as written."""
+    """The text of ``/metrics``; ``samples`` has each metric's values, by its labels as text."""
     lines = []
     for metric, values in zip(SERVER_METRICS, samples, strict=True):
         lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.kind}"]
@@ -69,7 +72,7 @@ def _written(*samples: Mapping[str, int]) -> str:
 
 
 class HealthState:
-    """How the server is. Written by ``serve``, read by another thread."""
+    """The server's state, written by ``serve`` and read by the thread of ``HealthEndpoint``."""
 
     def __init__(self) -> None:
         self.started = False
@@ -83,7 +86,7 @@ class HealthState:
 
     @contextmanager
     def serving(self, watch: Watch) -> Iterator[None]:
-        """The server is up, and looked at by ``watch``."""
+        """Within this block the server is up, and ``watch`` observes it."""
         self.started = True
         self._watch = watch
         try:
@@ -99,7 +102,7 @@ class HealthState:
         self._reason = f"restarting: {reason}"
 
     def answers(self) -> dict[str, object]:
-        """The reasons against each question, the number of restarts, and all that as metrics."""
+        """For each probe the reasons to answer no; the number of restarts; the text of /metrics."""
         watch = self._watch
         not_ready, not_live = [self._reason], list[str]()
         if watch is not None:
@@ -137,7 +140,7 @@ class HealthEndpoint:
         self._thread.start()
 
     def tell(self) -> None:
-        """Return once what is answered is the state of this moment, or after 2 seconds."""
+        """Return when probes are answered with the present state, or after 2 seconds."""
         self._now.set()
         until = time.monotonic() + _TOLD_S
         while (left := until - time.monotonic()) > 0:
@@ -150,7 +153,7 @@ class HealthEndpoint:
     def close(self) -> None:
         self._closing.set()
         self._now.set()
-        self._server.kill()  # also where it is stopped, and its pipe full
+        self._server.kill()  # it may be stopped, with a full pipe that blocks the thread
         self._thread.join()
         self._server.kill()  # the thread may have started another one
         self._server.communicate()
@@ -169,15 +172,20 @@ class HealthEndpoint:
 
     def _tell(self) -> None:
         before, told_at = "", 0.0
+        stopped = StoppedProcesses()
         while True:
+            with suppress(psutil.Error):
+                if stopped.look([psutil.Process(self._server.pid)]):
+                    self._server.kill()
+                    self._server.wait()
             answers, now = json.dumps(self._state.answers()), time.monotonic()
-            if self._server.poll() is not None:  # somebody has killed it
+            if self._server.poll() is not None:
                 self._server.communicate()
                 self._server, before = self._start(), ""
             if answers != before or now - told_at > REPEAT_S:
                 before, told_at = answers, now
                 assert self._server.stdin
-                with suppress(OSError):  # killed this moment
+                with suppress(OSError):  # the health server has just been killed
                     self._server.stdin.write(answers + "\n")
             self._now.wait(TELL_S)
             self._now.clear()

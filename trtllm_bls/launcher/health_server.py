@@ -2,19 +2,21 @@
 
     python -I -S health_server.py DESCRIPTOR     of a listening socket
 
-Standard input brings what to answer, a JSON object a line: ``restarts``, ``metrics`` (the text of
-``/metrics``), and for each question (``startup``, ``live``, ``ready``) the reasons against it. Its
-end is the parent's, and ours. A parent that says nothing for a minute is stuck, which ``live``
-tells.
+Standard input brings the answers, a JSON object per line: ``restarts``, ``metrics`` (the text of
+``/metrics``), and for each probe (``startup``, ``live``, ``ready``) the reasons to answer 503. This
+process ends at the end of its input, which is the end of ``serve``. If no line comes for a minute,
+``serve`` is stuck, and ``live`` answers 503.
 
-A process of its own, because ``serve`` reads the server's log and may wait for a busy machine: a
-probe must not.
+It is a process of its own because ``serve`` reads the server's log under the same interpreter lock;
+a probe must not wait for that.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -23,6 +25,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
+_PR_SET_PDEATHSIG = 1
 SILENT_S = 60.0
 _CONNECTION_S = 5.0
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,19 +62,21 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Probes come every few seconds, and are not news."""
+        """Log nothing: probes come every few seconds."""
 
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left is no news either."""
+        """Log nothing: the client has closed its connection."""
 
 
 def main(descriptor: int) -> None:
     """Answer from the first line of standard input to its end."""
+    # If the parent dies while this process is stopped, it would never read the end of its input.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     listening = socket.socket(fileno=descriptor)
     server = Server(listening.getsockname()[:2], Handler, bind_and_activate=False)
-    server.socket.close()  # it made one of its own
+    server.socket.close()  # made by the constructor, and not bound
     server.socket = listening
     answering = threading.Thread(target=server.serve_forever, daemon=True)
     for line in sys.stdin:

@@ -1,9 +1,9 @@
-"""Can this Python run us and be embedded in the server? Also a script, asked before installing:
+"""Can this Python run the package and be embedded in the server? Also a script for ``make``:
 
     python3 trtllm_bls/launcher/interpreter.py
 
-prints nothing, or one line that says what to do, with exit code 1. So it imports nothing but the
-standard library and reads on Pythons that are too old for the rest.
+prints nothing, or one line that says what to do, with exit code 1. It runs before anything is
+installed, so it imports only the standard library and must parse on older Pythons.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def problem(
     modules: Iterable[str] = ("ensurepip", "venv"),
     directories: Iterable[Path] | None = None,
 ) -> str | None:
-    """Why this interpreter will not do, with the mend, or ``None``."""
+    """Why this interpreter cannot be used, and what to do; ``None`` if it can."""
     if not OLDEST <= version <= NEWEST:
         return (
             f"{sys.executable} is Python {version[0]}.{version[1]}; "

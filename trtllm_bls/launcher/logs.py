@@ -1,7 +1,6 @@
-"""The server's log: lines made readable, and the few events that the launcher acts on.
+"""The server's log: parsed lines, and the few events in them that the launcher acts on.
 
-Owns the form of Triton's log lines and the texts to look for in them (release 24.10). Reads no
-file and prints nothing.
+Owns the form of Triton's log lines and the texts to search for (release 24.10). No I/O.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 TAIL_LINES = 400
-_TOLD = 12  # lines of a failure
+_FAILURE_LINES = 12  # of a failure's report
 
 # I1121 01:56:47.026953 6110 model_lifecycle.cc:839] "successfully loaded 'echo'"
 _STRUCTURED = re.compile(
@@ -20,7 +19,7 @@ _STRUCTURED = re.compile(
     r"(?P<text>.*)"
 )
 _SEVERITIES = {"I": "info", "W": "warning", "E": "error", "F": "fatal"}
-# Tables, empty lines, and the stub's tracebacks, which come again with the model's name.
+# Tables, empty lines, and the stub's tracebacks, which Triton repeats with the model's name.
 _FURNITURE = re.compile(r"\s*(?:[+|].*)?|At:|  .+\(\d+\): .+|Signal \(\d+\) received\.")
 
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
@@ -29,7 +28,7 @@ _FAILED = (
     re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.+)", re.DOTALL),
     re.compile(r"failed to load model '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
     re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
-    # The server waits for this stub for ever; the path it gives names the model.
+    # Triton would wait for this stub for ever. The path in the message names the model.
     re.compile(
         r"Failed to preinitialize Python stub: "
         r"(?P<reason>.*?(?P<model>[^/']+)/\d+/[^/']+'.*)",
@@ -44,6 +43,8 @@ _OWN_ERROR = re.compile(r"(?:Setup|Settings|Tokenizer|Checkpoint)Error: ")
 _DEAD_STUB = re.compile(r"Stub process '[^']+' is not healthy\.")
 _TRACE = "\n\nAt:\n"
 _INTERPRETER = re.compile(r"<frozen |/importlib/")
+# The Python backend's shared memory now and then loses a race while its stubs start.
+_LOCK_EXCEPTION = "boost::interprocess::lock_exception"
 _IN_FLIGHT = re.compile(r"Found (\d+) model versions that have in-flight inferences")
 _PORT_TAKEN = re.compile(r"failed to start (\w+) service: .* already in use")
 
@@ -66,7 +67,7 @@ class LogLine:
 
     @property
     def noteworthy(self) -> bool:
-        """Should a user see it who did not ask for everything?"""
+        """Whether to show the line without ``--verbose``."""
         if _NO_GPU.search(self.text) or _FURNITURE.fullmatch(self.text):
             return False
         if _FAILED_INSTANCE.match(self.text) or any(p.match(self.text) for p in _FAILED):
@@ -75,12 +76,12 @@ class LogLine:
 
     @property
     def from_python(self) -> bool:
-        """Is it a model's or the OpenAI API's, such as the line of a request?"""
+        """Whether a model or the OpenAI API logged it, for example the line of a request."""
         return self.source.endswith(".py")
 
     @property
     def problem(self) -> bool:
-        """Is it a warning or worse?"""
+        """Whether it is a warning or worse."""
         return self.severity not in ("", "info")
 
     @property
@@ -117,7 +118,7 @@ def _unquoted(text: str) -> str:
 
 
 class LinePace:
-    """Which of Triton's own lines are shown: a burst, then so many a second.
+    """A token bucket for Triton's own lines on the terminal.
 
     A server without file descriptors warns thousands of times a second.
     """
@@ -127,7 +128,7 @@ class LinePace:
         self._room, self._at = float(burst), 0.0
         self._left_out = 0
 
-    def take(self, now: float) -> int | None:
+    def admit(self, now: float) -> int | None:
         """How many lines were left out before this one; ``None`` if it is left out too."""
         self._room = min(self._burst, self._room + (now - self._at) * self._per_second)
         self._at = now
@@ -147,6 +148,7 @@ class LogBook:
         self.unloaded: set[str] = set()
         self.failures: dict[str, str] = {}  # model -> reason, with its traceback
         self.port_taken: str | None = None  # the service that could not listen
+        self.lock_exception = False  # Triton died of it, or one of its stubs
         self.lines = 0
         self.drained = False  # the server is stopping, and every request has ended
         self._tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
@@ -164,13 +166,14 @@ class LogBook:
             self.drained = in_flight[1] == "0"
         if taken := _PORT_TAKEN.search(line.text):
             self.port_taken = taken[1]
+        self.lock_exception = self.lock_exception or _LOCK_EXCEPTION in raw
         for pattern in _FAILED:
             if failed := pattern.match(line.text):
                 self.failures.setdefault(failed["model"], failed["reason"].strip())
         return line
 
-    def tail(self, count: int = _TOLD) -> tuple[str, ...]:
-        """The last lines worth reading; if there are none, the last lines."""
+    def tail(self, count: int = _FAILURE_LINES) -> tuple[str, ...]:
+        """The last noteworthy lines; if there are none, the last lines of any kind."""
         lines = list(self._tail)
         chosen = [line for line in lines if line.noteworthy] or lines
         return tuple(line.readable for line in chosen[-count:])
@@ -186,9 +189,9 @@ class LogBook:
         )
 
     def failure_details(self) -> tuple[str, ...]:
-        """What models printed last, then where in their code it happened.
+        """What models printed last, then the lines of their tracebacks.
 
-        Nothing about errors that this package raises on purpose: their line is enough.
+        Empty if all errors are this package's own, whose one line says enough.
         """
         if all(_OWN_ERROR.match(_STATUS.sub("", reason)) for reason in self.failures.values()):
             return ()
@@ -199,7 +202,7 @@ class LogBook:
             if not _INTERPRETER.search(line)
         ]
         printed = [line.text for line in self._tail if line.noteworthy and not line.severity]
-        return (*printed[-_TOLD:], *traces)
+        return (*printed[-_FAILURE_LINES:], *traces)
 
 
 def _headline(reason: str) -> str:

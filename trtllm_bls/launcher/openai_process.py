@@ -1,5 +1,7 @@
-"""The OpenAI API beside a server: a child process, started when the models are ready, and started
-again when it dies or is stopped.
+"""The OpenAI API beside a server: a child process that supervises its workers.
+
+It is started when the models are ready and restarted when it dies or is stopped (SIGSTOP). A worker
+that is stopped is killed; the child then starts another.
 """
 
 from __future__ import annotations
@@ -12,13 +14,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 
 from trtllm_bls.errors import SetupError
+from trtllm_bls.health import StoppedProcesses
 from trtllm_bls.launcher.certificates import client_context, curl_tls
 from trtllm_bls.launcher.ports import ask
-from trtllm_bls.launcher.process import GRACE_MARGIN, BackOff, describe_exit, relay_lines
+from trtllm_bls.launcher.process import (
+    GRACE_MARGIN,
+    PRIVATE,
+    BackOff,
+    describe_exit,
+    relay_lines,
+)
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.workdir import BLS
 from trtllm_bls.settings import ServeSettings, listen
@@ -29,9 +39,9 @@ _LOOK_S = 0.5
 
 
 def check(settings: ServeSettings) -> bool:
-    """Whether the API is to be served. Raises ``SetupError`` if its port is taken.
+    """Whether to serve the API. Raises ``SetupError`` if its port is taken.
 
-    Asked before the models load, which takes long.
+    Call it before the models load, which takes long.
     """
     if not settings.openai_port or find_spec("uvicorn") is None:
         return False
@@ -40,7 +50,8 @@ def check(settings: ServeSettings) -> bool:
 
 
 def model_name(settings: ServeSettings) -> str:
-    """What requests call the model: its directory, or whatever a repository of the user's has."""
+    """The model's name in requests: its directory's, or that of the model in the user's
+    repository."""
     if settings.model is not None:
         return settings.model.resolve().name
     return "demo" if settings.model_repository is None else BLS
@@ -57,11 +68,11 @@ def chat_curl(url: str, settings: ServeSettings) -> str:
 
 
 class OpenAIProcess:
-    """``trtllm-bls openai`` for a running server; ``kill`` only asks.
+    """``trtllm-bls openai`` for a running server; ``kill`` does not wait for its end.
 
-    It drains when the server is asked to stop, as the server's models do. ``on_problem`` is told,
-    on a thread, why it does not answer, and then ``None`` once it does again; ``on_line``, on
-    others, every line of its log.
+    It drains when the server is asked to stop, as the server's models do. ``on_problem`` gets the
+    reason when it stops answering, and ``None`` when it answers again; ``warn`` gets a line when a
+    worker is killed; ``on_line`` gets every line of its log. All are called on other threads.
     """
 
     def __init__(
@@ -69,6 +80,7 @@ class OpenAIProcess:
         server: TritonServer,
         on_problem: Callable[[str | None], object],
         on_line: Callable[[str], object],
+        warn: Callable[[str], object],
     ) -> None:
         settings = server.settings
         scheme = "http" if settings.tls_cert is None else "https"
@@ -77,9 +89,9 @@ class OpenAIProcess:
         options = {
             "host": settings.host,
             "port": settings.openai_port,
-            "ssl-certfile": settings.tls_cert,
-            "ssl-keyfile": settings.tls_key,
-            "ssl-ca-certs": settings.tls_client_ca,
+            "tls-cert": settings.tls_cert,
+            "tls-key": settings.tls_key,
+            "tls-client-ca": settings.tls_client_ca,
             "model-repository": server.repository,
             "workers": settings.openai_workers,
             "exit-timeout": settings.exit_timeout,
@@ -93,7 +105,8 @@ class OpenAIProcess:
         self._command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
         self._command += given
         self._environment = server.environment
-        self._server, self._on_problem, self._on_line = server, on_problem, on_line
+        self._server, self._on_problem = server, on_problem
+        self._on_line, self._warn = on_line, warn
         self._context = client_context(settings)
         self._limit = settings.exit_timeout + GRACE_MARGIN
         self._closing = threading.Event()
@@ -108,19 +121,20 @@ class OpenAIProcess:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the launcher's to pass on
+            umask=PRIVATE,
         )
         assert process.stderr
         relay_lines(process.stderr, self._on_line, "openai-log")
         return process
 
     def keep(self) -> None:
-        """From here on start it again when it ends, or is stopped."""
+        """From now on restart it when it ends or is stopped."""
         self._keeping.start()
 
     def wait_until_ready(self) -> bool:
-        """Whether it answers, once it does; if not, the server ends or has ended meanwhile.
+        """Wait until it answers; false if the server is stopping or has ended meanwhile.
 
-        Raises ``SetupError`` where it cannot.
+        Raises ``SetupError`` if it ends or takes longer than two minutes.
         """
         deadline = time.monotonic() + _START_S
         while not self._answers():
@@ -138,7 +152,7 @@ class OpenAIProcess:
         self._process.kill()
 
     def close(self) -> None:
-        """End it, at once if it takes longer than running requests have."""
+        """End it; kill it if its drain takes longer than ``--exit-timeout`` and a margin."""
         self._closing.set()
         if self._keeping.ident is not None:
             self._keeping.join()
@@ -173,21 +187,36 @@ class OpenAIProcess:
                 self._end()
 
     def _next_problem(self) -> str | None:
-        """Wait for the next one, and end the process; ``None`` when it is to end anyway."""
-        looks = 0  # that found it stopped, one after the other
+        """Wait until the API ends or is stopped, and return why; ``None`` if it is being closed."""
+        stopped = StoppedProcesses()
         while not self._closing.wait(_LOOK_S):
             code = self._process.poll()
             if code is not None and self._server.stop_requested:
                 return None
             if code is not None:
                 return f"the OpenAI API has ended ({describe_exit(code)})"
-            with suppress(psutil.Error):
-                stopped = psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
-                looks = looks + 1 if stopped else 0
-            if looks > 1:
-                self._end()
-                return "the OpenAI API was stopped"
+            for process in stopped.look(self._supervisor_and_workers()):
+                if process.pid == self._process.pid:
+                    self._end()
+                    return "the OpenAI API was stopped"
+                with suppress(psutil.Error):
+                    process.kill()
+                    self._warn(
+                        f"worker {process.pid} of the OpenAI API was stopped (SIGSTOP) and has "
+                        "been killed: its requests have ended, and another worker is started"
+                    )
         return None
+
+    def _supervisor_and_workers(self) -> list[psutil.Process]:
+        """The API's own process, which starts its workers from its main thread."""
+        pid = self._process.pid
+        found = []
+        with suppress(OSError, psutil.Error):
+            found.append(psutil.Process(pid))
+            # psutil would look at every process of the machine to find the children.
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                found.append(psutil.Process(int(child)))
+        return found
 
     def _answers(self) -> bool:
         settings = self._server.settings
@@ -195,7 +224,7 @@ class OpenAIProcess:
             status, _ = ask(f"{self.url}/health", 15, self._context)
         except (ConnectionRefusedError, TimeoutError):
             return False
-        except OSError:  # after the handshake: it wants a certificate, of which there is none here
+        except OSError:  # it refused the handshake: it asks for a certificate, and we have none
             return settings.tls_client_ca is not None
-        # An engine elsewhere may be lost for a while.
+        # The API works even while an engine in another process cannot be reached.
         return status == HTTPStatus.OK or settings.engine_is_elsewhere

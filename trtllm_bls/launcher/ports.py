@@ -48,7 +48,7 @@ def reachable(host: str) -> str:
 
 
 def ask(url: str, timeout: float, context: ssl.SSLContext | None = None) -> tuple[int, bytes]:
-    """Status and body of a port of our own, past any proxy. Raises ``OSError``."""
+    """GET ``url`` on one of our ports, ignoring proxies; status and body. Raises ``OSError``."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.netloc, timeout=timeout)
     if context is not None:
@@ -65,7 +65,7 @@ def ask(url: str, timeout: float, context: ssl.SSLContext | None = None) -> tupl
 def choose(settings: ServeSettings) -> Ports:
     """Ports as asked for, with every 0 replaced by a free one; raises ``SetupError`` if busy."""
     chosen = []
-    with ExitStack() as held:  # all at once, so that no port is chosen twice
+    with ExitStack() as held:  # keeps all sockets open, so that no port is chosen twice
         for field in ("http_port", "grpc_port", "metrics_port"):
             host = settings.host if field == "grpc_port" else settings.plain_host
             forwarded = field == "http_port" and settings.tls_cert is not None

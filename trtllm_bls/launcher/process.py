@@ -1,7 +1,7 @@
 """The server's process as the launcher sees it: a guard, its control pipe, and lines of log.
 
-Owns the guard's start and end, and what any process of ``serve`` needs. Knows nothing of models or
-readiness.
+Owns the guard's start and end, and what all processes of ``serve`` share: the umask, the back-off
+between restarts, exit codes in words. Knows nothing of models or readiness.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.health.processes import SHARED_MEMORY
 from trtllm_bls.launcher import guard
 from trtllm_bls.launcher.workdir import is_plain
-from trtllm_bls.status import StatusDirectory
+from trtllm_bls.status import CANARY_ID, StatusDirectory
 
-# Beyond the server's own exit timeout, for unloading what drained.
+# The umask of our processes: prompts and answers pass through their files.
+PRIVATE = 0o077
+
+# Seconds beyond the server's own exit timeout, for unloading models.
 GRACE_MARGIN = 10.0
 
-# What was killed has so long to disappear, and the log to end.
+# The longest wait for killed processes to disappear, and for the log to end.
 LAST_LINES_S = 5.0
 
-# Before what failed is started again; what was up for long enough begins with the first delay.
+# Before a restart. A server that was up for _HEALTHY_S begins with the first delay again.
 _FIRST_DELAY_S, _LONGEST_DELAY_S, _HEALTHY_S = 1.0, 30.0, 60.0
 
 
 class Scratch:
-    """What belongs to one run and must not outlive it: a directory and a region prefix."""
+    """The files of one run, removed after it: a directory, and regions by their prefix."""
 
     def __init__(self) -> None:
         parent = gettempdir() if is_plain(gettempdir()) else "/tmp"
@@ -49,8 +52,8 @@ class Scratch:
         self.status = self.workdir / "status"  # see ``trtllm_bls.status``
 
     def keep_status(self, directory: str) -> None:
-        """Make the status directory, which may be one of the user's, and empty it of what an
-        earlier server left. Raises ``SettingsError``."""
+        """Make the status directory, which may be the user's, and remove an earlier server's files
+        from it. Raises ``SettingsError``."""
         if directory:
             self.status = Path(directory).absolute()
         try:
@@ -59,16 +62,22 @@ class Scratch:
         except OSError as error:
             raise SettingsError(f"status_dir {self.status}: {error.strerror}") from error
 
+    def hide_regions(self) -> None:
+        """Take the regions from other users. Triton's Python backend (boost) makes them 0644,
+        whatever the umask is."""
+        for region in SHARED_MEMORY.glob(f"{self.region_prefix}*"):
+            with suppress(FileNotFoundError):
+                region.chmod(0o600)
+
     def remove(self) -> None:
         """Remove all of it."""
         guard.remove_traces(self.workdir, self.regions)
 
 
 class GuardedProcess:
-    """A command run under the guard; every line it prints is handed to ``on_line``.
+    """A command run under the guard; ``on_line`` gets every line that it prints, on a thread.
 
-    ``on_line`` is called on a thread of its own. ``stop`` and ``kill`` only ask; they may be
-    called from a signal handler and again after the end.
+    ``stop`` and ``kill`` do not wait. Both may be called from a signal handler, and after the end.
     """
 
     def __init__(
@@ -85,6 +94,7 @@ class GuardedProcess:
             "workdir": self._workdir,
             "status": str(scratch.status),
             "shared_memory": scratch.regions,
+            "mark": f"{CANARY_ID}={scratch.canary_id}",
             "drain": exit_timeout,
             "grace": exit_timeout + GRACE_MARGIN,
         }
@@ -95,6 +105,7 @@ class GuardedProcess:
             stderr=subprocess.STDOUT,
             env=environment | {"TMPDIR": self._workdir},
             start_new_session=True,  # Ctrl-C is ours to pass on
+            umask=PRIVATE,
         )
         assert self._guard.stdout
         self._reader = relay_lines(self._guard.stdout, on_line, "server-log")
@@ -126,7 +137,7 @@ class GuardedProcess:
     def kill(self) -> None:
         """Ask for the end at once."""
         self._say(guard.KILL)
-        with suppress(OSError):  # a guard that is stopped would not hear it
+        with suppress(OSError):  # a stopped guard would not read the control pipe
             if self.running:
                 os.kill(self._guard.pid, signal.SIGCONT)
 
@@ -141,26 +152,24 @@ class GuardedProcess:
         return code if code >= 0 else 128 - code
 
     def close(self) -> None:
-        """Close the control pipe, and remove what was the run's; the process has ended or is about
-        to."""
+        """Wait for the end, which must have been requested, and remove the run's files."""
         if self._guard.stdin:
             self._guard.stdin.close()
         self.wait()
         self._scratch.remove()
 
     def _kill_what_is_left(self, code: int) -> None:
-        """Where the guard itself was killed, nobody else ends what the server started.
+        """If the guard itself was killed, kill what the server left.
 
-        It is known by its environment, which every process inherits.
+        Every process of the server has inherited the run's TMPDIR.
         """
         if code >= 0:
             return
         left = []
-        for process in psutil.process_iter():
+        for pid in guard.marked(f"TMPDIR={self._workdir}"):
             with suppress(psutil.Error):
-                if process.environ().get("TMPDIR") == self._workdir:
-                    process.kill()
-                    left.append(process)
+                left.append(psutil.Process(pid))
+                left[-1].kill()
         psutil.wait_procs(left, timeout=LAST_LINES_S)
 
     def _say(self, word: bytes) -> None:
@@ -170,14 +179,13 @@ class GuardedProcess:
 
 
 def relay_lines(output: IO[bytes], on_line: Callable[[str], object], name: str) -> threading.Thread:
-    """Call ``on_line`` with each line of ``output``, and close it at its end, on the thread that is
-    returned."""
+    """Start a thread that calls ``on_line`` with each line of ``output`` until its end."""
 
     def read() -> None:
         with output:
             for line in output:
-                # Our reader may be gone or a disk full, which rich turns into SystemExit; if we
-                # then stopped reading, the process would block on its next line.
+                # The terminal may be gone or the disk full; rich turns a broken pipe into
+                # SystemExit. If this thread ended, the process would block on its next line.
                 with suppress(OSError, SystemExit):
                     on_line(line.decode("utf-8", "replace").rstrip("\n"))
 
@@ -193,7 +201,7 @@ class BackOff:
         self._next = _FIRST_DELAY_S
 
     def delay(self, up_s: float) -> float:
-        """After it was up for ``up_s`` seconds."""
+        """The next delay; ``up_s`` is for how many seconds the server was up."""
         if up_s >= _HEALTHY_S:
             self._next = _FIRST_DELAY_S
         delay, self._next = self._next, min(2 * self._next, _LONGEST_DELAY_S)

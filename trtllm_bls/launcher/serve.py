@@ -1,6 +1,6 @@
-"""``serve``: a server in the foreground, watched, and started again when it fails, later each time.
+"""``serve``: a server in the foreground, watched, and restarted with back-off when it fails.
 
-Owns signals, restarts and the exit code. What is shown is ``terminal``'s.
+Owns signals, restarts and the exit code. ``terminal`` owns the output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trtllm_bls.launcher import openai_process
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.logs import parse
 from trtllm_bls.launcher.openai_process import OpenAIProcess
-from trtllm_bls.launcher.process import BackOff
+from trtllm_bls.launcher.process import PRIVATE, BackOff
 from trtllm_bls.launcher.server import Stopped, TritonServer
 from trtllm_bls.launcher.terminal import Terminal, announcement
 from trtllm_bls.launcher.watch import Watch
@@ -34,18 +34,20 @@ _POLL_S = 0.1
 
 
 def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
-    """Serve until SIGINT or SIGTERM; the first drains, the second forces.
+    """Serve until SIGINT or SIGTERM; the first signal drains, the second kills.
 
-    Returns the exit code: 0 after draining, 128 + n if signal n forced the end or came before
-    the server was ready. Raises ``SetupError`` if it does not start, or ends by itself and is not
-    to be started again.
+    Returns the exit code: 0 after draining, 128 + n if signal n killed the server or came before
+    it was ready. Raises ``SetupError`` if the server does not start, or if it ends by itself and
+    ``--on-failure`` is ``exit``.
     """
     with ExitStack() as stack:
         log_file = None
         if settings.log_file is not None:
             try:
-                # Unbuffered: what a full disk did not take is gone, and not in the way.
-                log_file = stack.enter_context(settings.log_file.open("ab", buffering=0))
+                # Unbuffered: a line that a full disk refuses is lost; it does not delay the next.
+                log_file = stack.enter_context(
+                    open(settings.log_file, "ab", buffering=0, opener=_private)
+                )
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         terminal = Terminal(Console(stderr=True), verbose=verbose, log_file=log_file)
@@ -69,10 +71,15 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         return 128 + service.last_signal if forced else 0
 
 
+def _private(path: str, flags: int) -> int:
+    """An ``opener`` whose new files only their owner may read."""
+    return os.open(path, flags, 0o666 & ~PRIVATE)
+
+
 class _Service:
     """The server and, with ``with_api``, the OpenAI API beside it.
 
-    ``state`` is how they are, which ``endpoint`` answers.
+    Keeps ``state``, from which ``endpoint`` answers probes, up to date.
     """
 
     def __init__(
@@ -91,10 +98,10 @@ class _Service:
         self._back_off = BackOff()
 
     def run(self) -> bool:
-        """Serve until asked to stop; whether requests were cut off.
+        """Serve until a stop is requested; returns whether requests were cut off.
 
-        Raises ``Stopped`` if it was asked while it started, ``SetupError`` if the first start
-        fails, and ``ServerFailed`` where a failure is to end it.
+        Raises ``Stopped`` if the request came during a start, ``SetupError`` if the first start
+        fails, and ``ServerFailed`` after a failure with ``--on-failure exit``.
         """
         with self._terminal.progress():
             self._server.start()
@@ -113,12 +120,12 @@ class _Service:
                 self._start_again(error, failed_at - ready_at)
 
     def _serve(self, failed_at: float | None) -> bool:
-        """From ready to the end; ``failed_at``: when it did not serve any more, if it did."""
+        """From ready to the end. ``failed_at``: when the server failed before this start."""
         server, terminal = self._server, self._terminal
         bounds = Bounds(stall_s=server.settings.stall_timeout)
         watch = Watch(server, bounds, server.fail, terminal.warning)
         with closing(watch), self._state.serving(watch):
-            self._endpoint.tell()  # who reads that it serves may ask at once
+            self._endpoint.tell()  # a script may probe as soon as it reads the line below
             if failed_at is not None:
                 terminal.say(f"serving again, {time.monotonic() - failed_at:.1f} s later")
             else:
@@ -128,7 +135,7 @@ class _Service:
             return server.wait()
 
     def _start_again(self, error: SetupError, up_s: float) -> None:
-        """Until that succeeds; ``up_s``: for how long the server was up before ``error``."""
+        """Restart until a start succeeds. ``up_s``: how long the server was up before ``error``."""
         while True:
             if isinstance(error, Stopped) or self._server.settings.on_failure == "exit":
                 raise error
@@ -150,13 +157,16 @@ class _Service:
 
     @contextmanager
     def _openai_api(self) -> Iterator[None]:
-        """As long as this start of the server lasts."""
+        """Run the API within this block, which lasts as long as this start of the server."""
         if not self._with_api or BLS not in self._server.models:
             yield
             return
         log = self._terminal.log
         self._api = api = OpenAIProcess(
-            self._server, self._on_api_problem, lambda raw: log(parse(raw))
+            self._server,
+            self._on_api_problem,
+            lambda raw: log(parse(raw)),
+            self._terminal.warning,
         )
         try:
             api.wait_until_ready()
@@ -176,7 +186,7 @@ class _Service:
 
     @contextmanager
     def stopping_on_signals(self) -> Iterator[None]:
-        """Signals become stop requests."""
+        """Within this block SIGINT and SIGTERM become stop requests."""
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
             yield
@@ -188,7 +198,7 @@ class _Service:
         self.last_signal = number
         self._state.draining = True
         if self._server.request_stop():
-            if self._api is not None:  # otherwise it drains with the server
+            if self._api is not None:  # after the first signal it drains with the server
                 self._api.kill()
             say = "killing the server\n"
         else:

@@ -9,15 +9,19 @@ stop, clean up. The other files of this package do each step.
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
 from subprocess import TimeoutExpired
+from urllib.parse import quote
 
 import psutil
 
@@ -25,21 +29,20 @@ from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Probe
 from trtllm_bls.launcher import checks, command, workdir
 from trtllm_bls.launcher.certificates import own_tls, server_context
-from trtllm_bls.launcher.find import PACKAGE, Installation, find_server
+from trtllm_bls.launcher.checks import PACKAGE, Installation, find_server
 from trtllm_bls.launcher.logs import LogBook, LogLine
-from trtllm_bls.launcher.ports import Ports, choose, reachable
+from trtllm_bls.launcher.ports import Ports, ask, choose, reachable
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
-from trtllm_bls.launcher.readiness import Readiness, StartProgress
 from trtllm_bls.launcher.tls_forwarder import TlsForwarder
 from trtllm_bls.parameters import DRAFT_MODEL_DIR, ENGINE_TRANSPORT, MODEL_DIR, STATUS_DIR
 from trtllm_bls.settings import ServeSettings, listen
 from trtllm_bls.status import CANARY_ID
 
-# A free port may be taken between its choice and the server's start, seconds later; and a stub that
-# gets no CPU for a second while the server starts may never be noticed.
+# Another program may take a port between its choice and the server's start, seconds later. Triton
+# may never notice a stub that gets no CPU for a second while the server starts.
 START_ATTEMPTS = 3
 
-# How often readiness is asked for when the log has nothing new.
+# Seconds between checks of readiness while the log has no new line.
 POLL_S = 0.1
 
 
@@ -52,7 +55,13 @@ class ServerFailed(SetupError):
 
 
 class _StartAgain(ServerFailed):
-    """Where another start may help."""
+    """The start failed by an accident of timing; ``attempts`` starts in all are worth it."""
+
+    def __init__(
+        self, problem: str, log_lines: tuple[str, ...] = (), attempts: int = START_ATTEMPTS
+    ) -> None:
+        super().__init__(problem, log_lines)
+        self.attempts = attempts
 
 
 class Stopped(SetupError):
@@ -60,16 +69,16 @@ class Stopped(SetupError):
 
 
 class Listener:
-    """What a server reports to whoever started it: override what is of interest.
+    """Receives a server's events; override the methods of interest.
 
-    ``log`` is called on another thread than the rest.
+    ``log`` is called on another thread than the other methods.
     """
 
     def log(self, line: LogLine) -> None:
         """The server or a model printed a line."""
 
     def warning(self, text: str) -> None:
-        """Something is not as it should be, but the server can do without."""
+        """Something is wrong, and the server goes on."""
 
     def starting(self, models: tuple[str, ...]) -> None:
         """The server process runs and loads these models."""
@@ -131,7 +140,7 @@ class TritonServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the models' parameters follow beside their configuration."""
+        """The environment of the models, whose variables may override their parameters."""
         return self._running.environment
 
     @property
@@ -149,7 +158,7 @@ class TritonServer:
 
     @property
     def unloaded(self) -> set[str]:
-        """The models that it has unloaded, since it stops."""
+        """The models that a stopping server has unloaded."""
         return self._running.book.unloaded
 
     @property
@@ -170,11 +179,12 @@ class TritonServer:
 
     @property
     def status_dir(self) -> Path:
-        """Where its models tell what they do; see ``trtllm_bls.status``."""
+        """Where its models write their status; see ``trtllm_bls.status``."""
         return self._running.scratch.status
 
     def probe(self) -> Probe | None:
-        """What asks it; ``None`` where clients need a certificate and there is none for us."""
+        """A client for health checks; ``None`` if the server asks for a certificate and there is
+        none for the launcher."""
         tls = own_tls(self.settings)
         if self.settings.tls_client_ca is not None and not (tls and tls.private_key):
             return None
@@ -207,14 +217,14 @@ class TritonServer:
             listening = listen(settings.host, settings.http_port, "--http-port")
             context = server_context(settings)
             self._forwarder = TlsForwarder(listening, context, self._listener.warning)
-        for attempt in range(1, START_ATTEMPTS + 1):
+        for attempt in itertools.count(1):
             try:
                 self._run = self._launch(server)
                 self._wait_until_ready(self._run)
                 return
             except BaseException as error:
                 self.discard()
-                if attempt == START_ATTEMPTS or not isinstance(error, _StartAgain):
+                if not isinstance(error, _StartAgain) or attempt >= error.attempts:
                     self._close_forwarder()
                     raise
                 self._listener.warning(f"{error}; starting again")
@@ -249,7 +259,7 @@ class TritonServer:
                 run.process.kill()
 
     def end_unloading(self) -> None:
-        """End a server that was asked to stop and serves nobody any more; ``wait`` returns."""
+        """Kill a server that is stopping and has no requests left; ``wait`` then returns."""
         self._running.process.kill()
 
     def wait(self) -> bool:
@@ -266,7 +276,7 @@ class TritonServer:
                 problem or f"the server ended by itself ({describe_exit(code)})", run.book.tail()
             )
         if code and run.book.drained and self._stop_requests == 1:
-            # A refused request whose client broke off is kept by Triton, and its model with it.
+            # Triton keeps a refused request whose client disconnected, and the model with it.
             self._listener.warning("all requests had ended; a model did not unload in time")
             return False
         return code != 0
@@ -353,6 +363,8 @@ class TritonServer:
             if self._stop_requests:
                 raise Stopped("stopped before the models were ready")
             self._raise_failure(run)
+            # Before a port is open: a region exists from the start of its model's process on.
+            run.scratch.hide_regions()
             for model in run.book.loaded[told:]:
                 told += 1
                 self._listener.model_ready(model, told)
@@ -373,6 +385,9 @@ class TritonServer:
     def _raise_failure(self, run: _RunningServer) -> None:
         ended = not run.process.running
         code = run.process.wait() if ended else None  # also reads the log to its end
+        if run.book.lock_exception and (ended or run.book.failures):
+            problem = "tritonserver's Python backend died of boost's lock_exception while starting"
+            raise _StartAgain(problem, run.book.tail(), attempts=2)
         if run.book.failures:
             raise ServerFailed(run.book.failure_summary(), run.book.failure_details())
         if run.book.port_taken:
@@ -385,7 +400,7 @@ class TritonServer:
             raise ServerFailed(f"the server did not start ({describe_exit(code)})", run.book.tail())
 
     def discard(self) -> None:
-        """End it at once, whatever state it is in: no process, no file remains."""
+        """Kill the server in whatever state it is; no process and no file of it remains."""
         run, self._run = self._run, None
         if self._forwarder is not None:
             self._forwarder.upstream = None
@@ -397,3 +412,78 @@ class TritonServer:
         forwarder, self._forwarder = self._forwarder, None
         if forwarder is not None:
             forwarder.close()
+
+
+_ANSWER_S = 2.0
+STUCK_S = 90.0
+# Per look: an idle server with idle stubs uses about a thousandth of a core.
+LEAST_CPU_SHARE = 0.01
+LEAST_BYTES = 2**20
+LOOK_S = 5.0
+
+
+class Readiness:
+    """Whether a starting server serves: models over HTTP, then the gRPC and the metrics port.
+
+    The server listens only after all models have loaded. ``missing``: models not known to be ready.
+    """
+
+    def __init__(self, ports: Ports, models: tuple[str, ...]) -> None:
+        self.missing = list(models)
+        self._ports = ports
+
+    def complete(self) -> bool:
+        """Ask about the missing models; true if none is missing and every port accepts."""
+        ports = self._ports
+        with suppress(OSError):
+            while self.missing:
+                url = f"{ports.http_url}/v2/models/{quote(self.missing[0])}/ready"
+                if ask(url, _ANSWER_S)[0] != HTTPStatus.OK:
+                    return False
+                self.missing.pop(0)
+            for address in ((ports.host, ports.grpc), (ports.plain_host, ports.metrics)):
+                socket.create_connection(address, timeout=_ANSWER_S).close()
+            return True
+        return False
+
+
+class StartProgress:
+    """Whether a starting server makes progress; ``stuck`` after ``stuck_s`` seconds without any.
+
+    Loading a model uses CPU, reads files or writes log lines. A server that waits for a stub which
+    it failed to notice does none of these, for ever.
+    """
+
+    def __init__(self, stuck_s: float = STUCK_S, look_s: float = LOOK_S) -> None:
+        self.stuck = False
+        self.stuck_s = stuck_s
+        self._look_s = look_s
+        self._moved_at = self._looked_at = time.monotonic()
+        self._cpu, self._bytes, self._lines = 0.0, 0, 0
+
+    def look(self, server: psutil.Process | None, lines: int) -> None:
+        """Compare with the last look if that was long enough ago; ``lines``: of log so far."""
+        now = time.monotonic()
+        if now - self._looked_at >= self._look_s:
+            self.record(now, *_used(server), lines)
+
+    def record(self, now: float, cpu: float, bytes_read: int, lines: int) -> None:
+        """Totals at time ``now``: CPU seconds and bytes read by all processes, and log lines."""
+        share = (cpu - self._cpu) / max(now - self._looked_at, 1e-9)
+        moved = share >= LEAST_CPU_SHARE or bytes_read - self._bytes >= LEAST_BYTES
+        if moved or lines > self._lines:
+            self._moved_at = now
+        self._looked_at, self._cpu, self._bytes, self._lines = now, cpu, bytes_read, lines
+        self.stuck = now - self._moved_at >= self.stuck_s
+
+
+def _used(server: psutil.Process | None) -> tuple[float, int]:
+    """CPU seconds and bytes read by a process and all its descendants."""
+    cpu, bytes_read = 0.0, 0
+    with suppress(psutil.Error):
+        for process in [] if server is None else [server, *server.children(recursive=True)]:
+            with suppress(psutil.Error):  # gone meanwhile, or not ours to ask
+                times = process.cpu_times()
+                cpu += times.user + times.system
+                bytes_read += process.io_counters().read_chars
+    return cpu, bytes_read

@@ -26,9 +26,9 @@ _STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
 
 
 class Terminal(Listener):
-    """Shows one server's start, log and end; ``log_file`` gets every line of its log as it is.
+    """Shows one server's start, log and end; ``log_file`` gets every line of the log unchanged.
 
-    With ``problems_only`` set, lines of the log below a warning are not shown.
+    With ``problems_only`` set, only warnings and errors of the log are shown.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Terminal(Listener):
         self._log_file_failed = False
         self._pace = LinePace()
         self.problems_only = False
-        self._shown: deque[str] = deque(maxlen=TAIL_LINES)
+        self._printed: deque[str] = deque(maxlen=TAIL_LINES)
         self._models: tuple[str, ...] = ()
         self._started_at = time.monotonic()
 
@@ -54,28 +54,28 @@ class Terminal(Listener):
 
     @contextmanager
     def lines_of_failure(self) -> Iterator[None]:
-        """If the server fails, show those of its last lines that were not shown as they came."""
+        """If the server fails, show those of its last lines that were not shown before."""
         try:
             yield
         except ServerFailed as failed:
             for line in failed.log_lines:
-                if line not in self._shown:
+                if line not in self._printed:
                     self._print(Text("\n".join(f"  | {part}" for part in line.splitlines())))
             raise
 
     def problem(self, text: str) -> None:
-        """One line of our own about something that went wrong."""
+        """A line of ``serve``'s own about an error."""
         self._own("error", text)
 
     def say(self, text: str) -> None:
-        """One line of our own."""
+        """A line of ``serve``'s own."""
         self._own("info", text)
 
     def warning(self, text: str) -> None:
         self._own("warning", f"warning: {text}")
 
     def _own(self, severity: str, text: str) -> None:
-        """With its time, and in the log file among the server's lines."""
+        """Show the line with its time, and write it to the log file in the form of Triton's."""
         date, now = time.strftime("%m%d %H:%M:%S").split()
         self._keep(f"{severity[0].upper()}{date} {now} {os.getpid()} serve:0] {text}")
         self._print(Text(f"{now} {text}", style=_STYLES.get(severity, "")))
@@ -85,16 +85,16 @@ class Terminal(Listener):
         if self._verbose:
             self._print(Text(line.raw))
         elif line.noteworthy and (line.problem or not self.problems_only):
-            left_out = 0 if line.from_python else self._pace.take(time.monotonic())
+            left_out = 0 if line.from_python else self._pace.admit(time.monotonic())
             if left_out is None:
                 return
             if left_out:
                 self._print(Text(f"({left_out} lines came too fast to be shown)"))
-            self._shown.append(line.readable)
+            self._printed.append(line.readable)
             self._print(Text(line.readable, style=_STYLES.get(line.severity, "")))
 
     def _keep(self, line: str) -> None:
-        """Write it to the log file; where that fails the terminal goes on."""
+        """Write a line to the log file; if that fails, warn once and go on."""
         if self._log_file is None:
             return
         try:
@@ -102,7 +102,7 @@ class Terminal(Listener):
         except OSError as error:
             told, self._log_file_failed = self._log_file_failed, True
             if not told:
-                self.warning(f"the log file misses lines: {error.strerror}")
+                self.warning(f"the log file cannot be written and misses lines: {error.strerror}")
         else:
             self._log_file_failed = False
 
@@ -127,9 +127,9 @@ class Terminal(Listener):
 
 
 def announcement(server: TritonServer, health_port: int, api: tuple[str, str] | None = None) -> str:
-    """Where the server is, and a command that shows it working.
+    """The server's addresses, and a curl command to try it.
 
-    ``api`` is the same of the OpenAI API beside it.
+    ``api``: the URL of the OpenAI API, and a curl command for that.
     """
     health = f"http://{server.host}:{health_port}/health/ready"
     return "\n".join(

@@ -120,7 +120,7 @@ class TlsForwarder:
             await client.close()
 
     def _refused(self, peer: str, why: str) -> None:
-        left_out = self._pace.take(time.monotonic())
+        left_out = self._pace.admit(time.monotonic())
         if left_out is not None:
             more = f" ({left_out} more were refused before)" if left_out else ""
             self._warn(f"HTTPS: {peer} was refused: {why}{more}")

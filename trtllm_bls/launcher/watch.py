@@ -1,7 +1,7 @@
-"""One running server, watched: twice a second its processes, now and then a canary.
+"""Watches one running server: its processes twice a second, a canary request when it is silent.
 
-A thread with an event loop of its own. Owns when to look; what it means is ``health``'s, what to do
-about it is the supervisor's.
+Runs in a thread with an event loop of its own. Owns when to look; ``health`` decides what it means,
+``serve`` what to do about it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _STEPS = re.compile(rf"{ENGINE_STEPS}{{[^}}]*{STEPS_LABEL[0]}=\"{STEPS_LABEL[1]}
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds. ``canary_s``: without progress for so long, a canary is sent; after a failure the
-    next one follows in a fifth of that. ``answer_s``: what an answer may take. ``kept_s``: what a
-    stopping server has to unload a model whose requests are over."""
+    """Seconds. ``look_s``: between looks. ``canary_s``: after so long without progress a canary is
+    sent, and after a failed one the next follows in a fifth of that. ``answer_s``: the longest that
+    an answer may take. ``kept_s``: the longest that a stopping server may take to unload a model
+    without requests."""
 
     look_s: float = 0.5
     canary_s: float = 5.0
@@ -47,7 +48,8 @@ class Pace:
 
     @classmethod
     def within(cls, stall_s: float) -> Pace:
-        """Usually, and faster where there is less time to see an engine make two steps."""
+        """The defaults, or faster if ``stall_s`` leaves little time to see an engine make two
+        steps."""
         return cls(canary_s=min(cls.canary_s, stall_s / 6), answer_s=min(cls.answer_s, stall_s / 3))
 
 
@@ -66,7 +68,7 @@ class Watch:
         warn: Callable[[str], object],
         pace: Pace | None = None,
     ) -> None:
-        self.verdict = Verdict()  # it has just said that it is ready
+        self.verdict = Verdict()  # ready: a watch begins when the server has just become so
         self.looked_at = time.monotonic()
         self.draining = False  # somebody has asked for it through the status directory
         self._server = server
@@ -79,7 +81,7 @@ class Watch:
         self._probe = server.probe()
         self._has_canary = self._probe is not None and BLS in server.models
         self._progress_at = self._descriptors_at = self._busy_at = time.monotonic()
-        self._moved = 0  # responses, and tokens of answers in one piece
+        self._moved = 0  # responses, and tokens taken from engines
         self._steps = math.inf  # of the engines, as last told
         self._failures, self._error = 0, ""
         self._not_ready: tuple[str, ...] = ()
@@ -90,7 +92,7 @@ class Watch:
 
     @property
     def processes(self) -> dict[str, int]:
-        """How many of the server's processes run, by name (the model's, for a model)."""
+        """The number of running processes by name; a model's processes have the model's name."""
         found = self._processes.running if self._processes else {}
         return {name.removeprefix("model "): count for name, count in found.items()}
 
@@ -106,7 +108,7 @@ class Watch:
                 self.looked_at = now = time.monotonic()
                 statuses = self._files.read()
                 self.verdict = evaluate(self._observe(statuses, now), self._bounds, now)
-                # A server that stops ends its processes one by one; its own time limit holds then.
+                # A stopping server ends its processes one by one, within ``--exit-timeout``.
                 if self.verdict.failed and not self._server.stop_requested:
                     self._on_failed("; ".join(self.verdict.reasons))
                     break
@@ -120,11 +122,11 @@ class Watch:
             await asyncio.wait({asking})
 
     def _is_busy(self, statuses: list[ProcessStatus], now: float) -> bool:
-        """Whether a stop has anything to wait for but Triton.
+        """False if only Triton itself delays a stop: all requests have ended.
 
-        Triton 24.10 never unloads a model of which a client cancelled a request as its last
-        response left. Here that is one whose own processes all say, and have just said, that
-        nothing runs; every other model is unloaded, so nothing new can come.
+        Triton 24.10 never unloads a model if a client cancelled a request just as its last response
+        left. That is the case when every model but ``tensorrt_llm_bls`` is unloaded, so that no new
+        request can come, and all its processes have reported within a second that nothing runs.
         """
         left = set(self._server.models) - self._server.unloaded
         idle = all(s.handed_over and not s.running and now - s.loop_at < 1 for s in statuses)
@@ -134,7 +136,7 @@ class Watch:
         if self._processes is None:
             return Observed(processes=("the server is dead",))
         if self._guard is not None and self._processes.wake(self._guard):
-            self._warn("the server's guard was stopped; it goes on")
+            self._warn("the guard process of tritonserver was stopped (SIGSTOP); resumed it")
         self.draining = self._files.drain_deadline() is not None
         moved = sum(status.responses + status.tokens for status in statuses)
         if moved > self._moved:
@@ -158,12 +160,12 @@ class Watch:
         )
 
     async def _ask(self, probe: Probe) -> None:
-        """Which models are ready, and a canary unless others get answers; over and over."""
+        """Forever: ask which models are ready, and send a canary if no other request progresses."""
         while True:
             try:
                 missing = await probe.models_not_ready(self._server.models, self._pace.answer_s)
             except ConnectionFailed:
-                pass  # late, which is for the verdict to judge
+                pass  # a late answer shows as missing progress
             else:
                 self._not_ready = missing
             quiet = time.monotonic() - self._progress_at >= self._pace.canary_s - self._pace.look_s
@@ -173,12 +175,12 @@ class Watch:
             await asyncio.sleep(self._pace.canary_s / (5 if self._failures else 1))
 
     async def _look_at_steps(self) -> None:
-        """An engine at work is progress, also where nothing leaves and a canary has to wait.
+        """Count steps of the engine as progress.
 
-        Requests that do not stream leave no trace until they end; where they have every place in
-        the engine, its own count of its steps tells work from a standstill.
+        Requests that do not stream send nothing until they end. If they fill the engine's batch, a
+        canary has to wait, and only the engine's count of steps tells work from a standstill.
         """
-        with suppress(OSError):  # late, which is for the verdict to judge
+        with suppress(OSError):  # a late answer shows as missing progress
             url = self._server.metrics_url
             _, metrics = await asyncio.to_thread(ask, url, self._pace.answer_s)
             before, self._steps = self._steps, sum(map(float, _STEPS.findall(metrics.decode())))

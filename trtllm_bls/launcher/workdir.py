@@ -1,6 +1,6 @@
-"""What one server run needs on disk: a backend directory, the right libpython, changed models.
+"""The files of one run: a backend directory, the right libpython, a changed model repository.
 
-Owns the layout of a temporary directory, mostly links; it is removed after the server.
+Owns the layout of a temporary directory that consists mostly of links.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.bundled import REPOSITORY
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.launcher.find import PACKAGE, Installation
+from trtllm_bls.launcher.checks import PACKAGE, Installation
 from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.parameters import check, is_true
 from trtllm_bls.parameters.cpp_backend import check_backend
@@ -26,8 +26,8 @@ from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import Override, ServeSettings
 
 BLS, ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
-_ENGINE_MODELS = (ENGINE, _DRAFT, "ensemble")  # what a server does without if it runs no engine
-_INSTANCES = "instance group"  # no parameter, and nothing that --set could name
+_ENGINE_MODELS = (ENGINE, _DRAFT, "ensemble")  # left out if the engine is in another process
+_INSTANCES = "instance group"  # stands for --bls-instances; no parameter can have this name
 _DRAFT_OVERRIDES = (
     Override(_DRAFT, "is_draft", "true"),
     Override(BLS, "tensorrt_llm_draft_model_name", _DRAFT),
@@ -35,18 +35,19 @@ _DRAFT_OVERRIDES = (
 
 
 def link_libpython(workdir: Path, library: Path) -> Path:
-    """A directory holding that one library, to be first on the search path.
+    """A directory with only this library, for the front of the search path.
 
-    The library's own directory may hold other libraries, which must not replace the server's.
+    The library's own directory may hold others, which must not replace the server's.
     """
     return _links(workdir / "lib", [library])
 
 
 def link_backends(workdir: Path, server: Installation) -> Path:
-    """The server's backends, the Python one with the stub of this interpreter and our package.
+    """A directory of the server's backends; the Python one has this interpreter's stub and this
+    package.
 
-    The embedded Python is isolated: it reads no PYTHONPATH, but has the backend's directory on
-    its path. So models import this package however it was installed, or was not.
+    The embedded Python ignores PYTHONPATH but has the backend's directory on its path, so models
+    can import this package even if it is not installed.
     """
     python, stub = server.backends / "python", server.stub(PYTHON)
     directory = _links(workdir / "backends", set(server.backends.iterdir()) - {python})
@@ -55,11 +56,11 @@ def link_backends(workdir: Path, server: Installation) -> Path:
     return directory
 
 
-def _links(directory: Path, places: Iterable[Path]) -> Path:
+def _links(directory: Path, targets: Iterable[Path]) -> Path:
     """A new directory of links to files and directories, under their own names."""
     directory.mkdir()
-    for place in places:
-        (directory / place.name).symlink_to(place)
+    for target in targets:
+        (directory / target.name).symlink_to(target)
     return directory
 
 
@@ -82,12 +83,12 @@ def _is_model(directory: Path) -> bool:
 def prepare_models(
     workdir: Path, repository: Path, settings: ServeSettings, with_draft: bool
 ) -> Path:
-    """The repository itself, or a copy of links in which configurations differ.
+    """The repository itself, or a copy made of links with changed configurations.
 
-    Also a copy where the repository's path holds characters that the server cannot pass on. The
-    copy's neighbours are linked beside it, so that relative paths such as ``../assets`` keep their
-    meaning. ``with_draft`` adds a second embedded engine for drafts, unless the repository has one
-    of its own. Raises ``SettingsError`` for an unknown model or a broken configuration.
+    A copy is needed if settings change a configuration, or if Triton cannot handle the path. The
+    original's siblings are linked beside the copy, so that relative paths such as ``../assets``
+    still work. ``with_draft`` adds a second embedded engine for drafts, unless the repository has
+    its own. Raises ``SettingsError`` for an unknown model or a broken configuration.
     """
     with_draft = with_draft and not settings.engine_is_elsewhere and _can_add_draft(repository)
     changes = _changes(settings, with_draft)
@@ -112,7 +113,7 @@ def prepare_models(
 
 
 def parameter(repository: Path, model: str, key: str) -> str:
-    """What a model's configuration has; empty where it cannot be read, which Triton will tell."""
+    """A parameter of a model's configuration; empty if unreadable, which Triton will report."""
     try:
         return values_of(read_config(repository / model / "config.pbtxt")).get(key, "")
     except SettingsError:
@@ -120,8 +121,8 @@ def parameter(repository: Path, model: str, key: str) -> str:
 
 
 def sends_only(repository: Path, settings: ServeSettings) -> bool:
-    """Whether Python models call no other ones inside the server: all are ours, and the
-    orchestrator may be told to reach its engines over gRPC."""
+    """Whether no Python model calls another inside the server: all are this package's, and the
+    orchestrator reaches its engines over gRPC."""
     given = {(each.model, each.parameter) for each in settings.overrides}
     for name in model_names(repository):
         if not any((repository / name).glob("*/*.py")):
@@ -137,12 +138,13 @@ def sends_only(repository: Path, settings: ServeSettings) -> bool:
 
 
 def is_plain(path: Path | str) -> bool:
-    """Whether Triton can pass a path on: it goes through a shell, unquoted, to Python as ASCII."""
+    """Whether Triton can handle a path: it passes it through a shell, unquoted, as ASCII."""
     return shlex.quote(str(path)) == str(path)
 
 
 def link_checkpoint(workdir: Path, name: str, directory: str) -> Path:
-    """The directory, or one of links to its files: models cannot read paths beyond ASCII."""
+    """The directory, or one of links to its files if the path is not ASCII, which models cannot
+    read."""
     if directory.isascii():
         return Path(directory)
     return _links(workdir / name, Path(directory).iterdir())
@@ -155,7 +157,7 @@ def _can_add_draft(repository: Path) -> bool:
 
 
 def _changes(settings: ServeSettings, with_draft: bool) -> list[tuple[str, Override]]:
-    """Each with the option that asked for it."""
+    """The changes to configurations, each with the option that asked for it."""
     instances: object = settings.bls_instances
     if instances == "auto":
         instances = auto_instances(len(os.sched_getaffinity(0)))
@@ -176,7 +178,8 @@ def _changes(settings: ServeSettings, with_draft: bool) -> list[tuple[str, Overr
 
 
 def auto_instances(cores: int) -> int:
-    """Processes of ``tensorrt_llm_bls``: most cores are for the engine and the server's threads."""
+    """The number of processes of ``tensorrt_llm_bls``: a quarter of the cores, 1 to 4. The engine
+    and the server's threads need the others."""
     return max(1, min(4, cores // 4))
 
 
@@ -196,7 +199,7 @@ def _rewrite(file: Path, option: str, change: Override) -> None:
             config.model_transaction_policy.decoupled = is_true(change.value)
         else:
             config.parameters[change.parameter].string_value = change.value
-    file.unlink()  # a link to the original, which stays as it is
+    file.unlink()  # only the link; the original stays unchanged
     file.write_text(text_format.MessageToString(config), encoding="utf-8")
 
 
@@ -212,7 +215,7 @@ def _check_parameter(directory: Path, config: Any, override: Override) -> None:
 
 
 def _our_model(directory: Path, platform: str) -> str | None:
-    """Which of our models this is, whatever its name: it runs the same ``model.py``."""
+    """Which of this package's models it is, recognised by an identical ``model.py``."""
     if platform == "ensemble":
         return platform
     code = directory / "1" / "model.py"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,26 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from trtllm_bls.chat_parsing import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters import BlsParameters, Parameters, rows_of
-from trtllm_bls.settings import is_loopback
+from trtllm_bls.parameters import BlsParameters, Parameters, parameters_in
+from trtllm_bls.parameters.declaration import DIRECTORY, FILE
+from trtllm_bls.settings import ServeSettings, is_loopback, options_of
 
 MODEL = "tensorrt_llm_bls"
-# Shape what Triton's tensors carry, or choose how to get there from inside Triton.
+# They shape what Triton's tensors carry, or choose how to call the engine from inside Triton.
 _INSIDE_TRITON = ("accumulate_tokens", "decoupled", "engine_transport")
-_ROWS = {key: row for key, row in rows_of(MODEL).items() if key not in _INSIDE_TRITON}
+_DECLARED = {
+    key: row for key, row in parameters_in(BlsParameters).items() if key not in _INSIDE_TRITON
+}
+# The options that ``serve`` has too.
+_AS_OF_SERVE = (
+    *("host", "expose", "api_keys_file", "tool_parser", "reasoning_parser"),
+    *("tls_cert", "tls_key", "tls_client_ca", "exit_timeout"),
+)
 _PATH = click.Path(path_type=Path)
 
 
-def _parameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """An option for each parameter, with the meaning and the default that the table has."""
-    for key, row in reversed(_ROWS.items()):
-        name = "--" + key.replace("_", "-")
-        default = f"  [default: {row.default}]" if row.default else ""
-        help = row.meaning.replace("`", "") + default
-        command = click.option(name, key, help=help, metavar="VALUE")(command)
-    return command
-
-
 @click.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -57,47 +52,15 @@ def _parameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="What requests call the model (default: its directory's name); may be repeated.",
 )
 @click.option(
-    "--api-keys-file",
-    type=_PATH,
-    help="Keys that clients must bring, one a line; also in TRTLLM_BLS_API_KEYS, with commas.",
-)
-@click.option(
     "--allow-origin",
     "origins",
     multiple=True,
     metavar="ORIGIN",
     help="Let web pages of this origin use the API (CORS); may be repeated; * = all.",
 )
-@click.option(
-    "--ssl-certfile", "certificate", type=_PATH, help="Serve HTTPS with this certificate, in PEM."
-)
-@click.option("--ssl-keyfile", "key", type=_PATH, help="Key of --ssl-certfile, in PEM.")
-@click.option(
-    "--ssl-ca-certs", "client_ca", type=_PATH, help="Whose certificates clients must show, in PEM."
-)
-@click.option(
-    "--exit-timeout",
-    default=30,
-    show_default=True,
-    help="Seconds that running requests have to end when stopping.",
-)
-@click.option(
-    "--tool-parser",
-    type=click.Choice(["auto", "none", *TOOL_FORMATS]),
-    default="auto",
-    show_default=True,
-    help="How the model writes tool calls; auto: by its chat template.",
-)
-@click.option(
-    "--reasoning-parser",
-    type=click.Choice(["auto", "none", *REASONING_TAGS]),
-    default="auto",
-    show_default=True,
-    help="How the model marks reasoning; auto: by its chat template.",
-)
-@click.option("--expose", is_flag=True, help="Allow a --host that others reach, without keys.")
+@options_of(ServeSettings, *_AS_OF_SERVE)
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
-@_parameter_options
+@options_of(BlsParameters, *_DECLARED)
 @click.pass_context
 def main(context: click.Context, /, **options: Any) -> None:
     """Serve OpenAI's HTTP API from an engine in Triton, until Ctrl-C or SIGTERM.
@@ -118,14 +81,14 @@ def main(context: click.Context, /, **options: Any) -> None:
     keys = read_keys(options["api_keys_file"])
     if not (keys or options["expose"] or is_loopback(options["host"])):
         raise SettingsError(
-            f"--host {options['host']}: whoever reaches this machine could use the API; give it "
-            "--api-keys-file, or --expose if that is meant"
+            f"--host {options['host']}: every machine that reaches this one could use the API; add "
+            "--api-keys-file, or --expose if that is intended"
         )
     if options["exit_with_parent"]:
         end_with_parent()
     given = {
         key: options[key]
-        for key in _ROWS
+        for key in _DECLARED
         if context.get_parameter_source(key) is ParameterSource.COMMANDLINE
     }
     parameters = read_parameters(options["model_repository"], given, options["workers"])
@@ -161,8 +124,8 @@ def read_parameters(
         except SettingsError as error:
             raise SettingsError(f"--model-repository: {error}") from error
     for key, value in given.items():
-        here = _ROWS[key].kind.expected in ("a directory", "a file") and value
-        values[key] = os.path.abspath(value) if here else value
+        is_path = _DECLARED[key].kind in (DIRECTORY, FILE)
+        values[key] = os.path.abspath(value) if is_path and value else value
     values["engine_transport"] = "grpc"
     config = {
         "name": MODEL,
@@ -171,6 +134,6 @@ def read_parameters(
         "instance_group": [{"count": workers}],
     }
     arguments = {"model_config": json.dumps(config), "model_repository": str(base / MODEL)}
-    given_variables = {_ROWS[key].env for key in given}
+    given_variables = {_DECLARED[key].env for key in given}
     environment = {k: v for k, v in os.environ.items() if k not in given_variables}
-    return BlsParameters.read(Parameters(arguments, environment))
+    return Parameters(arguments, environment).read(BlsParameters)

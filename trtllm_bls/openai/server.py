@@ -44,16 +44,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How the API is served. ``port`` 0: any free one; ``exit_timeout``: seconds; ``client_ca``:
-    whose certificates clients must show, with TLS."""
+    """How the API is served.
+
+    ``port`` 0 is any free port, ``exit_timeout`` is in seconds. With ``tls_client_ca`` only clients
+    that show a certificate of these authorities are accepted.
+    """
 
     host: str = "127.0.0.1"
     port: int = 9000
     workers: int = 1
     exit_timeout: int = 30
-    certificate: Path | None = None
-    key: Path | None = None
-    client_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
 
 
 class LimitedHeaders(HttpToolsProtocol):
@@ -119,7 +122,7 @@ def _serve(
     parameters: BlsParameters, api: ApiSettings, server: ServerSettings, listening: socket.socket
 ) -> None:
     host, port = listening.getsockname()[:2]
-    scheme = "http" if server.certificate is None else "https"
+    scheme = "http" if server.tls_cert is None else "https"
     shown = f"[{host}]" if ":" in host else host
     options = uvicorn_options(server.exit_timeout)
     if _SUPERVISES:
@@ -128,10 +131,10 @@ def _serve(
         partial(make_app, parameters, api, os.getpid()),
         factory=True,
         workers=server.workers,
-        ssl_certfile=server.certificate,
-        ssl_keyfile=server.key,
-        ssl_ca_certs=str(server.client_ca) if server.client_ca is not None else None,
-        ssl_cert_reqs=ssl.CERT_NONE if server.client_ca is None else ssl.CERT_REQUIRED,
+        ssl_certfile=server.tls_cert,
+        ssl_keyfile=server.tls_key,
+        ssl_ca_certs=str(server.tls_client_ca) if server.tls_client_ca is not None else None,
+        ssl_cert_reqs=ssl.CERT_NONE if server.tls_client_ca is None else ssl.CERT_REQUIRED,
         **options,
     )
     print(f"OpenAI API: {scheme}://{shown}:{port}/v1", flush=True)
@@ -143,7 +146,7 @@ def _serve(
     config.loop = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
     workers = _Workers(config, [theirs])
     # With TLS nobody but a worker can read what is asked.
-    healthy = None if server.certificate else SharedProofs(api.shared).hold
+    healthy = None if server.tls_cert else SharedProofs(api.shared).hold
     Front(listening, (ours, theirs), healthy, workers.should_exit.is_set).start()
     workers.run()
     if any(process.exitcode == _STARTUP_FAILURE for process in workers.processes):

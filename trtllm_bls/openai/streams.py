@@ -45,10 +45,6 @@ class Outbox:
         while self._blocked is not None:
             await asyncio.wait({self._blocked})
 
-    def is_ready(self) -> bool:
-        """Whether ``ready`` would return at once."""
-        return self._blocked is None
-
     def put(self, part: bytes) -> None:
         """More to write; never waits."""
         if self._blocked is not None:
@@ -118,12 +114,12 @@ async def run_all(
     """Run the prompts of one request side by side until all are answered and written. Where one
     fails, all end; also where the client leaves, which is told by ``receive``.
 
-    Chunks come where the engine's arrive, as long as ``outbox`` can write. Raises ``ClientGone``.
+    Raises ``ClientGone``.
     """
 
     def run(place: int, request: TextRequest) -> Coroutine[Any, Any, None]:
         sink = PromptSink(place * request.num_return_sequences, on_chunk, outbox.ready)
-        return orchestrator.run(request, sink, outbox.is_ready)
+        return orchestrator.run(request, sink)
 
     async def run_several() -> None:
         await run_rows([asyncio.create_task(run(*each)) for each in enumerate(requests)])

@@ -1,30 +1,26 @@
 """Parameters of the models (``parameters`` in ``config.pbtxt``).
 
-``table`` says of every parameter what it may be, its default and what it does; the checked-in
-``config.pbtxt`` files, ``--set`` and the environment variables of ``serve`` follow it. ``reading``
-reads a model's own at load. ``python -m trtllm_bls.parameters`` prints ``docs/parameters.md``.
+``models`` declares each of them once, ``declaration`` reads their texts. ``cpp_backend`` knows the
+parameters of TensorRT-LLM's C++ backend, which are its own.
 """
 
+from trtllm_bls.parameters.declaration import GIVEN, Parameters, is_true, parameters_in
 from trtllm_bls.parameters.engine_choice import EngineChoice, EngineKind, parse_engine
-from trtllm_bls.parameters.kinds import Parameter, is_true
-from trtllm_bls.parameters.reading import (
-    BlsParameters,
-    EngineParameters,
-    Parameters,
-    request_limits,
-)
-from trtllm_bls.parameters.table import (
+from trtllm_bls.parameters.models import (
     DRAFT_MODEL_DIR,
     ENGINE_TLS_PIN,
     ENGINE_TRANSPORT,
-    GIVEN,
     GRPC_URL,
     MAX_STREAMS,
     MODEL_DIR,
     STATUS_DIR,
     THREADS,
+    BlsParameters,
+    EngineParameters,
+    PostprocessingParameters,
+    PreprocessingParameters,
     check,
-    rows_of,
+    parameters_of,
 )
 
 __all__ = [
@@ -41,11 +37,12 @@ __all__ = [
     "EngineChoice",
     "EngineKind",
     "EngineParameters",
-    "Parameter",
     "Parameters",
+    "PostprocessingParameters",
+    "PreprocessingParameters",
     "check",
     "is_true",
+    "parameters_in",
+    "parameters_of",
     "parse_engine",
-    "request_limits",
-    "rows_of",
 ]

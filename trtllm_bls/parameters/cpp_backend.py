@@ -1,7 +1,8 @@
 """The parameters of the C++ ``tensorrtllm`` backend: which release reads which, and their values.
 
-The backend ignores a key that it does not know, and takes a value that it cannot read for "not
-set"; so a slip is refused here. The rows follow the backend's sources at its release tags.
+The backend ignores a key that it does not know, and treats a value that it cannot read as not set.
+So a misspelled key or value is refused here. The rows follow the backend's sources at its release
+tags.
 """
 
 from __future__ import annotations
@@ -9,14 +10,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.table import ENGINE_FACTS, TRITON_KEYS, check, suggestion
+from trtllm_bls.parameters.declaration import TRITON_KEYS, check_in, parameters_in, suggestion
+from trtllm_bls.parameters.models import EngineFacts
 
-Version = tuple[int, int]
 
-OLDEST: Version = (0, 9)
-LAST: Version = (99, 0)
+class Version(NamedTuple):
+    """A release of TensorRT-LLM."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+OLDEST = Version(0, 9)
+LAST = Version(99, 0)
 
 
 @dataclass(frozen=True)
@@ -116,19 +128,14 @@ xgrammar_tokenizer_info_path      text      0.19       !0.19
 
 
 def parse_releases(text: str, last: Version = LAST) -> tuple[Version, Version]:
-    """``0.12-0.14`` as numbers; ``0.12`` goes on to the ``last``."""
+    """The first and the last release of ``0.12-0.14``; of ``0.12`` they are 0.12 and ``last``."""
     since, _, until = text.partition("-")
     return _version(since), _version(until) if until else last
 
 
 def _version(text: str) -> Version:
     major, minor = text.split(".")
-    return int(major), int(minor)
-
-
-def shown(version: Version) -> str:
-    """As it is written."""
-    return f"{version[0]}.{version[1]}"
+    return Version(int(major), int(minor))
 
 
 def _keys() -> Iterator[Key]:
@@ -141,7 +148,7 @@ def _keys() -> Iterator[Key]:
 
 
 KEYS = tuple(_keys())
-_FACTS = frozenset(row.key for row in ENGINE_FACTS)
+_FACTS = parameters_in(EngineFacts)
 
 
 def keys_of(version: Version) -> dict[str, Key]:
@@ -152,19 +159,19 @@ def keys_of(version: Version) -> dict[str, Key]:
 def check_backend(key: str, value: str, version: Version | None = None) -> None:
     """Raises ``SettingsError`` if the backend does not read ``key`` or cannot read ``value``.
 
-    Without a ``version`` it is enough that some release does. What the orchestrator reads in the
-    engine's configuration is allowed too.
+    Without a ``version`` it is enough that any release does. The ``EngineFacts``, which the
+    orchestrator reads, are allowed too.
     """
-    if key in _FACTS | TRITON_KEYS:
-        check("tensorrt_llm", key, value, ENGINE_FACTS)
+    if key in _FACTS or key in TRITON_KEYS:
+        check_in(_FACTS, "tensorrt_llm", key, value)
         return
     known = KEYS if version is None else keys_of(version).values()
     rows = [row for row in known if row.name == key]
     if not rows:
-        whose = "the C++ backend"
+        backend = "the C++ backend"
         if version is not None and any(row.name == key for row in KEYS):
-            whose += f" of {shown(version)}"
+            backend += f" of {version}"
         mend = suggestion(key, [row.name for row in known])
-        raise SettingsError(f"{whose} has no parameter {key}; {mend}")
+        raise SettingsError(f"{backend} has no parameter {key}; {mend}")
     if "${" in value or not any(row.pattern.fullmatch(value) for row in rows):
         raise SettingsError(f"{value!r} is not allowed; it must be {rows[-1].expected}")

@@ -1,15 +1,15 @@
-"""Which engine answers, as one text: ``triton:MODEL``, ``triton+grpc://…`` or ``trtllm://…``."""
+"""The text that names an engine: ``triton:MODEL``, ``triton+grpc://…`` or ``trtllm://…``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-from trtllm_bls.parameters.kinds import Kind
+from trtllm_bls.parameters.declaration import Kind
 
 
 class EngineKind(str, Enum):
-    """The value is how a choice begins."""
+    """What kind of engine it is; the value is how its text begins."""
 
     TRITON = "triton:"  # a model of this server
     TRITON_GRPC = "triton+grpc://"  # the same model of other servers
@@ -18,7 +18,10 @@ class EngineKind(str, Enum):
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """``addresses``: (``host:port``, model) of each server; of this one both may be empty."""
+    """``addresses`` are (``host:port``, model) of each server.
+
+    The address is empty for a model of this server, the model for TensorRT-LLM's service.
+    """
 
     kind: EngineKind
     addresses: tuple[tuple[str, str], ...]
@@ -30,9 +33,9 @@ class EngineChoice:
 
 
 def parse_engine(text: str) -> EngineChoice:
-    """Read a choice; raises ``ValueError`` for any other form.
+    """Read the text of a choice; raises ``ValueError`` for any other form.
 
-    Of several addresses of ``triton+grpc`` those without a model have the first one's.
+    With several addresses of ``triton+grpc``, those that name no model have the first one's.
     """
     kind = next((each for each in EngineKind if text.startswith(each.value)), None)
     if kind is None:
@@ -56,7 +59,7 @@ def parse_engine(text: str) -> EngineChoice:
 
 
 def _local(text: str) -> str:
-    """The engine of the model ``tensorrt_llm`` itself."""
+    """What generates tokens inside the Python model ``tensorrt_llm``."""
     if text not in ("embedded", "llm_api"):
         choice = parse_engine(text)
         if choice.kind is not EngineKind.TRTLLM or len(choice.addresses) > 1:

@@ -1,4 +1,4 @@
-"""Whom to trust at an engine behind TLS, and as whom to come."""
+"""The TLS of the connection to an engine: which authority to trust, which certificate to show."""
 
 from __future__ import annotations
 
@@ -6,33 +6,38 @@ import ssl
 from pathlib import Path
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.reading import BlsParameters
+from trtllm_bls.parameters.models import BlsParameters
 
 
 def engine_tls(parameters: BlsParameters) -> ssl.SSLContext | None:
-    """As the parameters ``engine_tls_*`` say; ``None`` = no TLS. Raises ``SettingsError``."""
-    ca, cert, key = parameters.tls_ca, parameters.tls_cert, parameters.tls_key
-    pin = parameters.tls_pin
+    """The context that the parameters ``engine_tls_*`` describe; ``None`` = no TLS.
+
+    Raises ``SettingsError`` for parameters that contradict each other and for unusable files.
+    """
+    ca, pin = parameters.engine_tls_ca, parameters.engine_tls_pin
+    cert, key = parameters.engine_tls_cert, parameters.engine_tls_key
     if ca is None and cert is None and key is None and pin is None:
         return None
     if ca is None and pin is None:
-        raise SettingsError("parameter engine_tls_ca is empty: name whom to trust at engine_url")
+        raise SettingsError(
+            "parameter engine_tls_ca is empty: name the authorities to trust at engine_url"
+        )
     if (cert is None) != (key is None):
         raise SettingsError("parameters engine_tls_cert and engine_tls_key: set both or neither")
     try:
         context = ssl.create_default_context(cafile=ca) if pin is None else trusting(pin)
         if cert is not None:
             context.load_cert_chain(cert, key)
-    except (OSError, ValueError) as error:  # of which ssl's own are kinds
+    except (OSError, ValueError) as error:  # ssl's own errors are among them
         files = ", ".join(str(path) for path in (pin, ca, cert, key) if path)
         raise SettingsError(f"parameters engine_tls_*: {files}: not usable: {error}") from error
     return context
 
 
 def trusting(certificate: Path) -> ssl.SSLContext:
-    """Trusts the first certificate of the file alone, so its names need not be looked at.
+    """A context that trusts only the first certificate of the file, whatever names it has.
 
-    Raises ``OSError`` and ``ValueError`` for a file of no use.
+    Raises ``OSError`` or ``ValueError`` if the file cannot be read or holds no certificate.
     """
     text = certificate.read_text(encoding="ascii")
     first, end, _ = text[text.find("-----BEGIN CERT") :].partition("-----END CERTIFICATE-----")

@@ -1,24 +1,22 @@
-"""What every ``model.py`` does with Triton's requests: answer each exactly once.
+"""Triton's requests in every ``model.py``: each is answered exactly once.
 
-One event loop in a thread of its own runs one task per request (``RequestServer``). Sending is a
-round trip to the server that blocks its thread, so a few sender threads do it; at most one send per
-request is in flight, and what its task produces meanwhile is answered together (``Call.ready``).
-One watcher thread asks Triton which callers have gone and cancels their tasks. The rules that a
-response sender must obey (docs/architecture.md names the defects behind them) are kept in ``Call``
-and nowhere else:
+``RequestServer`` runs one task per request on an event loop in a thread of its own. Sending blocks,
+so sender threads do it (``call.py``). A watcher thread asks Triton which callers have left and
+cancels their tasks. ``Call`` alone knows Triton's response sender and keeps its rules
+(docs/architecture.md names the defects behind them):
 
-- every request ends in exactly one FINAL, on every path, also where a send fails;
-- an error is the last thing sent and has FINAL in the same send, and where the caller wants it as
-  gRPC status it leaves no sooner than a second after its request came;
-- only outputs that the caller asked for are sent;
-- nobody asks ``is_cancelled`` of a sender that has been closed: both are done under one lock.
+- Every request ends in exactly one FINAL, on every path, also where a send fails.
+- An error is the last thing sent and carries FINAL. If the caller wants errors as gRPC status, it
+  leaves no sooner than a second after its request came.
+- Only outputs that the caller asked for are sent.
+- ``is_cancelled`` is never called after FINAL, nor during a send: one lock guards both.
 
-``pb_utils`` comes in as an argument. Knows nothing of text, tokens or engines.
+``pb_utils`` comes in as an argument, so tests run without Triton. Nothing here knows of text,
+tokens or engines.
 """
 
-from trtllm_bls.python_backend.call import Call
+from trtllm_bls.python_backend.call import MAX_QUEUED, Call, SenderThreads
 from trtllm_bls.python_backend.request_server import WATCHED_AT_ONCE, RequestServer, answering
-from trtllm_bls.python_backend.sender_threads import MAX_QUEUED, SenderThreads
 
 __all__ = [
     "MAX_QUEUED",

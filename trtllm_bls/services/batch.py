@@ -9,9 +9,9 @@ from trtllm_bls.request_stats import CancelCause
 
 
 async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for all rows. Where one fails, the others are cancelled, and have ended on return.
+    """Wait for all rows. If one fails, cancel the others and wait until they have ended.
 
-    ``gather`` alone does not: once a row has failed, it forgets the others.
+    ``gather`` alone does not wait: once a row has failed, it forgets the others.
     """
     try:
         await asyncio.gather(*rows)

@@ -18,15 +18,11 @@ from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters, EngineKind
 from trtllm_bls.parameters.engine_tls import engine_tls
-from trtllm_bls.services.metrics import TritonMetrics
-from trtllm_bls.services.request_log import RequestLog
-from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.services.request_metrics import RequestMetrics, TritonMetrics
+from trtllm_bls.services.request_reports import RequestLog, RequestReports
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
-# More than one, since it may end long before the others.
-_SHOWN = 4
 SHUTTING_DOWN = "the server is shutting down; ask another one"
 
 log = logging.getLogger(__name__)
@@ -54,7 +50,7 @@ class Deployment:
             timeout_s=_default_timeout(parameters),
             limits=parameters.limits,
             expose_kv_cache_metrics=parameters.expose_kv_cache_metrics,
-            shown=_SHOWN if parameters.engine and parameters.engine.is_elsewhere else 0,
+            engine_shows_progress=not (parameters.engine and parameters.engine.is_elsewhere),
         )
         self.admission = Admission(
             parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
@@ -70,8 +66,8 @@ class Deployment:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to report requests; they run on ``loop``."""
         self.reports.start(loop, self.orchestrator.load)
-        # For its first line Triton's logger looks at the file of each module that is loaded, which
-        # takes 40 ms: now, not in the first request.
+        # The first line that Triton's logger writes takes 40 ms, because it looks at the file of
+        # each loaded module. Writing one now keeps that out of the first request.
         log.info(
             "trtllm-bls %s: this process runs at most %d requests, and %d more wait",
             __version__,
@@ -80,7 +76,7 @@ class Deployment:
         )
 
     async def engine_problem(self) -> str | None:
-        """What is wrong with an engine that tells of its health; one to two seconds old at most."""
+        """What is wrong with the engine, if it reports its health; at most two seconds old."""
         if _is_service(self._parameters):
             try:
                 await self.engine.capacity()
@@ -90,18 +86,21 @@ class Deployment:
 
     @property
     def tokens(self) -> int:
-        """Those taken so far for answers in one piece; any thread may ask."""
+        """Tokens taken from the engine so far; any thread may ask."""
         return self.orchestrator.tokens
 
     def drain(self) -> None:
-        """Refuse what waits; what is speculated goes on as one plain request each."""
+        """Refuse waiting requests; each speculated one goes on as one plain request."""
         self.admission.refuse_waiting(SHUTTING_DOWN)
         self.engine.drain()
 
     @property
-    def settled(self) -> bool:
-        """Whether no request needs another one to an engine, but those that have just begun."""
-        return self.engine.settled and self.admission.queued == 0
+    def handed_over(self) -> bool:
+        """Whether no request that runs will send another one to an engine.
+
+        A request that has just been accepted may still send its first.
+        """
+        return self.engine.handed_over and self.admission.queued == 0
 
     async def close(self) -> None:
         """Close the engines; the last reports are out on return."""
@@ -121,30 +120,30 @@ def _engine(
     parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer, reports: RequestReports
 ) -> RoutingEngine:
     route = Route(
-        transport=parameters.transport,
+        transport=parameters.engine_transport,
         url=parameters.engine_url,
         pb_utils=pb_utils,
         vocab_size=tokenizer.model_vocab_size,
         max_streams=parameters.max_streams,
-        stall_seconds=parameters.stall_seconds,
+        stall_seconds=parameters.engine_stall_seconds,
         tls=engine_tls(parameters),
         repository=parameters.repository,
     )
     draft: Engine | None = None
     target = _target(parameters, route, tokenizer)
     if _is_service(parameters):
-        if parameters.draft or parameters.draft_source != "off":
+        if parameters.tensorrt_llm_draft_model_name or parameters.draft_source != "off":
             log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
-    elif parameters.draft and _same_vocabulary(parameters, tokenizer):
-        draft = triton_engine(parameters.draft, route)
+    elif parameters.tensorrt_llm_draft_model_name and _same_vocabulary(parameters, tokenizer):
+        draft = triton_engine(parameters.tensorrt_llm_draft_model_name, route)
     source = parameters.draft_source
     options = SpeculationOptions(
         draft_source=DraftSource(source) if source != "off" else DraftSource.MODEL,
         num_draft_tokens=parameters.num_draft_tokens,
-        max_draft_tokens=parameters.max_draft_tokens,
+        max_draft_tokens=parameters.max_draft_len,
         draft_deadline_s=parameters.draft_deadline_seconds,
         overlap=parameters.overlap_drafts,
-        ignore_unverifiable=parameters.ignore_unverifiable_drafts,
+        ignore_unverifiable=parameters.unverifiable_drafts == "ignore",
     )
     return RoutingEngine(
         target,
@@ -159,12 +158,12 @@ def _target(parameters: BlsParameters, route: Route, tokenizer: Tokenizer) -> En
     """The engine, or those, that parameter ``engine`` names."""
     choice = parameters.engine
     if choice is None:
-        return triton_engine(parameters.target, route)
+        return triton_engine(parameters.tensorrt_llm_model_name, route)
     settings = ServiceSettings(
         eos_id=tokenizer.eos_id,
         vocab_size=tokenizer.model_vocab_size,
         max_sequence_tokens=parameters.engine_max_sequence_tokens,
-        stall_seconds=parameters.stall_seconds,
+        stall_seconds=parameters.engine_stall_seconds,
     )
     engines: list[Engine] = []
     for url, model in choice.addresses:
@@ -185,8 +184,8 @@ def _is_service(parameters: BlsParameters) -> bool:
 
 
 def _default_timeout(parameters: BlsParameters) -> float | None:
-    """Seconds; the longest that a request may name bounds one that names none, too."""
-    known = (parameters.timeout_seconds, parameters.limits.max_timeout_s)
+    """Seconds. The longest time that a request may name also bounds a request that names none."""
+    known = (parameters.request_timeout_seconds, parameters.limits.max_timeout_s)
     return min((seconds for seconds in known if seconds), default=None)
 
 
@@ -196,7 +195,7 @@ def _same_vocabulary(parameters: BlsParameters, tokenizer: Tokenizer) -> bool:
         return True
     log.warning(
         "draft model %s is not used: its tokenizer in %s has another token table than the target's",
-        parameters.draft,
+        parameters.tensorrt_llm_draft_model_name,
         directory,
     )
     return False

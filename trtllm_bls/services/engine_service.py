@@ -22,8 +22,8 @@ from trtllm_bls.wire.engine_server import ChunkWriter, engine_requests, is_stop
 class EngineService:
     """Answers calls with ``engine``; ``exclude_input`` is the model's default for that option.
 
-    ``limits``: what a request may cost. ``expose_kv_cache_metrics``: tell how much of a prompt was
-    in the KV cache already.
+    ``limits``: the sizes that a request may have. ``expose_kv_cache_metrics``: report how much of a
+    prompt was in the KV cache already. ``chunks`` counts what the engine has made so far.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class EngineService:
         limits: RequestLimits | None = None,
         expose_kv_cache_metrics: bool = False,
     ) -> None:
-        self.chunks = 0  # that the engine has made so far
+        self.chunks = 0
         self._engine = engine
         self._exclude_input = exclude_input
         self._limits = limits or RequestLimits()
@@ -103,8 +103,8 @@ class EngineService:
         async with aclosing(self._engine.generate(request)) as stream:
             async for chunk in stream:
                 self.chunks += 1
-                # One response after the other has been taken: in Triton 24.10 two of one stream
-                # that arrive together can stop a caller that uses the BLS API.
+                # Wait until the last response has been taken. In Triton 24.10, a caller that uses
+                # the BLS API can hang if two responses of one stream arrive together.
                 await call.ready()
                 if chunk.metrics is not None and not self._expose:
                     chunk = replace(chunk, metrics=chunk.metrics.without_reuse())

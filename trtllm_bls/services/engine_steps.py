@@ -1,7 +1,7 @@
-"""What an engine in Python tells of itself: how far it has come, on Triton's ``/metrics`` as the
-C++ backend shows it, and how long a sequence it takes.
+"""What an engine in Python reports of itself: its steps, on Triton's ``/metrics`` as the C++
+backend does, and its longest sequence, in the status directory.
 
-``serve`` reads it to tell an engine at work from one that stands still: requests that do not stream
+``serve`` reads the steps to tell an engine at work from one that hangs. Requests that do not stream
 leave no other trace until they end.
 """
 
@@ -18,13 +18,13 @@ from trtllm_bls.errors import EngineError
 from trtllm_bls.parameters import STATUS_DIR
 from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, StatusDirectory
 
-EVERY_SECONDS = 1.0  # telling is a round trip to the server
+EVERY_SECONDS = 1.0  # each report is a round trip to the server
 
 log = logging.getLogger(__name__)
 
 
 async def tell_longest(engine: Engine, model: str) -> None:
-    """Tell the other processes of ``serve``, which keep a status directory."""
+    """Write the engine's longest sequence, in tokens, for the other processes of ``serve``."""
     try:
         directory, longest = (
             os.environ.get(STATUS_DIR),
@@ -37,12 +37,13 @@ async def tell_longest(engine: Engine, model: str) -> None:
 
 
 def told_longest(directory: str, model: str) -> int | None:
-    """What ``model`` has told there, if there is a status directory."""
+    """The longest sequence of ``model`` in tokens, if it is in the status directory."""
     return StatusDirectory(directory).longest(model) if directory else None
 
 
 class EngineSteps:
-    """Tells ``count()`` until closed, by a thread. ``args``: of the model's ``initialize``."""
+    """Reports ``count()`` every second until closed, on a thread. ``args``: of the model's
+    ``initialize``."""
 
     def __init__(self, pb_utils: Any, args: Mapping[str, str], count: Callable[[], int]) -> None:
         # Triton drops a family or a series that is not referenced.
@@ -69,7 +70,7 @@ class EngineSteps:
             if count == self._told:
                 continue
             try:
-                # Triton adds up the series of several processes: each adds its own difference.
+                # Triton adds up the series of several processes, so each adds its own difference.
                 self._metric.increment(count - self._told)
                 self._told = count
             except Exception:  # whatever Triton raises, requests go on

@@ -1,8 +1,8 @@
-"""A process of ``tensorrt_llm_bls`` tells what it does, and drains when it is asked to.
+"""Writes the status file of a ``tensorrt_llm_bls`` process, and drains the process when asked to.
 
-Draining: new requests are refused; a request that is speculated goes over to one plain request to
-the target, because Triton takes no further ones from us once it has been told to stop; at the
-deadline what still runs ends with an error rather than with a broken connection.
+While a process drains, it refuses new requests. A request with speculative decoding goes on with
+one plain request to the target: Triton refuses further requests from us once it was told to stop.
+At the deadline, the requests that still run end with an error rather than a broken connection.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from trtllm_bls.status import ProcessStatus, StatusDirectory
 
 TICK_SECONDS = 0.05
 WRITE_SECONDS = 1.0
-# A request that has just been accepted, or handed over, is on its way to Triton for a moment.
+# A request that has just been accepted needs a moment to reach the engine. The process counts as
+# handed over only once nothing was on its way for so long.
 SETTLE_SECONDS = 0.25
-NAMED = 20  # requests listed in a status
+NAMED = 20  # ids of requests in a status
 
 log = logging.getLogger(__name__)
 
 
 class Serving(Protocol):
-    """What answers callers; any thread may ask."""
+    """The server of requests: ``RequestServer``. Any thread may read its properties."""
 
     refusal: TrtllmBlsError | None
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Where its requests run."""
+        """The event loop that runs its requests."""
 
     @property
     def running(self) -> list[str]:
@@ -45,17 +46,18 @@ class Serving(Protocol):
 
     @property
     def responses(self) -> int:
-        """How many have been made so far, errors left out."""
+        """How many responses have been made so far, errors left out."""
 
     async def end_all(self) -> None:
         """End every request with an error."""
 
 
 class Lifecycle:
-    """Keeps one process's status file in ``directory`` and obeys its drain file, on a thread.
+    """A thread that writes the process's status file in ``directory`` and obeys its drain file.
 
-    ``directory`` is made if need be. ``first``: a drain file in it is an earlier server's. Raises
-    ``OSError`` if it cannot be written.
+    Makes ``directory`` if it is missing. ``first``: this process is the first of its server, so a
+    drain file that is there was left by an earlier server, and is removed. Raises ``OSError`` if
+    the directory cannot be written.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Lifecycle:
         self._unsettled_at = 0.0
         self._turned, self._missed_turns = True, 0
         self._draining = self._cut = False
-        self._told: Future[None] | None = None  # whether the sender has been told to drain
+        self._told: Future[None] | None = None  # done once the sender knows that it drains
         self._engine_problem: str | None = None
         self._closing = threading.Event()
         self._files.path.mkdir(parents=True, exist_ok=True)
@@ -79,7 +81,7 @@ class Lifecycle:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; to be called before the server is closed."""
+        """End the thread. Call this before the server is closed, whose loop the thread uses."""
         self._closing.set()
         self._thread.join()
 
@@ -102,7 +104,8 @@ class Lifecycle:
                 try:
                     self._write()
                 except OSError as error:
-                    # The server took its directory along; this process only outlives it.
+                    # ``serve`` removes the directory when it ends, and a draining process may
+                    # live a moment longer.
                     if not (self._draining and isinstance(error, FileNotFoundError)):
                         log.warning("status_dir %s: %s", self._files.path, error.strerror)
 
@@ -113,7 +116,7 @@ class Lifecycle:
             self._told = self._begin(self._drain_sender())
             running = self._server.running
             log.info("draining; %s", _named(running))
-        if not (self._told and self._told.done() and self._sender.settled):
+        if not (self._told and self._told.done() and self._sender.handed_over):
             self._unsettled_at = now
         if now >= deadline and not self._cut:
             self._cut = True

@@ -1,7 +1,8 @@
-"""Every metric, once, and what a request adds to each; docs/metrics.md tells users of them.
+"""The table of all metrics, what a request adds to each, and two registries for them.
 
-Names are OpenTelemetry's where it has one, in Prometheus' spelling, else vLLM's words. Knows no
-registry: ``RequestMetrics`` adds up in memory, ``services.metrics`` on Triton's ``/metrics``.
+``RequestMetrics`` adds up in memory, ``TritonMetrics`` on Triton's ``/metrics``. Names are
+OpenTelemetry's where it has one, in Prometheus' spelling, and vLLM's elsewhere. ``docs/metrics.md``
+describes them to users.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from __future__ import annotations
 import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from trtllm_bls.errors import EngineError, Overloaded
 from trtllm_bls.request_stats import CancelCause, Outcome, RequestStats
-from trtllm_bls.speculative.options import SpeculationStats
-from trtllm_bls.types import FinishReason
+from trtllm_bls.types import FinishReason, SpeculationStats
 
 Labels: TypeAlias = tuple[str, ...]  # values, in the order of the metric's label names
 
@@ -191,3 +191,75 @@ class RequestMetrics(Metrics):
 
     def _of(self, metric: Metric, labels: Labels) -> Histogram:
         return self.histograms.setdefault((metric, labels), Histogram(metric.buckets))
+
+
+# --- on Triton -------------------------------------------------------------------------------
+
+
+class TritonMetrics(Metrics):
+    """The metrics on Triton's ``/metrics``, with the label ``model_name``; used by one thread.
+
+    Each metric call is a round trip to the server, so counters are added up until ``publish``.
+    Triton adds up series of the same name and labels over all processes. Gauges are therefore
+    changed by differences and never set.
+    """
+
+    def __init__(self, pb_utils: Any, model_name: str) -> None:
+        self._pb = pb_utils
+        self._model_name = model_name
+        # Triton drops a family or a series that is no longer referenced.
+        self._families: dict[str, Any] = {}
+        self._series: dict[tuple[Metric, Labels], Any] = {}
+        self._counted: dict[tuple[Metric, Labels], float] = {}
+        self._instead: dict[Metric, tuple[Metric, Metric]] = {}
+        if not hasattr(pb_utils.MetricFamily, "HISTOGRAM"):  # before Triton 24.08
+            self._instead = {metric: _sum_and_count(metric) for metric in METRICS if metric.buckets}
+        for metric in METRICS:
+            for labels in metric.known:
+                for made in self._instead.get(metric, (metric,)):
+                    self._series_of(made, labels)
+
+    def record(self, metric: Metric, labels: Labels, value: float) -> None:
+        """See ``Metrics``; counters and gauges appear with the next ``publish``."""
+        if metric in self._instead:
+            total, count = self._instead[metric]
+            self.record(total, labels, value)
+            self.record(count, labels, 1)
+        elif metric.buckets:
+            self._series_of(metric, labels).observe(value)
+        else:
+            self._counted[metric, labels] = self._counted.get((metric, labels), 0) + value
+
+    def publish(self) -> None:
+        """Show what counters and gauges have become."""
+        while self._counted:
+            key, value = self._counted.popitem()
+            if value:
+                self._series_of(*key).increment(value)
+
+    def _series_of(self, metric: Metric, labels: Labels) -> Any:
+        series = self._series.get((metric, labels))
+        if series is None:
+            series = self._series[metric, labels] = self._made(metric, labels)
+        return series
+
+    def _made(self, metric: Metric, labels: Labels) -> Any:
+        family = self._families.get(metric.name)
+        if family is None:
+            kind = getattr(self._pb.MetricFamily, metric.kind.upper())
+            family = self._families[metric.name] = self._pb.MetricFamily(
+                name=metric.name, description=metric.meaning, kind=kind
+            )
+        named = dict(zip(metric.labels, labels, strict=True)) | {"model": self._model_name}
+        if metric.buckets:
+            return family.Metric(labels=named, buckets=list(metric.buckets))
+        return family.Metric(labels=named)
+
+
+def _sum_and_count(histogram: Metric) -> tuple[Metric, Metric]:
+    """What is left of a histogram where there are none: enough for means."""
+    total, count = (
+        replace(histogram, name=f"{histogram.name}_{part}", kind="counter", buckets=())
+        for part in ("sum", "count")
+    )
+    return total, count

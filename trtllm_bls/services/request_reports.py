@@ -1,36 +1,40 @@
-"""Counting and logging requests that are over, in a thread of its own.
+"""Counts and logs requests that are over, on a thread of its own.
 
-Each is a round trip to Triton that an event loop full of streams should not wait for. The loop only
-queues a request's figures; four times a second the thread takes them.
+Each metric and each log line is a round trip to Triton, for which an event loop full of streams
+should not wait. The loop only queues the figures of a request; four times a second the thread
+reads them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import json
 import logging
 import os
+import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trtllm_bls.request_stats import RequestStats
+from trtllm_bls.request_stats import Outcome, RequestStats
 from trtllm_bls.services.request_metrics import LOOP_LAG, RUNNING, WAITING, Metrics
-from trtllm_bls.speculative.options import SpeculationStats
 from trtllm_bls.status import CANARY_ID
+from trtllm_bls.types import SpeculationStats
 
 EVERY_SECONDS = 0.25
-_MOST_WAITING = 2**17  # where Triton takes no figures any more, the oldest are dropped
-_LAG_TURNS = 4  # turns from one question for the event loop's lag to the next
+_MOST_WAITING = 2**17  # if Triton no longer answers, the oldest figures are dropped
+_LAG_TURNS = 4  # the event loop's lag is measured every so many turns
 
 log = logging.getLogger(__name__)
 
 
 def unreported_id() -> str:
-    """For a request of this process's own, which is neither counted nor logged."""
+    """An id for a request of this process's own, which is neither counted nor logged."""
     return f"{_canary()}-{uuid.uuid4().hex}"
 
 
@@ -110,3 +114,77 @@ class RequestReports:
 
     def _note_lag(self, asked_at: float) -> None:
         self._queue.append(time.perf_counter() - asked_at)
+
+
+# --- the log ---------------------------------------------------------------------------------
+
+# Characters of a value, as written, so that no line is too long for ``TritonLogHandler``.
+_LONGEST, _LONGEST_PROMPT = 250, 900
+_PLAIN = re.compile(r"[\w.:/@+-]+", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLog:
+    """Logs one line per request that is over, as ``key=value`` pairs (logfmt) or as JSON.
+
+    Failures are warnings. ``prompts``: with what the caller sent. Callers choose ids, and errors
+    quote their values, so each value is cut, and escaped: it can neither end the line nor reach a
+    terminal as a command.
+    """
+
+    as_json: bool = False
+    prompts: bool = False
+
+    def add(self, stats: RequestStats) -> None:
+        """Write one request's line."""
+        level = logging.WARNING if stats.outcome is Outcome.FAILED else logging.INFO
+        log.log(level, "%s", self.line(stats))
+
+    def line(self, stats: RequestStats) -> str:
+        """The line; what a request does not have is left out."""
+        found = {key: value for key, value in self._fields(stats).items() if value is not None}
+        if self.as_json:
+            return json.dumps(found)
+        return "request " + " ".join(f"{key}={_logfmt(value)}" for key, value in found.items())
+
+    def _fields(self, stats: RequestStats) -> dict[str, Any]:
+        done = stats.speculation
+        return {
+            "id": _cut(stats.request_id, _LONGEST),
+            "outcome": stats.outcome.value,
+            "reason": stats.reason,
+            "prompt_tokens": stats.prompt_tokens,
+            "completion_tokens": stats.completion_tokens,
+            "sequences": stats.sequences,
+            "responses": stats.responses,
+            "duration_ms": _ms(stats.duration_s),
+            "queue_ms": _ms(stats.queue_s),
+            "ttft_ms": _ms(stats.ttft_s),
+            "inter_token_ms": _ms(stats.inter_token_s),
+            "longest_gap_ms": _ms(stats.longest_gap_s),
+            "rounds": done and done.rounds,
+            "drafted": done and done.drafted,
+            "accepted": done and done.accepted,
+            "acceptance": round(done.accepted / done.drafted, 3) if done and done.drafted else None,
+            "trace_id": stats.traceparent and stats.traceparent.split("-")[1],
+            "error": _cut(stats.error, _LONGEST),
+            "prompt": _cut(stats.prompt, _LONGEST_PROMPT) if self.prompts else None,
+        }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 1)
+
+
+def _cut(text: str | None, most: int) -> str | None:
+    if text is None:
+        return None
+    shown = text[:most]
+    while len(json.dumps(shown)) > most:
+        shown = shown[: len(shown) * 7 // 8]
+    return shown if shown == text else shown + "..."
+
+
+def _logfmt(value: Any) -> str:
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -16,6 +16,9 @@ from trtllm_bls.services.batch import run_rows
 from trtllm_bls.types import FinishReason, TextChunk, TextRequest
 from trtllm_bls.wire.text import text_arrays, text_requests, with_callers_name
 
+# A chunk that ends its sequence in one of these ways is followed by an error, or by no response.
+_FOLLOWED = (FinishReason.CANCELLED, FinishReason.ERROR)
+
 
 class TextService:
     """Answers calls with ``orchestrator``; the rows of a batch run side by side.
@@ -36,11 +39,11 @@ class TextService:
         self._decoupled = decoupled
         self._read_ahead: dict[Call, list[TextRequest]] = {}
 
-    def arrived(self, calls: Sequence[Call]) -> None:
-        """Read the inputs of calls that have come together, and tokenise their prompts at once.
+    def prepare_batch(self, calls: Sequence[Call]) -> None:
+        """Read the inputs of calls that came in one batch, and tokenise their prompts as a batch.
 
-        In the thread that brings them: tokenising takes long, and leaves the interpreter's lock to
-        the event loop.
+        Called in the thread that brings them: the tokeniser takes long and releases the GIL, so the
+        event loop runs meanwhile.
         """
         found = {}
         for call in calls:
@@ -61,7 +64,7 @@ class TextService:
         except InvalidRequest as error:
             self._orchestrator.refused(call.id, error)
             raise
-        call.sequences = sum(request.num_return_sequences for request in requests)
+        call.sequences = sum([request.num_return_sequences for request in requests])
         if len(requests) == 1:
             await self._row(call, requests[0], None)
         else:
@@ -72,7 +75,7 @@ class TextService:
         if row is not None:
             request = replace(request, request_id=f"{request.request_id}/{row}")
         try:
-            await self._orchestrator.run(request, _RowSink(call, request, row), call.is_ready)
+            await self._orchestrator.run(request, _RowSink(call, request, row))
         except InvalidRequest as error:
             raise with_callers_name(error, request) from error
 
@@ -87,14 +90,8 @@ class _RowSink:
         self.ready = call.ready
 
     def send(self, chunk: TextChunk) -> None:
-        arrays = text_arrays(chunk, self._request, self._row)
-        self._call.send(arrays, final=_ends_sequence(chunk))
-
-
-def _ends_sequence(chunk: TextChunk) -> bool:
-    """Whether its sequence has ended well; after any other end, an error or no response follows."""
-    unwell = (FinishReason.CANCELLED, FinishReason.ERROR)
-    return chunk.ending is not None and chunk.ending.finish_reason not in unwell
+        ended = chunk.ending is not None and chunk.ending.finish_reason not in _FOLLOWED
+        self._call.send(text_arrays(chunk, self._request, self._row), final=ended)
 
 
 def _check_single(requests: list[TextRequest]) -> None:

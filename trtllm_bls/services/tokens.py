@@ -60,7 +60,7 @@ class Preprocessor:
 
 
 class Postprocessor:
-    """Token ids to text: every id of every sequence; it knows no stop words and no prompt."""
+    """Token ids to text: every id of every sequence, whether prompt, completion or stop."""
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool, limits: RequestLimits | None = None

@@ -27,9 +27,9 @@ class TritonLogHandler(logging.Handler):
 
 
 def _one_record(text: str) -> str:
-    """A message, and the lines of a traceback below it, none of which looks like another record.
+    """A message with the lines of its traceback indented, so that none looks like another record.
 
-    Whatever a message quotes may come from a client.
+    A message may quote a client's text.
     """
     first, *more = text.split("\n")
     return "\n".join((printable(first), *(f"    {_indented(line)}" for line in more)))
@@ -54,7 +54,7 @@ class _TritonForm(logging.Formatter):
 
 
 def log_to_stderr(name: str) -> None:
-    """The same for a process of its own, ``name``, in the form of Triton's lines."""
+    """Log to stderr, in the form of Triton's lines; for process ``name`` outside Triton."""
     prefix = "%(levelname).1s%(asctime)s.%(msecs)03d %(process)d %(filename)s:%(lineno)d]"
     handler = logging.StreamHandler()
     handler.setFormatter(_TritonForm(f"{prefix} [{name}] %(message)s", "%m%d %H:%M:%S"))

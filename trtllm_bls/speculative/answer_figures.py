@@ -1,14 +1,14 @@
 """Figures of one answer over all its rounds: log-probabilities, logits, the engine's metrics.
 
-Every round is a request of its own and reports only itself. Here each round's chunk becomes the
-answer's: cut where the answer ended, sums running on, the prompt's logits only once.
+Every round is an engine request and reports only itself. Here the chunk of a round becomes a chunk
+of the answer: it is cut where the answer ended, and sums go on from the rounds before.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from trtllm_bls.types import EngineChunk, EngineMetrics, FinishReason, SpeculationCounts
+from trtllm_bls.types import EngineChunk, EngineMetrics, FinishReason, SpeculationStats
 
 _COUNTS = (
     *("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks"),
@@ -17,13 +17,9 @@ _COUNTS = (
 
 
 class AnswerFigures:
-    """Rewrites the chunks of many requests as the chunks of one.
-
-    ``counts`` are put to each of them.
-    """
+    """Rewrites the chunks of many requests as the chunks of one."""
 
     def __init__(self) -> None:
-        self.counts = SpeculationCounts(rounds=0, drafted=0, accepted=0)
         self._cum_log_prob = 0.0
         self._cum_before = 0.0  # when the running request began
         self._metrics: EngineMetrics | None = None
@@ -34,8 +30,13 @@ class AnswerFigures:
         self._cum_before = self._cum_log_prob
         self._metrics_before = self._metrics
 
-    def add(self, chunk: EngineChunk, kept: int, finish: FinishReason | None) -> EngineChunk:
-        """The chunk as the caller sees it: its first ``kept`` tokens, final if ``finish``."""
+    def add(
+        self, chunk: EngineChunk, kept: int, finish: FinishReason | None, stats: SpeculationStats
+    ) -> EngineChunk:
+        """The chunk as the caller sees it: its first ``kept`` tokens, final if ``finish``.
+
+        ``stats``: of all rounds so far.
+        """
         scored = chunk.log_probs is not None or chunk.cum_log_prob is not None
         further = chunk.context_logits is not None or chunk.generation_logits is not None
         if not scored and not further and chunk.metrics is None and self._metrics is None:
@@ -43,7 +44,7 @@ class AnswerFigures:
                 token_ids=chunk.token_ids[:kept],
                 final=finish is not None,
                 finish_reason=finish,
-                speculation=self.counts,
+                speculation=stats,
             )
         if chunk.log_probs is not None:
             self._cum_log_prob += sum(chunk.log_probs[:kept])
@@ -61,7 +62,7 @@ class AnswerFigures:
             cum_log_prob=self._cum_log_prob if scored else None,
             generation_logits=None if logits is None else logits[:kept],
             metrics=self._metrics,
-            speculation=self.counts,
+            speculation=stats,
         )
 
 

@@ -1,10 +1,10 @@
 """What a draft costs and gains: measured times, observed acceptance, the best length of a draft.
 
-With acceptance a for each token, a draft of k tokens yields E = 1 + a + ... + a^k tokens on
-average, in the time of k drafted tokens, one verification and the round's overhead. The length with
-the most tokens per second wins; none at all wins where plain decoding is faster.
+If each token is accepted with probability a, a draft of k tokens yields E = 1 + a + ... + a^k
+tokens on average, in the time of k drafted tokens, one verification and the overhead of a round.
+The length with the most tokens per second wins; length 0 wins where plain decoding is faster.
 
-Owns numbers only: fed with seconds and counts, asked for a length.
+Knows numbers alone: it is fed with seconds and counts, and asked for a length.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from statistics import median
 
 _WINDOW = 15  # samples per length; a median of these forgets a load within seconds
 _MEMORY = 0.97  # weight kept per guessed token: about the last 33 count
-# A process's first answer finds out whether drafts pay: little is lost where they do not, and as
-# little where they do. Guessed tokens that a prior counts for, and the length before any cost is
-# known.
-_PRIOR_WEIGHT = 3.0
-FIRST_LENGTH = 2
+# Small, so that the first answer of a process finds out whether drafts pay and loses little if they
+# do not.
+_PRIOR_WEIGHT = 3.0  # guessed tokens that the prior counts for
+FIRST_LENGTH = 2  # of a draft, before any cost is known
 
 
 class Acceptance:
@@ -81,10 +80,7 @@ class RunningTimes:
 
 
 class Stopwatch:
-    """Seconds per token of a plain request, without the reading of its prompt.
-
-    Times are handed in, as everywhere here.
-    """
+    """Seconds per token of a plain request, without the prefill of its prompt."""
 
     def __init__(self, begun: float, *, reads_prompt: bool) -> None:
         self.tokens = 0

@@ -13,10 +13,11 @@ from trtllm_bls.speculative.shared import SpeculationShared
 
 FIRST_PAUSE = 64  # plain tokens before drafting is tried again; doubles while it does not pay
 LONGEST_PAUSE = 256
-# One pausing request in so many tries earlier, so that answers too short for the others are known.
+# One pausing request in 8 drafts again after 16 tokens. Otherwise answers shorter than the pause
+# would never show that drafting has begun to pay.
 EARLY_INTERVAL, EARLY_PAUSE = 8, 16
-# To measure overlap, rounds with and without it are needed: of the first so many rounds every
-# second one overlaps, later one in so many goes against the better choice.
+# Measuring overlap takes rounds with and without it. Of the first 8 rounds every second one
+# overlaps; later, one round in 16 does the opposite of the better choice.
 TRIAL_ROUNDS, TRIAL_INTERVAL = 8, 16
 PROBE = 2  # tokens drafted to see whether acceptance has changed
 
@@ -76,8 +77,8 @@ class DraftLength:
     def overlaps(self, length: int) -> bool:
         """Whether the draft model should work on while the target verifies ``length`` tokens.
 
-        Where that is measured, some rounds go the other way, so that both are known. Only few
-        requests may: what is drafted in vain would have served others.
+        Where that is measured, some rounds do the opposite, so that both times stay known. With
+        many requests in flight there is no overlap: drafts in vain would take time from others.
         """
         shared = self._shared
         if self._options.overlap is not None:

@@ -1,4 +1,4 @@
-"""What a deployment and its callers choose about speculation, and its figures."""
+"""What a deployment and its callers choose about speculation."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.parameters import rows_of
 from trtllm_bls.speculative.round_requests import check_speculative
-from trtllm_bls.types import EngineRequest, SpeculationCounts
+from trtllm_bls.types import EngineRequest
 
 # In-flight requests -> longest draft, read as "up to so many requests"; none above the last row.
 # The shape of TensorRT-LLM's draft_len_schedule and vLLM's table, at the small end of both:
 # a verified token costs a batch row that a waiting request could have used.
 LOAD_SCHEDULE = ((4, 16), (8, 4), (16, 2), (32, 1))
-
-_SHIPPED = rows_of("tensorrt_llm_bls")
 
 
 class DraftSource(str, Enum):
@@ -41,8 +38,8 @@ class SpeculationOptions:
     num_draft_tokens: int | None = None
     use_draft_logits: bool = False
     draft_source: DraftSource = DraftSource.MODEL
-    max_draft_tokens: int = int(_SHIPPED["max_draft_len"].default)
-    draft_deadline_s: float = float(_SHIPPED["draft_deadline_seconds"].default)
+    max_draft_tokens: int = 10
+    draft_deadline_s: float = 0.5
     overlap: bool | None = False
     min_match: int = 3
     load_schedule: tuple[tuple[int, int], ...] = LOAD_SCHEDULE
@@ -102,52 +99,3 @@ def _source(name: str) -> DraftSource:
     except ValueError:
         known = ", ".join(["off", *(source.value for source in DraftSource)])
         raise InvalidRequest("draft_source", f"'{name}' is unknown; send one of: {known}") from None
-
-
-@dataclass
-class SpeculationStats:
-    """What speculation did, for one request or for all; counts of tokens unless named otherwise.
-
-    ``rounds`` verified a draft; plain decoding between them is not counted. ``fallback`` names in
-    one word why drafting was given up (error, deadline, vocabulary, malformed, refused).
-    """
-
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    ngram_drafted: int = 0
-    predicted: int = 0
-    predicted_accepted: int = 0
-    draft_failures: int = 0
-    overlap_used: int = 0  # drafts that were ready when their round began
-    overlap_wasted: int = 0  # drafts thrown away because the guess before them was wrong
-    fallback: str | None = None
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted per drafted token; ``None`` when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else None
-
-    @property
-    def counts(self) -> SpeculationCounts:
-        return SpeculationCounts(
-            rounds=self.rounds,
-            drafted=self.drafted,
-            accepted=self.accepted,
-            predicted=self.predicted,
-            predicted_accepted=self.predicted_accepted,
-        )
-
-    def add_round(self, source: DraftSource, drafted: int, accepted: int) -> None:
-        self.rounds += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        if source is DraftSource.NGRAM:
-            self.ngram_drafted += drafted
-        elif source is DraftSource.PREDICTION:
-            self.predicted += drafted
-            self.predicted_accepted += accepted
-
-    def add_failure(self, why: str) -> None:
-        self.draft_failures += 1
-        self.fallback = why

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from trtllm_bls.types import TokenIds
 
-# Tokens ahead of where the prediction was left -> tokens that must match there. What is further
-# ahead, or behind (text that was moved), needs the last number.
+# How many tokens must match at a place, by its distance ahead of where the prediction was left, in
+# tokens. Places further ahead, or behind (text that was moved), need ``_FAR``.
 _NEEDED = ((4, 1), (32, 2))
 _FAR = 4
 _CANDIDATES = 32  # places that are compared, each way

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
-from trtllm_bls.stopping import StopSequences
+from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import EngineCapacity, EngineRequest, FinishReason, TokenIds
 
 
@@ -34,26 +34,33 @@ class Progress:
     def __init__(self, request: EngineRequest, capacity: EngineCapacity | None = None) -> None:
         capacity = capacity or EngineCapacity()
         self.ids = list(request.input_ids)
-        self.generated = 0
         self.finish: FinishReason | None = None
         self._longest = capacity.max_sequence_tokens
         self._longest_prompt = capacity.max_prompt_tokens
-        self._limit = request.max_tokens
+        most = request.max_tokens
         if self._longest is not None:  # a prompt too long is for the target to refuse
-            self._limit = min(self._limit, max(1, self._longest - len(self.ids)))
-        self._end_id = request.end_id
-        self._stops = StopSequences(request.stop_sequences)
-        self._min_tokens = request.sampling.min_tokens or 0
+            most = min(most, max(1, self._longest - len(self.ids)))
+        self._criteria = StoppingCriteria(
+            most,
+            min_tokens=request.sampling.min_tokens,
+            end_ids=(request.end_id,),
+            stop_sequences=request.stop_sequences,
+        )
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the answer so far."""
+        return self._criteria.generated
 
     @property
     def remaining(self) -> int:
         """Tokens the answer may still have."""
-        return self._limit - self.generated
+        return self._criteria.max_tokens - self.generated
 
     @property
     def may_end(self) -> bool:
         """Whether an end id counts from the next token on."""
-        return self.generated >= self._min_tokens
+        return self._criteria.may_end
 
     @property
     def max_draft(self) -> int:
@@ -80,21 +87,13 @@ class Progress:
             return self.remaining
         return min(self.remaining, tokens)
 
-    def take(self, ids: TokenIds) -> int:
+    def append(self, ids: TokenIds) -> int:
         """Append ids until the answer ends; how many were kept."""
-        for kept, token in enumerate(ids):
-            if self.finish is not None:
-                return kept
-            if token == self._end_id and self.may_end:
-                self.finish = FinishReason.END_ID
-                return kept
-            self.ids.append(token)
-            self.generated += 1
-            if self._stops.feed(token) and self.generated >= self._min_tokens:
-                self.finish = FinishReason.STOP
-            elif self.generated >= self._limit:
-                self.finish = FinishReason.LENGTH
-        return len(ids)
+        if self.finish is not None:
+            return 0
+        kept, self.finish = self._criteria.feed(ids)
+        self.ids += kept
+        return len(kept)
 
     def take_round(
         self,
@@ -110,7 +109,7 @@ class Progress:
         """
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(drafted, ids, strict=False))
         accepted = sum(1 for _ in equal)
-        kept = self.take(ids)
+        kept = self.append(ids)
         missing = not shows_end and _ended(len(drafted), len(ids), accepted, reason)
         if self.finish is None and missing:
             self.finish = reason or FinishReason.END_ID

@@ -1,10 +1,9 @@
-"""The requests of each round, so that a caller's fields mean over all rounds what they say.
+"""The requests of each round, made so that the caller's fields hold for the answer as a whole.
 
-A round is a new engine request whose prompt holds what was generated so far. What counts from the
-start of the answer is passed on as what is left of it; what an engine counts over prompt and
-answer alike is passed on as it is; what starts afresh in each request is refused.
-
-Owns those three groups. Knows no engine.
+A round is a new engine request whose prompt holds what was generated so far. There are three groups
+of fields. What counts from the start of the answer (``min_tokens``) is passed on as what is left of
+it. What an engine counts over prompt and answer together (penalties) is passed on unchanged. What
+would start again in each request (a grammar) is refused. Knows no engine.
 """
 
 from __future__ import annotations
@@ -72,8 +71,9 @@ def round_seed(seed: int, generated: int, who: str = "target") -> int:
 
 
 def one_step_probe(name: str, token: int) -> EngineRequest:
-    """Two tokens after ``token``, without an end: an engine that gives one ends every request after
-    one step.
+    """A request for two tokens after ``token``, without an end id.
+
+    An engine that gives one token ends every request after one step.
     """
     return EngineRequest(
         request_id=f"{name}-steps",

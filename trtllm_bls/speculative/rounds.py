@@ -28,14 +28,12 @@ The states, and what leads from one to the next:
 ``next`` says what to do as one action; whoever does it reports with the method of that action and
 asks again. A first token waits for no draft model: it is asked for as plain decoding would. Times
 are loop seconds, handed in. Knows no engine; ``engines.routing.speculative`` performs the actions.
-
-This file is longer than others: the machine is one, and so are its states.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import takewhile
 from typing import TypeAlias
@@ -43,13 +41,20 @@ from typing import TypeAlias
 from trtllm_bls.speculative.answer_figures import AnswerFigures
 from trtllm_bls.speculative.cost_model import Stopwatch
 from trtllm_bls.speculative.draft_length import DraftLength
-from trtllm_bls.speculative.options import DraftSource, SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.predicted_text import PredictedText
 from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.speculative.prompt_lookup import PromptLookup
 from trtllm_bls.speculative.round_requests import RoundRequests, draft_can_follow, one_step_probe
 from trtllm_bls.speculative.shared import SpeculationShared
-from trtllm_bls.types import Draft, EngineCapacity, EngineChunk, EngineRequest, FinishReason
+from trtllm_bls.types import (
+    Draft,
+    EngineCapacity,
+    EngineChunk,
+    EngineRequest,
+    FinishReason,
+    SpeculationStats,
+)
 
 UNSTREAMED_STRETCH = 64  # plain tokens per request that cannot be left half-way
 
@@ -221,7 +226,7 @@ class SpeculativeRounds:
 
     def _drop_draft(self) -> Action:
         self._early = False
-        self.stats.overlap_wasted += 1
+        self._count_overlap(used=False)
         self.state = State.READY
         return DropDraft()
 
@@ -239,9 +244,9 @@ class SpeculativeRounds:
         count = self._asked
         if early:
             if len(outcome.token_ids) < 2 or outcome.token_ids[0] != self._progress.ids[-1]:
-                self.stats.overlap_wasted += 1
+                self._count_overlap(used=False)
                 return
-            self.stats.overlap_used += 1
+            self._count_overlap(used=True)
             outcome, count = _without_first(outcome), count - 1
         elif outcome.token_ids and self.stats.drafted:  # the first also read the prompt
             self._shared.draft_times.add(len(outcome.token_ids), waited)
@@ -251,7 +256,9 @@ class SpeculativeRounds:
     def _give_up_draft(self, failure: DraftFailure, now: float) -> None:
         """Draft no more in this request; drafting only ever saves time, so nothing else fails."""
         self._model_given_up = True
-        self.stats.add_failure(failure.why)
+        stats = self.stats
+        failures = stats.draft_failures + 1
+        self.stats = replace(stats, draft_failures=failures, fallback=failure.why)
         if failure.pause:
             self._shared.pause_draft(now, for_ever=failure.why == "vocabulary")
 
@@ -352,12 +359,30 @@ class SpeculativeRounds:
     def _count(self, guess: _Guess, accepted: int) -> None:
         drafted, generated = len(guess.draft.token_ids), self._progress.generated
         if drafted:
-            self.stats.add_round(guess.source, drafted, accepted)
-            self._figures.counts = self.stats.counts
+            self._count_round(guess.source, drafted, accepted)
             self._lengths.add_round(guess.source, drafted, accepted, generated)
         else:  # the end itself was the guess
             ended = self._progress.finish is FinishReason.END_ID
             self._lengths.add_round(guess.source, 1, int(ended), generated)
+
+    def _count_round(self, source: DraftSource, drafted: int, accepted: int) -> None:
+        stats, predicted = self.stats, source is DraftSource.PREDICTION
+        self.stats = replace(
+            stats,
+            rounds=stats.rounds + 1,
+            drafted=stats.drafted + drafted,
+            accepted=stats.accepted + accepted,
+            ngram_drafted=stats.ngram_drafted + drafted * (source is DraftSource.NGRAM),
+            predicted=stats.predicted + drafted * predicted,
+            predicted_accepted=stats.predicted_accepted + accepted * predicted,
+        )
+
+    def _count_overlap(self, *, used: bool) -> None:
+        stats = self.stats
+        if used:
+            self.stats = replace(stats, overlap_used=stats.overlap_used + 1)
+        else:
+            self.stats = replace(stats, overlap_wasted=stats.overlap_wasted + 1)
 
     # --- plain decoding -----------------------------------------------------------------------
 
@@ -389,7 +414,7 @@ class SpeculativeRounds:
     def decoded(self, chunk: EngineChunk, now: float) -> EngineChunk:
         """A chunk of the plain stretch; the part of it that belongs to the answer."""
         self._watch.add(len(chunk.token_ids), now)
-        kept = self._progress.take(chunk.token_ids)
+        kept = self._progress.append(chunk.token_ids)
         if chunk.final:
             self._end_stretch(chunk.finish_reason)
         return self._entered(chunk, kept)
@@ -436,7 +461,7 @@ class SpeculativeRounds:
     # --- the answer ---------------------------------------------------------------------------
 
     def _entered(self, chunk: EngineChunk, kept: int) -> EngineChunk:
-        return self._figures.add(chunk, kept, self._progress.finish)
+        return self._figures.add(chunk, kept, self._progress.finish, self.stats)
 
 
 def _without_first(draft: Draft) -> Draft:

@@ -22,13 +22,13 @@ class SpeculationShared:
     ``one_step`` tells whether the target ends every request after one step, as engines built for
     external drafts do; ``None`` until it is known. ``overlapped_times`` are of verifications beside
     which the draft model worked, ``verify_times`` of the others; ``overlap_rounds`` counts both.
-    ``unsettled`` counts those of ``in_flight`` that have requests still to send; with ``draining``
-    set each sends one more, plain and for all that is left of its answer.
-    ``pauses`` counts the requests that have ceased to draft for a while.
+    ``sending`` counts the requests of ``in_flight`` that will send further engine requests. Once
+    ``draining`` is set, each sends one more: a plain one, for all that is left of its answer.
+    ``pauses`` counts the requests that have stopped drafting for a while.
     """
 
     in_flight: int = 0
-    unsettled: int = 0
+    sending: int = 0
     draining: bool = False
     one_step: bool | None = None
     target_capacity: EngineCapacity | None = None

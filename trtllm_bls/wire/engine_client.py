@@ -319,11 +319,13 @@ def _plain(
 
 
 def _spelling(key: str, declared: frozenset[str]) -> str:
-    spellings = _SPELLINGS[key]
+    spellings = _SPELLINGS.get(key, ())
     for tensor in spellings:
         if tensor.name in declared:
             return tensor.name
-    raise InvalidRequest(spellings[0].name, "this engine version has no such input")
+    raise InvalidRequest(
+        spellings[0].name if spellings else key, "this engine version has no such input"
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -406,7 +408,7 @@ class ResponseReader:
                 self._size = len(packed) if len(end) == 12 and packed.endswith(end) else -1
                 place = len(packed) - (4 if self._ids_at else 10)
                 self._before, self._after = packed[:place], packed[place + 4 :]
-            return [EngineChunk(token_ids=ids, ids_only=True)], False
+            return [EngineChunk(token_ids=ids)], False
         try:
             arrays = output_arrays(response)
         except _UNREADABLE as error:

@@ -11,14 +11,14 @@ from trtllm_bls.admission import RequestLimits
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.types import Array, Draft, EngineChunk, EngineRequest, TokenIds
-from trtllm_bls.wire.fields import Fields, extras_of, read_rows, sampling_of, wants_of
 from trtllm_bls.wire.scores import metrics_arrays, score_arrays
+from trtllm_bls.wire.text import Fields, common_fields, read_rows
 from trtllm_bls.wire.words import unpack_words
 
 
 @dataclass(frozen=True)
 class EngineCall:
-    """One row of a request to ``tensorrt_llm``, with what only the wire is concerned with."""
+    """One row of a request to ``tensorrt_llm``, with the option that concerns the wire alone."""
 
     request: EngineRequest
     exclude_input: bool | None  # None: the model's parameter decides
@@ -41,7 +41,7 @@ def engine_requests(
     ``vocab_size``: the length an embedding bias must have; ``None`` where the engine is silent.
     """
     rows = read_rows(ENGINE, arrays, limits)
-    # The wire's rule: with several rows, the first row's flag applies to all.
+    # TensorRT-LLM applies the first row's flag to all rows.
     streaming = bool(rows[0].get("streaming", False))
     return [_engine_call(row, request_id, streaming, vocab_size) for row in rows]
 
@@ -64,16 +64,11 @@ def _engine_call(
         input_ids=tuple(ids[:length].tolist()),
         max_tokens=row["max_tokens"],
         streaming=streaming,
-        sampling=sampling_of(row),
-        num_return_sequences=row.get("num_return_sequences", 1),
-        end_id=row.get("end_id"),
-        pad_id=row.get("pad_id"),
         stop_sequences=_words(row, "stop_sequences", "stop_words_list"),
         bad_sequences=_words(row, "bad_sequences", "bad_words_list"),
         embedding_bias=_sparse(row.get("embedding_bias"), vocab_size),
         draft=_draft(row),
-        wants=wants_of(row),
-        extras=extras_of(row),
+        **common_fields(row),
     )
     return EngineCall(request, row.get("exclude_input_in_output"))
 
@@ -109,7 +104,7 @@ def _draft(row: Fields) -> Draft | None:
 
 
 class ChunkWriter:
-    """Chunks of one request to arrays; remembers what the wire repeats."""
+    """Chunks of one request to arrays; keeps what later responses repeat."""
 
     def __init__(self, call: EngineCall, exclude_input: bool, row: int | None) -> None:
         self._request = call.request

@@ -1,4 +1,4 @@
-"""Score and figure outputs that several models share: log-probs, logits, metrics, as arrays.
+"""Outputs that several models share, as arrays: log-probabilities, logits, metrics.
 
 Shapes are as TensorRT-LLM's own models send them, batch dimension 1 included.
 """
@@ -24,12 +24,12 @@ def score_arrays(
     *,
     streaming: bool,
 ) -> dict[str, Array]:
-    """What is there of ``output_log_probs`` ``[1, 1, T]``, ``cum_log_probs`` ``[1, 1]``,
-    ``context_logits`` ``[1, prompt, vocab]`` and ``generation_logits``.
+    """Those of the outputs that are given: ``output_log_probs`` ``[1, 1, T]``, ``cum_log_probs``
+    ``[1, 1]``, ``context_logits`` ``[1, prompt, vocab]`` and ``generation_logits``.
 
-    The last has another shape by mode: ``[1, 1, steps, vocab]``, or ``[1, steps, 1, vocab]`` of a
-    stream. It is not padded to the token limit as TensorRT-LLM does: a caller could fill this
-    process's memory with that, and rows past the answer mean nothing.
+    ``generation_logits`` are ``[1, 1, steps, vocab]``, or ``[1, steps, 1, vocab]`` of a stream.
+    TensorRT-LLM pads them to the token limit. Here they are not padded, because a caller could fill
+    this process's memory with rows that mean nothing.
     """
     arrays: dict[str, Array] = {}
     if log_probs is not None:

@@ -10,32 +10,32 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from doubles.scripted_tokens import agreeing, hashed
-from trtllm_bls.parameters import Parameter, Parameters
-from trtllm_bls.parameters.kinds import NUMBER
-from trtllm_bls.parameters.kinds import count as whole
+from trtllm_bls.parameters import Parameters
+from trtllm_bls.parameters.declaration import NUMBER, count, parameter
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
-OURS = ("tensorrt_llm",)
-ROWS = (
-    Parameter("step_ms", OURS, NUMBER, "0", "Time of one step."),
-    Parameter("vocab_size", OURS, whole(1), "1000", "Tokens there are."),
-    Parameter("agrees", OURS, NUMBER, "1", "How often it says what the target would."),
-)
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptedParameters:
+    step_ms: float = parameter(NUMBER, "Time of one step.", "0")
+    vocab_size: int = parameter(count(1), "Tokens there are.", "1000")
+    agrees: float = parameter(NUMBER, "How often it says what the target would.", "1")
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        value = Parameters(args).read(ROWS)
-        vocab_size = value["vocab_size"]
-        self._rule = agreeing(hashed(vocab_size), value["agrees"], vocab_size)
-        self._step = value["step_ms"] / 1000
+        parameters = Parameters(args).read(ScriptedParameters)
+        vocab_size = parameters.vocab_size
+        self._rule = agreeing(hashed(vocab_size), parameters.agrees, vocab_size)
+        self._step = parameters.step_ms / 1000
         self._threads = ThreadPoolExecutor(256)
 
     def execute(self, requests: list[Any]) -> None:
@@ -66,14 +66,14 @@ class TritonPythonModel:
     def _decode(self, sender: Any, asked: dict[str, Any], begun: float) -> None:
         """A step for each token, all sent at the end unless they are to be streamed."""
         context, (most,) = asked["input_ids"], asked["request_output_len"]
-        for count in range(1, most + 1):
+        for made in range(1, most + 1):
             context.append(self._rule(context))
             if asked.get("streaming") == [True]:
-                _sleep_until(begun + count * self._step)
-                if count < most and sender.is_cancelled():
+                _sleep_until(begun + made * self._step)
+                if made < most and sender.is_cancelled():
                     sender.send(flags=_FINAL)
                     return
-                _send(sender, context[-1:], final=count == most)
+                _send(sender, context[-1:], final=made == most)
         if asked.get("streaming") != [True]:
             _sleep_until(begun + most * self._step)
             _send(sender, context[-most:], final=True)

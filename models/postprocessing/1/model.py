@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.parameters import Parameters, request_limits, rows_of
+from trtllm_bls.parameters import Parameters, PostprocessingParameters
 from trtllm_bls.python_backend import RequestServer, answering
 from trtllm_bls.services.tokens import Postprocessor
 from trtllm_bls.services.triton_log import log_to_triton
@@ -16,11 +16,11 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
-        parameters = Parameters(args).read(rows_of("postprocessing").values())
+        parameters = Parameters(args).read(PostprocessingParameters)
         service = Postprocessor(
-            load_tokenizer(parameters["tokenizer_dir"]),
-            parameters["skip_special_tokens"],
-            request_limits(parameters),
+            load_tokenizer(parameters.tokenizer_dir),
+            parameters.skip_special_tokens,
+            parameters.limits,
         )
         self._server = RequestServer(
             pb_utils, answering(service.arrays), decoupled=False, senders=1, log_ends=False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.parameters import Parameters, request_limits, rows_of
+from trtllm_bls.parameters import Parameters, PreprocessingParameters
 from trtllm_bls.python_backend import RequestServer, answering
 from trtllm_bls.services.tokens import Preprocessor
 from trtllm_bls.services.triton_log import log_to_triton
@@ -16,11 +16,9 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
-        parameters = Parameters(args).read(rows_of("preprocessing").values())
-        tokenizer = load_tokenizer(parameters["tokenizer_dir"])
-        service = Preprocessor(
-            tokenizer, parameters["add_special_tokens"], request_limits(parameters)
-        )
+        parameters = Parameters(args).read(PreprocessingParameters)
+        tokenizer = load_tokenizer(parameters.tokenizer_dir)
+        service = Preprocessor(tokenizer, parameters.add_special_tokens, parameters.limits)
         self._server = RequestServer(
             pb_utils, answering(service.arrays), decoupled=False, senders=1, log_ends=False
         )

@@ -23,7 +23,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
-        parameters = EngineParameters.read(Parameters(args))
+        parameters = Parameters(args).read(EngineParameters)
         self._engine = local_engine(
             args["model_name"],
             parameters.engine,
@@ -33,7 +33,7 @@ class TritonPythonModel:
         )
         service = EngineService(
             self._engine,
-            parameters.exclude_input,
+            parameters.exclude_input_in_output,
             parameters.limits,
             parameters.expose_kv_cache_metrics,
         )

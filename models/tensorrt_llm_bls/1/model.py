@@ -17,7 +17,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
-        parameters = BlsParameters.read(Parameters(args))
+        parameters = Parameters(args).read(BlsParameters)
         self._deployment = Deployment(parameters, pb_utils, args["model_name"])
         service = TextService(
             self._deployment.orchestrator,
@@ -29,8 +29,8 @@ class TritonPythonModel:
             service.handle,
             decoupled=parameters.decoupled,
             log_ends=not parameters.log_requests,  # which has a line for them, too
-            together=service.arrived,
-            one_core=parameters.instance if parameters.one_core else None,
+            prepare_batch=service.prepare_batch,
+            one_core=parameters.keeps_one_core,
         )
         self._lifecycle: Lifecycle | None = None
         if parameters.status_dir:

@@ -46,7 +46,8 @@ class Batcher:
             sequence.finish = FinishReason.CANCELLED
             self._report(sequence)
         self._admit()
-        # Single tokens first and by slot: so they meet their slots without being gathered.
+        # Single tokens come first, in the order of their slots. Rows and slots then line up, and
+        # attention needs no gather.
         planned = sorted(self._plan(), key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
         if not planned:
             return
@@ -96,8 +97,9 @@ class Batcher:
     def _plan(self) -> list[tuple[Sequence, Segment]]:
         """This step's segment of each sequence that gets one.
 
-        Single tokens always; then few rows before many, as long as half of what is left stays
-        for the many; in order of arrival. The oldest may take all, so that nobody starves.
+        Sequences that decode a single token always get it. Then those with few rows pass those with
+        many, but half of the rows that are left stays for the latter. The oldest sequence may take
+        all rows that are left, so that nobody starves.
         """
         planned = [(s, s.segment(1)) for s in self._running if s.num_rows == 1]
         several = [s for s in self._running if s.num_rows > 1]

@@ -1,8 +1,8 @@
 """Guided decoding: grammars that an answer must follow, as masks over the vocabulary.
 
-``Guides`` compiles what a request asks for, which may take many milliseconds: never on the engine's
-thread. ``Guide`` is one sequence's place in its grammar: it bars tokens before one is chosen, and
-tells when the text is complete. llguidance does the work; nothing else here knows of it.
+``Guides`` compiles what a request asks for. That may take many milliseconds, so never call it on
+the engine's thread. ``GrammarMatcher`` is one sequence's place in its grammar: it bars tokens
+before one is chosen, and tells when the text is complete. It is llguidance that does the work.
 
 The grammar decides when the end id may come: where the text is complete, and only there. Where
 nothing may follow, the sequence ends by itself, whatever its end id and minimum of tokens say.
@@ -40,7 +40,7 @@ _JSON_RULES = {
 }
 
 
-class Guide:
+class GrammarMatcher:
     """One sequence's place in its grammar; ``ends``: tokens that may end a complete text."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Collection[int]) -> None:
@@ -51,9 +51,9 @@ class Guide:
         self.ended = False  # the text is complete, and nothing may follow
         self._update()
 
-    def copy(self) -> Guide:
+    def copy(self) -> GrammarMatcher:
         """Another sequence at the same place."""
-        return Guide(self._matcher.deep_copy(), self._vocab_size, self._ends)
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, self._ends)
 
     def mask(self, row: Array) -> None:
         """Bar, in ``row`` [vocab], every token that the grammar does not allow next."""
@@ -92,7 +92,7 @@ class Guides:
         self._vocab_size = vocab_size
         self._matcher = lru_cache(maxsize=_CACHED)(self._compiled)
 
-    def of(self, request: EngineRequest) -> Guide | None:
+    def of(self, request: EngineRequest) -> GrammarMatcher | None:
         """What the request's guided-decoding fields ask for; ``None`` where they are absent.
 
         Raises ``InvalidRequest`` naming the field, and ``Unsupported`` where the checkpoint's
@@ -106,7 +106,7 @@ class Guides:
         ends = {token for token in stops if self._tokenizer.is_special_token(token)}
         if request.end_id is not None and request.end_id >= 0:
             ends.add(request.end_id)
-        return Guide(matcher.deep_copy(), self._vocab_size, ends)
+        return GrammarMatcher(matcher.deep_copy(), self._vocab_size, ends)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

@@ -13,11 +13,11 @@ from typing import TypeAlias
 import numpy as np
 
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.engines.embedded.guides import Guide
+from trtllm_bls.engines.embedded.guides import GrammarMatcher
 from trtllm_bls.engines.embedded.runner import Segment
 from trtllm_bls.engines.sampling import TokenSampler, log_prob
 from trtllm_bls.errors import EngineError
-from trtllm_bls.stopping import StopSequences
+from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import (
     Array,
     EngineCapacity,
@@ -31,7 +31,7 @@ Event: TypeAlias = EngineChunk | EngineError
 
 
 class Submission:
-    """One request of so many ``sequences``; its events go to ``chunks``, on ``loop``."""
+    """One request of ``sequences`` sequences, whose events go to ``chunks`` on ``loop``."""
 
     def __init__(
         self, sequences: int, chunks: QueuedChunks, loop: asyncio.AbstractEventLoop
@@ -70,7 +70,7 @@ class Sequence:
         index: int,
         capacity: EngineCapacity,
         owner: Submission,
-        guide: Guide | None = None,
+        guide: GrammarMatcher | None = None,
     ) -> None:
         assert capacity.vocab_size is not None and capacity.max_sequence_tokens is not None
         self.request, self.index, self.owner = request, index, owner
@@ -81,9 +81,13 @@ class Sequence:
         self._vocab_size, length = capacity.vocab_size, capacity.max_sequence_tokens
         self._guide = guide
         self._sampler = TokenSampler(request, index, self._vocab_size, guide)
-        self._stops = StopSequences(request.stop_sequences)
-        self._end = min(len(self.tokens) + request.max_tokens, length)
         room = length - len(self.tokens)
+        self._criteria = StoppingCriteria(
+            min(request.max_tokens, room),
+            min_tokens=request.sampling.min_tokens,
+            end_ids=(request.end_id,),
+            stop_sequences=request.stop_sequences,
+        )
         self._draft = request.draft.token_ids[:room] if request.draft else ()
         wants = request.wants
         wanted = wants.log_probs or wants.generation_logits or wants.context_logits
@@ -185,8 +189,8 @@ class Sequence:
         """Make the token part of the text, unless it is the end token, and see whether it ends."""
         self._metrics["last_token_time_ns"] = time.monotonic_ns()
         self._metrics.setdefault("first_token_time_ns", self._metrics["last_token_time_ns"])
-        if token == self.request.end_id:
-            self.finish = FinishReason.END_ID
+        kept, self.finish = self._criteria.feed((token,))
+        if not kept:
             return
         self.tokens.append(token)
         self._sampler.push(token)
@@ -195,11 +199,5 @@ class Sequence:
             self._cum_log_prob += self._log_probs[-1]
         if row is not None and self.request.wants.generation_logits:
             self._logits.append(row.copy())  # the row is part of the whole step's array
-        generated = len(self.tokens) - len(self.request.input_ids)
-        # Stop sequences count generated tokens only, and from ``min_tokens`` on.
-        if self._stops.feed(token) and generated >= (self.request.sampling.min_tokens or 0):
-            self.finish = FinishReason.STOP
-        elif self._guide is not None and self._guide.ended:
+        if self._guide is not None and self._guide.ended and self.finish is not FinishReason.STOP:
             self.finish = FinishReason.END_ID
-        elif len(self.tokens) >= self._end:
-            self.finish = FinishReason.LENGTH

@@ -16,10 +16,10 @@ from functools import partial
 from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
 from trtllm_bls.engines.routing.speculative import SpeculativeRun
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
-from trtllm_bls.speculative.options import SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.speculative.round_requests import check_speculative, one_step_probe
 from trtllm_bls.speculative.shared import SpeculationShared
-from trtllm_bls.types import EngineCapacity, EngineRequest, SpeculationRequest
+from trtllm_bls.types import EngineCapacity, EngineRequest, SpeculationRequest, SpeculationStats
 
 _NOT_ASKED = SpeculationRequest()
 _PLAIN = SpeculationOptions(num_draft_tokens=0)
@@ -123,9 +123,9 @@ class RoutingEngine:
         self.shared.draining = True
 
     @property
-    def settled(self) -> bool:
+    def handed_over(self) -> bool:
         """Whether no request that was speculated has another request to send."""
-        return self.shared.unsettled == 0
+        return self.shared.sending == 0
 
     async def close(self) -> None:
         """Close both engines."""

@@ -19,7 +19,7 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
 )
-from trtllm_bls.speculative.options import SpeculationOptions, SpeculationStats
+from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.speculative.rounds import (
     AskDraft,
     Decode,
@@ -30,7 +30,7 @@ from trtllm_bls.speculative.rounds import (
     Verify,
 )
 from trtllm_bls.speculative.shared import SpeculationShared
-from trtllm_bls.types import EngineChunk, EngineRequest
+from trtllm_bls.types import EngineChunk, EngineRequest, SpeculationStats
 
 # A full queue in the middle of an answer is waited for: seconds, doubled each time.
 _FIRST_RETRY_S, _LONGEST_RETRY_S, _RETRIES = 0.02, 1.0, 40
@@ -69,12 +69,12 @@ class SpeculativeRun:
         # Without a draft engine no action ever asks for one.
         draft = DraftModel(self._draft_engine or self._target, options.draft_deadline_s, shared)
         shared.in_flight += 1
-        shared.unsettled += 1
+        shared.sending += 1
         try:
             await self._perform(rounds, draft, chunks)
         finally:
             shared.in_flight -= 1
-            shared.unsettled -= 1
+            shared.sending -= 1
             on_end(rounds.stats)
             await draft.cancel()
 
@@ -116,11 +116,11 @@ class SpeculativeRun:
         self, action: Decode, rounds: SpeculativeRounds, chunks: QueuedChunks
     ) -> None:
         async with aclosing(await self._admitted(action.request)) as stream:
-            self._shared.unsettled -= action.rest
+            self._shared.sending -= action.rest
             try:
                 await self._take_stretch(stream, rounds, chunks)
             finally:
-                self._shared.unsettled += action.rest
+                self._shared.sending += action.rest
         rounds.stopped()
 
     async def _take_stretch(

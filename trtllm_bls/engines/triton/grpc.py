@@ -179,7 +179,7 @@ class GrpcChunks(CallChunks):
     def _read(self, messages: list[bytes], chunks: list[EngineChunk]) -> bool:
         for message in messages:
             if (ids := self._reader.next_id(message)) is not None:
-                chunks.append(EngineChunk(token_ids=ids, ids_only=True))
+                chunks.append(EngineChunk(token_ids=ids))
                 continue
             reply = service_pb2.ModelStreamInferResponse.FromString(message)
             if reply.error_message:

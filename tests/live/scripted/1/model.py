@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -16,8 +17,8 @@ from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.errors import EngineError
-from trtllm_bls.parameters import Parameter, Parameters
-from trtllm_bls.parameters.kinds import FLAG, NUMBER, count
+from trtllm_bls.parameters import Parameters
+from trtllm_bls.parameters.declaration import FLAG, NUMBER, count, none_if_zero, parameter
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.triton_log import log_to_triton
@@ -29,13 +30,15 @@ FAULTS = {
     666003: Fault(error=EngineError("the script says so")),
 }
 
-OURS = ("tensorrt_llm",)
-ROWS = (
-    Parameter("step_ms", OURS, NUMBER, "0", "Time of one step."),
-    Parameter("max_sequence_tokens", OURS, count(0), "0", "Prompt and answer; 0 = any."),
-    Parameter("vocab_size", OURS, count(1), "100000", "Tokens there are."),
-    Parameter("exclude_input_in_output", OURS, FLAG, "false", "Leave the prompt out."),
-)
+
+@dataclass(frozen=True, kw_only=True)
+class EchoParameters:
+    step_ms: float = parameter(NUMBER, "Time of one step.", "0")
+    max_sequence_tokens: int | None = parameter(
+        none_if_zero(count(0)), "Prompt and answer; 0 = any.", "0"
+    )
+    vocab_size: int = parameter(count(1), "Tokens there are.", "100000")
+    exclude_input_in_output: bool = parameter(FLAG, "Leave the prompt out.", "false")
 
 
 class Gauge:
@@ -90,14 +93,14 @@ class EchoEngine:
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
-        value = Parameters(args).read(ROWS)
+        parameters = Parameters(args).read(EchoParameters)
         script = Script(
-            step_seconds=value["step_ms"] / 1000,
-            vocab_size=value["vocab_size"],
-            max_sequence_tokens=value["max_sequence_tokens"] or None,
+            step_seconds=parameters.step_ms / 1000,
+            vocab_size=parameters.vocab_size,
+            max_sequence_tokens=parameters.max_sequence_tokens,
         )
         engine = EchoEngine(script)
-        service = EngineService(engine, value["exclude_input_in_output"])
+        service = EngineService(engine, parameters.exclude_input_in_output)
         self._engine = engine
         self._traced = Gauge("echo_traced_requests")
         self._server = RequestServer(pb_utils, service.handle, senders=1)

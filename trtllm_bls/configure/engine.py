@@ -1,24 +1,155 @@
-"""The parameters of the C++ ``tensorrt_llm`` for one engine, and what cannot go together."""
+"""One TensorRT-LLM engine: what its directory says, its parameters, and what it cannot do.
+
+The engine itself is not opened. Parameters are those of the C++ backend for this engine.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from trtllm_bls.configure.engine_dir import EXTERNAL_DRAFTS, EngineDir
+from trtllm_bls.configure.versions import parse_version
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import is_true
-from trtllm_bls.parameters.cpp_backend import Version, keys_of, shown
+from trtllm_bls.parameters.cpp_backend import Version, keys_of
 
+_LOGITS = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
+# The bits of ``speculative_decoding_mode`` in config.json, in TensorRT-LLM's order.
+_MODES = (
+    "none",
+    "draft_tokens_external",
+    "medusa",
+    "lookahead_decoding",
+    "explicit_draft_tokens",
+    "eagle",
+    "ngram",
+    "user_provided",
+    "save_hidden_states",
+    "auto",
+)
+EXTERNAL_DRAFTS = "draft_tokens_external"
 _WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 _LOOKAHEAD = "lookahead_decoding"
 LOOKAHEAD_SIZES = tuple(f"lookahead_{n}_size" for n in ("window", "ngram", "verification_set"))
-# Before it, an engine for external drafts ends every request after one step, drafts or not.
-MANY_STEPS_SINCE: Version = (0, 19)
+# An older release ends every request to an engine for external drafts after one step, also a
+# request without a draft.
+MANY_STEPS_SINCE = Version(0, 19)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDir:
+    """One engine; ``None`` or an empty text is a value that the directory does not have.
+
+    ``ranks`` counts the engine files, one for each GPU. KV cache reuse, chunked context and the
+    verification of drafts need ``paged_context`` (paged context attention). ``mode`` is the
+    ``speculative_decoding_mode`` that the engine was built for.
+    """
+
+    path: Path
+    ranks: int = 1
+    version: str = ""
+    logits: str = "FP32"
+    vocab_size: int | None = None  # its embeddings, padding included
+    max_batch_size: int | None = None
+    max_sequence_tokens: int | None = None
+    max_input_tokens: int | None = None  # named by engines before 0.11 alone
+    max_step_tokens: int | None = None  # the rows of one forward pass
+    max_draft_tokens: int | None = None
+    mode: str = ""
+    paged_context: bool | None = None
+
+    def release(self) -> Version | None:
+        """The release of TensorRT-LLM; raises ``SettingsError`` if ``version`` names none."""
+        return parse_version(self.version, f"{self.path}: version") if self.version else None
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether a request may bring a draft, as far as the directory says."""
+        fits = self.mode in ("", EXTERNAL_DRAFTS) and self.max_draft_tokens != 0
+        return fits and self.paged_context is not False
+
+    def max_prompt_tokens(self, chunked: bool) -> int | None:
+        """The longest prompt: one generated token must fit behind it. Without chunked context the
+        whole prompt must fit into one forward pass, too."""
+        longest = self.max_input_tokens
+        if longest is None and self.max_sequence_tokens is not None:
+            longest = self.max_sequence_tokens - 1
+        step = None if chunked else self.max_step_tokens
+        return min((n for n in (longest, step) if n), default=None)
+
+
+def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
+    """Read the engine in ``directory``; with ``check`` raises ``SettingsError`` if there is none.
+
+    ``option`` is the option that errors name. Without ``check`` the directory may be on another
+    machine; if it is here, it is still read.
+    """
+    path = Path(os.path.abspath(directory))  # links stay links, as in the server's configuration
+    file = path / "config.json"
+    ranks = len(list(path.glob("rank*.engine")))
+    if check:
+        for missing, there in (
+            ("no such directory", path.is_dir()),
+            ("no config.json in it; name the directory trtllm-build wrote", file.is_file()),
+            ("no rank*.engine in it; name the directory trtllm-build wrote", ranks > 0),
+        ):
+            if not there:
+                raise SettingsError(f"{option} {directory}: {missing}")
+    if not file.is_file():
+        return EngineDir(path=path)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        build = config.get("build_config", {})
+        pretrained = config.get("pretrained_config", {})
+        logits = pretrained.get("logits_dtype", "float32")
+        plugins = build.get("plugin_config", {})
+    except (OSError, ValueError, AttributeError) as error:
+        raise SettingsError(f"{option} {directory}: config.json cannot be read: {error}") from error
+    if logits not in _LOGITS:
+        raise SettingsError(
+            f"{option} {directory}: its logits are {logits}; build it with --logits_dtype float32"
+        )
+    return EngineDir(
+        path=path,
+        ranks=ranks or 1,
+        version=str(config.get("version", "")),
+        logits=_LOGITS[logits],
+        vocab_size=pretrained.get("vocab_size"),
+        max_batch_size=build.get("max_batch_size"),
+        max_sequence_tokens=_longest(build),
+        max_input_tokens=None if build.get("max_seq_len") else build.get("max_input_len"),
+        max_step_tokens=build.get("max_num_tokens"),
+        max_draft_tokens=build.get("max_draft_len"),
+        mode=_mode(build.get("speculative_decoding_mode")),
+        paged_context=plugins.get("use_paged_context_fmha"),
+    )
+
+
+def _longest(build: dict[str, Any]) -> int | None:
+    if build.get("max_seq_len"):
+        return int(build["max_seq_len"])
+    before_0_11 = [int(build.get(key) or 0) for key in ("max_input_len", "max_output_len")]
+    return sum(before_0_11) if all(before_0_11) else None
+
+
+def _mode(value: Any) -> str:
+    """The mode's name; empty where config.json has none."""
+    if not isinstance(value, int) or value < 1:
+        return str(value or "").rpartition(".")[2].lower()
+    bit = value.bit_length() - 1
+    return _MODES[bit] if bit < len(_MODES) else f"mode_{value}"
+
+
+# --- its parameters -------------------------------------------------------------------------
 
 
 def engine_parameters(engine: EngineDir, version: Version, policy: str) -> dict[str, str]:
-    """The parameters that ``version`` reads, and what the orchestrator reads beside them."""
+    """The parameters that ``version`` of the C++ backend reads, with its scheduler's ``policy``."""
     wanted = {
         "gpt_model_type": "inflight_fused_batching",
         "gpt_model_path": str(engine.path),
@@ -41,7 +172,7 @@ def engine_parameters(engine: EngineDir, version: Version, policy: str) -> dict[
 def engine_facts(
     engine: EngineDir, version: Version, parameters: Mapping[str, str]
 ) -> dict[str, str]:
-    """What the orchestrator has to know of the engine as it will run with ``parameters``."""
+    """The ``EngineFacts`` of the engine as it will run with ``parameters``."""
     chunked = is_true(parameters["enable_chunked_context"])
     takes_drafts = engine.takes_drafts and is_true(parameters["enable_kv_cache_reuse"])
     facts = {
@@ -101,8 +232,8 @@ def check_drafting(
     for name in engines:
         if is_true(parameters[name].get("speculative_decoding_fast_logits", "")):
             raise SettingsError(
-                f"--set {name}.speculative_decoding_fast_logits: the draft would answer a ticket "
-                "in place of logits, which tensorrt_llm_bls cannot pass on; leave it false"
+                f"--set {name}.speculative_decoding_fast_logits: the draft would send a ticket "
+                "instead of logits, which tensorrt_llm_bls cannot pass on; leave it false"
             )
     for name, engine in engines.items():
         if name != ENGINE.name and ends_after_one_step(engine, version):
@@ -116,13 +247,13 @@ def check_drafting(
 def warnings(
     engine: EngineDir, version: Version, models: Mapping[str, Mapping[str, str]]
 ) -> Iterator[str]:
-    """What the user should know of the target before it serves with the models' parameters."""
+    """Surprises of a target engine that is served with these parameters of the models."""
     parameters = models[ENGINE.name]
     if engine.paged_context is False:
         yield "KV cache reuse is off: the engine was built without paged context attention"
     if ends_after_one_step(engine, version):
         yield (
-            f"on TensorRT-LLM {shown(version)} an engine built for "
+            f"on TensorRT-LLM {version} an engine built for "
             f"{EXTERNAL_DRAFTS} ends every request after one step: requests without drafts "
             "(draft_source off, several sequences, the ensemble) need an engine without it; "
             "tensorrt_llm has one_step_requests=true"
@@ -134,7 +265,7 @@ def warnings(
             "if it ends after one token"
         )
     if not engine.mode and engine.max_draft_tokens:
-        yield "config.json tells no speculative_decoding_mode: the engine may refuse drafts"
+        yield "config.json has no speculative_decoding_mode: the engine may refuse drafts"
     longest = engine.max_prompt_tokens(chunked=True)
     limit = int(parameters.get("max_prompt_tokens") or 0)
     if longest and limit < longest:

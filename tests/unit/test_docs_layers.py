@@ -1,0 +1,31 @@
+"""docs/architecture.md tells the layers that ``lint-imports`` checks."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def layers_of_setup() -> list[set[str]]:
+    """The modules of each layer, the highest first, as import-linter reads them."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    lines = config["importlinter:contract:layers"]["layers"].split("\n")
+    return [set(re.findall(r"\w+", line)) for line in lines if line.strip()]
+
+
+def layers_of_page() -> list[set[str]]:
+    """The module names in the first column of the table under "Layers"."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("\n## Layers\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]*) \|", section, re.M)
+    return [set(re.findall(r"`(\w+)`", row)) for row in rows]
+
+
+def test_the_page_has_the_layers_of_the_import_linter() -> None:
+    """A reader who trusts the table finds no import that it forbids."""
+    assert len(layers_of_page()) > 10
+    assert layers_of_page() == layers_of_setup()

@@ -1,0 +1,416 @@
+"""``TritonServer`` and ``serve`` around a server that is a script: starts, files, what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import trustme
+from click.testing import CliRunner
+
+from tests.helpers.fake_tritonserver import HANGS, LOCKED, installation, starts
+from tests.helpers.served import Served, good
+from tests.helpers.server_settings import DEMO, free_ports
+from tests.helpers.waiting import until, until_ended
+from trtllm_bls.cli import main
+from trtllm_bls.launcher import Listener, ServerFailed, TritonServer
+from trtllm_bls.launcher.ports import Ports, choose
+from trtllm_bls.launcher.process import GuardedProcess, Scratch
+from trtllm_bls.launcher.server import Readiness
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    (tmp_path / "models" / "m" / "1").mkdir(parents=True)
+    return tmp_path / "models"
+
+
+class Told(Listener):
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def test_a_start_that_loses_a_race_for_shared_memory_is_tried_again(
+    tmp_path: Path, repository: Path
+) -> None:
+    """Triton's Python backend dies of it now and then, whatever the models are."""
+    root = installation(tmp_path / "triton", f"if starts > 1:\n    serve()\n{LOCKED}")
+    told = Told()
+    with TritonServer(free_ports(server=root, model_repository=repository), told):
+        assert starts(root) == 2
+    (line,) = [line for line in told.warnings if "starting again" in line]
+    assert "lock_exception" in line
+
+
+def test_a_start_that_loses_the_race_twice_has_failed(tmp_path: Path, repository: Path) -> None:
+    """Then it is no accident."""
+    root = installation(tmp_path / "triton", LOCKED)
+    server = TritonServer(free_ports(server=root, model_repository=repository))
+    with pytest.raises(ServerFailed, match="lock_exception") as failed:
+        server.start()
+    assert starts(root) == 2
+    assert any("terminate called" in line for line in failed.value.log_lines)
+
+
+def test_any_other_death_is_not_tried_again(tmp_path: Path, repository: Path) -> None:
+    """It would die the same way."""
+    root = installation(tmp_path / "triton", "os.abort()")
+    with pytest.raises(ServerFailed, match="did not start"):
+        TritonServer(free_ports(server=root, model_repository=repository)).start()
+    assert starts(root) == 1
+
+
+# Triton's Python backend sets the mode of a region itself, whatever the umask.
+PRIVATE_FILES = """
+prefix = [word for word in sys.argv if "shm-region-prefix-name" in word][0].rpartition("=")[2]
+for file in ("/dev/shm/" + prefix + "region", os.environ["TMPDIR"] + "/scratch"):
+    os.close(os.open(file, os.O_CREAT, 0o666))
+os.chmod("/dev/shm/" + prefix + "region", 0o644)
+serve()
+"""
+
+
+def test_only_their_owner_reads_the_servers_files(tmp_path: Path, repository: Path) -> None:
+    """Prompts and answers pass through shared memory."""
+    root = installation(tmp_path / "triton", PRIVATE_FILES)
+    with TritonServer(free_ports(server=root, model_repository=repository)) as server:
+        directory = Path(server.environment["TRTLLM_BLS_STATUS_DIR"]).parent
+        for file in (Path(f"/dev/shm/{server.region_prefix}region"), directory / "scratch"):
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("closed", ["http", "grpc", "metrics"])
+def test_a_server_is_ready_when_all_three_ports_answer(
+    tmp_path: Path, repository: Path, closed: str
+) -> None:
+    """The others may be open already, and whoever reads "ready" uses all of them."""
+    root = installation(tmp_path / "triton")
+    with TritonServer(free_ports(server=root, model_repository=repository)) as server:
+        host, port = server.grpc_url.split(":")
+        numbers = {
+            "http": int(server.http_url.rpartition(":")[2]),
+            "grpc": int(port),
+            "metrics": int(server.metrics_url.split(":")[2].partition("/")[0]),
+        }
+        assert Readiness(Ports(host, host, **numbers), server.models).complete()
+        with socket.create_server((host, 0)) as free:
+            numbers[closed] = free.getsockname()[1]
+        assert not Readiness(Ports(host, host, **numbers), server.models).complete()
+
+
+def test_the_port_with_tls_stays_where_a_server_failed_to_start_again(
+    tmp_path: Path, repository: Path
+) -> None:
+    """Clients look for it there; any free port is chosen only once."""
+    issued = trustme.CA().issue_cert("127.0.0.1")
+    files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    issued.cert_chain_pems[0].write_to_path(str(files["tls_cert"]))
+    issued.private_key_pem.write_to_path(str(files["tls_key"]))
+    root = installation(tmp_path / "triton", "serve() if starts != 2 else os.abort()")
+    server = TritonServer(free_ports(server=root, model_repository=repository, **files))
+    server.start()
+    try:
+        server.keep_ports()
+        url, grpc_url = server.http_url, server.grpc_url
+        server.discard()
+        with pytest.raises(ServerFailed):
+            server.start()
+        server.start()
+        assert (server.http_url, server.grpc_url) == (url, grpc_url)
+    finally:
+        server.stop()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+
+
+def test_waiting_for_models_has_an_end_and_says_how_to_move_it(
+    tmp_path: Path, repository: Path
+) -> None:
+    """A server that runs and never answers."""
+    root = installation(tmp_path / "triton", "time.sleep(1000)")
+    settings = free_ports(server=root, model_repository=repository, ready_timeout=1)
+    with pytest.raises(ServerFailed, match=r"not ready after 1 s, still loading: m; .*--ready-tim"):
+        TritonServer(settings).start()
+
+
+TAKEN = """
+if starts == 1:
+    print("failed to start HTTP service: port already in use", flush=True)
+    time.sleep(1000)
+serve()
+"""
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_a_port_that_was_taken_meanwhile_is_chosen_again(
+    tmp_path: Path, repository: Path, free: bool
+) -> None:
+    """Unless all were asked for: the user has to choose others."""
+    root = installation(tmp_path / "triton", TAKEN)
+    settings = free_ports(server=root, model_repository=repository)
+    if not free:
+        ports = choose(settings)
+        settings = replace(
+            settings, http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics
+        )
+    server = TritonServer(settings)
+    if free:
+        with server:
+            assert starts(root) == 2
+    else:
+        with pytest.raises(ServerFailed, match="the HTTP port was taken meanwhile"):
+            server.start()
+        assert starts(root) == 1
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_model_that_does_not_unload_is_no_request_that_was_cut_off(
+    tmp_path: Path, repository: Path, requests: int, in_flight: int
+) -> None:
+    """Triton says whether anything ran; who signals twice is told that requests were cut off."""
+    line = f"Found {in_flight} model versions that have in-flight inferences"
+    root = installation(tmp_path / "triton", f"print({line!r}, flush=True)\n{HANGS}")
+    told = Told()
+    server = TritonServer(free_ports(server=root, model_repository=repository), told)
+    server.start()
+    for _ in range(requests):
+        server.request_stop()
+    server.end_unloading()
+    cut_off = bool(in_flight) or requests == 2
+    assert server.wait() is cut_off
+    assert any("did not unload in time" in line for line in told.warnings) is not cut_off
+    server.stop()
+
+
+# --- serve: signals, restarts, exit codes -----------------------------------------------------
+
+
+@contextmanager
+def serving(root: Path, repository: Path, *more: str) -> Iterator[Served]:
+    served = Served(repository, "--server", str(root), *more)
+    try:
+        yield served
+    finally:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.end()
+        served.guard.wait(60)
+
+
+def reasons(served: Served) -> list[str]:
+    """Why it is not ready."""
+    try:
+        return list(good(served.urls["health"])["reasons"])
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return list(json.load(refused)["reasons"])
+
+
+def test_the_first_signal_drains(tmp_path: Path, repository: Path) -> None:
+    """Balancers are told at once; the exit code says that nothing was cut off."""
+    handler = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), os._exit(0)))"
+    root = installation(tmp_path / "triton", f"stub = start_stub()\n{handler}\nserve()")
+    with serving(root, repository) as served:
+        served.process.send_signal(signal.SIGTERM)
+        served.wait_for_line("stopping: running requests have 20 s")
+        assert until(lambda: "the server is draining" in reasons(served))
+        assert served.end()[0] == 0
+
+
+def test_the_second_signal_kills(tmp_path: Path, repository: Path) -> None:
+    """Whatever runs; the exit code is the signal's."""
+    with serving(installation(tmp_path / "triton", HANGS), repository) as served:
+        served.process.send_signal(signal.SIGTERM)
+        served.wait_for_line("stopping")
+        served.process.send_signal(signal.SIGINT)
+        code, errors = served.end()
+        assert code == 128 + signal.SIGINT
+        assert "running requests were cut off" in errors
+
+
+def test_a_server_that_dies_comes_back_on_its_ports(tmp_path: Path, repository: Path) -> None:
+    """Also where the next start fails; probes learn how often."""
+    program = "if starts == 2:\n    os.abort()\nstub = start_stub()\nserve()"
+    root = installation(tmp_path / "triton", program)
+    with serving(root, repository) as served:
+        served.server.kill()
+        served.wait_for_line("starting again in 1 s")
+        served.wait_for_line("starting again in 2 s")
+        served.wait_for_line("serving again")
+        assert good(served.urls["health"])["restarts"] == 2
+        assert starts(root) == 3
+        with urllib.request.urlopen(
+            f"{served.urls['HTTP']}/v2/models/m/ready", timeout=20
+        ) as answer:
+            assert answer.status == 200
+        served.process.terminate()
+        assert served.end()[0] == 0
+
+
+def test_a_failure_can_end_serve(tmp_path: Path, repository: Path) -> None:
+    """For those whose supervisor starts it again."""
+    root = installation(tmp_path / "triton", "stub = start_stub()\nserve()")
+    with serving(root, repository, "--on-failure", "exit") as served:
+        served.server.kill()
+        code, errors = served.end()
+        assert code == 1
+        assert "error: the server ended by itself (SIGKILL, perhaps out of memory)" in errors
+        assert starts(root) == 1
+
+
+def test_a_server_that_never_was_ready_is_not_started_again(
+    tmp_path: Path, repository: Path
+) -> None:
+    """Nothing would change."""
+    root = installation(tmp_path / "triton", "print('no such device', flush=True)\nsys.exit(3)")
+    words = ["serve", "--server", str(root), "--model-repository", str(repository)]
+    words += [
+        w for n in ("http", "grpc", "metrics", "health", "openai") for w in (f"--{n}-port", "0")
+    ]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 1
+    assert "error: the server did not start (exit code 3)" in result.stderr
+    assert result.stderr.count("no such device") == 1
+    assert starts(root) == 1
+
+
+# --- stopped and killed ---------------------------------------------------------------------
+
+
+def test_a_guard_that_is_stopped_can_be_told_to_kill() -> None:
+    """It would not hear it otherwise."""
+    process = GuardedProcess(["sleep", "1000"], dict(os.environ), Scratch(), 30, lambda _: None)
+    server = until(lambda: process.server)
+    guard = process.guard
+    assert guard
+    guard.suspend()
+    until(lambda: guard.status() == psutil.STATUS_STOPPED)
+    process.kill()
+    assert process.wait(20) == 128 + signal.SIGKILL
+    assert not server.is_running()
+    process.close()
+
+
+LAUNCHER = """
+import os, sys, time
+from trtllm_bls.launcher.process import GuardedProcess, Scratch
+process = GuardedProcess(["sleep", "1000"], dict(os.environ), Scratch(), 1, lambda line: None)
+while process.server is None:
+    time.sleep(0.01)
+print(process.guard.pid, process.server.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_guard_that_is_stopped_sees_the_launchers_death() -> None:
+    """The kernel wakes it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout
+        guard, server = map(psutil.Process, map(int, launcher.stdout.readline().split()))
+        guard.suspend()
+        until(lambda: guard.status() == psutil.STATUS_STOPPED)
+        launcher.kill()
+        until_ended([guard, server], 20)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    """``serve`` with two OpenAI workers; the engine is elsewhere, and not there."""
+    root = installation(
+        tmp_path / "triton",
+        "stub = start_stub()\nserve()",
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    running = Served(
+        None,
+        *("--server", str(root), "--engine", "trtllm://127.0.0.1:1"),
+        *("--model", str(DEMO / "target"), "--openai-port", str(port), "--openai-workers", "2"),
+        *("--exit-timeout", "1", "--log-file", str(tmp_path / "log")),
+    )
+    everything = running.everything()
+    yield running
+    running.process.kill()
+    until_ended(everything)
+    running.end()
+
+
+def workers(served: Served) -> list[psutil.Process]:
+    (api,) = served.children(served.process.pid, "openai")
+    return served.children(api.pid, "spawn_main")
+
+
+def test_a_stopped_worker_of_the_api_is_replaced(served: Served) -> None:
+    """Its clients see their connection end, and the next ones are answered, in seconds."""
+    port = int(served.urls["OpenAI"].rpartition(":")[2].removesuffix("/v1"))
+    before = until(lambda: len(found := workers(served)) == 2 and found)
+    with ExitStack() as stack:
+        clients = {}
+        for _ in range(4):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+            clients[client.getsockname()[1]] = client
+
+        def with_clients() -> tuple[psutil.Process, list[int]] | None:
+            """A worker, and the ports of the clients that it serves."""
+            for worker in before:
+                peers = {each.raddr.port for each in worker.net_connections("tcp") if each.raddr}
+                if served_here := list(peers & clients.keys()):
+                    return worker, served_here
+            return None
+
+        worker, ports = until(with_clients)
+        stopped_at = time.monotonic()
+        worker.suspend()
+        line = served.wait_for_line("was stopped")
+        assert f"worker {worker.pid} of the OpenAI API was stopped (SIGSTOP)" in line
+        for each in ports:
+            with suppress(ConnectionResetError):
+                assert clients[each].recv(1) == b""
+        assert time.monotonic() - stopped_at < 3
+    until(lambda: len(found := workers(served)) == 2 and worker not in found)
+
+
+def test_a_stopped_health_server_is_replaced(served: Served) -> None:
+    """A probe that gets no answer would have the pod killed."""
+    (before,) = served.children(served.process.pid, "health_server.py")
+    before.suspend()
+    until_ended([before], 3)
+    after = until(lambda: served.children(served.process.pid, "health_server.py"))
+    assert after != [before]
+    assert "restarts" in good(served.urls["health"].replace("ready", "live"))
+
+
+def test_nothing_outlives_a_killed_serve(served: Served, tmp_path: Path) -> None:
+    """Neither what runs nor what is stopped, and no file of the run."""
+    everything = served.everything()
+    scratch = Path(psutil.Process(served.guard.pid).environ()["TMPDIR"])
+    names = [" ".join(each.cmdline()) for each in everything]
+    for part in ("tritonserver", "triton_python_backend_stub", "openai", "spawn_main", "health_se"):
+        assert any(part in name for name in names), part
+    workers(served)[0].suspend()
+    served.children(served.process.pid, "health_server.py")[0].suspend()
+    served.process.kill()
+    until_ended(everything, 20)
+    until(lambda: not scratch.exists())
+    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600

@@ -1,0 +1,102 @@
+"""What is generated from declarations in the source tree; ``make generate`` writes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from trtllm_bls.configure.pbtxt import PARAMETERS, config_text
+from trtllm_bls.configure.recipe import FLAGS, NEWEST
+from trtllm_bls.contract import MODELS
+from trtllm_bls.parameters import parameters_in, parameters_of
+from trtllm_bls.parameters.declaration import Parameter
+from trtllm_bls.parameters.models import EngineFacts
+
+_INTRODUCTION = """\
+# Parameters
+
+Written by `make generate` from `trtllm_bls/parameters/models.py`; do not edit.
+
+A parameter stands in its model's `config.pbtxt`. `trtllm-bls serve --set MODEL.KEY=VALUE` replaces
+it for one server, `trtllm-bls configure --set MODEL.KEY=VALUE` in the repository that is written.
+A variable, where one is named, comes before the file, but not before `serve --set`: `serve` sets it
+from its own options.
+"""
+_FACTS_INTRODUCTION = """\
+## What an engine tells
+
+`trtllm-bls configure` writes these into the `tensorrt_llm` of the C++ backend, from the engine's
+own `config.json`. The backend does not read them; the orchestrator does.
+"""
+_MARK = "<!-- make generate: build flags, {} -->"
+
+
+def generated(root: Path) -> dict[str, str]:
+    """The text of every generated file, by its path below ``root``.
+
+    Of docs/engines.md one table is generated; the rest is read from ``root``.
+    """
+    files = {f"models/{m.name}/config.pbtxt": config_text(m, PARAMETERS[m.name]) for m in MODELS}
+    files["docs/parameters.md"] = _parameters_page()
+    engines = (root / "docs" / "engines.md").read_text(encoding="utf-8")
+    before, begin, rest = engines.partition(_MARK.format("begin"))
+    _, end, after = rest.partition(_MARK.format("end"))
+    files["docs/engines.md"] = f"{before}{begin}\n\n{_flags_table()}\n{end}{after}"
+    return files
+
+
+def _parameters_page() -> str:
+    parts = [_INTRODUCTION]
+    for model in ("tensorrt_llm_bls", "tensorrt_llm", "preprocessing", "postprocessing"):
+        about = " (the embedded engine)" if model == "tensorrt_llm" else ""
+        parts.append(f"## `{model}`{about}\n\n{_parameters_table(parameters_of(model))}")
+    parts.append(f"{_FACTS_INTRODUCTION}\n{_parameters_table(parameters_in(EngineFacts))}")
+    return "\n".join(parts)
+
+
+def _parameters_table(parameters: Mapping[str, Parameter]) -> str:
+    def code(text: str) -> str:
+        return f"`{text}`" if text else ""
+
+    rows = (
+        (code(key), each.kind.expected, code(each.in_file), code(each.env), each.help)
+        for key, each in parameters.items()
+    )
+    return _table(("key", "value", "as shipped", "variable", "meaning"), rows)
+
+
+def _flags_table() -> str:
+    rows = (
+        (
+            flag.tool,
+            f"`--{flag.name}`",
+            f"{flag.since} – {'' if flag.until == NEWEST else str(flag.until)}".strip(),
+            flag.meaning,
+            flag.source,
+        )
+        for flag in FLAGS.values()
+    )
+    return _table(("tool", "flag", "releases", "does", "known from"), rows)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = (head, ("---",) * len(head), *rows)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def main(root: Path) -> list[str]:
+    """Write what is stale below ``root``; the paths of these files."""
+    stale = []
+    for path, text in generated(root).items():
+        file = root / path
+        if not file.is_file() or file.read_text(encoding="utf-8") != text:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            stale.append(path)
+    return stale
+
+
+if __name__ == "__main__":
+    for written in main(Path.cwd()):
+        sys.stdout.write(f"wrote {written}\n")

@@ -1,0 +1,421 @@
+"""The parameters of each model: what a value may be, its default, its variable, what it does.
+
+``config.pbtxt``, docs/parameters.md, ``serve --set``, ``configure --set`` and the options of
+``openai`` follow from these fields. ``make generate`` writes the files again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trtllm_bls.admission import RequestLimits
+from trtllm_bls.parameters.declaration import (
+    DIRECTORY,
+    FILE,
+    FLAG,
+    MODEL,
+    SECONDS,
+    TEXT,
+    Parameter,
+    auto_or,
+    check_in,
+    choice,
+    count,
+    none_if_zero,
+    parameter,
+    parameters_in,
+)
+from trtllm_bls.parameters.engine_choice import ENGINE, LOCAL_ENGINE, EngineChoice
+
+MODEL_DIR = "TRTLLM_BLS_MODEL_DIR"
+DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
+GRPC_URL = "TRTLLM_BLS_GRPC_URL"
+MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
+THREADS = "TRTLLM_BLS_ENGINE_THREADS"
+STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
+ENGINE_TLS_PIN = "TRTLLM_BLS_ENGINE_TLS_PIN"
+ENGINE_TRANSPORT = "TRTLLM_BLS_ENGINE_TRANSPORT"
+
+_DEMO_MODEL = "../assets/demo/target"
+_BYTES = count(1, "bytes")
+_TOKENS = count(0, "tokens")
+_SWITCH = choice(auto=None, on=True, off=False)
+
+
+# --- parameters of several models -----------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParameters:
+    """What every model has."""
+
+    max_request_bytes: int = parameter(
+        _BYTES,
+        "All inputs of a request together; adapters and prompt tables may need more.",
+        "67108864",
+    )
+
+    @property
+    def limits(self) -> RequestLimits:
+        """The limits of one request; each model has parameters for some of them."""
+        names = ("max_request_bytes", "max_prompt_bytes", "max_output_tokens", "max_logits_bytes")
+        return RequestLimits(**{name: getattr(self, name) for name in names if hasattr(self, name)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tokenizer(ModelParameters):
+    tokenizer_dir: Path = parameter(
+        DIRECTORY,
+        "Directory of the target model's tokenizer.",
+        default=None,
+        shipped=_DEMO_MODEL,
+        env=MODEL_DIR,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoding(_Tokenizer):
+    add_special_tokens: bool = parameter(
+        FLAG,
+        "Put the tokenizer's special tokens (BOS) before the prompt of a request that does not "
+        "say.",
+        "true",
+    )
+    max_prompt_bytes: int = parameter(
+        _BYTES, "`text_input`, `messages`, or any other text of one row.", "1048576"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decoding(_Tokenizer):
+    skip_special_tokens: bool = parameter(
+        FLAG, "Leave special tokens out of the text of a request that does not say.", "true"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Generating(ModelParameters):
+    max_output_tokens: int | None = parameter(
+        none_if_zero(_TOKENS),
+        "Largest `max_tokens` of a request; 0 = any: the model's longest sequence ends the answer.",
+        "0",
+    )
+    max_logits_bytes: int = parameter(
+        count(0, "bytes"),
+        "All context and generation logits that a request may ask for, over all sequences and "
+        "responses.",
+        "268435456",
+    )
+    expose_kv_cache_metrics: bool = parameter(
+        FLAG,
+        "Answer `return_perf_metrics` also with how many KV-cache blocks were new and how many "
+        "were reused. That tells a caller whether another prompt began with the same text.",
+        "false",
+    )
+
+
+# --- preprocessing and postprocessing -------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessingParameters(_Encoding):
+    """The parameters of ``preprocessing``."""
+
+    max_request_bytes: int = parameter(_BYTES, "All inputs of a request together.", "4194304")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostprocessingParameters(_Decoding):
+    """The parameters of ``postprocessing``."""
+
+    max_request_bytes: int = parameter(_BYTES, "All inputs of a request together.", "4194304")
+
+
+# --- tensorrt_llm ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParameters(_Generating):
+    """The parameters of the Python ``tensorrt_llm``, most of which are for the embedded engine."""
+
+    model_dir: Path = parameter(
+        DIRECTORY,
+        "Directory of the checkpoint.",
+        default=None,
+        shipped=_DEMO_MODEL,
+        env=MODEL_DIR,
+        draft_env=DRAFT_MODEL_DIR,
+    )
+    exclude_input_in_output: bool = parameter(
+        FLAG,
+        "Leave the prompt out of the answer to a request that does not say.",
+        "false",
+        shipped="true",
+    )
+    engine: str = parameter(
+        LOCAL_ENGINE,
+        "What generates the tokens: the embedded engine, TensorRT-LLM's LLM API in this process, "
+        "or TensorRT-LLM's own gRPC service.",
+        "embedded",
+    )
+    max_batch: int = parameter(count(0), "Sequences that run at once.", "32")
+    max_queue_size: int = parameter(
+        count(0), "Sequences that may wait; one more is refused. 0 = the engine's choice.", "0"
+    )
+    max_tokens_per_step: int = parameter(
+        _TOKENS,
+        "Rows of one forward pass. A prompt is processed in pieces of this size, each of which "
+        "delays the running streams.",
+        "512",
+    )
+    max_sequence_tokens: int = parameter(
+        _TOKENS, "Longest prompt and completion together; 0 = the engine's choice.", "0"
+    )
+    max_draft_len: int = parameter(_TOKENS, "Longest draft that a request may bring.", "16")
+    threads: int = parameter(
+        count(0), "Threads of the engine; 0 = half of the cores.", "0", env=THREADS
+    )
+    is_draft: bool = parameter(
+        FLAG,
+        f"This is the draft model: `{DRAFT_MODEL_DIR}` names its checkpoint.",
+        "false",
+    )
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes that are set, by their names in the engine's own settings."""
+        names = ("max_batch", "max_queue_size", "max_tokens_per_step", "max_sequence_tokens")
+        named = {name: getattr(self, name) for name in (*names, "max_draft_len", "threads")}
+        return {name: size for name, size in named.items() if size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What an engine's ``config.json`` says and the orchestrator needs.
+
+    ``configure`` writes these parameters for the C++ backend, which does not read them.
+    """
+
+    max_sequence_tokens: int | None = parameter(
+        count(1, "tokens"), "Longest prompt and completion together."
+    )
+    max_prompt_tokens: int | None = parameter(
+        count(1, "tokens"),
+        "Longest prompt; with drafts, the text generated before them and the draft count too.",
+    )
+    max_draft_len: int | None = parameter(
+        _TOKENS, "Longest draft that a request may bring; 0 = it cannot verify drafts."
+    )
+    speculative_decoding_mode: str = parameter(
+        TEXT, "What the engine was built for, such as `none`, `draft_tokens_external`, `medusa`."
+    )
+    one_step_requests: bool = parameter(
+        FLAG, "Every request ends after one step, also one without a draft.", "false"
+    )
+
+
+# --- tensorrt_llm_bls -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlsParameters(_Encoding, _Decoding, _Generating):
+    """The parameters of ``tensorrt_llm_bls``, and which of the model's processes this is."""
+
+    accumulate_tokens: bool = parameter(
+        FLAG, "Each response of a stream holds all text so far, not only the new text.", "false"
+    )
+    engine: EngineChoice | None = parameter(
+        ENGINE,
+        "Where tokens come from: a model of this server, models of other Triton servers, or "
+        "TensorRT-LLM's own gRPC service. With several addresses each request goes to the least "
+        "loaded one. Empty: `triton:` and `tensorrt_llm_model_name`.",
+    )
+    engine_max_sequence_tokens: int | None = parameter(
+        none_if_zero(_TOKENS),
+        "Longest prompt and completion together of a `trtllm://` engine, which reports it only if "
+        "it was started with `--max_seq_len`; 0 = what it reports.",
+        "0",
+    )
+    engine_resume: bool = parameter(
+        FLAG,
+        "With several addresses: a greedy or seeded request continues on another engine when its "
+        "own is lost.",
+        "false",
+    )
+    engine_transport: str = parameter(
+        choice("auto", "bls", "grpc"),
+        "How the engine is called: over this server's own gRPC port (auto), over the gRPC port at "
+        "`engine_url`, of whichever server (grpc), or inside Triton (bls), where there is no gRPC.",
+        "auto",
+        env=ENGINE_TRANSPORT,
+    )
+    engine_url: str = parameter(
+        TEXT,
+        "`host:port` of the gRPC port behind which the engine is.",
+        "localhost:8001",
+        env=GRPC_URL,
+    )
+    engine_tls_ca: Path | None = parameter(
+        FILE, "Certificates of the authorities to trust at `engine_url`, in PEM; empty = no TLS."
+    )
+    engine_tls_cert: Path | None = parameter(
+        FILE, "Certificate to show at `engine_url`, in PEM, where that port asks for one."
+    )
+    engine_tls_key: Path | None = parameter(FILE, "Key of `engine_tls_cert`, in PEM.")
+    engine_tls_pin: Path | None = parameter(
+        FILE,
+        "The certificate that `engine_url` itself shows, first in a PEM file. It is trusted "
+        "instead of `engine_tls_ca`, whatever names it has.",
+        env=ENGINE_TLS_PIN,
+    )
+    engine_stall_seconds: float = parameter(
+        SECONDS, "Fail a request when its engine has sent nothing for so long; 0 = never.", "120"
+    )
+    request_timeout_seconds: float = parameter(
+        SECONDS, "Time limit of a request that names none; 0 = `max_timeout_seconds`.", "600"
+    )
+    max_timeout_seconds: float | None = parameter(
+        none_if_zero(SECONDS),
+        "Longest time limit that a request may name, and the limit of all requests where "
+        "`request_timeout_seconds` is 0; 0 = any.",
+        "3600",
+    )
+    tensorrt_llm_model_name: str = parameter(MODEL, "Name of the target model.", "tensorrt_llm")
+    tensorrt_llm_draft_model_name: str = parameter(MODEL, "Name of the draft model; empty = none.")
+    draft_tokenizer_dir: Path | None = parameter(
+        DIRECTORY,
+        "Directory of the draft model's tokenizer, which is compared with the target's; empty = "
+        "no comparison.",
+        env=DRAFT_MODEL_DIR,
+    )
+    draft_source: str = parameter(
+        choice("off", "model", "ngram", "mixed"),
+        "Where drafts come from for a request that does not say.",
+        "off",
+    )
+    num_draft_tokens: int | None = parameter(
+        none_if_zero(_TOKENS),
+        "Length of a draft for a request that does not say; 0 = as many as pay off.",
+        "0",
+    )
+    max_draft_len: int = parameter(_TOKENS, "Longest draft, beside the engine's own limit.", "10")
+    draft_deadline_seconds: float = parameter(
+        SECONDS, "A round goes on without a draft that takes longer.", "0.5"
+    )
+    overlap_drafts: bool | None = parameter(
+        _SWITCH, "Draft while the target verifies; auto = where that measures faster.", "auto"
+    )
+    unverifiable_drafts: str = parameter(
+        choice("refuse", "ignore"),
+        "What to do with a request for drafts where the engine verifies none, such as a "
+        "`trtllm://` engine: refuse it, or ignore the drafts and decode plainly.",
+        "refuse",
+    )
+    max_streams: int = parameter(
+        count(1),
+        "Requests that the connection to the engine and the server's threads are sized for.",
+        "256",
+        env=MAX_STREAMS,
+    )
+    max_running_requests: int | None = parameter(
+        auto_or(count(1)),
+        "Requests that may run at once; a request with several sequences or rows counts once for "
+        "each. More requests wait. auto = `max_streams`; where the model has several processes, "
+        "twice its share of that for each process, since requests are not spread evenly.",
+        "auto",
+    )
+    max_queued_requests: int | None = parameter(
+        auto_or(count(0)),
+        "Requests that may wait for a running one to end, counted in the same way; one more is "
+        "refused at once. auto = 4 times as many as may run.",
+        "auto",
+    )
+    max_queue_seconds: float = parameter(
+        SECONDS,
+        "Longest time that a request may wait before it is refused; 0 = its own time limit.",
+        "60",
+    )
+    one_core: bool | None = parameter(
+        _SWITCH,
+        "Keep a process's threads on one core while that core has little other work: they run one "
+        "at a time, which costs less there. auto = where the machine has eight cores, and four for "
+        "each process.",
+        "auto",
+    )
+    status_dir: str = parameter(
+        TEXT,
+        "Directory where the model writes its state and reads whether to drain; empty = none.",
+        env=STATUS_DIR,
+    )
+    log_requests: bool = parameter(
+        FLAG, "Log one line for each request when it ends (docs/metrics.md).", "true"
+    )
+    log_format: str = parameter(choice("logfmt", "json"), "Form of that line.", "logfmt")
+    log_prompts: bool = parameter(FLAG, "Log the prompt too, cut to 900 characters.", "false")
+    decoupled: bool = parameter(
+        FLAG,
+        "Answer in streams. `false`: each request gets exactly one response, so unary `infer` "
+        "works and streams are refused. Written in `model_transaction_policy`, not in "
+        "`parameters`.",
+        "false",
+        shipped="true",
+    )
+
+    # What Triton says of this process; a directory and numbers, not parameters.
+    repository: Path | None = None  # the directory of all models; None outside Triton
+    instance: int = 0  # which of the model's processes this is
+    instances: int = 1
+
+    @property
+    def limits(self) -> RequestLimits:
+        """The limits of one request."""
+        return replace(super().limits, max_timeout_s=self.max_timeout_seconds)
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that this process runs at once."""
+        if self.max_running_requests is not None:
+            return self.max_running_requests
+        # Requests are not spread evenly: if each process ran only its own share, some would wait in
+        # one process while another has room.
+        return max(1, min(2 * self.max_streams // self.instances, self.max_streams))
+
+    @property
+    def max_queued(self) -> int:
+        """Sequences that may wait in this process."""
+        queued = self.max_queued_requests
+        return 4 * self.max_running if queued is None else queued
+
+    @property
+    def keeps_one_core(self) -> bool:
+        """Whether this process keeps its threads on one core.
+
+        By itself it does so where a core is left for it beside those of the engine and the server.
+        """
+        if self.one_core is not None:
+            return self.one_core
+        return len(os.sched_getaffinity(0)) >= max(8, 4 * self.instances)
+
+
+_MODELS: Mapping[str, type] = {
+    "tensorrt_llm_bls": BlsParameters,
+    "tensorrt_llm": EngineParameters,
+    "preprocessing": PreprocessingParameters,
+    "postprocessing": PostprocessingParameters,
+}
+
+
+def parameters_of(model: str) -> dict[str, Parameter]:
+    """The parameters of one of our models, by key; none for another model."""
+    return parameters_in(_MODELS[model]) if model in _MODELS else {}
+
+
+def check(model: str, key: str, value: str) -> None:
+    """Raises ``SettingsError`` if our ``model`` has no parameter ``key`` or it cannot be ``value``.
+
+    What depends on the machine, such as whether a directory exists, is not checked.
+    """
+    check_in(parameters_of(model), model, key, value)
