@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.stepping import SteppingEngine
 
 from trtllm_bls.bundled import DEMO
+from trtllm_bls.http_guard import ConnectionLimits
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
@@ -61,7 +62,7 @@ def serve(ready: Connection, listening: socket.socket, step_s: float) -> None:
     import uvicorn
 
     app = create_app(Backend(step_s), ApiSettings(model_names=("m",)))
-    config = uvicorn.Config(app, **uvicorn_options(exit_timeout=1))
+    config = uvicorn.Config(app, **uvicorn_options(ConnectionLimits(), exit_timeout=1))
     ready.send(os.getpid())
     uvicorn.Server(config).run([listening])
 

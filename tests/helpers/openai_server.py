@@ -16,6 +16,7 @@ from tests.helpers.scripted_text import tokenizer
 from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.http_guard import ConnectionLimits
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
@@ -86,14 +87,20 @@ class RunningApi:
 
 @contextmanager
 def serving(
-    engine: Engine, backend: Any = None, exit_timeout: int = 5, **settings: Any
+    engine: Engine,
+    backend: Any = None,
+    exit_timeout: int = 5,
+    limits: ConnectionLimits | None = None,
+    **settings: Any,
 ) -> Iterator[RunningApi]:
     """A running server; on leaving it drains."""
     app = create_app(
         backend or ScriptedBackend(engine), ApiSettings(**{"model_names": (MODEL,), **settings})
     )
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, **uvicorn_options(exit_timeout)))
+    server = uvicorn.Server(
+        uvicorn.Config(app, **uvicorn_options(limits or ConnectionLimits(), exit_timeout))
+    )
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     host, port = listening.getsockname()[:2]

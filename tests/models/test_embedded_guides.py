@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -169,7 +170,7 @@ def test_every_answer_validates(
 
 def written(guides: Guides, tokenizer: Tokenizer, schema: str, seed: int) -> str | None:
     """A text of random tokens that the guide allows, up to where it may end; or what never ends."""
-    guide = guides.of(guided("json_schema", schema))
+    guide = asyncio.run(guides.of(guided("json_schema", schema)))
     assert guide is not None
     draws, ids = np.random.default_rng(seed), list[int]()
     closing = [tokenizer.encode_word(mark)[-1] for mark in ('"', "}", "]")]
@@ -201,6 +202,7 @@ def test_published_schemas_are_kept(tokenizer: Tokenizer, forced: bool) -> None:
             if text is not None:
                 jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
                 ended += 1
+    guides.close()
     assert ended >= 10
 
 
@@ -279,6 +281,67 @@ def test_a_bad_guide_is_refused_by_name(
     with pytest.raises(InvalidRequest, match=f"^{field}: .*{problem}") as caught:
         answers(engine, guided(kind, guide))
     assert "\n" not in str(caught.value)
+
+
+def chain_of_references(length: int) -> str:
+    links = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(length)}
+    links[f"d{length}"] = {"type": "string"}  # type: ignore[dict-item]
+    return json.dumps({"$defs": links, "$ref": "#/$defs/d0"})
+
+
+def chain_of_rules(length: int) -> str:
+    rules = [f"r{n} ::= r{n + 1}" for n in range(length)]
+    return "\n".join(["root ::= r0", *rules, f'r{length} ::= "a"'])
+
+
+def long_rules(count: int) -> str:
+    rules = [f'r{n} ::= "a" r{n + 1}' for n in range(count)]
+    return "\n".join(["root ::= r0", *rules, f'r{count} ::= "a"'])
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "problem"),
+    [
+        ("json_schema", chain_of_references(3000), "chained too deeply"),
+        ("ebnf_grammar", chain_of_rules(4000), "chained too deeply"),
+        ("ebnf_grammar", long_rules(20_000), "takes more than 1 s"),
+        ("json_schema", '{"$ref": "#"}', "cannot be enforced"),
+        ("regex", "(a{1000}){1000}", "cannot be enforced"),
+    ],
+    ids=["references", "rules", "many rules", "itself", "repetitions"],
+)
+def test_a_hostile_grammar_harms_only_its_sender(
+    hostile_engine: EmbeddedEngine, kind: str, guide: str, problem: str
+) -> None:
+    """The compiler may overflow its stack or run for minutes: it does so in another process. The
+    sender is told by name, and the engine answers on."""
+    for _ in range(2):  # the second time it is known
+        with pytest.raises(InvalidRequest, match=f"^guided_decoding_guide: .*{problem}"):
+            answers(hostile_engine, guided(kind, guide))
+    answers(hostile_engine, guided("json_schema", '{"type": "string"}', max_tokens=4))
+
+
+@pytest.fixture(scope="module")
+def hostile_engine() -> Iterator[EmbeddedEngine]:
+    settings = EmbeddedSettings(max_batch=2, threads=1, guide_compile_seconds=1.0)
+    with EmbeddedEngine(DEMO, settings) as engine:
+        yield engine
+
+
+async def test_a_caller_that_leaves_ends_the_compilation_of_its_grammar(
+    hostile_engine: EmbeddedEngine,
+) -> None:
+    """Otherwise the next guided request would wait for a grammar that nobody wants."""
+    guides = Guides(DEMO, 4096, seconds=300)
+    asked = asyncio.create_task(guides.of(guided("ebnf_grammar", long_rules(20_001))))
+    while guides._trial._for is None:
+        await asyncio.sleep(0.01)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    async with asyncio.timeout(60):
+        assert await guides.of(guided("json_schema", '{"type": "integer"}')) is not None
+    guides.close()
 
 
 def test_a_checkpoint_without_a_tokenizer_cannot_be_guided() -> None:

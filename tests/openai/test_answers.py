@@ -19,9 +19,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
-from tests.helpers.openai_server import MODEL
+from tests.helpers.openai_server import MODEL, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, drafted, prompt_ids, saying, tokenizer
 from tests.openai.conftest import SAYS, Connect
+from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.parameters import STATUS_DIR
 from trtllm_bls.services.engine_steps import tell_longest
 from trtllm_bls.status import StatusDirectory
@@ -148,6 +149,36 @@ def test_choices_are_numbered_by_prompt_and_n(connect: Connect) -> None:
     assert sorted(ended) == list(range(6))
     of_ids = client.completions.create(model=MODEL, prompt=[[5, 6], [7]], max_tokens=2)
     assert of_ids.usage is not None and of_ids.usage.prompt_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_time_is_up_was_cut(connect: Connect, stream: bool) -> None:
+    """OpenAI has no word for it; ``length`` says that there would have been more."""
+    engine = saying(SAYS * 100, step_seconds=0.01)
+    backend = ScriptedBackend(engine, defaults=Defaults(timeout_s=0.3))
+    _, client = connect(engine, backend=backend)
+    asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1000}
+    if stream:
+        *_, last = client.completions.create(**asked, stream=True)
+    else:
+        last = client.completions.create(**asked)
+    assert last.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_each_prompt_once(connect: Connect, stream: bool) -> None:
+    """However many choices it has; a token of each choice counts."""
+    _, client = connect(saying(SAYS))
+    prompt: Any = [list(prompt_ids()), list(prompt_ids()) * 2]
+    asked: Any = {"model": MODEL, "prompt": prompt, "n": 3, "max_tokens": 4}
+    if stream:
+        options = {"include_usage": True}
+        *_, last = client.completions.create(**asked, stream=True, stream_options=options)
+        usage = last.usage
+    else:
+        usage = client.completions.create(**asked).usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3 * len(prompt_ids()), 24)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -17,8 +17,8 @@ from tests.helpers.scripted_text import saying, tokenizer
 from tests.openai.conftest import Connect
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.openai.chat import ChatAnswer
-from trtllm_bls.openai.frames import Head
+from trtllm_bls.openai.chat import ChatResponse
+from trtllm_bls.openai.responses import Head
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.tokenizer import load_tokenizer
 
@@ -90,6 +90,14 @@ def test_a_call_is_text_where_no_tool_may_be_called(connect: Connect) -> None:
         assert answer.choices[0].finish_reason == "stop"
 
 
+def test_a_message_of_calls_alone_has_no_content(connect: Connect) -> None:
+    """It is null and not an empty string, as OpenAI has it; without calls it is a string."""
+    for text, content in ((CALL, None), ("", "")):
+        _, client = connect(chatting(text), tool_parser="hermes")
+        answer = client.chat.completions.create(model=MODEL, messages=HELLO, tools=[WEATHER])
+        assert answer.choices[0].message.content == content
+
+
 def test_what_may_become_a_call_and_does_not_is_text(connect: Connect) -> None:
     """It is held back until the answer ends, and not lost."""
     _, client = connect(chatting("I look. <tool_c"), tool_parser="hermes")
@@ -142,7 +150,7 @@ def test_tools_that_are_not_allowed_are_not_shown(connect: Connect) -> None:
     asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER, PING]}
     asked["tool_choice"] = allowing("auto", "weather")
     head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
-    request = ChatAnswer(decode(json.dumps(asked).encode(), ChatRequest), head, tokenizer())
+    request = ChatResponse(decode(json.dumps(asked).encode(), ChatRequest), head, tokenizer())
     assert json.loads(request.requests[0].chat.tools or "") == [WEATHER]
     _, client = connect(chatting(CALL), tool_parser="hermes")
     answer = client.chat.completions.create(**asked)

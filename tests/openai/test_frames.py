@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_bls.openai.frames import Frames, Head
 from trtllm_bls.openai.logprobs import CompletionLogprobs, spelled
+from trtllm_bls.openai.responses import Frames, Head
 from trtllm_bls.types import TokenText
 
 HEAD = Head(id='cmpl-"1"', object="object", created=5, model='a "model"\\', system_fingerprint="fp")

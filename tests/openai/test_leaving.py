@@ -32,8 +32,8 @@ from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.exchange import Outbox
 from trtllm_bls.openai.exposition import SharedSamples, samples, written
-from trtllm_bls.openai.streams import Outbox
 from trtllm_bls.services.request_metrics import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
 from trtllm_bls.status import StatusDirectory
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
@@ -48,7 +48,8 @@ def send(api: RunningApi, **fields: Any) -> socket.socket:
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100_000, "ignore_eos": True, **fields}
     data = json.dumps(body).encode()
     raw = socket.create_connection((api.host, api.port), timeout=60)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(data)
+    head += b"content-type: application/json\r\n\r\n"
     raw.sendall(head + data)
     return raw
 
@@ -67,6 +68,7 @@ def test_a_client_that_leaves_frees_the_engine(connect: Connect, stream: bool, p
     raw.close()
     until(lambda: engine.live == 0)
     assert len(engine.cancelled) == runs
+    until(lambda: requests_over(api, outcome="cancelled", reason="caller_left") == runs)
     assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3).choices
 
 
@@ -118,7 +120,7 @@ class SlowClient:
             "http_version": "1.1",
             "method": "POST",
             "path": "/v1/completions",
-            "headers": [],
+            "headers": [(b"content-type", b"application/json")],
         }
         self.done = asyncio.create_task(app(scope, self._receive, self._send))
 
@@ -310,7 +312,7 @@ def test_what_is_refused_unread_is_counted_and_logged(
     ask = client.completions.create
     refusals: list[tuple[str, Any]] = [
         ("authorization", lambda: client.with_options(api_key="x").models.list()),
-        ("max_request_bytes", lambda: ask(model=MODEL, prompt="x" * 200)),
+        ("max_body_bytes", lambda: ask(model=MODEL, prompt="x" * 200)),
         (
             "content-type",
             lambda: ask(model=MODEL, prompt="x", extra_headers={"content-type": "text/x"}),

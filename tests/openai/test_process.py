@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import ssl
@@ -19,7 +20,7 @@ import trustme
 from tests.helpers.openai_server import MODEL
 from tests.helpers.scripted_text import PROMPT
 from tests.helpers.small_tokenizers import directory
-from tests.helpers.waiting import until_ended
+from tests.helpers.waiting import until, until_ended
 from tests.openai.conftest import Connect
 
 NOWHERE = "localhost:1"
@@ -108,14 +109,31 @@ def test_sigterm_ends_all_workers(process: tuple[subprocess.Popen[str], str]) ->
     assert "outcome=refused reason=authorization" in line
 
 
+def status_of(url: str, **headers: str) -> int:
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=120
+        ) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def workers_of(running: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(running.pid).children()
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_without_https_a_front_answers(number: int) -> None:
-    """Which says nothing of an engine that no worker could reach, and ends with its workers."""
+def test_workers_answer_without_https(number: int) -> None:
+    """Under the names that are allowed; both signals end all with exit code 0."""
     workers = "1" if number == signal.SIGINT else "2"
     command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0"]
     command += ["--workers", workers]
     command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+    variables = dict(os.environ) | {"TRTLLM_BLS_ALLOWED_HOSTS": "api.example other.example"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as running:
         try:
             assert running.stdout
             url = running.stdout.readline().split()[-1].removesuffix("/v1")
@@ -125,6 +143,14 @@ def test_without_https_a_front_answers(number: int) -> None:
                 urllib.request.urlopen(f"{url}/health", timeout=120)
             refused.value.close()
             assert refused.value.code == 503
+            for name, status in (("api.example", 200), ("evil.example", 421)):
+                assert status_of(f"{url}/v1/models", host=name) == status
+            if workers == "2":
+                # One that dies is replaced, and the other answers meanwhile.
+                first, *_ = workers_of(running)
+                first.kill()
+                assert status_of(f"{url}/v1/models") == 200
+                until(lambda: first not in workers_of(running) and len(workers_of(running)) == 2)
             running.send_signal(number)
             assert running.wait(60) == 0
         finally:
@@ -185,7 +211,8 @@ def test_old_and_careful_clients_are_answered(connect: Connect) -> None:
     """HTTP/1.0 has no chunks, Expect asks before it sends, and a connection serves again."""
     api, _ = connect()
     body = b'{"model": "%s", "prompt": "%s", "stream": true}' % (MODEL.encode(), PROMPT.encode())
-    head = b"POST /v1/completions HTTP/1.%d\r\nhost: x\r\ncontent-length: %d\r\n%s\r\n"
+    head = b"POST /v1/completions HTTP/1.%d\r\nhost: x\r\ncontent-length: %d\r\n%s"
+    head += b"content-type: application/json\r\n\r\n"
     old = exchange(api.port, head % (0, len(body), b"") + body, b"never")
     assert old.endswith(b"data: [DONE]\n\n")
     careful = head % (1, len(body), b"expect: 100-continue\r\n")

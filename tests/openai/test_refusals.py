@@ -13,7 +13,7 @@ import pytest
 
 from doubles.scripted import Fault
 from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
-from tests.helpers.scripted_text import PROMPT, prompt_ids, saying
+from tests.helpers.scripted_text import PROMPT, prompt_ids, saying, tokenizer
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.admission import Admission
 from trtllm_bls.errors import (
@@ -80,6 +80,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (completion(logprobs=21), "logprobs"),
     (completion(logit_bias={"a": 1}), "logit_bias"),
     (completion(logit_bias={"99999999": 1}), "logit_bias"),
+    (completion(logit_bias={str(tokenizer().model_vocab_size): 1}), "logit_bias"),
     (completion(logit_bias={"1": 101}), "logit_bias[...]"),
     (completion(best_of=2), "best_of"),
     (completion(suffix="x"), "suffix"),
@@ -97,7 +98,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (chat(messages=[{"role": "user"}]), "messages[0].content"),
     (chat(messages=[{"role": "user", "content": [IMAGE]}]), "messages[0].content[0]"),
     (chat(top_logprobs=2), "top_logprobs"),
-    (chat(tools=[]), "tools"),
     (chat(functions=[{}]), "functions"),
     (chat(continue_final_message=True), "continue_final_message"),
     (chat(chat_template_kwargs={"chat_template": "x"}), "chat_template_kwargs"),
@@ -175,6 +175,18 @@ def test_a_prompt_that_is_too_long_says_so_as_clients_expect(connect: Connect) -
         assert caught.value.code == "context_length_exceeded"
         assert "This model's maximum context length is 40 tokens" in str(caught.value)
         assert caught.value.param == param
+
+
+def test_a_prompt_leaves_room_for_a_token(connect: Connect) -> None:
+    """Of a sequence of 40 tokens a prompt takes 39 at most; the engine hears of no longer one."""
+    engine = saying(SAYS, max_sequence_tokens=40)
+    _, client = connect(engine)
+    assert client.completions.create(model=MODEL, prompt=[5] * 39, max_tokens=1).choices
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt=[5] * 40, max_tokens=1)
+    assert caught.value.code == "context_length_exceeded"
+    assert "maximum context length is 40 tokens" in str(caught.value)
+    assert len(engine.requests) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -255,7 +267,8 @@ def test_bodies_have_a_limit_also_in_pieces(connect: Connect) -> None:
     assert ask(api, COMPLETIONS, completion(prompt="x" * 2000))[0] == 413
     with socket.create_connection((api.host, api.port), timeout=60) as raw:
         raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+            b"content-type: application/json\r\n\r\n"
         )
         raw.sendall((b"3e8\r\n" + b"x" * 1000 + b"\r\n") * 2)
         assert raw.recv(100).startswith(b"HTTP/1.1 413")

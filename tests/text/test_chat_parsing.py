@@ -58,6 +58,7 @@ TEXTS = [
     ("mistral", f"[TOOL_CALLS]weather[CALL_ID]x7[ARGS]{ARGS}", 1),
     ("qwen3_coder", f"<tool_call>\n{XML}\n</tool_call>", 1),
     ("qwen3_coder", f"I look.\n{XML}\n</tool_call>\n<tool_call>{XML}</tool_call>", 2),
+    ("qwen3_coder", XML, 1),
     ("pythonic", f"[{PYTHON}]", 1),
     ("pythonic", f"<|python_start|>[{PYTHON}, {PYTHON}]<|python_end|>", 2),
     ("deepseek", f"{DEEPSEEK}<｜tool▁calls▁end｜>", 1),
@@ -83,6 +84,46 @@ def parse(
     events += parser.flush()
     assert parser.has_calls == any(isinstance(event, ToolCall) for event in events)
     return events
+
+
+def test_arguments_that_come_twice_are_given_once() -> None:
+    """What follows the first would not be JSON any more."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}'
+    events = joined(parse(text, [], "hermes"))
+    assert events[:2] == [ToolCall(0, "id0", "f"), Arguments(0, '{"a": 1}')]
+    assert not any(isinstance(event, (ToolCall, Arguments)) for event in events[2:])
+
+
+@pytest.mark.parametrize("arguments", ["1", "**{'a': 1}", "a=1, **{}"])
+def test_python_arguments_need_names(arguments: str) -> None:
+    """What cannot be said in JSON is content."""
+    text = f"[weather({arguments})]"
+    assert joined(parse(text, [], "pythonic")) == [Content(text)]
+
+
+def test_white_space_around_calls_is_no_content() -> None:
+    """Nor at the end of what follows them."""
+    text = f"<tool_call>{CALL}</tool_call>\n\nDone. \n"
+    assert joined(parse(text, [], "hermes"))[-1] == Content("Done.")
+
+
+def test_a_name_that_does_not_end_is_content() -> None:
+    """It is not held back until the answer ends."""
+    parser = ChatParser(TOOL_FORMATS["pythonic"])
+    assert joined(parser.feed("[" + "a" * 300)) == [Content("[" + "a" * 300)]
+
+
+def test_a_named_call_is_forced_once() -> None:
+    """Any others as often as the model wants, unless the request says otherwise."""
+    tools = [{"function": {"name": name}} for name in ("f", "g")]
+    asked = (forced_calls(tools, "f"), forced_calls(tools, parallel=False), forced_calls(tools))
+    assert [json.loads(schema).get("maxItems") for schema in asked] == [1, 1, None]
+
+
+def test_white_space_after_reasoning_is_no_content() -> None:
+    """Also where nothing follows it."""
+    for text in ("<think>a \n</think>", "<think>a \n</think>\n\n"):
+        assert parse(text, [], None, "think") == [Reasoning("a")]
 
 
 def joined(events: list[Event]) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Calls that a caller demands: a JSON schema for guided decoding, whose text ``FORCED`` parses."""
+"""The JSON schema of calls that a request demands; ``FORCED`` parses the text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trtllm_bls.errors import InvalidRequest
 def forced_calls(
     tools: Sequence[Mapping[str, Any]], name: str | None = None, *, parallel: bool = True
 ) -> str:
-    """The schema of a list of calls: of the tool called ``name``, or of any; one at least.
+    """The schema of a list of one or more calls of the tool called ``name``, or of any tool.
 
-    ``tools`` are as OpenAI's API has them. ``parallel`` allows several calls. Raises
+    ``tools``: as in OpenAI's API. ``parallel``: several calls are allowed. Raises
     ``InvalidRequest`` where there is no such tool.
     """
     functions = [tool["function"] for tool in tools]
@@ -26,7 +26,7 @@ def forced_calls(
         "type": "array",
         "items": {"anyOf": [_call(function) for function in chosen]},
         "minItems": 1,
-        # The schemas' own references lead into themselves, wherever they stand.
+        # References inside a tool's schema start at its own root, which is moved here.
         "$defs": {
             function["name"]: _moved(_parameters(function), f"#/$defs/{function['name']}")
             for function in chosen
@@ -54,7 +54,7 @@ def _call(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references to itself hold below ``root``."""
+    """The schema, its references to itself rewritten to start at ``root``."""
     if isinstance(schema, Mapping):
         moved = {key: _moved(value, root) for key, value in schema.items()}
         reference = moved.get("$ref")

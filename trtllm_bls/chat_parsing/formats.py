@@ -10,11 +10,13 @@ from typing import Literal
 class ToolFormat:
     """How a model family writes calls.
 
-    ``begin``: markers before calls; without any, the text consists of calls alone. ``noise``: what
-    may stand between and after them. ``header``: what precedes the arguments where the name is not
-    part of the JSON, with the name as its group. ``bare``: a text that begins with this character
-    is a call without a marker. ``special``: its markers are special tokens, which have to be kept
-    in the text. ``written``: as what a call is written.
+    ``begin``: markers before calls; without any, the text consists of calls alone.
+    ``noise``: text that may stand between and after calls.
+    ``header``: pattern of what precedes the arguments where the name is not part of the JSON; its
+    group is the name.
+    ``bare``: a text that begins with this character is a call without a marker.
+    ``special``: the markers are special tokens, which the text has to keep.
+    ``written``: the language of a call.
     """
 
     begin: tuple[str, ...] = ()
@@ -55,13 +57,13 @@ TOOL_FORMATS = {
         special=True,
     ),
 }
-# A list of calls and nothing else, which a guide makes a model write.
+# A list of calls and nothing else, as guided decoding makes a model write it.
 FORCED = ToolFormat(noise=("[", "]", ","))
 REASONING_TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 
 
 def formats_of(chat_template: str | None) -> tuple[str | None, str | None]:
-    """The names of the tool format and of the reasoning tags that a chat template shows."""
+    """The names of the tool format and the reasoning tags that a chat template has."""
     template = chat_template or ""
     marks = {
         "deepseek": "<｜tool▁call▁begin｜>",
@@ -73,6 +75,6 @@ def formats_of(chat_template: str | None) -> tuple[str | None, str | None]:
     }
     tools = next((name for name, mark in marks.items() if mark in template), None)
     if tools is None and "ipython" in template and '"parameters"' in template:
-        tools = "llama3_json"  # its shorter templates never spell the marker
+        tools = "llama3_json"  # the shorter templates of the family do not have the marker
     tags = (name for name, (_, end) in REASONING_TAGS.items() if end in template)
     return tools, next(tags, None)

@@ -1,7 +1,7 @@
 """Text to events. How the text is cut makes no difference to what the events add up to.
 
-What turns out not to be a call is content, so nothing is lost; but of a text that a guide holds to
-calls alone (``FORCED``), which can only have been cut.
+Text that turns out not to be a call is content, so nothing is lost. The exception is an answer that
+guided decoding holds to calls (``FORCED``): such text is the beginning of a call that was cut.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from trtllm_bls.chat_parsing.call import CallReader, Reader, begun_at_end
+from trtllm_bls.chat_parsing.calls import CallReader, PythonCall, Reader, XmlCall, begun_at_end
 from trtllm_bls.chat_parsing.formats import XML_CALL, ToolFormat
-from trtllm_bls.chat_parsing.other_calls import PythonCall, XmlCall
 
 _LONGEST_HEADER = 512  # characters between a marker and the arguments' brace
 
@@ -35,7 +34,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call begins; its name is whole. ``index`` counts the answer's calls from 0."""
+    """A call begins, with its whole name; ``index`` counts the answer's calls from 0."""
 
     index: int
     id: str
@@ -54,10 +53,10 @@ Event: TypeAlias = Content | Reasoning | ToolCall | Arguments
 
 
 class ChatParser:
-    """One answer. ``reasoning``: its tags; ``opened``: the prompt ended with the first of them.
-    ``schemas``: the parameters of the tools that may be called, by name, where they are known.
+    """Parses one answer; white space around reasoning and around calls is dropped.
 
-    White space around reasoning and around calls is dropped.
+    ``reasoning``: its begin and end tag; ``opened``: the prompt ended with the begin tag.
+    ``schemas``: the parameters of the tools that may be called, by name, where they are known.
     """
 
     def __init__(
@@ -76,13 +75,14 @@ class ChatParser:
         self._new_id = new_id
         self._num_calls = 0
         self._call: Reader | None = None
-        self._buffer = ""  # not looked at
-        self._blank = ""  # white space that belongs to the text only if more text follows
-        self._held = ""  # from a marker on; content if no call comes of it
-        self._drops = False  # what stands between calls is no content
-        self._strips = False  # white space before the next text is none of it
+        self._buffer = ""  # not looked at yet
+        self._blank = ""  # white space that is text only if more text follows
+        self._held = ""  # text from a marker on, which is content if no call follows
+        self._drops = False  # text between calls is not content
+        self._strips = False  # white space before the next text is not part of it
         self._events: list[Event] = []
-        # A method of the class: one of this object would keep it until a garbage collection.
+        # A function of the class. A bound method would be a reference cycle, which keeps the parser
+        # until a garbage collection.
         self._step: Callable[[ChatParser], bool] = ChatParser._start
         if opened and reasoning:
             self._step, self._strips = ChatParser._reason, True
@@ -95,35 +95,36 @@ class ChatParser:
         return self._num_calls > 0
 
     def feed(self, text: str) -> list[Event]:
-        """What is certain with this text."""
+        """The events that are certain with this text."""
         self._buffer += text
         while self._buffer and self._step(self):
             pass
-        return self._take_events()
+        return self._drain_events()
 
     def flush(self) -> list[Event]:
-        """The rest; the answer has ended, perhaps in the middle of something."""
+        """The remaining events of an answer that has ended, perhaps in the middle of a call."""
         begun = self._call is not None and self._call.begun
         if self._step == ChatParser._reason:
-            self._say(Reasoning, self._buffer)
+            self._add_text(Reasoning, self._buffer)
         else:
-            if self._step in (ChatParser._start, ChatParser._tell):
-                self._say(Content, self._buffer)
+            if self._step in (ChatParser._start, ChatParser._read_content):
+                self._add_text(Content, self._buffer)
             elif self._calls_alone:
-                if not self.has_calls and len(self._schemas or ()) == 1:  # which it has to be
+                # A cut call of the only tool: its name is known without the text.
+                if not self.has_calls and len(self._schemas or ()) == 1:
                     self._begin(*(self._schemas or ()))
             elif not begun and (self._held or self._step != ChatParser._between):
-                self._say(Content, self._held + self._buffer)
+                self._add_text(Content, self._held + self._buffer)
             if self._blank and not self.has_calls:
                 self._events.append(Content(self._blank))
         self._buffer = self._blank = self._held = ""
         self._call = None
-        return self._take_events()
+        return self._drain_events()
 
-    # --- what is done with the buffer next; each gives false where it needs more text -------------
+    # --- steps: each reads the buffer and returns false where it needs more text -----------------
 
     def _start(self) -> bool:
-        """Nothing but white space so far, of the answer or after its reasoning."""
+        """Nothing but white space has come so far, of the answer or after its reasoning."""
         text = self._buffer.lstrip()
         tag = self._reasoning[0] if self._reasoning else ""
         if not text or (tag.startswith(text) and text != tag):
@@ -135,22 +136,22 @@ class ChatParser:
             self._hold(len(self._buffer) - len(text))
             self._step = ChatParser._between
         else:
-            self._step = ChatParser._tell
+            self._step = ChatParser._read_content
         return True
 
     def _reason(self) -> bool:
         assert self._reasoning is not None
         before, end = self._until(self._reasoning[1:])
-        self._say(Reasoning, before)
+        self._add_text(Reasoning, before)
         if end is None:
             return False
         self._reasoning, self._blank = None, ""
         self._step, self._strips = ChatParser._start, True
         return True
 
-    def _tell(self) -> bool:
+    def _read_content(self) -> bool:
         before, marker = self._until(self._tools.begin)
-        self._say(Content, before)
+        self._add_text(Content, before)
         if marker is None:
             return False
         self._buffer = marker + self._buffer
@@ -159,7 +160,7 @@ class ChatParser:
         return True
 
     def _between(self) -> bool:
-        """After a marker or a call: the next call, or content again."""
+        """After a marker or a call: begin the next call, or return to content."""
         tools, text = self._tools, self._buffer.lstrip()
         self._hold(len(self._buffer) - len(text))
         markers = (*tools.begin, *tools.noise)
@@ -178,7 +179,7 @@ class ChatParser:
         return True
 
     def _opens_call(self, text: str) -> bool:
-        """Whether a call begins here; then its reader is there."""
+        """Whether a call begins here; then ``_call`` is its reader."""
         written = self._tools.written
         if written == "python" and text[0].isidentifier():
             self._call = PythonCall(self._begin, self._more, self._schemas)
@@ -223,16 +224,16 @@ class ChatParser:
     # --- helpers ------------------------------------------------------------------------------
 
     def _until(self, markers: Sequence[str]) -> tuple[str, str | None]:
-        """The text before the first marker, and that marker, both taken from the buffer.
+        """Remove the text before the first marker, and the marker, from the buffer; return both.
 
-        Without one, all that cannot be the beginning of one.
+        Without a marker, it is the text that cannot be the beginning of one.
         """
         text = self._buffer
-        places = [(text.find(marker), marker) for marker in markers if marker in text]
-        if places:
-            place, marker = min(places)
-            self._buffer = text[place + len(marker) :]
-            return text[:place], marker
+        found = [(text.find(marker), marker) for marker in markers if marker in text]
+        if found:
+            start, marker = min(found)
+            self._buffer = text[start + len(marker) :]
+            return text[:start], marker
         sure = len(text) - begun_at_end(text, markers)
         self._buffer = text[sure:]
         return text[:sure], None
@@ -243,13 +244,13 @@ class ChatParser:
         self._buffer = self._buffer[count:]
 
     def _give_up(self) -> None:
-        """No call after all: what was held for one is content."""
+        """There is no call: the text held for one is content."""
         held, self._held, self._call = self._held, "", None
-        self._drops, self._step = False, ChatParser._tell
-        self._say(Content, held)
+        self._drops, self._step = False, ChatParser._read_content
+        self._add_text(Content, held)
 
-    def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        """Give text, but for what white space may turn out to be its end."""
+    def _add_text(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+        """Add text, without the white space at its end, which may turn out to be its end."""
         text = self._blank + text
         if self._strips:
             text = text.lstrip()
@@ -266,6 +267,6 @@ class ChatParser:
     def _more(self, text: str) -> None:
         self._events.append(Arguments(self._num_calls - 1, text))
 
-    def _take_events(self) -> list[Event]:
+    def _drain_events(self) -> list[Event]:
         events, self._events = self._events, []
         return events

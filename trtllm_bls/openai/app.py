@@ -1,4 +1,4 @@
-"""The ASGI application: routes, who may use them, and each request from body to reply."""
+"""The ASGI application: routes, who may use them, and each request from body to response."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -24,46 +25,62 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError
-from trtllm_bls.openai.answers import Answer
-from trtllm_bls.openai.chat import ChatAnswer
-from trtllm_bls.openai.completions import CompletionAnswer
+from trtllm_bls.http_guard import (
+    BodyReader,
+    BrowserGuard,
+    ClientGone,
+    ConnectionLimits,
+    Refused,
+    header,
+)
+from trtllm_bls.openai.chat import ChatResponse
+from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.constraints import ChatFormats
 from trtllm_bls.openai.document import document
 from trtllm_bls.openai.errors import RETRY, ApiError, api_error, invalid, is_too_long
+from trtllm_bls.openai.exchange import Outbox, Reply, run_all
 from trtllm_bls.openai.exposition import CONTENT_TYPE, SharedSamples, samples, written
-from trtllm_bls.openai.frames import DONE, Head
-from trtllm_bls.openai.front import RENEW_S, SharedProofs
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.keys import is_allowed
 from trtllm_bls.openai.page import page
-from trtllm_bls.openai.replies import ClientGone, Reply, header, read_body
+from trtllm_bls.openai.responses import Head, ResponseBuilder
 from trtllm_bls.openai.running import RunningRequests
 from trtllm_bls.openai.schema import ChatRequest, Common, CompletionRequest, decode
-from trtllm_bls.openai.streams import Outbox, run_all
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.engine_steps import told_longest
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.types import TextChunk
 
+# Parsing 256 KiB takes a few ms. A larger body is parsed in a thread, so that streams go on.
+_LARGE_BODY_BYTES = 256 * 1024
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_REFUSED_FOR = {401: "authorization", 415: "content-type"}  # headers, where no field is to blame
+# The header to blame for a status.
+_REFUSED_FOR = {401: "authorization", 403: "origin", 415: "content-type", 421: "host"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiSettings:
-    """``model_names``: what requests may name, the first in ``/v1/models`` before the others.
+    """Settings of one server.
 
-    ``keys``: digests of the API keys (``keys.read_keys``); none: everybody may ask.
-    ``allowed_origins``: of web pages that may use the API from a browser. ``shared``: where workers
-    keep their samples for ``/metrics``; ``None``: there is one process. ``tool_parser`` and
-    ``reasoning_parser``: auto, none, or a name in ``chat_parsing``. ``status_dir``: where the
-    process tells what it does and is asked to drain (``trtllm_bls.status``); empty: nowhere.
+    ``model_names``: what requests may name; ``/v1/models`` lists them in this order.
+    ``keys``: digests of the API keys (``keys.read_keys``). Without any, everybody may ask.
+    ``max_body_bytes``, ``body_s``: size of a request's JSON, and seconds in which it has to come.
+    ``allowed_hosts``: names by which clients reach a server that listens on this machine alone.
+    ``None``: the server listens elsewhere too, and names and origins are not checked.
+    ``allowed_origins``: web pages that may use the API from a browser (CORS).
+    ``shared``: directory in which workers keep their samples for ``/metrics``; ``None``: there is
+    one process.
+    ``tool_parser``, ``reasoning_parser``: auto, none, or a name in ``chat_parsing``.
+    ``status_dir``: directory of ``trtllm_bls.status``, over which the process is asked to drain;
+    empty: there is none.
     """
 
     model_names: tuple[str, ...]
     keys: tuple[bytes, ...] = ()
-    max_body_bytes: int = 64 * 2**20
+    max_body_bytes: int = 4 * 2**20
+    body_s: float = ConnectionLimits.body_s
+    allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     shared: Path | None = None
     tool_parser: str = "auto"
@@ -72,11 +89,11 @@ class ApiSettings:
 
 
 def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
-    """The application; it closes ``backend`` when it ends."""
+    """The application, which closes ``backend`` when it ends."""
     api = _Api(backend, settings)
     formats = ChatFormats.of(backend.tokenizer, settings.tool_parser, settings.reasoning_parser)
-    chat = _Generate(api, ChatRequest, ChatAnswer, formats)
-    completions = _Generate(api, CompletionRequest, CompletionAnswer)
+    chat = _Generate(api, ChatRequest, ChatResponse, formats)
+    completions = _Generate(api, CompletionRequest, CompletionResponse)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
@@ -84,11 +101,15 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/health", api.health_of_engine),
+        Route("/health/ready", api.health_of_engine),
         Route("/metrics", api.metrics),
         Route("/openapi.json", api.openapi),
     ]
     middleware = [Middleware(_Keys, api)] if settings.keys else []
-    if settings.allowed_origins:  # in front: a browser asks without a key first
+    if settings.allowed_hosts is not None:
+        guarded = {"hosts": settings.allowed_hosts, "origins": settings.allowed_origins}
+        middleware.insert(0, Middleware(BrowserGuard, **guarded, refuse=api.refuse))
+    if settings.allowed_origins:  # outermost: a browser sends its preflight without a key
         cors = Middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
@@ -108,7 +129,7 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
 
 
 class _Api:
-    """What the routes share."""
+    """What the routes share, and those that need no body."""
 
     def __init__(self, backend: Deployment, settings: ApiSettings) -> None:
         self.backend = backend
@@ -124,10 +145,14 @@ class _Api:
         self._metrics = metrics
         self._shared = None if settings.shared is None else SharedSamples(settings.shared)
         self.requests = RunningRequests()
+        self.bodies = BodyReader(settings.max_body_bytes, seconds=settings.body_s)
+        # Parsing holds the GIL, so two at once would take no less time and more memory.
+        self.parses_large_body = asyncio.Semaphore(1)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        # As where Triton's requests are served (python_backend/request_server.py).
+        # A full collection pauses every stream. Its thresholds are those of the Triton models
+        # (python_backend/request_server.py).
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 50, 50)
@@ -137,7 +162,7 @@ class _Api:
         lifecycle: Lifecycle | None = None
         if directory := self.settings.status_dir:
             lifecycle = Lifecycle(self.requests, self.backend, directory, first=False)
-        sharing = asyncio.create_task(self._share())
+        sharing = asyncio.create_task(self._share_samples())
         try:
             yield
         finally:
@@ -146,30 +171,29 @@ class _Api:
                 await asyncio.to_thread(lifecycle.close)
             await self.backend.close()
 
-    async def _share(self) -> None:
-        """Tell the other workers what this one has counted, and the front that it answers."""
-        if self._shared is None or self.settings.shared is None:
-            return
-        proofs = SharedProofs(self.settings.shared)
-        while True:
+    async def _share_samples(self) -> None:
+        """Tell the other workers every second what this one has counted."""
+        while self._shared is not None:
             with suppress(OSError):  # a full disk, perhaps for a while
                 self._shared.write(samples(self._metrics, self.settings.model_names[0]))
-            for _ in range(2):
-                if self.health.is_proven and self.requests.refusal is None:
-                    proofs.renew()
-                await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(1)
+
+    async def refuse(self, scope: Scope, send: Send, cause: Refused) -> None:
+        """ResponseBuilder a request that did not get as far as its route."""
+        reply = Reply(scope, send)
+        await reply.error(self.refused(reply, cause))
 
     def refused(self, reply: Reply, cause: Exception, prompt: str = "") -> ApiError:
-        """Count and log a request that is refused before it is run; what to answer."""
+        """Count and log a request that is refused before it runs; the error to answer."""
         error = api_error(cause, prompt, None)
         field = error.param or _REFUSED_FOR.get(error.status, "body")
-        limit = "max_request_bytes" if error.status == 413 else None
+        limit = "max_body_bytes" if error.status == 413 else None
         refusal = InvalidRequest(field, error.message.removeprefix(f"{field}: "), limit)
         self.backend.orchestrator.refused(reply.request_id.decode(), refusal)
         return error
 
     async def longest(self) -> int | None:
-        """The model's limit on prompt and answer together, in tokens, where it is known."""
+        """Tokens of prompt and completion that the model takes, where that is known."""
         with suppress(TrtllmBlsError):
             capacity = await self.backend.engine.capacity()
             if longest := capacity.max_sequence_tokens or capacity.max_prompt_tokens:
@@ -220,72 +244,74 @@ class _Generate:
 
     _api: _Api
     _kind: type[Common]
-    _answers: type[ChatAnswer] | type[CompletionAnswer]
+    _builder: type[ChatResponse] | type[CompletionResponse]
     _formats: ChatFormats | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(scope, send)
-        guide = ""
+        api, reply = self._api, Reply(scope, send)
+        guide_field = ""
         try:
             try:
-                body = await read_body(scope, receive, self._api.settings.max_body_bytes)
-                answer, stream = self._asked(scope, body)
-            except (ApiError, InvalidRequest) as error:
-                raise self._api.refused(reply, error, self._answers.prompt_field) from None
-            guide = answer.guide_field
-            with self._api.requests.one(reply.request_id.decode()):
-                await self._run(answer, stream, receive, reply)
-            self._api.health.proven()
+                async with api.bodies.read(scope, receive) as body:
+                    if len(body) > _LARGE_BODY_BYTES:
+                        async with api.parses_large_body:
+                            request, response = await asyncio.to_thread(self._read, scope, body)
+                    else:
+                        request, response = self._read(scope, body)
+            except (ApiError, InvalidRequest, Refused) as error:
+                raise api.refused(reply, error, self._builder.prompt_field) from None
+            guide_field = response.guide_field
+            outbox = Outbox(reply.events, reply.write)
+            on_chunk = partial(self._on_chunk, response, outbox)
+            with api.requests.one(reply.request_id.decode()):
+                await run_all(
+                    api.backend.orchestrator, response.requests, on_chunk, outbox, receive
+                )
+                if request.stream:
+                    await reply.events(response.last_events, end=True)
+                else:
+                    await reply.json(response.whole)
+            api.health.proven()
         except ClientGone:
             pass
         except asyncio.CancelledError:
             await reply.error(ApiError(503, "the server shuts down", code="shutting_down"))
         except Exception as error:
-            longest = await self._api.longest() if is_too_long(error) else None
-            await reply.error(api_error(error, self._answers.prompt_field, longest, guide))
+            longest = await api.longest() if is_too_long(error) else None
+            await reply.error(api_error(error, self._builder.prompt_field, longest, guide_field))
 
-    def _asked(self, scope: Scope, body: bytes) -> tuple[Answer, bool]:
-        """What is to be answered, and whether as a stream. Raises ``ApiError``."""
-        settings = self._api.settings
+    def _read(self, scope: Scope, body: bytes) -> tuple[Common, ResponseBuilder]:
+        """The request in ``body`` and what builds its response. Raises ``ApiError``."""
         request = decode(body, self._kind)
-        if request.model not in settings.model_names:
+        if request.model not in self._api.settings.model_names:
             raise unknown_model(request.model)
         if request.stream_options is not None and not request.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
         head = Head(
-            id=self._answers.id_prefix + (request.request_id or uuid.uuid4().hex),
-            object=self._answers.object,
+            id=self._builder.id_prefix + (request.request_id or uuid.uuid4().hex),
+            object=self._builder.object,
             created=int(time.time()),
             model=request.model,
             system_fingerprint=self._api.fingerprint,
         )
         tokenizer = self._api.backend.tokenizer
-        answer = self._answers(request, head, tokenizer, self._formats)  # type: ignore[arg-type]
+        response = self._builder(request, head, tokenizer, self._formats)  # type: ignore[arg-type]
         if _TRACEPARENT.fullmatch(header(scope, b"traceparent")):
             trace = header(scope, b"traceparent").decode()
-            answer.requests = [replace(each, traceparent=trace) for each in answer.requests]
-        return answer, bool(request.stream)
+            response.requests = [replace(each, traceparent=trace) for each in response.requests]
+        return request, response
 
-    async def _run(self, answer: Answer, stream: bool, receive: Receive, reply: Reply) -> None:
-        outbox = Outbox(reply.events, reply.write)
-
-        def on_chunk(choice: int, chunk: TextChunk) -> None:
-            self._api.requests.responses += 1
-            if not stream:
-                answer.add(choice, chunk)
-            elif events := answer.events(choice, chunk):
-                outbox.put(events)
-
-        await run_all(self._api.backend.orchestrator, answer.requests, on_chunk, outbox, receive)
-        if stream:
-            await reply.events(answer.last_event() + DONE, end=True)
-        else:
-            await reply.json(answer.whole())
+    def _on_chunk(
+        self, response: ResponseBuilder, outbox: Outbox, index: int, chunk: TextChunk
+    ) -> None:
+        self._api.requests.responses += 1
+        if events := response.add(index, chunk):
+            outbox.put(events)
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """Lets requests for ``/v1`` pass that bring a key."""
+    """Middleware that passes requests for ``/v1`` only with a key."""
 
     _app: ASGIApp
     _api: _Api
@@ -303,13 +329,13 @@ class _Keys:
 
 
 def unknown_model(name: str) -> ApiError:
-    """Another model than this server's."""
+    """The error for a model that this server does not have."""
     problem = f"The model {name[:200]!r} does not exist"
     return ApiError(404, problem, param="model", code="model_not_found")
 
 
 class _Reply(Response):
-    """A ``Reply`` of JSON, or of an error."""
+    """A ``Reply`` of JSON or of an ``ApiError``, for Starlette's routes."""
 
     def __init__(self, body: object) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: a conversation to a text request, text chunks to deltas."""
+"""``/v1/chat/completions``: from messages to a text request, from text chunks to deltas."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import msgspec
 
-from trtllm_bls.openai.answers import Answer, shared_fields, well_ended
+from trtllm_bls.chat_parsing import Arguments, ChatParser, Content, Event, Reasoning, ToolCall
 from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, with_allowed_tools
-from trtllm_bls.openai.deltas import ChoiceDeltas
 from trtllm_bls.openai.errors import as_json, invalid
-from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
+from trtllm_bls.openai.responses import Head, ResponseBuilder, shared_fields, well_ended
 from trtllm_bls.openai.schema import ChatRequest
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, Ending, TextChunk, TextRequest, Wants
@@ -22,8 +21,82 @@ _ROLES = ("developer", "system", "user", "assistant", "tool")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-class ChatAnswer(Answer):
-    """The answer to a ``ChatRequest``. Raises ``ApiError`` for one that cannot be served."""
+class ChoiceDeltas:
+    """One choice's text as content, reasoning and tool calls.
+
+    ``parser``: ``None`` where all text is content. Calls beyond ``most_calls`` are left out.
+    """
+
+    def __init__(self, parser: ChatParser | None, most_calls: int | None) -> None:
+        self._parser = parser
+        self._most_calls = most_calls
+
+    @property
+    def plain(self) -> bool:
+        """Whether all text is content."""
+        return self._parser is None
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the text so far calls a tool."""
+        return self._parser is not None and self._parser.has_calls
+
+    def of(self, text: str, end: bool) -> list[dict[str, Any]]:
+        """The deltas that are certain with this text; ``end``: there is no more."""
+        if self._parser is None:
+            return [{"content": text}]
+        return [_delta(event) for event in self._events(text, end)]
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """The fields of the message that has this text."""
+        if self._parser is None:
+            return {"content": text}
+        content, reasoning, calls = [], [], []
+        for event in self._events(text, end=True):
+            if isinstance(event, Content):
+                content.append(event.text)
+            elif isinstance(event, Reasoning):
+                reasoning.append(event.text)
+            elif isinstance(event, ToolCall):
+                calls.append(_call(event))
+            else:
+                calls[event.index]["function"]["arguments"] += event.text
+        message: dict[str, Any] = {"content": "".join(content) or (None if calls else "")}
+        if reasoning:
+            message["reasoning_content"] = "".join(reasoning)
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _events(self, text: str, end: bool) -> list[Event]:
+        assert self._parser is not None
+        events = self._parser.feed(text)
+        if end:
+            events += self._parser.flush()
+        if self._most_calls is None:
+            return events
+        return [event for event in events if getattr(event, "index", 0) < self._most_calls]
+
+
+def _delta(event: Event) -> dict[str, Any]:
+    if isinstance(event, Content):
+        return {"content": event.text}
+    if isinstance(event, Reasoning):
+        return {"reasoning_content": event.text}
+    if isinstance(event, Arguments):
+        call: dict[str, Any] = {"index": event.index, "function": {"arguments": event.text}}
+    else:
+        call = {"index": event.index, **_call(event)}
+    return {"tool_calls": [call]}
+
+
+def _call(event: ToolCall) -> dict[str, Any]:
+    function = {"name": event.name, "arguments": ""}
+    return {"id": event.id, "type": "function", "function": function}
+
+
+class ChatResponse(ResponseBuilder):
+    """Builds the response to a ``ChatRequest``. Raises ``ApiError`` if it cannot be served."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -69,41 +142,41 @@ class ChatAnswer(Answer):
         scores = TokenScores(tokenizer, request.top_logprobs or 0)
         self._scores = scores if request.logprobs else None
 
-    def _events(self, choice: int, chunk: TextChunk) -> bytes:
+    def _events(self, index: int, chunk: TextChunk) -> bytes:
         events = b""
-        if choice not in self._begun:
-            # Together with its first text: before that, it would only look like a first token.
-            self._begun.add(choice)
+        if index not in self._begun:
+            # Clients take the first event for the first token, so the role comes with text.
+            self._begun.add(index)
             delta = {"role": "assistant", "content": ""}
-            events = self._frames.choice(choice, delta=delta, logprobs=None, finish_reason=None)
+            events = self._frames.choice(index, delta=delta, logprobs=None, finish_reason=None)
         logprobs = None
         if self._scores is not None and chunk.tokens:
             logprobs = chat_logprobs(self._scores.of(chunk))
-        deltas = self._deltas[choice]
+        deltas = self._deltas[index]
         if deltas.plain and not chunk.drafted and logprobs is None:
-            events += self._frames.text(choice, chunk.text) if chunk.text else b""
+            events += self._frames.text(index, chunk.text) if chunk.text else b""
         else:
             found = deltas.of(chunk.text, end=well_ended(chunk) is not None)
             for delta in found or [{}] * (logprobs is not None):
                 fields: dict[str, Any] = {"delta": delta, "logprobs": logprobs}
                 fields["finish_reason"] = None
-                if chunk.drafted and chunk.text in delta.values():  # else the parser has moved it
+                if chunk.drafted and chunk.text in delta.values():  # uncut
                     fields["drafted"] = chunk.drafted
-                events += self._frames.choice(choice, **fields)
+                events += self._frames.choice(index, **fields)
                 logprobs = None
         if ending := well_ended(chunk):
-            fields = self._finish(choice, ending)
-            events += self._frames.choice(choice, delta={}, logprobs=None, **fields)
+            fields = self._finish(index, ending)
+            events += self._frames.choice(index, delta={}, logprobs=None, **fields)
         return events
 
-    def _choice(self, choice: int, chunk: TextChunk) -> dict[str, Any]:
+    def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         logprobs = None if self._scores is None else chat_logprobs(self._scores.of(chunk))
-        message = {"role": "assistant", "refusal": None, **self._deltas[choice].whole(chunk.text)}
+        message = {"role": "assistant", "refusal": None, **self._deltas[index].whole(chunk.text)}
         return {"message": message, "logprobs": logprobs}
 
-    def _finish(self, choice: int, ending: Ending) -> dict[str, Any]:
-        fields = super()._finish(choice, ending)
-        if fields["finish_reason"] == "stop" and self._deltas[choice].has_calls:
+    def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
+        fields = super()._finish(index, ending)
+        if fields["finish_reason"] == "stop" and self._deltas[index].has_calls:
             fields["finish_reason"] = "tool_calls"
         return fields
 
@@ -125,21 +198,21 @@ def _options(request: ChatRequest) -> ChatOptions:
         raise invalid("continue_final_message", problem)
     tools = request.tools if request.tool_choice != "none" else None
     return ChatOptions(
-        tools=None if tools is None else as_json("tools", tools),
+        tools=as_json("tools", tools) if tools else None,
         add_generation_prompt=generation_prompt,
         continue_final_message=bool(request.continue_final_message),
         variables=variables,
     )
 
 
-def _message(place: int, message: dict[str, Any]) -> dict[str, Any]:
-    """As templates know it: text instead of parts, arguments of calls as objects."""
-    field = f"messages[{place}]"
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates expect it: text for parts, objects for calls' arguments."""
+    field = f"messages[{index}]"
     role = message.get("role")
     if role not in _ROLES:
         raise invalid(f"{field}.role", f"must be one of: {', '.join(_ROLES)}")
     plain = {key: value for key, value in message.items() if value is not None}
-    if role == "developer":  # which templates do not know
+    if role == "developer":  # templates do not know that role
         plain["role"] = "system"
     content = message.get("content")
     if isinstance(content, list):
@@ -176,17 +249,17 @@ def _calls(field: str, calls: object) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise invalid(field, "must be a list")
     found = []
-    for place, call in enumerate(calls):
+    for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid(f"{field}[{place}].function", "must be an object with a name")
+            raise invalid(f"{field}[{index}].function", "must be an object with a name")
         arguments = function.get("arguments")
         found.append({**call, "function": {**function, "arguments": _parsed(arguments)}})
     return found
 
 
 def _parsed(arguments: object) -> object:
-    """The object that a call's arguments spell, which templates write again as JSON."""
+    """A call's arguments as an object, which templates write as JSON themselves."""
     try:
         parsed = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
     except (msgspec.DecodeError, RecursionError, UnicodeError):

@@ -58,6 +58,24 @@ _PATH = click.Path(path_type=Path)
     metavar="ORIGIN",
     help="Let web pages of this origin use the API (CORS); may be repeated; * = all.",
 )
+@click.option(
+    "--allowed-host",
+    "hosts",
+    multiple=True,
+    envvar="TRTLLM_BLS_ALLOWED_HOSTS",
+    metavar="NAME",
+    help="A name by which clients reach a --host of this machine alone, as behind a proxy; "
+    "IP addresses and localhost are always allowed; may be repeated; also in "
+    "TRTLLM_BLS_ALLOWED_HOSTS, with blanks.",
+)
+@click.option(
+    "--max-body-bytes",
+    envvar="TRTLLM_BLS_MAX_BODY_BYTES",
+    type=click.IntRange(1),
+    default=4 * 2**20,
+    show_default=True,
+    help="Size of a request's JSON, also unpacked; also in TRTLLM_BLS_MAX_BODY_BYTES.",
+)
 @options_of(ServeSettings, *_AS_OF_SERVE)
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
 @options_of(BlsParameters, *_DECLARED)
@@ -95,7 +113,8 @@ def main(context: click.Context, /, **options: Any) -> None:
     api = ApiSettings(
         model_names=options["names"] or (parameters.tokenizer_dir.name,),
         keys=keys,
-        max_body_bytes=parameters.limits.max_request_bytes,
+        max_body_bytes=options["max_body_bytes"],
+        allowed_hosts=options["hosts"] if is_loopback(options["host"]) else None,
         allowed_origins=options["origins"],
         tool_parser=options["tool_parser"],
         reasoning_parser=options["reasoning_parser"],

@@ -1,25 +1,24 @@
-"""``/v1/completions``: prompts, as text or token ids, to text requests and back to text."""
+"""``/v1/completions``: from prompts, as text or token ids, to text requests and their text."""
 
 from __future__ import annotations
 
 import uuid
 from typing import Any
 
-from trtllm_bls.openai.answers import Answer, shared_fields, well_ended
-from trtllm_bls.openai.constraints import ChatFormats, guide_of
+from trtllm_bls.openai.constraints import ChatFormats, guided_decoding
 from trtllm_bls.openai.errors import invalid
-from trtllm_bls.openai.frames import Head
 from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
+from trtllm_bls.openai.responses import Head, ResponseBuilder, shared_fields, well_ended
 from trtllm_bls.openai.schema import CompletionRequest
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import TextChunk, TextRequest, Wants
 
 _DEFAULT_TOKENS = 16  # as OpenAI's
-_MOST_PROMPTS = 256
+_MOST_PROMPTS, _MOST_CHOICES, _MOST_TOKENS = 256, 1024, 2**20
 
 
-class CompletionAnswer(Answer):
-    """The answer to a ``CompletionRequest``. Raises ``ApiError`` for one that cannot be served."""
+class CompletionResponse(ResponseBuilder):
+    """Builds the response to a ``CompletionRequest``; raises ``ApiError`` where it cannot."""
 
     object = chunk_object = "text_completion"
     prompt_field = "prompt"
@@ -34,8 +33,12 @@ class CompletionAnswer(Answer):
     ) -> None:
         if request.best_of is not None and request.best_of > (request.n or 1):
             raise invalid("best_of", "above n is not supported; send n", "unsupported_parameter")
+        prompts = _prompts(request.prompt)
+        if len(prompts) * (request.n or 1) > _MOST_CHOICES:
+            problem = f"{len(prompts)} prompts with {request.n} choices each; at most"
+            raise invalid("n", f"{problem} {_MOST_CHOICES} choices are allowed in all")
         scored = request.logprobs is not None
-        guide = guide_of(request)
+        guide = guided_decoding(request)
         shared = {
             **shared_fields(request, tokenizer.model_vocab_size),
             "max_tokens": request.max_tokens or _DEFAULT_TOKENS,
@@ -50,34 +53,33 @@ class CompletionAnswer(Answer):
             "extras": guide.extras if guide else {},
         }
         requests = [
-            TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared)
-            for prompt in _prompts(request.prompt)
+            TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared) for prompt in prompts
         ]
         super().__init__(request, head, requests)
         self._scores = TokenScores(tokenizer, request.logprobs or 0) if scored else None
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
-    def _events(self, choice: int, chunk: TextChunk) -> bytes:
+    def _events(self, index: int, chunk: TextChunk) -> bytes:
         if ending := well_ended(chunk):
-            fields = self._choice(choice, chunk) | self._finish(choice, ending)
-            return self._frames.choice(choice, **fields)
+            fields = self._choice(index, chunk) | self._finish(index, ending)
+            return self._frames.choice(index, **fields)
         if self._scores is not None and chunk.tokens:
-            fields = self._choice(choice, chunk)
-            return self._frames.choice(choice, **fields, finish_reason=None)
-        return self._frames.text(choice, chunk.text) if chunk.text else b""
+            fields = self._choice(index, chunk)
+            return self._frames.choice(index, **fields, finish_reason=None)
+        return self._frames.text(index, chunk.text) if chunk.text else b""
 
-    def _choice(self, choice: int, chunk: TextChunk) -> dict[str, Any]:
-        return {"text": chunk.text, "logprobs": self._scored(choice, chunk)}
+    def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
+        return {"text": chunk.text, "logprobs": self._scored(index, chunk)}
 
-    def _scored(self, choice: int, chunk: TextChunk) -> dict[str, Any] | None:
+    def _scored(self, index: int, chunk: TextChunk) -> dict[str, Any] | None:
         if self._scores is None:
             return None
-        found = self._logprobs.setdefault(choice, CompletionLogprobs())
+        found = self._logprobs.setdefault(index, CompletionLogprobs())
         return found.next(self._scores.of(chunk))
 
 
 def _prompts(prompt: str | list[Any]) -> list[dict[str, Any]]:
-    """One string, several, the ids of one, or of several; as fields of ``TextRequest``."""
+    """The fields of each prompt's ``TextRequest``: of a string, strings, ids, or lists of ids."""
     if isinstance(prompt, str):
         return [{"text": prompt}]
     if not prompt:
@@ -94,6 +96,8 @@ def _prompts(prompt: str | list[Any]) -> list[dict[str, Any]]:
 
 
 def _ids(field: str, ids: list[Any]) -> tuple[int, ...]:
+    if len(ids) > _MOST_TOKENS:
+        raise invalid(field, f"{len(ids)} token ids; at most {_MOST_TOKENS} are allowed")
     if not all(type(each) is int for each in ids):
         raise invalid(field, "token ids must be whole numbers")
     return tuple(ids)

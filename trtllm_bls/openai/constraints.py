@@ -1,6 +1,6 @@
-"""What a request demands of its answer's form: a guide for the engine, and how its text is parsed.
+"""The form that a request demands: guided decoding for the engine, and how the text is parsed.
 
-A demand is enforced by the engine's guided decoding or refused, never hoped for.
+A demand is enforced by the engine's guided decoding, or the request is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from trtllm_bls.types import Array, ChatOptions
 
 
 @dataclass(frozen=True)
-class Guide:
-    """``field``: what the caller asked for it by."""
+class GuidedDecoding:
+    """A form that the engine enforces; ``field``: the request's field that asked for it."""
 
     field: str
     kind: str
@@ -50,14 +50,14 @@ class Guide:
 
 @dataclass(frozen=True)
 class ChatFormats:
-    """How the served model writes tool calls and reasoning; ``None``: it does not."""
+    """How the served model writes tool calls and reasoning; ``None``: it writes none."""
 
     tools: ToolFormat | None = None
     reasoning: tuple[str, str] | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str) -> ChatFormats:
-        """By name, or for ``auto`` by what the chat template shows."""
+        """The formats of these names; ``auto`` finds them in the chat template."""
         tools, reasoning = formats_of(tokenizer.chat_template)
         tools = tools if tool_parser == "auto" else tool_parser
         reasoning = reasoning if reasoning_parser == "auto" else reasoning_parser
@@ -65,11 +65,13 @@ class ChatFormats:
 
 
 class AnswerForm:
-    """Of one chat request whose tools are checked. Raises ``ApiError`` for demands that contradict
-    or make no sense."""
+    """The form of one chat request's answer. Its tools have been checked.
+
+    Raises ``ApiError`` for demands that contradict each other or make no sense.
+    """
 
     def __init__(self, request: ChatRequest, formats: ChatFormats, tokenizer: Tokenizer) -> None:
-        self.guide = guide_of(request, response_format(request))
+        self.guide = guided_decoding(request, response_format(request))
         self.most_calls = 1 if request.parallel_tool_calls is False else None
         self._tools: ToolFormat | None = None
         self._reasoning = formats.reasoning
@@ -89,16 +91,16 @@ class AnswerForm:
                 problem = "cannot be combined with tools that may be called; send tool_choice none"
                 raise invalid(self.guide.field, f"{problem} or required")
         if self.guide is not None:
-            self._reasoning = None  # the guide holds from the first token on
+            self._reasoning = None  # the engine enforces the form from the first token on
 
     @property
     def keeps_special(self) -> bool:
-        """Whether what is looked for in the text are special tokens."""
+        """Whether the markers to look for are special tokens, which the text has to keep."""
         special = self._tools is not None and self._tools.special
         return special or self._reasoning == REASONING_TAGS["mistral"]
 
     def parsers(self, options: ChatOptions, count: int) -> list[ChatParser | None]:
-        """One for each choice; ``None`` where the text is content as it is."""
+        """A parser for each choice; ``None`` where all text is content."""
         if self._tools is None and self._reasoning is None:
             return [None] * count
         opened = self._opened(options)
@@ -108,25 +110,26 @@ class AnswerForm:
         ]
 
     def _opened(self, options: ChatOptions) -> bool:
-        """Whether the template ends the prompt with the beginning of reasoning."""
+        """Whether the chat template ends the prompt with the tag that begins reasoning."""
         if self._reasoning is None or options.continue_final_message:
             return False
         try:
             short = [{"role": "user", "content": "a"}]
             prompt = self._tokenizer.render_chat(short, options)
         except InvalidRequest:
-            return False  # it will be said of the whole conversation
+            return False  # rendering the whole conversation raises it again
         return prompt.rstrip().endswith(self._reasoning[0])
 
 
 def with_allowed_tools(request: ChatRequest) -> ChatRequest:
     """The request without tools that must not be called; ``allowed_tools`` is then its mode.
 
-    What a model is not shown it does not call. Raises ``ApiError`` for tools that make no sense.
+    A model does not call a tool that its prompt does not have. Raises ``ApiError`` for tools that
+    make no sense.
     """
     tools, choice = request.tools or [], request.tool_choice
-    for place, tool in enumerate(tools):
-        _check_tool(f"tools[{place}]", tool)
+    for index, tool in enumerate(tools):
+        _check_tool(f"tools[{index}]", tool)
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return request
     field, asked = "tool_choice.allowed_tools", choice.get("allowed_tools")
@@ -141,13 +144,13 @@ def with_allowed_tools(request: ChatRequest) -> ChatRequest:
     return msgspec.structs.replace(request, tools=tools, tool_choice=asked["mode"])
 
 
-def response_format(request: ChatRequest) -> Guide | None:
-    """OpenAI's own way to ask for JSON."""
+def response_format(request: ChatRequest) -> GuidedDecoding | None:
+    """The guided decoding that OpenAI's ``response_format`` asks for."""
     asked = request.response_format
     if asked is None or asked.get("type") == "text":
         return None
     if asked.get("type") == "json_object":
-        return Guide("response_format", "json")
+        return GuidedDecoding("response_format", "json")
     if asked.get("type") != "json_schema":
         problem = "must be one of: text, json_object, json_schema"
         raise invalid("response_format.type", problem)
@@ -155,11 +158,11 @@ def response_format(request: ChatRequest) -> Guide | None:
     schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, (dict, bool)):
         raise invalid("response_format.json_schema.schema", "must be a JSON schema")
-    return Guide("response_format", "json_schema", as_json("response_format", schema))
+    return GuidedDecoding("response_format", "json_schema", as_json("response_format", schema))
 
 
-def guide_of(request: Common, other: Guide | None = None) -> Guide | None:
-    """vLLM's ``structured_outputs``, or ``other``."""
+def guided_decoding(request: Common, other: GuidedDecoding | None = None) -> GuidedDecoding | None:
+    """The guided decoding that vLLM's ``structured_outputs`` asks for, or ``other``."""
     asked = {key: value for key, value in (request.structured_outputs or {}).items() if value}
     if not asked:
         return other
@@ -168,19 +171,23 @@ def guide_of(request: Common, other: Guide | None = None) -> Guide | None:
         raise invalid(field, "send one demand on the form of the answer alone")
     ((kind, value),) = asked.items()
     if kind == "json":
-        return Guide(
+        return GuidedDecoding(
             field, "json_schema", value if isinstance(value, str) else as_json(field, value)
         )
     if kind == "json_object":
-        return Guide(field, "json")
+        return GuidedDecoding(field, "json")
     if kind == "choice" and isinstance(value, list) and all(isinstance(v, str) for v in value):
-        return Guide(field, "ebnf_grammar", "root ::= " + " | ".join(map(json.dumps, value)))
+        return GuidedDecoding(
+            field, "ebnf_grammar", "root ::= " + " | ".join(map(json.dumps, value))
+        )
     if kind in ("regex", "grammar") and isinstance(value, str):
-        return Guide(field, {"regex": "regex", "grammar": "ebnf_grammar"}[kind], value)
+        return GuidedDecoding(field, {"regex": "regex", "grammar": "ebnf_grammar"}[kind], value)
     raise invalid(field, "must be an object with json, regex, choice or grammar")
 
 
-def _forced_guide(request: ChatRequest, name: str | None, other: Guide | None) -> Guide:
+def _forced_guide(
+    request: ChatRequest, name: str | None, other: GuidedDecoding | None
+) -> GuidedDecoding:
     if other is not None:
         raise invalid("tool_choice", f"demands a call, and {other.field} another form; send one")
     if not request.tools:
@@ -190,11 +197,11 @@ def _forced_guide(request: ChatRequest, name: str | None, other: Guide | None) -
         schema = forced_calls(request.tools, name, parallel=parallel)
     except RecursionError:
         raise invalid("tools", "is nested too deeply") from None
-    return Guide("tool_choice", "json_schema", schema)
+    return GuidedDecoding("tool_choice", "json_schema", schema)
 
 
 def _forced_name(choice: object) -> str | None:
-    """The tool that has to be called; ``None``: any, or none has to. Raises ``ApiError``."""
+    """The tool that has to be called; ``None``: any tool, or none. Raises ``ApiError``."""
     if choice in (None, "none", "auto", "required"):
         return None
     return _name_in("tool_choice", choice, "none, auto, required, allowed_tools, or ")

@@ -1,6 +1,7 @@
-"""Errors as OpenAI's API tells them: a status and ``{"error": {message, type, param, code}}``.
+"""Errors in OpenAI's form: a status and ``{"error": {message, type, param, code}}``.
 
-The names of our own fields and tensors become those that the caller sent.
+The orchestrator and engines name tensors and fields of their own; clients get the names that they
+sent.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from trtllm_bls.errors import (
     PromptTooLong,
     TrtllmBlsError,
 )
-from trtllm_bls.openai.frames import DONE
+from trtllm_bls.http_guard import Refused
 from trtllm_bls.services.deployment import SHUTTING_DOWN
 
 log = logging.getLogger(__name__)
 
+DONE = b"data: [DONE]\n\n"  # the last event of every stream
 RETRY = {"retry-after": "1"}
+_CODES = {421: "unknown_host", 403: "foreign_origin", 503: "overloaded"}
 
-# What the orchestrator and engines call a field; of a prompt, ``api_error`` knows better.
+# By the names of the orchestrator and engines. ``api_error`` maps the prompt and the guide.
 _CALLERS_NAMES = {
     "num_return_sequences": "n",
     "beam_width": "n",
@@ -48,16 +51,16 @@ _CALLERS_NAMES = {
 }
 _OF_THE_GUIDE = ("guided_decoding_guide_type", "guided_decoding_guide")
 _OF_THE_PROMPT = ("text_input", "prompt_ids", "input_ids", "messages")
-# What our own engine says of a prompt, where it told no limit before.
+# Our own engine's message for a long prompt, where it told no limit before.
 _AT_MOST = re.compile(r"\d+ tokens; at most (\d+) are allowed")
-# What admission says of when there will be a place.
+# Admission's estimate of when a request may run.
 _AGAIN_IN = re.compile(r"try again in about (\d+) s")
-# What TensorRT-LLM's executor says where nobody told us how much it takes.
+# Messages of TensorRT-LLM's executor, where its limits are not known.
 _TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_seq_len")
 
 
 class Error(msgspec.Struct):
-    """What a client is told."""
+    """The error object of a response."""
 
     message: str
     type: str
@@ -89,13 +92,18 @@ class ApiError(Exception):
         return b"data: " + self.body + b"\n\n" + DONE
 
 
+def error_body(status: int, message: str) -> bytes:
+    """The JSON of a refusal that names no field."""
+    return ApiError(status, message, code=_CODES.get(status)).body
+
+
 def invalid(param: str, problem: str, code: str | None = None) -> ApiError:
-    """A field's value that cannot be used."""
+    """The error for a field whose value cannot be used."""
     return ApiError(400, f"{param}: {problem}", param=param, code=code)
 
 
 def as_json(field: str, value: object) -> str:
-    """A field's value, written again. Raises ``ApiError`` for one without an end."""
+    """A field's value as JSON. Raises ``ApiError`` where it is nested too deeply."""
     try:
         return msgspec.json.encode(value).decode()
     except (RecursionError, msgspec.EncodeError):
@@ -105,14 +113,17 @@ def as_json(field: str, value: object) -> str:
 def api_error(
     error: Exception, prompt: str, longest: int | None, guide: str = "response_format"
 ) -> ApiError:
-    """What to answer to what the orchestrator raised.
+    """The error to answer for an exception of the orchestrator or ``http_guard``.
 
-    ``prompt`` is the caller's name of the prompt's field, ``longest`` the model's limit on prompt
-    and answer together, in tokens, ``guide`` the field by which guided decoding was demanded. What
-    nobody expected is logged and named no further.
+    ``prompt``: the request's field that has the prompt. ``longest``: tokens of prompt and
+    completion that the model takes. ``guide``: the field that asked for guided decoding. An
+    unexpected exception is logged; the client gets its type alone.
     """
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, Refused):
+        code = _CODES.get(error.status)
+        return ApiError(error.status, error.message, code=code, headers=error.headers)
     text = " ".join(str(error).split())
     if is_too_long(error):
         problem = error.problem if isinstance(error, InvalidRequest) else text
@@ -143,8 +154,8 @@ def is_too_long(error: Exception) -> bool:
 
 
 def _too_long(problem: str, param: str, longest: int | None) -> ApiError:
-    # Some clients look for this sentence, others for the code.
-    if longest is None and (found := _AT_MOST.search(problem)):  # and one token of answer
+    # litellm looks for this sentence, langchain for the code.
+    if longest is None and (found := _AT_MOST.search(problem)):  # of a prompt
         longest = int(found[1]) + 1
     limit = "" if longest is None else f"This model's maximum context length is {longest} tokens. "
     code = "context_length_exceeded"

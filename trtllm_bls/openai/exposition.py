@@ -1,7 +1,7 @@
-"""``/metrics`` in Prometheus' text format, of one process or of all workers together.
+"""``/metrics`` in Prometheus' text format, of one process or summed over all workers.
 
-A scrape reaches any worker, so each keeps its samples in a file of a directory that all share, and
-the one that is asked adds them up. What a worker counted stays when it ends.
+A scrape reaches any worker. Each worker writes its samples to a file in a shared directory, and the
+worker that is asked adds them up. The counts of a worker that has ended stay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def samples(metrics: RequestMetrics, model: str) -> dict[str, float]:
-    """Every sample with its value, as it is written; equal ones of two processes may be added."""
+    """Each sample, as it is written, with its value; those of two processes may be added."""
     found: dict[str, float] = {}
     for (metric, labels), value in list(metrics.numbers.items()):
         found[_sample(metric, "", labels, model)] = value
@@ -33,7 +33,7 @@ def samples(metrics: RequestMetrics, model: str) -> dict[str, float]:
 
 
 def written(found: Mapping[str, float]) -> str:
-    """The samples with what Prometheus wants to know of each metric."""
+    """The text format: the samples after each metric's HELP and TYPE."""
     lines = []
     for metric in METRICS:
         names = {metric.name + end for end in ("", "_bucket", "_sum", "_count")}
@@ -57,7 +57,7 @@ class SharedSamples:
         new.replace(own)
 
     def total(self) -> dict[str, float]:
-        """The sum over all processes; gauges count those alone that are alive."""
+        """The sum over all processes; of gauges, over those that are alive."""
         gauges = {metric.name for metric in METRICS if metric.kind == "gauge"}
         total: dict[str, float] = {}
         for file in self._directory.iterdir():

@@ -1,4 +1,4 @@
-"""Whether this process can answer: an engine gave a token just now, or gives one when asked."""
+"""Whether this process can answer: an answer ended well lately, or the engine gives a token."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.services.request_reports import unreported_id
 from trtllm_bls.types import FinishReason, SpeculationRequest, TextChunk, TextRequest
 
-_FRESH_S = 5.0  # so long an answer proves that the engine works
-_TRUSTED_S = 30.0  # so long a probe is not kept waiting for the next proof
-_FAILED_S = 1.0  # so long a failure is repeated without asking again
+_FRESH_S = 5.0  # an answer proves for this long that the engine works
+_TRUSTED_S = 30.0  # for this long a probe is answered while the engine is asked again
+_FAILED_S = 1.0  # for this long a failure is repeated without asking again
 _LIMIT_S = 10.0  # for one token
 
 
 class Health:
-    """Asks the engine for one token where no answer has proven it lately; one at a time."""
+    """Asks the engine for one token if no answer ended well lately; one question at a time."""
 
     def __init__(self, orchestrator: Orchestrator, token_id: int) -> None:
         self._orchestrator = orchestrator
@@ -27,20 +27,15 @@ class Health:
         self._check: asyncio.Task[None] | None = None
 
     def proven(self) -> None:
-        """An answer has ended well."""
+        """Note that an answer has ended well."""
         self._proven_at = asyncio.get_running_loop().time()
         self._problem = None
 
-    @property
-    def is_proven(self) -> bool:
-        """Whether an answer has ended well lately; said without asking the engine."""
-        return asyncio.get_running_loop().time() - self._proven_at < _FRESH_S
-
     async def problem(self) -> str | None:
         """What is wrong, in one line; ``None`` if nothing is."""
-        if self.is_proven:
-            return None
         now = asyncio.get_running_loop().time()
+        if now - self._proven_at < _FRESH_S:
+            return None
         if self._problem is not None and now - self._failed_at < _FAILED_S:
             return self._problem
         if self._check is None or self._check.done():
@@ -50,7 +45,7 @@ class Health:
         return self._problem
 
     async def _ask(self) -> None:
-        """One token, from one token, greedily and without drafts; neither counted nor logged."""
+        """Ask for one token after one token, without drafts; neither counted nor logged."""
         chunks: list[TextChunk] = []
         request = TextRequest(
             request_id=unreported_id(),
@@ -63,7 +58,7 @@ class Health:
         try:
             await self._orchestrator.run(request, _Chunks(chunks))
         except Overloaded:
-            pass  # it answers
+            pass  # a full server works
         except TrtllmBlsError as error:
             problem = " ".join(str(error).split())
         endings = [chunk.ending for chunk in chunks if chunk.ending is not None]

@@ -1,4 +1,4 @@
-"""API keys: who may use ``/v1``. Without any, everybody may."""
+"""API keys, which requests for ``/v1`` have to bring. Without any, everybody may ask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VARIABLE = "TRTLLM_BLS_API_KEYS"
 def read_keys(file: Path | None) -> tuple[bytes, ...]:
     """Digests of the keys in ``file``, one a line, and of those in the variable, with commas.
 
-    Blank lines and lines that begin with ``#`` are none. Raises ``SettingsError``.
+    Blank lines and lines that begin with ``#`` are skipped. Raises ``SettingsError``.
     """
     keys = os.environ.get(VARIABLE, "").split(",")
     if file is not None:
@@ -31,7 +31,7 @@ def read_keys(file: Path | None) -> tuple[bytes, ...]:
 
 
 def is_allowed(keys: tuple[bytes, ...], authorization: bytes) -> bool:
-    """Whether the header's value brings one of ``keys``, in a time that tells nothing of them."""
+    """Whether the header's value has one of ``keys``, compared in constant time."""
     scheme, _, key = authorization.partition(b" ")
     given = _digest(key.strip())
     matches = [hmac.compare_digest(given, known) for known in keys]

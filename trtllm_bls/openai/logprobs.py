@@ -1,8 +1,8 @@
 """Log-probabilities in OpenAI's two shapes: a chat's, and the older one of completions.
 
-The chosen token's comes from the engine, and so do those of other tokens where it tells them. Else,
-and for a prompt's tokens, they are computed from logits (one row per token, as wide as the
-vocabulary), so they cost what moving those costs.
+The engine gives the chosen token's log-probability, and some engines give those of the likeliest
+other tokens. All others, and those of a prompt's tokens, are computed from logits: one row per
+token, as wide as the vocabulary, which has to be transferred.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOWEST = -9999.0  # JSON has no minus infinity
 
 
 def spelled(data: bytes) -> str:
-    """A token as a string; one that is not whole characters by its bytes, as OpenAI writes it."""
+    """A token as a string; OpenAI writes one with half characters as ``bytes:\\x…``."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -28,7 +28,7 @@ def spelled(data: bytes) -> str:
 
 
 class TokenScores:
-    """The tokens of a chunk with their log-probs and, if asked for, likelier alternatives."""
+    """Log-probabilities of a chunk's tokens and, if asked for, of the likeliest alternatives."""
 
     def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
         self._tokenizer = tokenizer
@@ -36,17 +36,17 @@ class TokenScores:
         self._spelled: dict[int, bytes] = {}
 
     def of(self, chunk: TextChunk) -> list[tuple[TokenText, list[tuple[bytes, float]]]]:
-        """Each token, and its alternatives, the likeliest first; a prompt's tokens included."""
+        """Each token, the prompt's included, with its alternatives, the likeliest first."""
         tokens = chunk.tokens or ()
         rows: list[Array | None] = list(chunk.generation_logits or ())
         echoed = len(tokens) - len(rows) if rows else sum(t.log_prob is None for t in tokens)
         found = []
-        for place, token in enumerate(tokens):
+        for index, token in enumerate(tokens):
             row = None
-            if place >= echoed:
-                row = rows[place - echoed] if rows else None
-            elif place and chunk.context_logits is not None:
-                row = chunk.context_logits[place - 1]
+            if index >= echoed:
+                row = rows[index - echoed] if rows else None
+            elif index and chunk.context_logits is not None:
+                row = chunk.context_logits[index - 1]
                 log_probs = _log_softmax(row)
                 token = token._replace(log_prob=float(log_probs[token.token_id]))
             told = [(self._bytes(other), log_prob) for other, log_prob in token.top_log_probs]
@@ -63,7 +63,7 @@ class TokenScores:
         return [(self._bytes(int(token)), float(log_probs[token])) for token in best]
 
     def _bytes(self, token_id: int) -> bytes:
-        """What the token would add in the middle of a text."""
+        """The bytes that the token adds in the middle of a text."""
         if token_id not in self._spelled:
             detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False)
             detokenizer.feed(self._tokenizer.encode_word("a"))
@@ -85,7 +85,7 @@ def chat_logprobs(scores: Sequence[tuple[TokenText, list[tuple[bytes, float]]]])
 
 
 class CompletionLogprobs:
-    """``logprobs`` of one choice of a completion, chunk by chunk: offsets go on."""
+    """``logprobs`` of a completion's choice; ``text_offset`` goes on from chunk to chunk."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

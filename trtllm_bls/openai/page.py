@@ -16,7 +16,7 @@ _FILE = Path(__file__).with_name("page.html")
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
-    """The page and its headers: of scripts and styles, its own run, by their digests."""
+    """The page and its headers, which allow its own script and style alone, by their digests."""
     text = _FILE.read_text(encoding="utf-8")
     policy = (
         "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "

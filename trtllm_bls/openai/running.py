@@ -1,4 +1,4 @@
-"""The requests that run in one process of the API, for whoever watches and drains it."""
+"""The requests that run in one process of the API, which ``Lifecycle`` watches and drains."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trtllm_bls.request_stats import CancelCause
 
 
 class RunningRequests:
-    """A ``services.lifecycle.Serving``: set ``refusal``, and new requests are refused with it."""
+    """A ``services.lifecycle.Serving``. While ``refusal`` is set, new requests raise it."""
 
-    loop: asyncio.AbstractEventLoop  # set by who serves
+    loop: asyncio.AbstractEventLoop  # set when the application starts
 
     def __init__(self) -> None:
         self.refusal: TrtllmBlsError | None = None
-        self.responses = 0  # pieces of answers that the orchestrator has made
+        self.responses = 0  # text chunks that the orchestrator has sent
         self._running: dict[asyncio.Task[None], str] = {}
 
     @property

@@ -1,7 +1,7 @@
-"""What a request may hold: types and ranges, once, for decoding and for ``/openapi.json``.
+"""The fields of requests, their types and ranges, for decoding and for ``/openapi.json``.
 
-``null`` counts as absent. A field that nobody knows is logged and ignored, since clients send what
-other servers take; one that would change the answer and cannot be honoured is refused by name.
+``null`` counts as absent. An unknown field is logged and ignored, since clients send what other
+servers take. A known field that would change the answer and is not supported is refused by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """Of a stream alone."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # no effect: nothing is padded
@@ -47,9 +47,9 @@ class Common(msgspec.Struct, kw_only=True):
     stop: Word | Annotated[list[Word], msgspec.Meta(max_length=4)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=4096)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=-_INT64 - 1, le=_INT64)] | None = None
-    # No effect here, and of the right type nevertheless.
+    # Without effect, but checked.
     user: str | None = None
     # Beyond OpenAI's own API, as vLLM names them.
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=_INT32)] | None = None
@@ -60,7 +60,7 @@ class Common(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    bad_words: list[Word] | None = None
+    bad_words: Annotated[list[Word], msgspec.Meta(max_length=1024)] | None = None
     request_id: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
     # Speculative decoding, as ``tensorrt_llm_bls`` names it.
     draft_source: str | None = None
@@ -70,7 +70,7 @@ class Common(msgspec.Struct, kw_only=True):
 
 
 class TextPart(msgspec.Struct, kw_only=True):
-    """Of a prediction."""
+    """A part of a prediction."""
 
     type: Literal["text"]
     text: str
@@ -86,11 +86,11 @@ class Prediction(msgspec.Struct, kw_only=True):
 class ChatRequest(Common, kw_only=True):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=8192)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=512)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -117,7 +117,7 @@ _NO_EFFECT = {
     *("prompt_cache_retention", "verbosity"),
     "spaces_between_special_tokens",
 }
-# Would change the answer. Each may have the value that asks for nothing.
+# They would change the answer. The values listed ask for nothing, so they are allowed.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "function_call", "audio", "web_search_options", "suffix"), ()),
     "modalities": (["text"],),
@@ -132,6 +132,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_grammar", "regex", "ebnf"), ()),
 }
 
+_MOST_FIELDS, _MOST_CONTAINERS = 256, 100_000
+_STRING = re.compile(b'"[^"]*"')
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
 _HALF, _ESCAPED_HALF = re.compile("[\ud800-\udfff]"), re.compile(rb"\\u[dD][89a-fA-F]")
 _Kind = TypeVar("_Kind", bound=Common)
 _seen: set[str] = set()  # unknown fields that the log has named
@@ -139,6 +142,10 @@ _seen: set[str] = set()  # unknown fields that the log has named
 
 def decode(body: bytes, kind: type[_Kind]) -> _Kind:
     """The request in ``body``. Raises ``ApiError`` 400, with ``param`` where a field is wrong."""
+    # Millions of empty lists would hold the GIL for half a second while they are made.
+    if _num_containers(body) > _MOST_CONTAINERS:
+        problem = f"the body has more than {_MOST_CONTAINERS} lists and objects"
+        raise ApiError(400, problem)
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -146,6 +153,10 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
         raise ApiError(400, f"the body is not JSON that can be read: {error}") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
+    if len(fields) > _MOST_FIELDS:
+        raise ApiError(
+            400, f"the body has {len(fields)} fields; at most {_MOST_FIELDS} are allowed"
+        )
     for name in fields.keys() - set(kind.__struct_fields__):
         _check_further(name, fields[name])
     try:
@@ -156,8 +167,21 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
         raise ApiError(400, "the body is nested too deeply") from None
 
 
+def _num_containers(body: bytes) -> int:
+    """An upper bound of the lists and objects in JSON; exact where it is large."""
+    count = body.count(b"[") + body.count(b"{")
+    if count > _MOST_CONTAINERS:  # many may be in strings, as of a program's text
+        unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+        outside = _STRING.sub(b"", unescaped.translate(None, _NO_STRUCTURE))
+        count = outside.count(b"[") + outside.count(b"{")
+    return count
+
+
 def _check_characters(body: bytes, kind: type[Common]) -> None:
-    """Names the field where half a character is all that is wrong; Python's reader lets it pass."""
+    """Name the field that has half a character, if the body is JSON otherwise.
+
+    Python's reader takes half characters, which msgspec refuses without a place.
+    """
     with suppress(ValueError, AttributeError, RecursionError):
         for name, value in json.loads(body).items() if _ESCAPED_HALF.search(body) else ():
             if half := _HALF.search(json.dumps([name, value], ensure_ascii=False)):
@@ -166,7 +190,7 @@ def _check_characters(body: bytes, kind: type[Common]) -> None:
 
 
 def _check_further(name: str, value: Any) -> None:
-    """A field that the schema does not have."""
+    """Refuse or log a field that the schema does not have."""
     if name in _REFUSED:
         if value is not None and value not in _REFUSED[name]:
             raise invalid(name, "is not supported by this server", "unsupported_parameter")
@@ -176,16 +200,16 @@ def _check_further(name: str, value: Any) -> None:
 
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
-_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+_PATH = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 
 
 def _wrong_field(message: str) -> ApiError:
-    """What msgspec says of a value, with the field in front."""
-    place = _PLACE.match(message)
+    """msgspec's message, with the field in front."""
+    path = _PATH.match(message)
     if missing := _MISSING.match(message):
-        name = f"{place[2]}.{missing[1]}" if place else missing[1]
+        name = f"{path[2]}.{missing[1]}" if path else missing[1]
         return ApiError(400, f"{name}: is missing", param=name)
-    if place:
-        problem = place[1][:1].lower() + place[1][1:]
-        return ApiError(400, f"{place[2]}: {problem}", param=place[2])
+    if path:
+        problem = path[1][:1].lower() + path[1][1:]
+        return ApiError(400, f"{path[2]}: {problem}", param=path[2])
     return ApiError(400, message)

@@ -14,29 +14,32 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.supervisors import Multiprocess
 
 from trtllm_bls.errors import SetupError, TrtllmBlsError
+from trtllm_bls.http_guard import ConnectionLimits, raise_descriptor_limit
 from trtllm_bls.openai.app import ApiSettings, create_app
-from trtllm_bls.openai.front import Front, SharedProofs, WorkerLoop
-from trtllm_bls.openai.replies import BODY_SEND, BODY_WRITE
+from trtllm_bls.openai.errors import error_body
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.triton_log import log_to_stderr
 from trtllm_bls.settings import listen
 
-MAX_HEADER_BYTES = 64 * 1024
-_KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, which then close first
-_HUNG_S = 30  # a worker that says nothing for so long is replaced
+try:
+    from uvloop import Loop
+except ModuleNotFoundError:  # uvloop has no wheel for every interpreter
+    from asyncio import SelectorEventLoop as Loop  # type: ignore[assignment]
+
+_HUNG_S = 30  # a worker whose supervisor gets no answer for this long is replaced
+_HANDSHAKE_S = 10.0
 _PR_SET_PDEATHSIG = 1
-_STARTUP_FAILURE = 3  # of a worker, for which uvicorn then ends all
-# Before 0.51, which containers of earlier years have, it starts such a worker for ever, or is made
-# in another way.
+_STARTUP_FAILURE = 3  # exit code of a worker; uvicorn then ends all workers
+# Older containers have uvicorn before 0.51. Its supervisor starts a worker that cannot start again
+# and again, or has another constructor.
 _SUPERVISES = "target" not in inspect.signature(Multiprocess).parameters
 
 log = logging.getLogger(__name__)
@@ -59,50 +62,14 @@ class ServerSettings:
     tls_client_ca: Path | None = None
 
 
-class LimitedHeaders(HttpToolsProtocol):
-    """uvicorn's protocol, which by itself reads headers of any size."""
-
-    _header_bytes = 0
-    _in_headers = True
-
-    def data_received(self, data: bytes) -> None:
-        if self._in_headers:
-            self._header_bytes += len(data)
-        super().data_received(data)
-        if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
-            self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
-            self.transport.write(b"content-length: 0\r\nconnection: close\r\n\r\n")
-            self.transport.close()
-
-    def on_headers_complete(self) -> None:
-        self._in_headers = False
-        super().on_headers_complete()
-        scope = cast("dict[str, Any]", self.scope)
-        scope[BODY_SEND] = self.cycle.send
-        scope[BODY_WRITE] = partial(self._write_body, self.cycle)
-
-    def on_message_complete(self) -> None:
-        self._in_headers, self._header_bytes = True, 0  # of the connection's next request
-        super().on_message_complete()
-
-    def _write_body(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """What ``cycle.send`` does with a part of a chunked body, in a third of its time."""
-        if self.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
-            return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
-
-
-def uvicorn_options(exit_timeout: int) -> dict[str, Any]:
+def uvicorn_options(limits: ConnectionLimits, exit_timeout: int) -> dict[str, Any]:
     """What uvicorn is told apart from where it listens."""
     return {
-        "http": LimitedHeaders,
-        "ws": "none",
+        **limits.uvicorn_options(),
         "lifespan": "on",
         "log_config": None,
         "access_log": False,
         "server_header": False,
-        "timeout_keep_alive": _KEEP_ALIVE_S,
         "timeout_graceful_shutdown": exit_timeout,
     }
 
@@ -123,10 +90,12 @@ def _serve(
 ) -> None:
     host, port = listening.getsockname()[:2]
     scheme = "http" if server.tls_cert is None else "https"
-    shown = f"[{host}]" if ":" in host else host
-    options = uvicorn_options(server.exit_timeout)
+    host = f"[{host}]" if ":" in host else host
+    raise_descriptor_limit()
+    options = uvicorn_options(ConnectionLimits(error_body=error_body), server.exit_timeout)
     if _SUPERVISES:
         options["timeout_worker_healthcheck"] = _HUNG_S
+        options["loop"] = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
     config = uvicorn.Config(
         partial(make_app, parameters, api, os.getpid()),
         factory=True,
@@ -137,29 +106,23 @@ def _serve(
         ssl_cert_reqs=ssl.CERT_NONE if server.tls_client_ca is None else ssl.CERT_REQUIRED,
         **options,
     )
-    print(f"OpenAI API: {scheme}://{shown}:{port}/v1", flush=True)
+    print(f"OpenAI API: {scheme}://{host}:{port}/v1", flush=True)
     if not _SUPERVISES:
         _serve_with_older(config, listening)
         return
-    assert api.shared is not None
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    config.loop = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
-    workers = _Workers(config, [theirs])
-    # With TLS nobody but a worker can read what is asked.
-    healthy = None if server.tls_cert else SharedProofs(api.shared).hold
-    Front(listening, (ours, theirs), healthy, workers.should_exit.is_set).start()
+    workers = _Workers(config, [listening])
     workers.run()
     if any(process.exitcode == _STARTUP_FAILURE for process in workers.processes):
         raise SetupError("the API did not start; the log says why")
 
 
 def _serve_with_older(config: uvicorn.Config, listening: socket.socket) -> None:
-    """One worker is this process, and nothing is in front of several."""
+    """A single worker is this process, which nothing restarts."""
     if config.workers > 1:
         supervisor: Any = Multiprocess
         supervisor(config, uvicorn.Server(config).run, [listening]).run()
         return
-    # uvicorn ends by the signal that stopped it; here that is a normal end.
+    # uvicorn ends by raising the signal that stopped it again; here that is a normal end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     try:
@@ -169,12 +132,30 @@ def _serve_with_older(config: uvicorn.Config, listening: socket.socket) -> None:
 
 
 class _Workers(Multiprocess):
-    """uvicorn's, which would wait for the answer of a worker that ends meanwhile."""
+    """uvicorn's supervisor. Its workers accept from one listening socket, each as it is free."""
 
     def init_processes(self) -> None:
         super().init_processes()
         for process in self.processes:
-            process.child_conn.close()  # so that the worker's own is the last
+            # The supervisor asks over a pipe whether a worker is alive. While it holds the worker's
+            # end too, it would wait 30 s for the answer of one that has just ended.
+            process.child_conn.close()
+
+    def terminate_all(self) -> None:
+        # From here on the kernel refuses connections, once the workers have closed theirs too.
+        for listening in self.sockets:
+            listening.close()
+        super().terminate_all()
+
+
+class WorkerLoop(Loop):
+    """An event loop that gives a TLS handshake 10 s instead of 60 s, which uvicorn cannot set."""
+
+    async def create_server(self, *args: Any, **options: Any) -> Any:
+        """See ``asyncio``."""
+        if options.get("ssl") is not None:
+            options["ssl_handshake_timeout"] = _HANDSHAKE_S
+        return await super().create_server(*args, **options)
 
 
 def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> Starlette:
@@ -183,7 +164,7 @@ def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> St
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if os.getpid() != started_by:
         end_with_parent()
-        if os.getppid() != started_by:  # it has ended before
+        if os.getppid() != started_by:  # it ended before this process could ask for its signal
             sys.exit(0)
     try:
         return create_app(Deployment(parameters, model_name=api.model_names[0]), api)

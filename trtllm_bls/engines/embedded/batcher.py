@@ -13,7 +13,7 @@ import math
 
 from trtllm_bls.engines.embedded.runner import Runner, Segment
 from trtllm_bls.engines.embedded.sequence import Event, Sequence, Submission
-from trtllm_bls.errors import EngineError
+from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.types import Array, FinishReason
 
 _log = logging.getLogger(__name__)
@@ -117,16 +117,17 @@ class Batcher:
         """Let the sequence choose its tokens, and report what is new."""
         try:
             sequence.computed_to(end, best, rows)
-        except EngineError as error:
-            self._fail(sequence, str(error))
+        except (EngineError, InvalidRequest) as error:
+            self._fail(sequence, error)
         except Exception as error:
             _log.exception("choosing a token failed")
-            self._fail(sequence, f"choosing a token failed: {type(error).__name__}")
+            problem = f"choosing a token failed: {type(error).__name__}"
+            self._fail(sequence, EngineError(problem))
         else:
             self._report(sequence)
 
-    def _fail(self, sequence: Sequence, problem: str) -> None:
-        self.events.append((sequence.owner, EngineError(problem)))
+    def _fail(self, sequence: Sequence, error: EngineError | InvalidRequest) -> None:
+        self.events.append((sequence.owner, error))
         sequence.owner.cancel()  # the other sequences of the request end with it
         self._free(sequence)
 

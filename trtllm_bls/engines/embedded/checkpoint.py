@@ -46,6 +46,7 @@ class EmbeddedSettings:
     ``max_kv_bytes``: limit of the KV cache; ``None`` = half of the memory available at load.
     ``threads``: of torch's pool; ``None`` = half of the cores, since its spinning barriers collapse
     when another process wants a core; 1 under 50 M weights: a layer takes less than a barrier.
+    ``guide_compile_seconds``: CPU time that one grammar of guided decoding may take to compile.
     ``device``: ``None`` = CUDA if torch can use it, else the CPU.
     """
 
@@ -58,6 +59,7 @@ class EmbeddedSettings:
     max_kv_bytes: int | None = None
     threads: int | None = None
     device: str | None = None
+    guide_compile_seconds: float = 2.0
 
     def __post_init__(self) -> None:
         least = {"max_batch": 1, "max_queue_size": 1, "max_draft_len": 0}

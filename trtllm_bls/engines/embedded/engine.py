@@ -44,7 +44,9 @@ class EmbeddedEngine:
             max_sequence_tokens=self._runner.slots.length,
             max_draft_tokens=self.settings.max_draft_len,
         )
-        self._guides = Guides(model_dir, self._runner.vocab_size)
+        self._guides = Guides(
+            model_dir, self._runner.vocab_size, self.settings.guide_compile_seconds
+        )
         self._batcher = Batcher(self._runner, self.settings.max_tokens_per_step)
         self._closing = False
         self._changed = threading.Condition()  # of closing, or of what the batcher has to do
@@ -71,8 +73,8 @@ class EmbeddedEngine:
             note = "%s: prompt and completion of %d tokens are cut to %d"
             _log.warning(note, request.request_id, wanted, length)
         guide = None
-        if request.extras:  # compiling a grammar would hold up the event loop
-            guide = await asyncio.to_thread(self._guides.of, request)
+        if request.extras:
+            guide = await self._guides.of(request)
         submission = Submission(request.num_return_sequences, chunks, asyncio.get_running_loop())
         self._add(
             [
@@ -105,6 +107,7 @@ class EmbeddedEngine:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        self._guides.close()
 
     def __enter__(self) -> EmbeddedEngine:
         return self

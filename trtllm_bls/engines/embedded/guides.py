@@ -1,8 +1,8 @@
 """Guided decoding: grammars that an answer must follow, as masks over the vocabulary.
 
-``Guides`` compiles what a request asks for. That may take many milliseconds, so never call it on
-the engine's thread. ``GrammarMatcher`` is one sequence's place in its grammar: it bars tokens
-before one is chosen, and tells when the text is complete. It is llguidance that does the work.
+``Guides`` has what a request asks for compiled, after a trial in another process (``grammars``).
+``GrammarMatcher`` is one sequence's position in its grammar: it bars tokens before one is chosen, and
+tells when the text is complete. llguidance does the work.
 
 The grammar decides when the end id may come: where the text is complete, and only there. Where
 nothing may follow, the sequence ends by itself, whatever its end id and minimum of tokens say.
@@ -10,34 +10,36 @@ nothing may follow, the sequence ends by itself, whatever its end id and minimum
 
 from __future__ import annotations
 
-import json
+import asyncio
+import threading
+from collections import OrderedDict
 from collections.abc import Collection
-from functools import cached_property, lru_cache, partial
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trtllm_bls.engines.grammars import (
+    ENGINE_STACK_BYTES,
+    KINDS,
+    GrammarTrial,
+    compiled,
+    first_line,
+    load_tokenizer,
+)
 from trtllm_bls.engines.trtllm_fields import guide_of
-from trtllm_bls.errors import EngineError, InvalidRequest, Unsupported
+from trtllm_bls.errors import InvalidRequest, Overloaded, Unsupported
 from trtllm_bls.types import Array, EngineRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
-_KINDS = ("json", "json_schema", "regex", "ebnf_grammar")
-_CACHED = 64  # compiled grammars
-# llguidance reads numbers as doubles: a larger integer may come out as another, and the smallest
-# of 64 bits ends the process.
-_MOST_NUMBER = 2**53 - 1
-# JSON on one line: a model may otherwise write white space for ever. A schema's own "x-guidance"
-# could lift what is enforced, so all of it is set.
-_JSON_RULES = {
-    "whitespace_pattern": "[ ]?",
-    "coerce_one_of": False,
-    "lenient": False,
-}
+_CACHED = 64  # grammars, those that were refused among them
+_MOST_WAITING = 64  # grammars that wait to be compiled; more are refused
 
 
 class GrammarMatcher:
@@ -52,15 +54,18 @@ class GrammarMatcher:
         self._update()
 
     def copy(self) -> GrammarMatcher:
-        """Another sequence at the same place."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, self._ends)
+        """Another sequence at the same position."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        other._bits = self._bits.copy()
+        return other
 
     def mask(self, row: Array) -> None:
         """Bar, in ``row`` [vocab], every token that the grammar does not allow next."""
         row[~self._allowed] = -np.inf
 
     def push(self, token: int) -> None:
-        """The token now belongs to the text. Raises ``EngineError`` where no text can follow."""
+        """The token now belongs to the text. Raises ``InvalidRequest`` where no text can follow."""
         self._matcher.consume_token(token)
         self._update()
 
@@ -72,108 +77,102 @@ class GrammarMatcher:
         else:
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error():
-            raise EngineError(f"the guide cannot be followed: {_first_line(matcher.get_error())}")
+            problem = f"cannot be enforced: {first_line(matcher.get_error())}"
+            raise InvalidRequest(GUIDE, problem)
         unpacked = np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little")
         self._allowed = unpacked.astype(np.bool_)
         self._allowed[self._ends] = False
         if not self._allowed.any():
             if not complete:
-                raise EngineError("no token of the vocabulary continues what the guide allows")
+                raise InvalidRequest(GUIDE, "no token of the vocabulary continues what it allows")
             self.ended = True
         self._allowed[self._ends] = complete
 
 
 class Guides:
-    """Compiles the guides of requests to one checkpoint's vocabulary. Safe to share between
-    threads."""
+    """Compiles the guides of requests to one checkpoint's vocabulary, one at a time.
 
-    def __init__(self, model_dir: str | Path, vocab_size: int) -> None:
+    ``seconds``: CPU time that compiling one may take. ``of`` may be called on several event loops.
+    """
+
+    def __init__(self, model_dir: str | Path, vocab_size: int, seconds: float = 2.0) -> None:
         self._file = Path(model_dir) / "tokenizer.json"
         self._vocab_size = vocab_size
-        self._matcher = lru_cache(maxsize=_CACHED)(self._compiled)
+        self._trial = GrammarTrial(self._file, vocab_size, seconds)
+        # By kind and text, the latest used last: the matcher, or what is wrong with the grammar.
+        self._known: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()
+        self._waiting = 0
+        # A thread has the size of stack that is set as it starts.
+        before = threading.stack_size(ENGINE_STACK_BYTES)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._thread.submit(bool).result()
+        threading.stack_size(before)
 
-    def of(self, request: EngineRequest) -> GrammarMatcher | None:
+    async def of(self, request: EngineRequest) -> GrammarMatcher | None:
         """What the request's guided-decoding fields ask for; ``None`` where they are absent.
 
-        Raises ``InvalidRequest`` naming the field, and ``Unsupported`` where the checkpoint's
-        vocabulary or this installation cannot.
+        Raises ``InvalidRequest`` naming the field, ``Unsupported`` where the checkpoint's
+        vocabulary or this installation cannot, and ``Overloaded``. Cancelling it ends the work.
         """
-        guide = guide_of(request.extras, _KINDS, empty=True)
+        guide = guide_of(request.extras, KINDS, empty=True)
         if guide is None:
             return None
-        matcher = self._matcher(guide.kind, "" if guide.kind == "json" else guide.text)
+        if self._waiting >= _MOST_WAITING:
+            raise Overloaded(f"{_MOST_WAITING} grammars wait to be compiled; try again later")
+        self._waiting += 1
+        caller = object()
+        grammar = (guide.kind, "" if guide.kind == "json" else guide.text)
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, self._guide, request, grammar, caller)
+        except asyncio.CancelledError:
+            self._trial.abandon(caller)
+            raise
+        finally:
+            self._waiting -= 1
+
+    def close(self) -> None:
+        """End the thread and the process of the trials."""
+        self._trial.kill()
+        self._thread.shutdown(cancel_futures=True)
+        self._trial.close()
+
+    def _guide(
+        self, request: EngineRequest, grammar: tuple[str, str], caller: object
+    ) -> GrammarMatcher:
+        matcher = self._known.get(grammar)
+        if matcher is None:
+            try:
+                matcher = self._known[grammar] = self._compiled(grammar, caller)
+            except TimeoutError as error:
+                raise InvalidRequest(GUIDE, str(error)) from None
+        self._known.move_to_end(grammar)
+        if len(self._known) > _CACHED:
+            self._known.popitem(last=False)
+        if isinstance(matcher, str):
+            raise InvalidRequest(GUIDE, matcher)
         stops = [stop[0] for stop in request.stop_sequences if len(stop) == 1]
         ends = {token for token in stops if self._tokenizer.is_special_token(token)}
         if request.end_id is not None and request.end_id >= 0:
             ends.add(request.end_id)
         return GrammarMatcher(matcher.deep_copy(), self._vocab_size, ends)
 
+    def _compiled(self, grammar: tuple[str, str], caller: object) -> LLMatcher | str:
+        tokenizer = self._tokenizer
+        if (problem := self._trial.run(*grammar, caller)) is not None:
+            return problem
+        try:
+            return compiled(tokenizer, *grammar)
+        except ValueError as error:
+            return str(error)
+
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         try:
-            from llguidance import LLTokenizer
+            return load_tokenizer(self._file, self._vocab_size)
         except ModuleNotFoundError:
             problem = "needs llguidance: run `pip install 'trtllm-bls[embedded]'`"
             raise Unsupported(GUIDE_TYPE, problem) from None
-        try:
-            return LLTokenizer(self._file.read_text(encoding="utf-8"), n_vocab=self._vocab_size)
         except Exception as error:  # a missing file, or whatever the library says of it
-            problem = f"cannot be kept with {self._file}: {_first_line(str(error))}"
+            problem = f"cannot be kept with {self._file}: {first_line(str(error))}"
             raise Unsupported(GUIDE_TYPE, problem) from error
-
-    def _compiled(self, kind: str, text: str) -> LLMatcher:
-        tokenizer = self._tokenizer
-        from llguidance import LLMatcher, LLParserLimits
-
-        try:
-            grammar = _grammar(kind, text)
-        except ValueError as error:
-            raise InvalidRequest(GUIDE, f"is no {kind}: {_first_line(str(error))}") from None
-        limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            problem = f"cannot be enforced: {_first_line(matcher.get_error())}"
-            raise InvalidRequest(GUIDE, problem)
-        return matcher
-
-
-def _grammar(kind: str, text: str) -> str:
-    """The guide in llguidance's form. Raises ``ValueError`` for one that is not of its kind."""
-    from llguidance import LLMatcher, grammar_from
-
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
-    if kind == "ebnf_grammar":
-        grammar = grammar_from("ebnf", text)
-        if grammar == text and "%json" in text:  # Lark's own, whose schema nobody has checked
-            raise ValueError("%json is not allowed in it; send a json_schema")
-        return grammar
-    try:
-        schema = _schema(text) if kind == "json_schema" else {"type": "object"}
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(schema, (dict, bool)):
-        raise ValueError("a schema is an object or a boolean")
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema),
-        overrides=_JSON_RULES,  # type: ignore[arg-type]
-    )
-
-
-def _schema(text: str) -> Any:
-    integer, other = partial(_exact, int), partial(_exact, float)
-    return json.loads(text, parse_int=integer, parse_float=other, parse_constant=other)
-
-
-def _exact(kind: type[int] | type[float], written: str) -> float:
-    number = kind(written)
-    if not abs(number) <= _MOST_NUMBER:  # NaN, too
-        raise ValueError(f"the number {written[:40]} in it is beyond {_MOST_NUMBER}")
-    return number
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0][:300] if lines else "no reason given"

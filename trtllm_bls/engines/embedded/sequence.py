@@ -16,7 +16,7 @@ from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.embedded.guides import GrammarMatcher
 from trtllm_bls.engines.embedded.runner import Segment
 from trtllm_bls.engines.sampling import TokenSampler, log_prob
-from trtllm_bls.errors import EngineError
+from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import (
     Array,
@@ -27,7 +27,7 @@ from trtllm_bls.types import (
     FinishReason,
 )
 
-Event: TypeAlias = EngineChunk | EngineError
+Event: TypeAlias = EngineChunk | EngineError | InvalidRequest
 
 
 class Submission:
@@ -48,7 +48,7 @@ class Submission:
 
     def deliver(self, event: Event) -> None:
         """Hand an event on; called on the loop."""
-        if isinstance(event, EngineError):
+        if not isinstance(event, EngineChunk):
             self._chunks.fail(event)
             self.ended.set()
             return

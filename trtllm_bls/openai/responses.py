@@ -1,5 +1,9 @@
-"""What chats and completions share: fields of their requests, choices, figures, and why a choice
-ended."""
+"""What chats and completions share: the fields of their requests, events, choices and usage.
+
+An event of a stream is built by hand: only the text between constant bytes changes. A token costs
+one escaped string and one join, no dictionary and no validation. A test compares the bytes with
+what ``json`` would write of the whole chunk.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from trtllm_bls.openai.errors import invalid
-from trtllm_bls.openai.frames import Frames, Head
+from trtllm_bls.openai.errors import DONE, invalid
 from trtllm_bls.openai.schema import Common
 from trtllm_bls.types import (
     Ending,
@@ -20,9 +23,10 @@ from trtllm_bls.types import (
     TextRequest,
 )
 
-_COLDEST = 1e-5  # smaller temperatures and top_p leave the likeliest token alone, or overflow
+# Below it, temperature and top_p select the likeliest token, or overflow in the engine.
+_COLDEST = 1e-5
 _UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
-# A time limit has no word there; the answer was cut, as by max_tokens.
+# OpenAI has no word for a time limit. The answer was cut, as by max_tokens.
 _FINISH = {
     FinishReason.STOP: "stop",
     FinishReason.END_ID: "stop",
@@ -31,74 +35,113 @@ _FINISH = {
 }
 
 
-class Answer(ABC):
-    """The answer to one HTTP request, in the making: text chunks in, events or one body out.
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields with which a whole response and each chunk of a stream begin."""
 
-    A choice has the number of its prompt times ``n``, plus its own.
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class Frames:
+    """The events of one stream; chats have text in ``delta.content``, completions in ``text``."""
+
+    def __init__(self, head: Head, *, usage: bool) -> None:
+        chat = head.object == "chat.completion.chunk"
+        self._field = b'"delta":{"content":' if chat else b'"text":'
+        self._start = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        # With include_usage, every chunk but the last has the field, and it is null.
+        self._end = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+        self._after_text = b"}" * chat + b',"logprobs":null,"finish_reason":null}' + self._end
+        self._before_text: dict[int, bytes] = {}
+
+    def text(self, index: int, text: str) -> bytes:
+        """An event whose choice has new text and nothing else."""
+        before = self._before_text.get(index) or self._before(index)
+        return before + msgspec.json.encode(text) + self._after_text
+
+    def choice(self, index: int, **fields: object) -> bytes:
+        """Any other event of one choice."""
+        return self._start + msgspec.json.encode({"index": index, **fields}) + self._end
+
+    def usage(self, usage: object) -> bytes:
+        """The last event, which has no choice."""
+        return b"".join((self._start, b'],"usage":', msgspec.json.encode(usage), b"}\n\n"))
+
+    def _before(self, index: int) -> bytes:
+        found = self._before_text[index] = self._start + b'{"index":%d,' % index + self._field
+        return found
+
+
+class ResponseBuilder(ABC):
+    """The response to one HTTP request: text chunks in, events or one JSON body out.
+
+    ``index`` of a choice: its prompt's index times ``n``, plus its own among the prompt's.
     """
 
-    object: ClassVar[str]  # of a whole answer
+    object: ClassVar[str]  # of a whole response
     chunk_object: ClassVar[str]
-    prompt_field: ClassVar[str]  # the caller's name of it
+    prompt_field: ClassVar[str]  # the request's field that has the prompt
     id_prefix: ClassVar[str]
-    guide_field = "structured_outputs"  # by which the caller demanded a form
+    guide_field = "structured_outputs"  # the request's field that asked for guided decoding
 
     def __init__(self, request: Common, head: Head, requests: list[TextRequest]) -> None:
         self.requests = requests
         self._head = head
+        self._stream = bool(request.stream)
         self._per_prompt = request.n or 1
         options = request.stream_options
-        self._usage_wanted = options is not None and bool(options.include_usage)
+        self._wants_usage = options is not None and bool(options.include_usage)
         chunk_head = msgspec.structs.replace(head, object=self.chunk_object)
-        self._frames = Frames(chunk_head, usage=self._usage_wanted)
+        self._frames = Frames(chunk_head, usage=self._wants_usage)
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self._predicted = self._accepted = 0  # tokens drafted from a prediction
         self._choices: dict[int, dict[str, Any]] = {}
 
-    def events(self, choice: int, chunk: TextChunk) -> bytes:
-        """The chunk as events of a stream; there may be none."""
-        if chunk.ending is not None:
-            self._count(choice, chunk.ending)
-        return self._events(choice, chunk)
+    def add(self, index: int, chunk: TextChunk) -> bytes:
+        """Add a choice's chunk; the events to send now, which may be none."""
+        ending = chunk.ending
+        if ending is not None:
+            if index % self._per_prompt == 0:  # each prompt counts once, also with several choices
+                self._prompt_tokens += ending.prompt_tokens
+            self._completion_tokens += ending.completion_tokens
+            if ending.speculation is not None:
+                self._predicted += ending.speculation.predicted
+                self._accepted += ending.speculation.predicted_accepted
+        if self._stream:
+            return self._events(index, chunk)
+        if ending := well_ended(chunk):  # a whole response has one chunk per choice
+            fields = self._choice(index, chunk) | self._finish(index, ending)
+            self._choices[index] = {"index": index, **fields}
+        return b""
 
-    def last_event(self) -> bytes:
-        """The figures, where they were asked for."""
-        return self._frames.usage(self._usage()) if self._usage_wanted else b""
+    @property
+    def last_events(self) -> bytes:
+        """What ends a stream; the usage is sent where it was asked for."""
+        return (self._frames.usage(self._usage()) if self._wants_usage else b"") + DONE
 
-    def add(self, choice: int, chunk: TextChunk) -> None:
-        """The chunk as a choice of the whole answer, which has one chunk per choice."""
-        if ending := well_ended(chunk):
-            self._count(choice, ending)
-            fields = self._choice(choice, chunk) | self._finish(choice, ending)
-            self._choices[choice] = {"index": choice, **fields}
-
+    @property
     def whole(self) -> bytes:
         """All choices as one JSON body."""
         fields = msgspec.structs.asdict(self._head)
-        fields["choices"] = [self._choices[choice] for choice in sorted(self._choices)]
+        fields["choices"] = [self._choices[index] for index in sorted(self._choices)]
         return msgspec.json.encode({**fields, "usage": self._usage()})
 
     @abstractmethod
-    def _events(self, choice: int, chunk: TextChunk) -> bytes: ...
+    def _events(self, index: int, chunk: TextChunk) -> bytes: ...
 
     @abstractmethod
-    def _choice(self, choice: int, chunk: TextChunk) -> dict[str, Any]: ...
+    def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]: ...
 
-    def _finish(self, choice: int, ending: Ending) -> dict[str, Any]:
+    def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
         """``finish_reason``, and which stop string it was."""
         fields: dict[str, Any] = {"finish_reason": _FINISH[ending.finish_reason]}
         if ending.stop_reason is not None:
             fields["stop_reason"] = ending.stop_reason
         return fields
-
-    def _count(self, choice: int, ending: Ending) -> None:
-        if choice % self._per_prompt == 0:  # a prompt counts once, also with several choices
-            self._prompt_tokens += ending.prompt_tokens
-        self._completion_tokens += ending.completion_tokens
-        if ending.speculation is not None:
-            self._predicted += ending.speculation.predicted
-            self._accepted += ending.speculation.predicted_accepted
 
     def _usage(self) -> dict[str, Any]:
         usage: dict[str, Any] = {
@@ -115,7 +158,7 @@ class Answer(ABC):
 
 
 def well_ended(chunk: TextChunk) -> Ending | None:
-    """Its sequence's ending, if it has one; after one that is not well an error follows."""
+    """The ending of its sequence, unless it was cancelled or failed: then an error follows."""
     ending = chunk.ending
     return None if ending is None or ending.finish_reason in _UNFINISHED else ending
 
@@ -124,7 +167,7 @@ def well_ended(chunk: TextChunk) -> Ending | None:
 
 
 def shared_fields(request: Common, vocab_size: int) -> dict[str, Any]:
-    """The fields of ``TextRequest`` that do not depend on the kind. Raises ``ApiError``."""
+    """The fields of ``TextRequest`` that chats and completions share. Raises ``ApiError``."""
     return {
         "stream": bool(request.stream),
         "sampling": _sampling(request),
@@ -143,9 +186,9 @@ def shared_fields(request: Common, vocab_size: int) -> dict[str, Any]:
 
 
 def _sampling(request: Common) -> Sampling:
-    """OpenAI's defaults: a request that says nothing samples, over the whole vocabulary.
+    """As OpenAI samples: without any field at temperature 1 over the whole vocabulary.
 
-    Penalties that change nothing are not sent on; some engines have no input for them.
+    Penalties that change nothing are left out, since some engines have no input for them.
     """
     greedy = request.top_k == 1 or (request.top_p is not None and request.top_p < _COLDEST)
     greedy = greedy or (request.temperature is not None and request.temperature < _COLDEST)

@@ -1,0 +1,477 @@
+"""Clients that send too much, too slowly, in another form, or from a foreign web page."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+import subprocess
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+import pytest
+
+from doubles.scripted import ScriptedEngine
+from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
+from tests.helpers.scripted_text import PROMPT, saying, tokenizer
+from tests.helpers.waiting import until
+from tests.openai.conftest import SAYS, Connect
+from trtllm_bls.http_guard import BodyReader, ConnectionLimits, Refused
+
+BODY = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 100}).encode()
+JSON = "content-type: application/json\r\n"
+
+
+def head(length: int | None, further: str = JSON, host: str = "localhost") -> bytes:
+    """A completion's headers; without a length the body comes in chunks."""
+    size = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
+    lines = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\n{size}\r\n{further}\r\n"
+    return lines.encode()
+
+
+@dataclass
+class Answer:
+    status: int
+    error: dict[str, Any]
+    headers: str
+    body: bytes = field(repr=False)
+
+
+def connected(api: RunningApi) -> socket.socket:
+    return socket.create_connection((api.host, api.port), timeout=60)
+
+
+def read(raw: socket.socket) -> Answer:
+    """One response whose length is told."""
+    got = b""
+    while b"\r\n\r\n" not in got:
+        part = raw.recv(65536)
+        assert part, got
+        got += part
+    headers, _, body = got.partition(b"\r\n\r\n")
+    fields = headers.decode().lower()
+    length = int(fields.partition("content-length: ")[2].partition("\r\n")[0])
+    while len(body) < length:
+        body += raw.recv(65536)
+    return Answer(int(headers.split()[1]), json.loads(body).get("error", {}), fields, body)
+
+
+def ask(
+    api: RunningApi, body: bytes = BODY, further: str = JSON, host: str = "localhost"
+) -> Answer:
+    with connected(api) as raw:
+        raw.sendall(head(len(body), further, host) + body)
+        return read(raw)
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("further", [JSON, JSON + "connection: close\r\n"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_reads_why_its_body_is_too_large(
+    connect: Connect, chunked: bool, further: str
+) -> None:
+    """One that sends all of 30 MB before it reads; then it is closed, or serves again."""
+    api, client = connect()
+    large = b"x" * (30 * 2**20)
+    with connected(api) as raw:
+        if chunked:
+            raw.sendall(head(None, further))
+            raw.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(large), large))
+        else:
+            raw.sendall(head(len(large), further) + large)
+        answer = read(raw)
+        assert (answer.status, answer.error["message"]) == (
+            413,
+            "the body is larger than 4194304 bytes, which is the limit",
+        )
+        if "close" in further:
+            assert raw.recv(1) == b""
+        else:
+            raw.sendall(head(len(BODY)) + BODY)
+            assert read(raw).status == 200
+    assert client.models.list().data
+
+
+def test_who_waits_for_permission_need_not_send_a_large_body(connect: Connect) -> None:
+    """``Expect: 100-continue``, as curl sends it, is answered with the refusal."""
+    api, _ = connect()
+    with connected(api) as raw:
+        raw.sendall(head(2**30, JSON + "expect: 100-continue\r\n"))
+        answer = read(raw)
+    assert answer.status == 413
+    assert "connection: close" in answer.headers
+
+
+async def test_bodies_have_a_limit_together() -> None:
+    """What is over it is refused for now; a body that is no longer used makes room."""
+    bodies = BodyReader(max_bytes=100, max_held_bytes=150)
+    scope = {"headers": [(b"content-type", b"application/json")]}
+
+    class SlowClient:
+        """Sends 80 bytes, and after ``end`` a last one."""
+
+        def __init__(self) -> None:
+            self.end = asyncio.Event()
+            self.reading = asyncio.create_task(self._read())
+            self._parts = [b"x", b"x" * 80]
+
+        async def _read(self) -> bytes:
+            async with bodies.read(scope, self._receive) as body:
+                return body
+
+        async def _receive(self) -> dict[str, Any]:
+            if len(self._parts) == 1:
+                await self.end.wait()
+            part = self._parts.pop()
+            return {"type": "http.request", "body": part, "more_body": bool(self._parts)}
+
+    first = SlowClient()
+    second = SlowClient()
+    with pytest.raises(Refused, match="too many large requests") as refused:
+        await second.reading
+    assert (refused.value.status, refused.value.headers) == (503, {"retry-after": "1"})
+    first.end.set()
+    assert len(await first.reading) == 81
+    third = SlowClient()
+    third.end.set()
+    assert len(await third.reading) == 81
+    packed = {"headers": [*scope["headers"], (b"content-encoding", b"gzip")]}
+
+    async def send_packed() -> dict[str, Any]:
+        return {"type": "http.request", "body": gzip.compress(b"x" * 100)}
+
+    async with bodies.read(packed, send_packed) as body:
+        assert len(body) == 100
+        with pytest.raises(Refused, match="too many large requests"):
+            await SlowClient().reading
+
+
+class RecordingTokenizer:
+    """Tells in which threads requests were built."""
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model_vocab_size":
+            self.threads.add(threading.current_thread().name)
+        return getattr(tokenizer(), name)
+
+
+def test_a_large_body_is_read_beside_the_event_loop(connect: Connect) -> None:
+    """Whose streams would wait for it; a small one is not worth a thread."""
+    engine, recording = saying(SAYS), RecordingTokenizer()
+    backend = ScriptedBackend(engine, tokenizer=recording)  # type: ignore[arg-type]
+    api, _ = connect(engine, backend=backend)
+    assert ask(api).status == 200
+    (loop,) = recording.threads
+    assert ask(api, BODY[:-1] + b', "user": "%b"}' % (b"x" * 300_000)).status == 200
+    assert len(recording.threads - {loop}) == 1
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": PROMPT, **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
+
+
+MANY: list[tuple[dict[str, Any], str | None]] = [
+    (chat(messages=chat()["messages"] * 8193), "messages"),
+    (chat(tools=[{"function": {"name": "f"}}] * 513), "tools"),
+    (completion(prompt=[1] * (2**20 + 1)), "prompt"),
+    (completion(prompt=[[1] * (2**20 + 1)]), "prompt[0]"),
+    (completion(prompt=["a"] * 256, n=5), "n"),
+    (completion(prompt=["a"] * 257), "prompt"),
+    (completion(bad_words=["a"] * 1025), "bad_words"),
+    (completion(logit_bias={str(n): 1 for n in range(4097)}), "logit_bias"),
+    (completion(**{f"key{n}": 1 for n in range(256)}), None),
+    (completion(further=[[]] * 100_001), None),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), MANY)
+def test_counts_are_checked_before_work(
+    connect: Connect, body: dict[str, Any], param: str | None
+) -> None:
+    """With the field's name, where one is to blame."""
+    api, _ = connect()
+    path = "chat/completions" if "messages" in body else "completions"
+    with connected(api) as raw:
+        data = json.dumps(body).encode()
+        raw.sendall(head(len(data)).replace(b"completions", path.encode()) + data)
+        answer = read(raw)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert "\n" not in answer.error["message"]
+
+
+def test_brackets_in_text_are_no_lists(connect: Connect) -> None:
+    """A program's text has many."""
+    api, _ = connect()
+    text = json.dumps('[{"a\\' * 60_000).encode()
+    assert ask(api, BODY[:-1] + b', "user": %b}' % text).status == 200
+
+
+# --- time and number ------------------------------------------------------------------------------
+
+
+def test_headers_have_a_time(connect: Connect) -> None:
+    """A client that sent some is told so, one that sent none is cut off; also after a request."""
+    api, _ = connect(limits=ConnectionLimits(header_s=0.2))
+    with connected(api) as silent, connected(api) as slow, connected(api) as second:
+        second.sendall(head(len(BODY)) + BODY)
+        assert read(second).status == 200
+        for raw in (slow, second):
+            raw.sendall(b"POST")
+            assert read(raw).status == 408
+        assert silent.recv(1) == b""
+
+
+def test_blank_lines_do_not_hold_a_connection(connect: Connect) -> None:
+    """After a request they are allowed before the next, which has to follow."""
+    api, _ = connect(limits=ConnectionLimits(header_s=0.2))
+    with connected(api) as raw:
+        raw.sendall(head(len(BODY)) + BODY)
+        assert read(raw).status == 200
+        raw.sendall(b"\r\n")
+        assert read(raw).status == 408
+
+
+def test_what_is_no_http_after_a_request_does_not_get_into_its_answer(connect: Connect) -> None:
+    """The connection ends in the middle of the stream, with nothing of ours in it."""
+    api, _ = connect(saying(SAYS, step_seconds=0.05))
+    body = BODY[:-1] + b', "stream": true}'
+    with connected(api) as raw:
+        raw.sendall(head(len(body)) + body)
+        got = raw.recv(65536)
+        raw.sendall(b"what is this\r\n\r\n")
+        while part := raw.recv(65536):
+            got += part
+    assert got.count(b"HTTP/1.1") == 1 and b"data: " in got
+
+
+def test_an_answer_goes_on_though_the_next_request_is_slow(connect: Connect) -> None:
+    """Only what has been asked in full counts."""
+    api, _ = connect(saying(SAYS, step_seconds=0.05), limits=ConnectionLimits(header_s=0.1))
+    with connected(api) as raw:
+        raw.sendall(head(len(BODY)) + BODY + b"\r\n")
+        answer = read(raw)
+    assert json.loads(answer.body)["choices"][0]["text"] == SAYS
+
+
+def test_bodies_have_a_time(connect: Connect) -> None:
+    """Of which the client is told."""
+    api, _ = connect(body_s=0.2)
+    with connected(api) as raw:
+        raw.sendall(head(len(BODY)) + BODY[:5])
+        answer = read(raw)
+        assert (answer.status, answer.error["message"]) == (
+            408,
+            "the body did not come within 0.2 s",
+        )
+        raw.sendall(BODY[5:])
+        assert raw.recv(1) == b""
+
+
+def test_idle_connections_are_closed(connect: Connect) -> None:
+    """After an answer."""
+    api, _ = connect(limits=ConnectionLimits(idle_s=0.2))
+    with connected(api) as raw:
+        raw.sendall(head(len(BODY)) + BODY)
+        assert read(raw).status == 200
+        assert raw.recv(1) == b""
+
+
+def test_a_connection_serves_so_many_requests(connect: Connect) -> None:
+    """The last answer says that it is closed, so that no client is surprised."""
+    api, _ = connect(limits=ConnectionLimits(requests=2))
+    with connected(api) as raw:
+        for closes in (False, True):
+            raw.sendall(head(len(BODY)) + BODY)
+            assert ("connection: close" in read(raw).headers) == closes
+        assert raw.recv(1) == b""
+
+
+def test_slow_clients_do_not_keep_others_out(connect: Connect) -> None:
+    """While they hold all connections a new client is refused at once, and then served."""
+    api, client = connect(limits=ConnectionLimits(connections=20, header_s=1))
+    with ExitStack() as stack:
+        slow = [stack.enter_context(connected(api)) for _ in range(20)]
+        for raw in slow:
+            raw.sendall(b"P")
+        late = stack.enter_context(connected(api))
+        answer = read(late)
+        assert answer.status == 503 and "retry-after: 1" in answer.headers
+        late.sendall(head(len(BODY)) + BODY)  # is not answered by a reset
+        assert read(slow[0]).status == 408
+        slow.pop().close()
+        until(lambda: answers(client))
+
+
+def answers(client: openai.OpenAI) -> bool:
+    try:
+        return bool(client.completions.create(model=MODEL, prompt=PROMPT).choices)
+    except openai.APIError:
+        return False
+
+
+# --- forms ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", ""])
+def test_a_body_that_is_not_said_to_be_json_is_refused(connect: Connect, kind: str) -> None:
+    """A browser sends those from any page without asking the server first."""
+    api, _ = connect()
+    answer = ask(api, further=f"content-type: {kind}\r\n" if kind else "")
+    problem = f"not {kind or 'no Content-Type'}; send Content-Type: application/json"
+    assert answer.status == 415
+    assert answer.error["message"] == f"the body must be JSON, {problem}"
+
+
+def test_curl_needs_the_header(connect: Connect) -> None:
+    """Without it a line says what to add; with it curl is answered, also as it offers HTTP/2."""
+    url = f"{connect()[0].url}/v1/completions"
+
+    def curl(*words: str) -> Any:
+        done = subprocess.run(
+            ["curl", "-s", *words, url, "-d", BODY.decode()], capture_output=True, timeout=60
+        )
+        return json.loads(done.stdout)
+
+    assert "send Content-Type: application/json" in curl()["error"]["message"]
+    for words in ((), ("--http2",)):
+        assert curl("-H", "Content-Type: application/json", *words)["choices"][0]["text"] == SAYS
+
+
+UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+
+
+@pytest.mark.parametrize("pause", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_offer_of_http2_is_ignored(connect: Connect, chunked: bool, pause: bool) -> None:
+    """The request is read as it is, and the connection serves again."""
+    api, _ = connect()
+    with connected(api) as raw:
+        for _ in range(2):
+            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
+            first = head(None if chunked else len(BODY), JSON + UPGRADE)
+            if pause:
+                raw.sendall(first)
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for at in range(len(data)):
+                    raw.sendall(data[at : at + 1])
+            else:
+                raw.sendall(first + data)
+            assert read(raw).status == 200
+
+
+def test_a_proxys_method_is_refused(connect: Connect) -> None:
+    """CONNECT, which changes the protocol too."""
+    api, _ = connect()
+    with connected(api) as raw:
+        raw.sendall(b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost:1\r\n\r\n")
+        assert read(raw).status == 400
+
+
+def test_a_byte_order_mark_is_no_part_of_the_body(connect: Connect) -> None:
+    """Some editors write one."""
+    assert ask(connect()[0], b"\xef\xbb\xbf" + BODY).status == 200
+
+
+def test_packed_bodies_are_read_within_the_same_limit(connect: Connect) -> None:
+    """gzip; other packings are refused with the one that is read."""
+    api, _ = connect()
+    packed = JSON + "content-encoding: gzip\r\n"
+    assert ask(api, gzip.compress(BODY), packed).status == 200
+    assert ask(api, gzip.compress(b" " * 5 * 2**20), packed).status == 413
+    for wrong in (BODY, gzip.compress(BODY)[:-4], gzip.compress(BODY) + b"x"):
+        answer = ask(api, wrong, packed)
+        assert answer.status == 400 and "gzip" in answer.error["message"]
+    refused = ask(api, BODY, JSON + "content-encoding: br\r\n")
+    assert (refused.status, refused.error["message"]) == (
+        415,
+        "Content-Encoding 'br' is not supported; send gzip",
+    )
+    assert "accept-encoding: gzip" in refused.headers
+
+
+def test_an_empty_list_of_tools_is_none(connect: Connect) -> None:
+    """The prompt is the one without tools."""
+    engine: ScriptedEngine = saying(SAYS)
+    _, client = connect(engine)
+    messages: Any = chat()["messages"]
+    for tools in ({}, {"tools": []}, {"tools": [], "tool_choice": "auto"}):
+        assert client.chat.completions.create(model=MODEL, messages=messages, **tools).choices
+    first, *others = (request.input_ids for request in engine.requests)
+    assert others == [first, first]
+    with pytest.raises(openai.BadRequestError, match="only allowed with tools"):
+        client.chat.completions.create(
+            model=MODEL, messages=messages, tools=[], tool_choice="required"
+        )
+
+
+# --- browsers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("localhost", "", 200),
+        ("LOCALHOST.:9000", "", 200),
+        ("127.0.0.1:9000", "", 200),
+        ("[::1]:9000", "", 200),
+        ("10.0.0.1", "", 200),
+        ("api.example:443", "", 200),
+        ("localhost:9000", "http://localhost:9000", 200),
+        ("localhost:9000", "https://page.example", 200),
+        ("evil.example", "", 421),
+        ("evil.example:9000", "http://evil.example:9000", 421),
+        ("[", "", 421),
+        ("localhost:9000", "http://localhost:9001", 403),
+        ("localhost:9000", "http://evil.example", 403),
+        ("localhost:9000", "null", 403),
+        ("localhost:9000", "http://[", 403),
+    ],
+)
+def test_foreign_pages_do_not_reach_a_server_of_this_machine(
+    connect: Connect, host: str, origin: str, status: int
+) -> None:
+    """Neither by their origin nor by a name that was made to mean this machine."""
+    engine = saying(SAYS)
+    api, _ = connect(
+        engine, allowed_hosts=("api.example",), allowed_origins=("https://page.example",)
+    )
+    further = JSON + (f"origin: {origin}\r\n" if origin else "")
+    answer = ask(api, further=further, host=host)
+    assert answer.status == status
+    assert len(engine.requests) == (status == 200)
+    if status != 200:
+        code = {421: "unknown_host", 403: "foreign_origin"}[status]
+        assert answer.error["code"] == code
+        option = {421: "--allowed-host", 403: "--allow-origin"}[status]
+        assert option in answer.error["message"]
+
+
+def test_without_the_guard_any_name_is_answered(connect: Connect) -> None:
+    """As of a server that others are meant to reach."""
+    api, _ = connect()
+    assert ask(api, further=JSON + "origin: http://evil.example\r\n", host="any").status == 200
+
+
+def test_published_clients_pass_the_guard(connect: Connect) -> None:
+    """The openai package over an address of this machine; readiness has a path of its own."""
+    api, client = connect(allowed_hosts=())
+    assert client.completions.create(model=MODEL, prompt=PROMPT).choices
+    done = subprocess.run(
+        ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", f"{api.url}/health/ready"],
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.stdout == b"200"

@@ -1,0 +1,227 @@
+"""Compiles the grammars of guided decoding, first on trial in a process of their own.
+
+A grammar is a caller's. A chain of 4,000 rules overflows the compiler's stack and ends the process
+that compiles it; a grammar of 20,000 rules compiles for minutes. So a child process compiles every
+grammar first, on a smaller stack than the engine's and within limits on CPU time and memory. Only
+what passes there is compiled in the engine's process, where it takes no longer and goes no deeper.
+
+``GrammarTrial`` is the engine's side of that. ``python -m trtllm_bls.engines.grammars`` is the
+child: each line of its input is a JSON array of kind and text, each line of its output a JSON
+string that says what is wrong with that grammar, or null. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+KINDS = ("json", "json_schema", "regex", "ebnf_grammar")
+ENGINE_STACK_BYTES = 32 * 2**20  # of the thread that compiles in the engine's process
+_TRIAL_STACK_BYTES = 8 * 2**20
+_MEMORY_BYTES = 2 * 2**30  # of the child's address space, of which it needs a tenth
+_CLOCK_FACTOR = 5  # on a busy machine, a second of CPU time takes longer than one by the clock
+# llguidance reads numbers as doubles: a larger integer may come out as another, and the smallest
+# of 64 bits ends the process.
+_MOST_NUMBER = 2**53 - 1
+# JSON on one line: a model may otherwise write white space for ever. A schema's own "x-guidance"
+# could lift what is enforced, so all of it is set.
+_JSON_RULES = {
+    "whitespace_pattern": "[ ]?",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+class GrammarTrial:
+    """The child process that tries grammars for one checkpoint; it starts when it is needed.
+
+    ``seconds``: CPU time that one grammar may take. One thread calls ``run``; ``abandon`` and
+    ``close`` may be called from others.
+    """
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, seconds: float) -> None:
+        arguments = [str(tokenizer_file), str(vocab_size), str(seconds)]
+        self._command = [sys.executable, "-m", "trtllm_bls.engines.grammars", *arguments]
+        self._seconds = seconds
+        self._lock = threading.Lock()  # of the two below
+        self._child: subprocess.Popen[str] | None = None
+        self._for: object = None  # whose grammar is on trial
+
+    def run(self, kind: str, text: str, caller: object) -> str | None:
+        """What is wrong with a grammar; ``None``: it compiles within the limits.
+
+        Raises ``TimeoutError`` where another trial may end otherwise: the machine was too busy, or
+        the caller has left.
+        """
+        if self._child is not None and self._child.poll() is not None:
+            self._ended(self._child)  # it was killed from outside while it was idle
+        with self._lock:
+            if self._child is None:
+                pipe = subprocess.PIPE
+                self._child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
+            child, self._for = self._child, caller
+        assert child.stdin is not None and child.stdout is not None
+        timer = threading.Timer(_CLOCK_FACTOR * self._seconds, child.kill)
+        timer.start()
+        try:
+            child.stdin.write(json.dumps([kind, text]) + "\n")
+            child.stdin.flush()
+            answer = child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        finally:
+            timer.cancel()
+            with self._lock:
+                self._for = None
+        if answer:
+            problem: str | None = json.loads(answer)
+            return problem
+        code = child.wait()
+        limit = (
+            f"compiling it takes more than {self._seconds:g} s (parameter guide_compile_seconds)"
+        )
+        if code == -signal.SIGKILL:
+            raise TimeoutError(f"cannot be enforced: {limit}")
+        if code == -signal.SIGXCPU:
+            return f"cannot be enforced: {limit}"
+        return "cannot be enforced: its rules are too many, nested or chained too deeply"
+
+    def abandon(self, caller: object) -> None:
+        """``caller`` has left: if its grammar is on trial, the trial ends."""
+        with self._lock:
+            if self._child is not None and self._for is caller:
+                self._child.kill()
+
+    def kill(self) -> None:
+        """End the trial that runs, whoever it is for."""
+        with self._lock:
+            if self._child is not None:
+                self._child.kill()
+
+    def close(self) -> None:
+        """Close the pipes to the child, once nobody calls ``run`` any more."""
+        self.kill()
+        if self._child is not None:
+            self._ended(self._child)
+
+    def _ended(self, child: subprocess.Popen[str]) -> int:
+        """Close the pipes to a child that ends; its exit code."""
+        assert child.stdin is not None and child.stdout is not None
+        with suppress(BrokenPipeError):  # what is left to be written
+            child.stdin.close()
+        child.stdout.close()
+        with self._lock:
+            self._child = None
+        return child.wait()
+
+
+def compiled(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    """A matcher at the beginning of a text. Raises ``ValueError`` saying what is wrong."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        grammar = _grammar(kind, text)
+    except ValueError as error:
+        raise ValueError(f"is no {kind}: {first_line(str(error))}") from None
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise ValueError(f"cannot be enforced: {first_line(matcher.get_error())}")
+    return matcher
+
+
+def load_tokenizer(file: Path, vocab_size: int) -> LLTokenizer:
+    """The vocabulary that grammars are matched with. Raises whatever llguidance raises."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size)
+
+
+def first_line(text: str) -> str:
+    """As much of a library's error as a caller is told."""
+    lines = text.strip().splitlines() or ["no reason given"]
+    return "no text fits it" if lines[0] == "NoExtensionBias" else lines[0][:300]
+
+
+def _grammar(kind: str, text: str) -> str:
+    """The guide in llguidance's form. Raises ``ValueError`` for one that is not of its kind."""
+    from llguidance import LLMatcher, grammar_from
+
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "ebnf_grammar":
+        grammar = grammar_from("ebnf", text)
+        if grammar == text and "%json" in text:  # Lark's own, whose schema nobody has checked
+            raise ValueError("%json is not allowed in it; send a json_schema")
+        return grammar
+    try:
+        schema = _schema(text) if kind == "json_schema" else {"type": "object"}
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(schema, (dict, bool)):
+        raise ValueError("a schema is an object or a boolean")
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema),
+        overrides=_JSON_RULES,  # type: ignore[arg-type]
+    )
+
+
+def _schema(text: str) -> Any:
+    integer, other = partial(_exact, int), partial(_exact, float)
+    return json.loads(text, parse_int=integer, parse_float=other, parse_constant=other)
+
+
+def _exact(kind: type[int] | type[float], written: str) -> float:
+    number = kind(written)
+    if not abs(number) <= _MOST_NUMBER:  # NaN, too
+        raise ValueError(f"the number {written[:40]} in it is beyond {_MOST_NUMBER}")
+    return number
+
+
+# --- the child --------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Try the grammars of standard input until it ends."""
+    file, vocab_size, seconds = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tokenizer = load_tokenizer(Path(file), int(vocab_size))
+    threading.stack_size(_TRIAL_STACK_BYTES)
+    for line in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        most = math.ceil(used.ru_utime + used.ru_stime + float(seconds))
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+        problems: list[str | None] = []
+        trial = threading.Thread(target=_try, args=(tokenizer, *json.loads(line), problems))
+        trial.start()
+        trial.join()
+        print(json.dumps(problems[0]), flush=True)
+
+
+def _try(tokenizer: LLTokenizer, kind: str, text: str, problems: list[str | None]) -> None:
+    try:
+        matcher = compiled(tokenizer, kind, text)
+        matcher.compute_bitmask()  # the work for the first token counts as well
+        error = matcher.get_error() if matcher.is_error() else None
+        problems.append(error and f"cannot be enforced: {first_line(error)}")
+    except (ValueError, RecursionError, MemoryError) as error:
+        problems.append(str(error) or f"cannot be enforced: {type(error).__name__}")
+
+
+if __name__ == "__main__":
+    main()

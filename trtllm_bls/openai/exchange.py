@@ -1,0 +1,223 @@
+"""One HTTP exchange: its response, written as the client reads, and its text requests, which end
+when the client leaves.
+
+No thread and no queue of tokens: what a slow reader has not taken waits in the engine's stream, and
+leaves as one event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import types
+import uuid
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from trtllm_bls.http_guard import BODY_SEND, BODY_WRITE, ClientGone, header
+from trtllm_bls.openai.errors import ApiError
+from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.request_stats import CancelCause
+from trtllm_bls.services.batch import run_rows
+from trtllm_bls.types import TextChunk, TextRequest
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_STREAM = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # otherwise nginx would buffer the events
+)
+
+
+class Reply:
+    """The response to one request: one JSON body, or server-sent events."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        given = header(scope, b"x-request-id")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        self.begun = False
+        self._send = send
+        # Middleware may change how a response begins; for each event it would only cost time. The
+        # two are removed from the scope because they refer to it: the cycle of references would
+        # keep the request alive until a garbage collection.
+        self._send_events: Send = scope.pop(BODY_SEND, send)
+        self.write: Callable[[bytes], bool] = scope.pop(BODY_WRITE, lambda data: False)
+        # HTTP/1.0 has no chunks, but uvicorn would write them: such a client gets all events at
+        # once, with their length.
+        self._collected: list[bytes] | None = [] if scope["http_version"] == "1.0" else None
+
+    async def json(
+        self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send one JSON body; bytes are JSON already."""
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        pairs = [(key.encode(), value.encode()) for key, value in (headers or {}).items()]
+        pairs += [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(data)),
+        ]
+        await self._start(status, pairs)
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def error(self, error: ApiError) -> None:
+        """Send the error as the response, or as the last event of one that has begun."""
+        if self.begun:
+            await self.events(error.event, end=True)
+        else:
+            await self.json(error.body, error.status, error.headers)
+
+    async def events(self, data: bytes, end: bool = False) -> None:
+        """Send events, the first ones with the headers; wait while the client does not read."""
+        if self._collected is not None:
+            self.begun = True
+            self._collected.append(data)
+            if not end:
+                return
+            data = b"".join(self._collected)
+            await self._start(200, [*_STREAM, (b"content-length", b"%d" % len(data))])
+        elif not self.begun:
+            await self._start(200, list(_STREAM))
+        await self._send_events({"type": "http.response.body", "body": data, "more_body": not end})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.begun = True
+        headers.append((b"x-request-id", self.request_id))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+class Outbox:
+    """Writes parts of a response, in order, without a task for each.
+
+    ``write`` takes a part at once or says false; then ``send`` is called. Where the client reads
+    too slowly ``send`` has to wait, and goes on in a task, for which ``ready`` waits. A task that
+    wrote everything would have to be woken for every token.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[bytes], Coroutine[Any, Any, None]],
+        write: Callable[[bytes], bool] = lambda part: False,
+    ) -> None:
+        self._send = send
+        self._write = write
+        self._waiting: list[bytes] = []
+        self._blocked: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Return once all that was put has been written."""
+        while self._blocked is not None:
+            await asyncio.wait({self._blocked})
+
+    def put(self, part: bytes) -> None:
+        """Write ``part``, or keep it until the client reads; never waits."""
+        if self._blocked is not None:
+            self._waiting.append(part)
+            return
+        if self._write(part):
+            return
+        writing = self._send(part)
+        try:
+            waits_for = writing.send(None)
+        except StopIteration:
+            return
+        self._blocked = asyncio.create_task(self._go_on(writing, waits_for))
+
+    async def close(self) -> None:
+        """Cancel a write that waits, if one does."""
+        if self._blocked is not None:
+            self._blocked.cancel()
+            await self.ready()
+
+    async def _go_on(self, writing: Coroutine[Any, Any, None], waits_for: object) -> None:
+        try:
+            await _resume(writing, waits_for)
+            while self._waiting:
+                part = b"".join(self._waiting)
+                self._waiting.clear()
+                await self._send(part)
+        finally:
+            self._blocked = None
+
+
+@types.coroutine
+def _resume(begun: Coroutine[Any, Any, None], waits_for: object) -> Generator[object, Any, None]:
+    """Await a coroutine that was started by ``send`` and has yielded ``waits_for``."""
+    while True:
+        try:
+            try:
+                value = yield waits_for
+            except BaseException as error:
+                waits_for = begun.throw(error)
+            else:
+                waits_for = begun.send(value)
+        except StopIteration:
+            return
+
+
+@dataclass
+class PromptSink:
+    """A ``TextSink`` for one prompt of a request.
+
+    ``on_chunk`` gets each chunk with its choice's index; ``first_choice`` is the prompt's first.
+    """
+
+    first_choice: int
+    on_chunk: Callable[[int, TextChunk], None]
+    ready: Callable[[], Coroutine[Any, Any, None]]
+
+    def send(self, chunk: TextChunk) -> None:
+        self.on_chunk(self.first_choice + chunk.sequence_index, chunk)
+
+
+async def run_all(
+    orchestrator: Orchestrator,
+    requests: Sequence[TextRequest],
+    on_chunk: Callable[[int, TextChunk], None],
+    outbox: Outbox,
+    receive: Receive,
+) -> None:
+    """Run the prompts of one HTTP request concurrently until all are answered and written.
+
+    If one fails, all end. If ``receive`` tells that the client has left, all end and ``ClientGone``
+    is raised.
+    """
+    work = asyncio.create_task(_run_prompts(orchestrator, requests, on_chunk, outbox))
+    watcher = asyncio.create_task(_cancel_when_client_leaves(receive, work))
+    try:
+        await asyncio.wait({work})
+        await outbox.ready()
+    finally:
+        watcher.cancel()
+        # The server cancels this task when it shuts down. Otherwise the work has ended by now.
+        work.cancel(CancelCause.SHUTDOWN.value)
+        await asyncio.wait({watcher, work})
+        await outbox.close()
+    if work.cancelled():
+        raise ClientGone
+    work.result()
+
+
+async def _run_prompts(
+    orchestrator: Orchestrator,
+    requests: Sequence[TextRequest],
+    on_chunk: Callable[[int, TextChunk], None],
+    outbox: Outbox,
+) -> None:
+    runs = []
+    for index, request in enumerate(requests):
+        sink = PromptSink(index * request.num_return_sequences, on_chunk, outbox.ready)
+        runs.append(orchestrator.run(request, sink))
+    if len(runs) == 1:
+        await runs[0]
+    else:
+        await run_rows([asyncio.create_task(run) for run in runs])
+
+
+async def _cancel_when_client_leaves(receive: Receive, work: asyncio.Task[None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    work.cancel(CancelCause.CALLER_LEFT.value)
