@@ -9,7 +9,7 @@ from pathlib import Path
 import trtllm_bls
 
 PACKAGE = Path(trtllm_bls.__file__).parent
-MOST_MODULES, MOST_EDGES = 32, 113
+MOST_MODULES, MOST_EDGES = 33, 114
 
 
 def imports(file: Path) -> Iterator[str]:
