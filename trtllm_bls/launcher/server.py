@@ -103,7 +103,8 @@ class TritonServer:
     """One server process. ``start`` returns when every model is ready; ``stop`` drains.
 
     ``behind_http``: a program of ours answers HTTP at ``http_port``, and Triton's own HTTP port is
-    for that program. ``request_stop`` may be called from a signal handler; everything else belongs to one thread.
+    for that program. ``request_stop`` may be called from a signal handler; everything else belongs
+    to one thread.
     """
 
     def __init__(
