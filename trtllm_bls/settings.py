@@ -264,6 +264,15 @@ class ServeSettings:
         multiple=True,
         metavar="NAME",
     )
+    allowed_origins: tuple[str, ...] = setting(
+        "Let web pages of this origin use HTTP (CORS for the OpenAI API); may be repeated; * = "
+        "all.",
+        (),
+        flag="--allow-origin",
+        type=str,
+        multiple=True,
+        metavar="ORIGIN",
+    )
     max_body_bytes: int = setting(
         "Largest JSON body of a generate request or of the OpenAI API, also unpacked.",
         4 * 2**20,

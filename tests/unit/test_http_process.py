@@ -86,7 +86,7 @@ def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> No
     ):
         port, front_port = held.getsockname()[1], front.getsockname()[1]
     server = SimpleNamespace(
-        settings=ServeSettings(openai_port=port),
+        settings=ServeSettings(openai_port=port, http_port=front_port),
         host="127.0.0.1",
         grpc_url="127.0.0.1:1",
         http_url="http://127.0.0.1:1",

@@ -326,7 +326,7 @@ class _Exchange:
         await send({"type": "http.response.body", "body": b""})
 
     async def _send_one(self, send: Send) -> None:
-        while not self._over and len(self._arrived) < 2:
+        while not self._over:
             await self._wait(arrived=len(self._arrived))
         if self._error is not None and not self._arrived:
             await _send_error(send, self._error)

@@ -26,7 +26,8 @@ _DECLARED = {
 # The options that ``serve`` has too.
 _AS_OF_SERVE = (
     *("host", "expose", "api_keys_file", "tool_parser", "reasoning_parser"),
-    *("tls_cert", "tls_key", "tls_client_ca", "exit_timeout", "allowed_hosts", "max_body_bytes"),
+    *("tls_cert", "tls_key", "tls_client_ca", "exit_timeout"),
+    *("allowed_hosts", "allowed_origins", "max_body_bytes"),
 )
 _PATH = click.Path(path_type=Path)
 
@@ -50,13 +51,6 @@ _PATH = click.Path(path_type=Path)
     "names",
     multiple=True,
     help="What requests call the model (default: its directory's name); may be repeated.",
-)
-@click.option(
-    "--allow-origin",
-    "origins",
-    multiple=True,
-    metavar="ORIGIN",
-    help="Let web pages of this origin use the API (CORS); may be repeated; * = all.",
 )
 @options_of(ServeSettings, *_AS_OF_SERVE)
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
@@ -101,7 +95,7 @@ def main(context: click.Context, /, **options: Any) -> None:
         keys=keys,
         max_body_bytes=options["max_body_bytes"],
         allowed_hosts=options["allowed_hosts"] if is_loopback(options["host"]) else None,
-        allowed_origins=options["origins"],
+        allowed_origins=options["allowed_origins"],
         tool_parser=options["tool_parser"],
         reasoning_parser=options["reasoning_parser"],
         status_dir=parameters.status_dir if parameters else "",
