@@ -1,7 +1,7 @@
 """An engine reached through Triton's BLS API (``pb_utils.InferenceRequest``), without a socket.
 
 The decoupled BLS API of Triton 24.10 has defects that this module works around as far as can be
-(docs/architecture.md lists them): iterators are kept for a while after their end, always drained,
+(docs/design.md lists them): iterators are kept for a while after their end, always drained,
 and never trusted to deliver a mid-stream error, which is what the stall timer is for. A child is
 cancelled by a ``stop`` request with its id. What remains cannot be mended from here, so ``auto``
 prefers gRPC.
