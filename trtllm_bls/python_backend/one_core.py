@@ -1,8 +1,8 @@
 """The threads of one interpreter, kept on one core while that core has little other work.
 
 Python's threads run one at a time. On several cores, each handover of the GIL wakes a core whose
-caches hold nothing of the work: with 16 cores and 128 streams a token costs 168 µs of CPU, on one
-core 134. Threads that work without the GIL, as a tokeniser's, run on any core.
+caches hold nothing of the work, so a token costs more CPU there (docs/measurements.md, "Where its
+threads run"). Threads that work without the GIL, such as a tokeniser's, run on any core.
 """
 
 from __future__ import annotations
