@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from trtllm_bls.commands.terminal import (
     Program,
     complain,
     connection_options,
-    open_client,
     run,
 )
 from trtllm_bls.errors import TrtllmBlsError
@@ -76,8 +74,7 @@ def main(**given: Any) -> None:
 
 
 def _talk(given: dict[str, Any]) -> Exit:
-    triton = partial(open_client, given)
-    server = server_at(given["url"], given["model"], given["api_key"], triton)
+    server = server_at(given["url"], given["model"], given)
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         try:
             loop.run_until_complete(server.open())
