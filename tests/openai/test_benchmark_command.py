@@ -208,7 +208,7 @@ def test_every_end_is_checked(
     finish_reason: str | None, text: str, tokens: int | None, ignore_eos: bool, problem: str | None
 ) -> None:
     """An answer that came is not always the answer that was asked for."""
-    reply = Reply()
+    reply = Reply(max_tokens=5)
     reply.add(
         Event(texts=(text,), received_at=0.0, finish_reason=finish_reason, num_output_tokens=tokens)
     )

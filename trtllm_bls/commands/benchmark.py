@@ -276,7 +276,7 @@ async def _run(
 async def _ask(
     server: Server, target: int, index: int, question: Question, timeout_s: float
 ) -> Measurement:
-    reply = Reply()
+    reply = Reply(question.max_tokens)
     try:
         async with timeout(timeout_s), aclosing(server.ask(question)) as events:
             async for event in events:

@@ -9,7 +9,6 @@ import asyncio
 import codecs
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from trtllm_bls.client import BLS, Stream
 from trtllm_bls.client.events import Event
-from trtllm_bls.commands.reply import Reply, Summary, summarise
+from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.terminal import (
     Exit,
     Interruption,
@@ -184,12 +183,17 @@ async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
 
 
 async def _show(stream: Stream, given: dict[str, Any], fields: dict[str, Any]) -> Exit:
-    display = _display(given, fields)
+    beams = fields.get("beam_width") or 1
+    several = beams > 1 or (fields.get("num_return_sequences") or 1) > 1
+    whole = given["overwrite_output_text"] or beams > 1
+    display: JsonDisplay | TextDisplay = (
+        JsonDisplay() if given["as_json"] else TextDisplay(several=several, whole=whole)
+    )
     interruption = Interruption()
     failure: TrtllmBlsError | None = None
     if given["echo"] and fields["stream"] and not given["as_json"]:
         click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
-    reply = Reply()
+    reply = Reply(fields["max_tokens"])
     try:
         async with stream:
             with interruption.cancels(stream):
@@ -201,36 +205,17 @@ async def _show(stream: Stream, given: dict[str, Any], fields: dict[str, Any]) -
                     display.event(event, (event.received_at - reply.sent) * 1000)
     except TrtllmBlsError as error:
         failure = error
-    ended = _ended_here(stream, interruption, failure, given["stop_after_ms"])
-    summary = summarise(reply, fields["max_tokens"], ended)
-    display.end(summary, failure)
+    if failure is not None:
+        reply.ended_here = _FAILED.get(Exit.of(failure), "error")
+    elif stream.cancelled:
+        stopped = f"stopped after {given['stop_after_ms']} ms"
+        reply.ended_here = "interrupted" if interruption.happened else stopped
+    display.end(reply, failure)
     if not given["quiet"]:
-        click.echo("\n".join(summary.lines()), err=True)
+        click.echo("\n".join(reply.lines()), err=True)
     if failure is not None:
         return complain(failure)
     return Exit.INTERRUPTED if stream.cancelled and interruption.happened else Exit.FINISHED
-
-
-def _display(given: dict[str, Any], fields: dict[str, Any]) -> TextDisplay | JsonDisplay:
-    if given["as_json"]:
-        return JsonDisplay()
-    beams = fields.get("beam_width") or 1
-    several = beams > 1 or (fields.get("num_return_sequences") or 1) > 1
-    return TextDisplay(several=several, whole=given["overwrite_output_text"] or beams > 1)
-
-
-def _ended_here(
-    stream: Stream,
-    interruption: Interruption,
-    failure: TrtllmBlsError | None,
-    stop_after_ms: int | None,
-) -> str | None:
-    """Why the answer ended when it was not the server's decision."""
-    if failure is not None:
-        return _FAILED.get(Exit.of(failure), "error")
-    if not stream.cancelled:
-        return None
-    return "interrupted" if interruption.happened else f"stopped after {stop_after_ms} ms"
 
 
 class TextDisplay:
@@ -255,7 +240,7 @@ class TextDisplay:
                 new = now[len(before) :] if now.startswith(before) else f"\n{now}"
                 click.echo(new, nl=False)
 
-    def end(self, summary: Summary, failure: TrtllmBlsError | None) -> None:
+    def end(self, reply: Reply, failure: TrtllmBlsError | None) -> None:
         """Finish the line, or show the sequences held back."""
         if self._several:
             for number, (_, text) in enumerate(sorted(self._texts.items())):
@@ -275,8 +260,8 @@ class JsonDisplay:
         told["outputs"] = {name: _plain(array) for name, array in event.outputs.items()}
         self._line(type="event", at_ms=round(at_ms, 3), text=event.text, **beams, **told)
 
-    def end(self, summary: Summary, failure: TrtllmBlsError | None) -> None:
-        self._line(type="summary", **asdict(summary), error=failure and str(failure))
+    def end(self, reply: Reply, failure: TrtllmBlsError | None) -> None:
+        self._line(type="summary", **reply.figures(), error=failure and str(failure))
 
     def _line(self, **values: Any) -> None:
         click.echo(json.dumps(values, ensure_ascii=not _writes_utf8(), allow_nan=False))
