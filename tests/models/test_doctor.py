@@ -13,10 +13,9 @@ from click.testing import CliRunner
 from tests.helpers.small_tokenizers import directory
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, make_engine
 from tests.models.doctored import change, findings, only, rewrite
+from trtllm_bls import doctor
 from trtllm_bls.cli import main
-from trtllm_bls.doctor import machine
-from trtllm_bls.doctor.findings import examine
-from trtllm_bls.doctor.subject import Subject
+from trtllm_bls.doctor import Subject, examine
 
 
 def with_draft(demo: Demo, tmp_path: Path, **more: Any) -> Path:
@@ -282,7 +281,7 @@ def test_transformers_beside_tensorrt_llms_own_package(
     """Each release of it was made with one."""
     installed = {"tensorrt-llm": release, "transformers": transformers}
     assert (findings("pins", packages=installed.get) == []) is sound
-    assert tuple(sorted(machine.PINS)) == machine.PINS
+    assert tuple(sorted(doctor.PINS)) == doctor.PINS
 
 
 def test_a_server_without_a_backend_for_this_python(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from doubles.trtllm_service import Behaviour
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.models.configured import Demo
 from tests.models.doctored import change, findings, only
-from trtllm_bls.doctor.subject import Subject
+from trtllm_bls.doctor import Subject
 from trtllm_bls.settings import TlsConnection
 
 
