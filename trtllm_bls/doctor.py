@@ -40,7 +40,7 @@ from trtllm_bls.configure.engine import (
 )
 from trtllm_bls.configure.versions import image_of, models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS
-from trtllm_bls.engines.triton import listening_processes
+from trtllm_bls.engines.triton.own_port import listening_processes
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
 from trtllm_bls.launcher.checks import (

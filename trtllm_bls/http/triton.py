@@ -19,8 +19,8 @@ import httpx
 from starlette.types import Receive, Scope, Send
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.engines.grpc_transport import Connection, GrpcError
 from trtllm_bls.errors import Overloaded, from_wire, is_for_room
+from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.http.triton_forms import (
     LeftToTriton,
     TooLarge,
@@ -82,7 +82,7 @@ class TritonHttp:
     """Triton's HTTP surface as an ASGI application; ``close`` it on the loop that served it."""
 
     def __init__(self, triton: TritonAddresses) -> None:
-        self._grpc = Connection(triton.grpc, tls=triton.tls)
+        self._grpc = GrpcChannel(triton.grpc, tls=triton.tls)
         self._http = httpx.AsyncClient(
             base_url=triton.http,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
@@ -190,7 +190,7 @@ class _Exchange:
         self._changed = asyncio.Event()
 
     async def run(
-        self, connection: Connection, request: bytes, receive: Receive, send: Send, stream: bool
+        self, connection: GrpcChannel, request: bytes, receive: Receive, send: Send, stream: bool
     ) -> None:
         """Answer the caller; where it leaves, the model's work is cancelled."""
         call = connection.open(_SERVICE + "ModelStreamInfer", self._on_messages, self._on_end)
