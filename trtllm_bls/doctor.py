@@ -29,6 +29,7 @@ from rich.text import Text
 from tritonclient.grpc import InferenceServerClient, model_config_pb2
 from tritonclient.utils import InferenceServerException
 
+from trtllm_bls.client import Tls
 from trtllm_bls.configure.engine import (
     EXTERNAL_DRAFTS,
     EngineDir,
@@ -104,7 +105,7 @@ class Subject:
         "",
         callback=_release,
     )
-    tls: TlsConnection = field(default_factory=TlsConnection)  # to ``url``
+    tls: Tls | None = None  # to ``url``
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     packages: Callable[[str], str | None] = installed
     shared_memory: Path = Path("/dev/shm")
@@ -720,18 +721,13 @@ def _client(subject: Subject) -> Any:
     # A proxy that the environment names is not used here; the check of proxies reports it.
     channel_args: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
     tls = subject.tls
-    if not tls.is_asked_for:
+    if tls is None:
         return InferenceServerClient(subject.url, channel_args=channel_args)
-    if tls.tls_server_name:
-        channel_args.append(("grpc.ssl_target_name_override", tls.tls_server_name))
-    return InferenceServerClient(
-        subject.url,
-        ssl=True,
-        root_certificates=tls.tls_ca and str(tls.tls_ca),
-        private_key=tls.tls_key and str(tls.tls_key),
-        certificate_chain=tls.tls_cert and str(tls.tls_cert),
-        channel_args=channel_args,
-    )
+    if tls.server_name:
+        channel_args.append(("grpc.ssl_target_name_override", tls.server_name))
+    files = ("root_certificates", "private_key", "certificate_chain")
+    named = {name: str(path) for name in files if (path := getattr(tls, name))}
+    return InferenceServerClient(subject.url, ssl=True, channel_args=channel_args, **named)
 
 
 # --- tokenizers against the engines' vocabularies ---------------------------------------------
@@ -824,8 +820,8 @@ def command(as_json: bool, **given: Any) -> None:
       trtllm-bls doctor --url localhost:8001 --json
       trtllm-bls doctor --url gpu-host:8001 --tls
     """
-    tls = TlsConnection.take(given)
-    findings = list(examine(Subject(**given, tls=tls)))
+    named = {name: value for name, value in given.items() if not name.startswith("tls")}
+    findings = list(examine(Subject(**named, tls=Tls.of_options(given))))
     count = {level: sum(f.level == level for _, f in findings) for level in _STYLES}
     if as_json:
         found = [{"check": name, **vars(finding)} for name, finding in findings]
