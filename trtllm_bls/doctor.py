@@ -37,9 +37,11 @@ from trtllm_bls.configure.engine import (
     check_engine,
     check_target,
     ends_after_one_step,
+    image_of,
+    models_for,
+    parse_version,
     read_engine,
 )
-from trtllm_bls.configure.versions import image_of, models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS
 from trtllm_bls.engines.triton.own_port import listening_processes
 from trtllm_bls.engines.trtllm_service import messages

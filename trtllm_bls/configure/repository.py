@@ -23,11 +23,12 @@ from trtllm_bls.configure.engine import (
     check_target,
     engine_facts,
     engine_parameters,
+    models_for,
+    parse_version,
     read_engine,
     warnings,
 )
 from trtllm_bls.configure.pbtxt import MAX_BATCH_SIZE, PARAMETERS, model_config
-from trtllm_bls.configure.versions import models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import BlsParameters, check
