@@ -10,8 +10,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
-from trtllm_bls.client import Event
-from trtllm_bls.client.events import read_event
+from trtllm_bls.client import Event, read_event
 from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.streaming import JsonDisplay, TextDisplay
 from trtllm_bls.commands.token_ids import TokenAnswer, agrees

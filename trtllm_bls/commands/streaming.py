@@ -16,8 +16,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_bls.client import BLS, Stream
-from trtllm_bls.client.events import Event
+from trtllm_bls.client import BLS, Event, Stream
 from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.terminal import (
     Exit,

@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 
 import click
 
-from trtllm_bls.client import Model
-from trtllm_bls.client.connection import Client, Tls
-from trtllm_bls.client.stream import Stream
+from trtllm_bls.client import Client, Model, Stream, Tls
 from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SetupError, TrtllmBlsError
 from trtllm_bls.settings import TlsConnection, options_of
 
