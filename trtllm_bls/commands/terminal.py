@@ -114,19 +114,6 @@ def _output_failures() -> Iterator[None]:
         sys.exit(Exit.FAILED)
 
 
-_CONNECTION = (
-    click.option("-u", "--url", default="localhost:8001", show_default=True, help="host:port"),
-    click.option(
-        "--retries",
-        type=click.IntRange(0),
-        default=0,
-        show_default=True,
-        help="Send the request again, with back-off, up to so many times, if the server cannot be "
-        "reached or is overloaded and nothing of the answer has arrived.",
-    ),
-)
-
-
 def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Several option decorators as one, kept in the order written."""
 
@@ -140,7 +127,18 @@ def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Co
 
 def connection_options(*key_flags: str) -> Callable[[Command], Command]:
     """``--url``, ``--retries`` and TLS; ``key_flags`` are further spellings of ``--tls-key``."""
-    return options(*_CONNECTION, options_of(TlsConnection, tls_key=key_flags))
+    return options(
+        click.option("-u", "--url", default="localhost:8001", show_default=True, help="host:port"),
+        click.option(
+            "--retries",
+            type=click.IntRange(0),
+            default=0,
+            show_default=True,
+            help="Send the request again, with back-off, up to so many times, if the server cannot "
+            "be reached or is overloaded and nothing of the answer has arrived.",
+        ),
+        options_of(TlsConnection, tls_key=key_flags),
+    )
 
 
 def open_client(given: Mapping[str, Any], compression: str | None = None) -> Client:
