@@ -16,7 +16,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_bls.client import BLS, Event, Stream
+from trtllm_bls.client import BLS, Event
 from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.terminal import (
     Exit,
@@ -171,43 +171,33 @@ def _prompt(given: dict[str, Any]) -> str:
 
 
 async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
-    async with open_client(given) as client:
-        stream = client.stream(
-            given["model_name"],
-            deadline_s=given["timeout"],
-            request_id=given["request_id"],
-            **fields,
-        )
-        return await _show(stream, given, fields)
-
-
-async def _show(stream: Stream, given: dict[str, Any], fields: dict[str, Any]) -> Exit:
     beams = fields.get("beam_width") or 1
     several = beams > 1 or (fields.get("num_return_sequences") or 1) > 1
     whole = given["overwrite_output_text"] or beams > 1
-    display: JsonDisplay | TextDisplay = (
-        JsonDisplay() if given["as_json"] else TextDisplay(several=several, whole=whole)
-    )
-    interruption = Interruption()
-    failure: TrtllmBlsError | None = None
-    if given["echo"] and fields["stream"] and not given["as_json"]:
+    display: JsonDisplay | TextDisplay = TextDisplay(several=several, whole=whole)
+    if given["as_json"]:
+        display = JsonDisplay()
+    elif given["echo"] and fields["stream"]:
         click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
-    reply = Reply(fields["max_tokens"])
-    try:
-        async with stream:
-            with interruption.cancels(stream):
-                if given["stop_after_ms"] is not None:
-                    loop = asyncio.get_running_loop()
-                    loop.call_later(given["stop_after_ms"] / 1000, stream.cancel)
-                async for event in stream:
-                    reply.add(event)
-                    display.event(event, (event.received_at - reply.sent) * 1000)
-    except TrtllmBlsError as error:
-        failure = error
-    if failure is not None:
-        reply.ended_here = _FAILED.get(Exit.of(failure), "error")
-    elif stream.cancelled:
-        stopped = f"stopped after {given['stop_after_ms']} ms"
+    model, timeout, stop_after_ms = given["model_name"], given["timeout"], given["stop_after_ms"]
+    interruption, failure = Interruption(), None
+    async with open_client(given) as client:
+        stream = client.stream(model, deadline_s=timeout, request_id=given["request_id"], **fields)
+        reply = Reply(fields["max_tokens"])
+        try:
+            async with stream:
+                with interruption.cancels(stream):
+                    if stop_after_ms is not None:
+                        loop = asyncio.get_running_loop()
+                        loop.call_later(stop_after_ms / 1000, stream.cancel)
+                    async for event in stream:
+                        reply.add(event)
+                        display.event(event, (event.received_at - reply.sent) * 1000)
+        except TrtllmBlsError as error:
+            failure = error
+            reply.ended_here = _FAILED.get(Exit.of(error), "error")
+    if stream.cancelled and failure is None:
+        stopped = f"stopped after {stop_after_ms} ms"
         reply.ended_here = "interrupted" if interruption.happened else stopped
     display.end(reply, failure)
     if not given["quiet"]:
@@ -263,13 +253,9 @@ class JsonDisplay:
         self._line(type="summary", **reply.figures(), error=failure and str(failure))
 
     def _line(self, **values: Any) -> None:
-        click.echo(json.dumps(values, ensure_ascii=not _writes_utf8(), allow_nan=False))
-
-
-def _writes_utf8() -> bool:
-    """Whether standard output can encode every character."""
-    encoding = getattr(sys.stdout, "encoding", None)
-    return encoding is not None and codecs.lookup(encoding).name == "utf-8"
+        encoding = getattr(sys.stdout, "encoding", None)
+        any_character = encoding is not None and codecs.lookup(encoding).name == "utf-8"
+        click.echo(json.dumps(values, ensure_ascii=not any_character, allow_nan=False))
 
 
 def _plain(array: NDArray[Any]) -> Any:

@@ -149,17 +149,17 @@ def open_client(given: Mapping[str, Any], compression: str | None = None) -> Cli
 
 def tensor_options(model: Model, rows: Sequence[tuple[str, str]]) -> Callable[[Command], Command]:
     """One option per input: ``rows`` are wire names and help texts; type and flag follow."""
-    return options(*(_tensor_option(model, name, text) for name, text in rows))
-
-
-def _tensor_option(model: Model, name: str, text: str) -> Callable[[Command], Command]:
-    tensor = model.input_named[name]
-    flag = "--" + tensor.key.replace("_", "-")
-    if tensor.dtype == "BOOL":
-        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
-    kind = {"FP32": click.FLOAT, "STRING": click.STRING}.get(tensor.dtype, click.INT)
-    several = tensor.dtype == "STRING" and not tensor.single
-    return click.option(flag, name, type=kind, multiple=several, help=text)
+    found = []
+    for name, text in rows:
+        tensor = model.input_named[name]
+        flag = "--" + tensor.key.replace("_", "-")
+        kind = {"FP32": click.FLOAT, "STRING": click.STRING}.get(tensor.dtype, click.INT)
+        several = tensor.dtype == "STRING" and not tensor.single
+        if tensor.dtype == "BOOL":
+            found.append(click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text))
+        else:
+            found.append(click.option(flag, name, type=kind, multiple=several, help=text))
+    return options(*found)
 
 
 # For every input that has no flag; ``assignments`` reads it.
