@@ -172,6 +172,22 @@ def test_limits_that_would_end_a_long_request(demo: Demo, tmp_path: Path) -> Non
     assert findings("time_limits", repository=demo.out) == []
 
 
+def test_a_stalled_engine_is_noticed_before_the_request_times_out(demo: Demo) -> None:
+    """Otherwise only the timeout is seen; what is no number is another check's business."""
+    demo.write()
+    change(demo, "tensorrt_llm_bls", engine_stall_seconds="700")
+    assert "is longer than" in only(findings("time_limits", repository=demo.out)).what
+    change(demo, "tensorrt_llm_bls", engine_stall_seconds="soon")
+    assert findings("time_limits", repository=demo.out) == []
+
+
+def test_an_engine_that_names_no_release(tmp_path: Path) -> None:
+    """Whether the backend can run it cannot be told."""
+    engine = make_engine(tmp_path / "unnamed", BUILD, version="")
+    found = only(findings("versions", engine_dir=engine, version="0.19"))
+    assert found.level == "warn" and "names no release" in found.what
+
+
 def test_a_model_that_does_not_stream(demo: Demo) -> None:
     """The orchestrator would refuse it at the first request."""
     demo.write()
@@ -189,6 +205,8 @@ def test_two_engines_that_want_all_memory(demo: Demo, tmp_path: Path) -> None:
     assert "0.45" in only(findings("memory_shares", repository=demo.out)).mend
     change(demo, "tensorrt_llm_draft", gpu_device_ids="1")
     assert findings("memory_shares", repository=demo.out) == []
+    change(demo, "tensorrt_llm_draft", gpu_device_ids="", kv_cache_free_gpu_mem_fraction="much")
+    assert findings("memory_shares", repository=demo.out) == []
 
 
 # --- tokenizers -----------------------------------------------------------------------------
@@ -204,6 +222,12 @@ def test_a_tokenizer_of_another_model(
     engine = make_engine(tmp_path / "sized", BUILD, pretrained_config={"vocab_size": size})
     found = findings("vocabulary", engine_dir=engine, tokenizer_dir=demo.tokenizer)
     assert [finding.level for finding in found] == ([level] if level else [])
+
+
+def test_no_vocabulary_is_compared_without_a_tokenizer(tmp_path: Path) -> None:
+    """The check of the tokenizer names what is wrong with it."""
+    engine = make_engine(tmp_path / "sized", BUILD, pretrained_config={"vocab_size": 100})
+    assert findings("vocabulary", engine_dir=engine, tokenizer_dir=tmp_path) == []
 
 
 def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
