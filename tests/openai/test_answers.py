@@ -80,6 +80,7 @@ def test_a_streamed_chat_has_one_role_its_text_and_one_end(connect: Connect) -> 
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
     raw = events(f"{api.url}/v1/chat/completions", messages=HELLO)
     assert all("finish_reason" in choice for chunk in raw for choice in chunk["choices"])
+    assert raw[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert raw[-1]["choices"][0]["delta"] == {}
     assert all("usage" not in chunk for chunk in raw)
     for chunk in raw:
@@ -316,6 +317,7 @@ def test_what_is_asked_of_the_engine(connect: Connect) -> None:
     assert request.bad_sequences
     assert asked(extra_body={"ignore_eos": True}).end_id == -1
     assert asked(extra_body={"top_k": -1}).sampling.top_k is None
+    assert asked(extra_body={"repetition_penalty": 1}).sampling.repetition_penalty is None
     assert asked(extra_body={"add_special_tokens": False}).input_ids == prompt_ids()[1:]
     asked(extra_body={"nobody_knows": 1, "service_tier": "auto", "min_p": 0}, user="me")
 

@@ -21,6 +21,7 @@ from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.responses import Head
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.types import TextRequest
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"
 HELLO: Any = [{"role": "user", "content": "Hi"}]
@@ -76,6 +77,29 @@ def test_a_tool_call_is_read(connect: Connect) -> None:
     assert len(calls) > 2
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look."
     assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_log_probs_of_a_token_come_once(connect: Connect) -> None:
+    """Also where it completes a call's name and begins the arguments, which are two events."""
+    _, client = connect(
+        chatting(f'{{"name": "f", "parameters": {ARGS}}}'), tool_parser="llama3_json"
+    )
+    ask: Any = {"model": MODEL, "messages": HELLO, "tools": [PING], "logprobs": True}
+    (whole,) = client.chat.completions.create(**ask).choices
+    assert whole.message.tool_calls and whole.logprobs and whole.logprobs.content
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**ask, stream=True)]
+    scored = [entry for c in chunks for entry in (c.logprobs and c.logprobs.content) or ()]
+    assert scored == whole.logprobs.content
+
+
+def test_a_cut_answer_has_ended_by_its_length(connect: Connect) -> None:
+    """Also in the middle of a call."""
+    _, client = connect(chatting(CALL), tool_parser="hermes")
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, tools=[WEATHER], max_tokens=45
+    )
+    assert answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "length"
 
 
 def test_a_call_is_text_where_no_tool_may_be_called(connect: Connect) -> None:
@@ -145,13 +169,52 @@ def allowing(mode: str, *names: str) -> Any:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
+def text_request(**asked: Any) -> TextRequest:
+    """What the orchestrator is given for a chat."""
+    head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
+    body = json.dumps({"model": MODEL, "messages": HELLO, **asked}).encode()
+    (request,) = ChatResponse(decode(body, ChatRequest), head, tokenizer()).requests
+    return request
+
+
+def test_templates_get_a_variable_as_the_request_has_it() -> None:
+    """``chat_template_kwargs`` is the more particular place."""
+    for given, effort in (({}, "low"), ({"reasoning_effort": "high"}, "high")):
+        chat = text_request(reasoning_effort="low", chat_template_kwargs=given).chat
+        assert chat.variables == {"reasoning_effort": effort}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_templates_find_earlier_reasoning_by_either_name(name: str) -> None:
+    """Clients send one, templates look for one."""
+    said = {"role": "assistant", "content": "4", name: "2+2"}
+    *_, message = json.loads(text_request(messages=[*HELLO, said]).messages or "")
+    assert (message["reasoning"], message["reasoning_content"]) == ("2+2", "2+2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"), [('{"a": 1}', {"a": 1}), ("[1]", "[1]"), ("{", "{"), ({}, {})]
+)
+def test_templates_get_arguments_as_an_object(arguments: object, shown: object) -> None:
+    """Anything else stays as the client sent it."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    *_, message = json.loads(
+        text_request(messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}]).messages or ""
+    )
+    assert message["tool_calls"][0]["function"]["arguments"] == shown
+
+
+def test_a_chat_has_at_most_max_completion_tokens() -> None:
+    """``max_tokens`` is the older name."""
+    assert text_request(max_tokens=9).max_tokens == 9
+    assert text_request(max_tokens=9, max_completion_tokens=5).max_tokens == 5
+
+
 def test_tools_that_are_not_allowed_are_not_shown(connect: Connect) -> None:
     """The template gets the others; what the model calls of them is read as ever."""
     asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER, PING]}
     asked["tool_choice"] = allowing("auto", "weather")
-    head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
-    request = ChatResponse(decode(json.dumps(asked).encode(), ChatRequest), head, tokenizer())
-    assert json.loads(request.requests[0].chat.tools or "") == [WEATHER]
+    assert json.loads(text_request(**asked).chat.tools or "") == [WEATHER]
     _, client = connect(chatting(CALL), tool_parser="hermes")
     answer = client.chat.completions.create(**asked)
     assert answer.choices[0].finish_reason == "tool_calls"
@@ -364,5 +427,5 @@ def test_a_prediction_is_drafted_from(connect: Connect, stream: bool) -> None:
     assert said == text
     assert usage is not None and usage.completion_tokens_details is not None
     details = usage.completion_tokens_details
-    assert (details.accepted_prediction_tokens or 0) > 5
     assert details.rejected_prediction_tokens is not None
+    assert (details.accepted_prediction_tokens or 0) > details.rejected_prediction_tokens > 0

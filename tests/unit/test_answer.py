@@ -273,6 +273,8 @@ def test_the_ending_tells_what_was_used() -> None:
     last = told(rules, chunk(0, final=True, metrics=metrics))[-1]
     assert last.ending is not None
     assert (last.ending.prompt_tokens, last.ending.seed, last.metrics) == (2, 5, metrics)
+    speculated = told(rules, chunk(0, final=True, speculation=SpeculationStats(rounds=1)))[-1]
+    assert speculated.ending is not None and speculated.ending.seed is None
 
 
 # --- scores ---------------------------------------------------------------------------------
