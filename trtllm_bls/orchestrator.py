@@ -35,6 +35,7 @@ from trtllm_bls.types import (
     EngineCapacity,
     EngineRequest,
     FinishReason,
+    PromptIds,
     Sampling,
     SpeculationRequest,
     TextChunk,
@@ -109,6 +110,14 @@ class Orchestrator:
         They grow while an answer in one piece is read, of which no response tells before its end.
         """
         return self._tokens + sum(record.tokens for record in self._open.copy())
+
+    def prompt_ids(self, request: TextRequest) -> PromptIds:
+        """The ids of a prompt of any length. Takes long for a long one, so call it in a thread.
+
+        Raises ``InvalidRequest``.
+        """
+        self._check(request)
+        return self._prompts.make(request, None, _give_way).ids
 
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
@@ -246,7 +255,7 @@ class Orchestrator:
         asked = EngineRequest(
             request_id=request.request_id,
             input_ids=prompt.ids,
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),  # engines have no smaller number
             streaming=bool(request.stream or ends_early or shows),
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,

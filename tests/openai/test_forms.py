@@ -21,7 +21,7 @@ from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.responses import Head
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.tokenizer import load_tokenizer
-from trtllm_bls.types import TextRequest
+from trtllm_bls.types import Ending, FinishReason, SpeculationStats, TextChunk, TextRequest
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"
 HELLO: Any = [{"role": "user", "content": "Hi"}]
@@ -169,12 +169,16 @@ def allowing(mode: str, *names: str) -> Any:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-def text_request(**asked: Any) -> TextRequest:
-    """What the orchestrator is given for a chat."""
+def response_to(**asked: Any) -> ChatResponse:
+    """The builder of the response to a chat."""
     head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
     body = json.dumps({"model": MODEL, "messages": HELLO, **asked}).encode()
-    (request,) = ChatResponse(decode(body, ChatRequest), head, tokenizer()).requests
-    return request
+    return ChatResponse(decode(body, ChatRequest), head, tokenizer())
+
+
+def text_request(**asked: Any) -> TextRequest:
+    """What the orchestrator is given for a chat."""
+    return response_to(**asked).requests[0]
 
 
 def test_templates_get_a_variable_as_the_request_has_it() -> None:
@@ -337,6 +341,7 @@ def test_a_schema_is_kept(real: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(text), PERSON)
 
 
+@pytest.mark.parametrize("name", ["structured_outputs", "guided"])
 @pytest.mark.parametrize(
     ("form", "allowed"),
     [
@@ -346,9 +351,11 @@ def test_a_schema_is_kept(real: openai.OpenAI) -> None:
         ({"json": {"enum": [1, 2]}}, ["1", "2"]),
     ],
 )
-def test_other_forms_are_kept(real: openai.OpenAI, form: Any, allowed: list[str]) -> None:
-    """By the field that vLLM's clients send, in chats and completions."""
-    extra = {"structured_outputs": form}
+def test_other_forms_are_kept(
+    real: openai.OpenAI, form: Any, allowed: list[str], name: str
+) -> None:
+    """By the fields that vLLM's clients send, in chats and completions."""
+    extra = {name: form} if name != "guided" else {f"guided_{k}": v for k, v in form.items()}
     chat = real.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra)
     assert chat.choices[0].message.content in allowed
     text = real.completions.create(model=MODEL, prompt="Well", extra_body=extra)
@@ -395,6 +402,7 @@ def test_json_is_an_object(real: openai.OpenAI) -> None:
         ({"prediction": {"type": "content"}}, "prediction.content"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"extra_body": {"structured_outputs": {"xml": "a"}}}, "structured_outputs"),
+        ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(
@@ -427,5 +435,17 @@ def test_a_prediction_is_drafted_from(connect: Connect, stream: bool) -> None:
     assert said == text
     assert usage is not None and usage.completion_tokens_details is not None
     details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens or 0) > 5
     assert details.rejected_prediction_tokens is not None
-    assert (details.accepted_prediction_tokens or 0) > details.rejected_prediction_tokens > 0
+
+
+def test_usage_parts_drafted_tokens_into_accepted_and_rejected() -> None:
+    """Of a prediction's; tokens from other drafts are not among them."""
+    response = response_to(prediction={"type": "content", "content": "ab"})
+    drafts = SpeculationStats(drafted=9, accepted=8, predicted=7, predicted_accepted=5)
+    ending = Ending(
+        finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9, speculation=drafts
+    )
+    response.add(0, TextChunk("", 0, ending))
+    details = json.loads(response.whole)["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}

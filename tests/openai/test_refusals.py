@@ -68,6 +68,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (completion(n=2.5), "n"),
     (completion(max_tokens=0), "max_tokens"),
     (completion(max_tokens=2**40), "max_tokens"),
+    (chat(max_tokens=0), "max_tokens"),
+    (completion(structured_outputs={"choice": ["a", 1]}), "structured_outputs.choice[1]"),
+    (completion(guided_regex="a", guided_choice=["a"]), "guided_regex"),
     (completion(max_tokens=2**32 + 5), "max_tokens"),
     (chat(max_completion_tokens=2**32 + 5), "max_completion_tokens"),
     (completion(top_k=2**32 + 5), "top_k"),
@@ -259,6 +262,24 @@ def test_unknown_models_paths_and_methods(connect: Connect) -> None:
     status, _, headers = ask(api, CHAT, method="GET")
     assert (status, headers["allow"]) == (405, "POST")
     assert ask(api, CHAT, b"{}", {"Content-Type": "text/plain"})[0] == 415
+
+
+def test_what_is_no_text_and_no_token_is_refused(connect: Connect) -> None:
+    """With the field; and without a key nobody tokenises."""
+    api, _ = connect()
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "king"}]}, "messages[0].role"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ):
+        status, error, _ = ask(api, path, body)
+        assert (status, error["param"]) == (400, param)
+        assert ask(api, path, {**body, "model": "another", "prompt": "x", "tokens": []})[0] == 404
+    guarded, _ = connect(keys=(b"x" * 32,))
+    assert ask(guarded, "/tokenize", {"prompt": "x"})[0] == 401
+    assert ask(guarded, "/detokenize", {"tokens": [1]})[0] == 401
+    assert ask(guarded, "/version", method="GET")[0] == 200
 
 
 def test_bodies_have_a_limit_also_in_pieces(connect: Connect) -> None:

@@ -38,10 +38,12 @@ class CompletionResponse(ResponseBuilder):
             problem = f"{len(prompts)} prompts with {request.n} choices each; at most"
             raise invalid("n", f"{problem} {_MOST_CHOICES} choices are allowed in all")
         scored = request.logprobs is not None
+        if request.max_tokens == 0 and not request.echo:
+            raise invalid("max_tokens", "0 is only allowed with echo, which answers the prompt")
         guide = guided_decoding(request)
         shared = {
             **shared_fields(request, tokenizer.model_vocab_size),
-            "max_tokens": request.max_tokens or _DEFAULT_TOKENS,
+            "max_tokens": _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens,
             "echo": bool(request.echo),
             "add_special_tokens": request.add_special_tokens,
             "wants": Wants(
@@ -56,6 +58,8 @@ class CompletionResponse(ResponseBuilder):
             TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared) for prompt in prompts
         ]
         super().__init__(request, head, requests)
+        if guide is not None:
+            self.guide_field = guide.field
         self._scores = TokenScores(tokenizer, request.logprobs or 0) if scored else None
         self._logprobs: dict[int, CompletionLogprobs] = {}
 

@@ -24,7 +24,7 @@ from trtllm_bls.chat_parsing import (
 )
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.errors import as_json, invalid
-from trtllm_bls.openai.schema import ChatRequest, Common
+from trtllm_bls.openai.schema import ChatRequest, Common, StructuredOutputs
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import Array, ChatOptions
 
@@ -162,27 +162,30 @@ def response_format(request: ChatRequest) -> GuidedDecoding | None:
 
 
 def guided_decoding(request: Common, other: GuidedDecoding | None = None) -> GuidedDecoding | None:
-    """The guided decoding that vLLM's ``structured_outputs`` asks for, or ``other``."""
-    asked = {key: value for key, value in (request.structured_outputs or {}).items() if value}
+    """The guided decoding that vLLM's ``structured_outputs`` asks for, or ``other``.
+
+    Also by the older names of its members, such as ``guided_json``.
+    """
+    form = request.structured_outputs or StructuredOutputs()
+    asked = [("structured_outputs", kind, getattr(form, kind)) for kind in form.__struct_fields__]
+    for kind in ("json", "regex", "choice", "grammar"):
+        asked.append((f"guided_{kind}", kind, getattr(request, f"guided_{kind}")))
+    asked = [(field, kind, value) for field, kind, value in asked if value]
     if not asked:
         return other
-    field = "structured_outputs"
+    field, kind, value = asked[0]
     if other is not None or len(asked) > 1:
         raise invalid(field, "send one demand on the form of the answer alone")
-    ((kind, value),) = asked.items()
     if kind == "json":
-        return GuidedDecoding(
-            field, "json_schema", value if isinstance(value, str) else as_json(field, value)
-        )
+        schema = value if isinstance(value, str) else as_json(field, value)
+        return GuidedDecoding(field, "json_schema", schema)
     if kind == "json_object":
         return GuidedDecoding(field, "json")
-    if kind == "choice" and isinstance(value, list) and all(isinstance(v, str) for v in value):
+    if kind == "choice":
         return GuidedDecoding(
-            field, "ebnf_grammar", "root ::= " + " | ".join(map(json.dumps, value))
+            field, "ebnf_grammar", f"root ::= {' | '.join(map(json.dumps, value))}"
         )
-    if kind in ("regex", "grammar") and isinstance(value, str):
-        return GuidedDecoding(field, {"regex": "regex", "grammar": "ebnf_grammar"}[kind], value)
-    raise invalid(field, "must be an object with json, regex, choice or grammar")
+    return GuidedDecoding(field, {"regex": "regex", "grammar": "ebnf_grammar"}[kind], value)
 
 
 def _forced_guide(

@@ -34,6 +34,16 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # no effect: nothing is padded
 
 
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form that the answer has; one of these."""
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class Common(msgspec.Struct, kw_only=True):
     """The fields of both kinds of requests."""
 
@@ -65,8 +75,12 @@ class Common(msgspec.Struct, kw_only=True):
     # Speculative decoding, as ``tensorrt_llm_bls`` names it.
     draft_source: str | None = None
     num_draft_tokens: Natural | None = None
-    # One of json, regex, choice, grammar.
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # Its members under the names that older clients of vLLM send.
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class TextPart(msgspec.Struct, kw_only=True):
@@ -106,9 +120,26 @@ class CompletionRequest(Common, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: str | list[Any]
+    max_tokens: Natural | None = None  # 0: the prompt alone
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, msgspec.Meta(ge=0, le=128)] | None = None
+
+
+class TokenizeRequest(ChatRequest, kw_only=True):
+    """``POST /tokenize``, as vLLM has it: of ``prompt``, or else of ``messages``."""
+
+    model: str = ""  # the server's first
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=8192)] = []
+    prompt: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """``POST /detokenize``, as vLLM has it."""
+
+    model: str = ""
+    tokens: list[Natural]
 
 
 # Fields of OpenAI's, of other servers' and of old clients' that have no effect here.
@@ -128,15 +159,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "return_token_ids": (False,),
     "prompt_logprobs": (),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), ()),
-    **dict.fromkeys(("guided_grammar", "regex", "ebnf"), ()),
+    **dict.fromkeys(("regex", "ebnf"), ()),
 }
 
 _MOST_FIELDS, _MOST_CONTAINERS = 256, 100_000
 _STRING = re.compile(b'"[^"]*"')
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
 _HALF, _ESCAPED_HALF = re.compile("[\ud800-\udfff]"), re.compile(rb"\\u[dD][89a-fA-F]")
-_Kind = TypeVar("_Kind", bound=Common)
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _seen: set[str] = set()  # unknown fields that the log has named
 
 
@@ -177,7 +207,7 @@ def _num_containers(body: bytes) -> int:
     return count
 
 
-def _check_characters(body: bytes, kind: type[Common]) -> None:
+def _check_characters(body: bytes, kind: type[msgspec.Struct]) -> None:
     """Name the field that has half a character, if the body is JSON otherwise.
 
     Python's reader takes half characters, which msgspec refuses without a place.
