@@ -374,7 +374,7 @@ def _has_expired(limit: Timeout) -> bool:
     The clock does not tell: timers fire up to its resolution early, which is 1 ms in uvloop.
     """
     # In Python 3.10, ``async_timeout`` has a property in place of the method.
-    return limit.expired() if sys.version_info >= (3, 11) else limit.expired
+    return bool(limit.expired() if sys.version_info >= (3, 11) else limit.expired)
 
 
 def _give_way() -> None:
