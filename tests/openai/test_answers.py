@@ -134,7 +134,7 @@ def test_choices_are_numbered_by_prompt_and_n(connect: Connect) -> None:
     )
     prompts = ["one", "two two", [5, 6, 7]]
     whole = client.completions.create(
-        model=MODEL, prompt=prompts[:2], n=3, max_tokens=4, temperature=0
+        model=MODEL, prompt=prompts[:2], n=3, best_of=3, max_tokens=4, temperature=0
     )
     assert [choice.index for choice in whole.choices] == list(range(6))
     assert whole.choices[0].text == whole.choices[2].text != whole.choices[3].text
@@ -357,6 +357,7 @@ def test_what_is_asked_of_the_engine(connect: Connect) -> None:
     assert (request.sampling.top_k, request.sampling.min_tokens) == (3, 2)
     assert request.sampling.repetition_penalty == 1.5
     assert request.bad_sequences
+    assert not asked(logprobs=1).wants.context_logits
     assert asked(extra_body={"ignore_eos": True}).end_id == -1
     assert asked(extra_body={"top_k": -1}).sampling.top_k is None
     assert asked(extra_body={"repetition_penalty": 1}).sampling.repetition_penalty is None

@@ -18,6 +18,7 @@ from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.admission import Admission
 from trtllm_bls.errors import (
     EngineError,
+    EngineStalled,
     EngineUnavailable,
     InvalidRequest,
     Overloaded,
@@ -89,7 +90,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (completion(suffix="x"), "suffix"),
     (completion(min_p=0.5), "min_p"),
     (completion(prompt=[]), "prompt"),
-    (completion(prompt=[1, "a"]), "prompt"),
+    (completion(prompt=[1, "a"]), "prompt[1]"),
     (completion(prompt=[True]), "prompt"),
     (completion(prompt=[10**8]), "prompt"),
     (completion(prompt=""), "prompt"),
@@ -198,6 +199,7 @@ def test_a_prompt_leaves_room_for_a_token(connect: Connect) -> None:
     [
         (EngineError("broken"), 500, openai.InternalServerError),
         (EngineUnavailable("gone"), 503, openai.InternalServerError),
+        (EngineStalled("no token for 30 s"), 503, openai.InternalServerError),
         (Overloaded("full"), 429, openai.RateLimitError),
         (InvalidRequest("runtime_top_k", "no"), 400, openai.BadRequestError),
         (EngineError("Prompt length 9 exceeds maximum input length"), 400, openai.BadRequestError),
@@ -219,6 +221,19 @@ def test_what_the_engine_raises_has_its_status(
     assert ("retry-after" in caught.value.response.headers) == (status in (429, 503))
     engine.fault = None
     assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3).choices
+
+
+def test_an_error_tells_what_the_engine_knows(connect: Connect) -> None:
+    """How long a sequence may be, where that was unknown before; when there is room again."""
+    engine = saying(SAYS)
+    api, _ = connect(engine)
+    engine.fault = Fault(error=InvalidRequest("input_ids", "50 tokens; at most 39 are allowed"))
+    status, error, _ = ask(api, COMPLETIONS, completion())
+    assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
+    assert "This model's maximum context length is 40 tokens" in error["message"]
+    engine.fault = Fault(error=Overloaded("full; try again in about 7 s"))
+    status, _, headers = ask(api, COMPLETIONS, completion())
+    assert (status, headers["retry-after"]) == (429, "7")
 
 
 def test_a_stream_that_fails_ends_with_the_error(connect: Connect) -> None:
