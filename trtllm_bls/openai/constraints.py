@@ -116,7 +116,7 @@ class AnswerForm:
 
     def _opened(self, options: ChatOptions) -> bool:
         """Whether the chat template ends the prompt with the tag that begins reasoning."""
-        if self._reasoning is None or options.continue_final_message:
+        if self._reasoning is None:
             return False
         try:
             short = [{"role": "user", "content": "a"}]
