@@ -15,9 +15,11 @@ from doubles.scripted import ScriptedEngine
 from tests.helpers.openai_server import MODEL, ScriptedBackend, serving
 from tests.helpers.scripted_text import saying, tokenizer
 from tests.openai.conftest import Connect
+from trtllm_bls.chat_parsing import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.openai.chat import ChatResponse
+from trtllm_bls.openai.constraints import ChatFormats
 from trtllm_bls.openai.responses import Head
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.tokenizer import load_tokenizer
@@ -169,11 +171,60 @@ def allowing(mode: str, *names: str) -> Any:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-def response_to(**asked: Any) -> ChatResponse:
+class Opening:
+    """A tokenizer whose chat template begins the answer's reasoning."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tokenizer(), name)
+
+    def render_chat(self, messages: Any, options: Any) -> str:
+        return tokenizer().render_chat(messages, options) + "<think>\n"
+
+
+def response_to(
+    formats: ChatFormats | None = None, reader: Any = None, **asked: Any
+) -> ChatResponse:
     """The builder of the response to a chat."""
     head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
     body = json.dumps({"model": MODEL, "messages": HELLO, **asked}).encode()
-    return ChatResponse(decode(body, ChatRequest), head, tokenizer())
+    return ChatResponse(decode(body, ChatRequest), head, reader or tokenizer(), formats)
+
+
+def message_of(response: ChatResponse, text: str) -> dict[str, Any]:
+    """The message of an answer that has this text."""
+    ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
+    response.add(0, TextChunk(text, 0, ending))
+    found: dict[str, Any] = json.loads(response.whole)["choices"][0]["message"]
+    return found
+
+
+def test_reasoning_that_the_prompt_has_begun_needs_no_tag() -> None:
+    """Some templates end with the tag."""
+    thinks = ChatFormats(reasoning=REASONING_TAGS["think"])
+    message = message_of(response_to(thinks, Opening()), "Two.</think>Four.")
+    assert (message["reasoning_content"], message["content"]) == ("Two.", "Four.")
+    assert message_of(response_to(thinks), "Two.</think>Four.")["content"] == "Two.</think>Four."
+
+
+def test_an_enforced_form_has_no_reasoning() -> None:
+    """It holds from the first token on."""
+    thinks, form = ChatFormats(reasoning=REASONING_TAGS["think"]), {"type": "json_object"}
+    message = message_of(response_to(thinks, Opening(), response_format=form), '{"a": 1}')
+    assert message["content"] == '{"a": 1}' and "reasoning_content" not in message
+
+
+def test_markers_that_are_special_tokens_are_kept() -> None:
+    """Where they are looked for, and the request does not say otherwise."""
+    special, plain = (ChatFormats(TOOL_FORMATS[name]) for name in ("mistral", "hermes"))
+    thinks = ChatFormats(reasoning=REASONING_TAGS["mistral"])
+    for formats, more, skipped in (
+        (special, {"tools": [PING]}, False),
+        (special, {}, None),
+        (special, {"tools": [PING], "skip_special_tokens": True}, True),
+        (plain, {"tools": [PING]}, None),
+        (thinks, {}, False),
+    ):
+        assert response_to(formats, **more).requests[0].skip_special_tokens is skipped
 
 
 def text_request(**asked: Any) -> TextRequest:

@@ -190,7 +190,7 @@ class _Api:
             await asyncio.sleep(1)
 
     async def refuse(self, scope: Scope, send: Send, cause: Refused) -> None:
-        """ResponseBuilder a request that did not get as far as its route."""
+        """Answer a request that did not get as far as its route."""
         reply = Reply(scope, send)
         await reply.error(self.refused(reply, cause))
 
