@@ -30,6 +30,7 @@ from trtllm_bls.types import (
     EngineRequest,
     FinishReason,
     Outcome,
+    PromptIds,
     RequestStats,
     Sampling,
     SpeculationRequest,
@@ -39,9 +40,9 @@ from trtllm_bls.types import (
 )
 
 if sys.version_info >= (3, 11):
-    from asyncio import timeout_at
+    from asyncio import Timeout, timeout_at
 else:
-    from async_timeout import timeout_at
+    from async_timeout import Timeout, timeout_at
 
 
 _GREEDY = Sampling()  # of nearly every request that asks for nothing
@@ -120,6 +121,14 @@ class Orchestrator:
         """
         return self._tokens + sum(record.tokens for record in self._open.copy())
 
+    def prompt_ids(self, request: TextRequest) -> PromptIds:
+        """The ids of a prompt of any length. Takes long for a long one, so call it in a thread.
+
+        Raises ``InvalidRequest``.
+        """
+        self._check(request)
+        return self._prompts.make(request, None, _give_way).ids
+
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
         if self._on_end is not None:
@@ -153,12 +162,12 @@ class Orchestrator:
         self._check(request)
         sequences = request.num_return_sequences
         seconds = self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
-        now = asyncio.get_running_loop().time
-        deadline = None if seconds is None else now() + seconds
+        deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         answer: Answer | None = None
         stream: ChunkStream | None = None
+        time_limit = timeout_at(deadline)
         try:
-            async with timeout_at(deadline), self._admission.acquire(sequences):
+            async with time_limit, self._admission.acquire(sequences):
                 capacity = await self._engine.capacity()
                 prompt = await self._prompt(request, capacity)
                 asked, answer = self._prepared(request, prompt, capacity)
@@ -166,8 +175,7 @@ class Orchestrator:
                 stream = self._engine.generate(asked)
                 await self._drive(stream, answer, record)
         except (asyncio.CancelledError, Exception) as error:
-            past = deadline is not None and now() >= deadline
-            timed_out = isinstance(error, asyncio.TimeoutError) and past
+            timed_out = isinstance(error, asyncio.TimeoutError) and _has_expired(time_limit)
             reason = FinishReason.TIMEOUT if timed_out else FinishReason.ERROR
             if isinstance(error, asyncio.CancelledError):
                 reason = FinishReason.CANCELLED
@@ -257,7 +265,7 @@ class Orchestrator:
         asked = EngineRequest(
             request_id=request.request_id,
             input_ids=prompt.ids,
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),  # engines have no smaller number
             streaming=bool(request.stream or ends_early or shows),
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,
@@ -368,6 +376,15 @@ class _RequestRecord:
             traceparent=request.traceparent,
             prompt=(request.text or request.messages or "")[:MOST_CHARACTERS],
         )
+
+
+def _has_expired(limit: Timeout) -> bool:
+    """Whether ``limit`` raised the timeout.
+
+    The clock does not tell: timers fire up to its resolution early, which is 1 ms in uvloop.
+    """
+    # In Python 3.10, ``async_timeout`` has a property in place of the method.
+    return bool(limit.expired() if sys.version_info >= (3, 11) else limit.expired)
 
 
 def _give_way() -> None:
