@@ -55,8 +55,8 @@ class ScriptedBackend:
     def tokens(self) -> int:
         return self.orchestrator.tokens
 
-    async def engine_problem(self) -> str | None:
-        return None
+    async def engine_problems(self) -> dict[str, str]:
+        return {}
 
     def drain(self) -> None:
         if self.admission is not None:

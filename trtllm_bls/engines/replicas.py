@@ -122,6 +122,13 @@ class ReplicatedEngine:
             self._opening.cancel()
         await asyncio.gather(*(replica.close() for replica in self._replicas))
 
+    def problems(self) -> dict[str, str]:
+        """Why each engine takes no requests, by its name; an empty text if it does."""
+        return {
+            each.engine.name: "" if each.capacity is not None else str(each.error)
+            for each in self._replicas
+        }
+
     def _known(self) -> list[EngineCapacity]:
         return [each.capacity for each in self._replicas if each.capacity is not None]
 

@@ -27,6 +27,7 @@ from trtllm_bls.launcher import health_server
 from trtllm_bls.launcher.ports import ask, reachable
 from trtllm_bls.launcher.watch import Watch
 from trtllm_bls.settings import listen
+from trtllm_bls.status import ENGINE_UP
 
 TELL_S = 0.2
 _TOLD_S = 2.0  # the longest that ``tell`` waits for the health server to answer with the new state
@@ -59,10 +60,27 @@ SERVER_METRICS = (
     ServerMetric(
         "trtllm_bls_openai_restarts_total", "counter", "Times that the OpenAI API was started again"
     ),
+    ServerMetric(
+        "trtllm_bls_server_num_requests_running",
+        "gauge",
+        "Requests of all APIs that have a token and are not over",
+    ),
+    ServerMetric(
+        "trtllm_bls_server_num_requests_waiting",
+        "gauge",
+        "Requests of all APIs that have no token yet, those in the engine's queue included",
+    ),
+    ServerMetric(
+        "trtllm_bls_engine_num_requests_running", "gauge", "Requests that run, as the engine says"
+    ),
+    ServerMetric(
+        "trtllm_bls_engine_num_requests_waiting", "gauge", "Requests that wait, as the engine says"
+    ),
+    ServerMetric(ENGINE_UP[0], "gauge", ENGINE_UP[1], ("engine",)),
 )
 
 
-def _written(*samples: Mapping[str, int]) -> str:
+def _written(*samples: Mapping[str, float]) -> str:
     """The text of ``/metrics``; ``samples`` has each metric's values, by its labels as text."""
     lines = []
     for metric, values in zip(SERVER_METRICS, samples, strict=True):
@@ -83,6 +101,7 @@ class HealthState:
         self._watch: Watch | None = None
         self._processes = {"tritonserver": 0}  # while there is no watch; by name
         self._reason = "the server is starting"
+        self._not_ready_since: float | None = None
 
     @contextmanager
     def serving(self, watch: Watch) -> Iterator[None]:
@@ -111,16 +130,28 @@ class HealthState:
             if time.monotonic() - watch.looked_at > _STUCK_S:
                 not_live = ["the watch over the server is stuck"]
         processes = watch.processes if watch is not None else self._processes
+        if not not_ready:
+            self._not_ready_since = None
+        elif self._not_ready_since is None:
+            self._not_ready_since = time.monotonic()
+        load = (0, 0) if watch is None else watch.load
+        engine = None if watch is None else watch.engine_load
+        engines = {} if watch is None else watch.engines
         metrics = _written(
             {"": int(not not_ready)},
             {f'{{process="{name}"}}': count for name, count in processes.items()},
             {"": self.restarts},
             {"": self.api_restarts},
+            *({"": number} for number in load),
+            *([{"": number} for number in engine] if engine else [{}, {}]),
+            {f"{{engine={json.dumps(name)}}}": int(not ill) for name, ill in engines.items()},
         )
         return {
             "startup": [] if self.started else [self._reason],
             "live": not_live,
             "ready": not_ready,
+            "since": self._not_ready_since,
+            "engines": {name: ill or "ok" for name, ill in engines.items()},
             "restarts": self.restarts,
             "metrics": metrics,
         }

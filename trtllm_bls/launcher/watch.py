@@ -11,7 +11,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +29,18 @@ from trtllm_bls.health import (
 from trtllm_bls.launcher.ports import ask
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.workdir import BLS, ENGINE
-from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, ProcessStatus, StatusDirectory
+from trtllm_bls.status import (
+    ENGINE_REQUESTS,
+    ENGINE_STEPS,
+    REQUESTS_LABEL,
+    STEPS_LABEL,
+    ProcessStatus,
+    StatusDirectory,
+)
 
+_REQUESTS = re.compile(rf"{ENGINE_REQUESTS}{{[^}}]*{REQUESTS_LABEL}=\"(\w+)\"[^}}]*}} (\S+)")
+_LOAD_S = 2.0  # between two looks at the engine's own figures
+_REMIND_S = 60.0  # the first reminder of a problem; the time to the next one doubles
 _STEPS = re.compile(rf"{ENGINE_STEPS}{{[^}}]*{STEPS_LABEL[0]}=\"{STEPS_LABEL[1]}\"[^}}]*}} (\S+)")
 
 
@@ -56,8 +66,10 @@ class Pace:
 class Watch:
     """Watches a ready ``server`` until closed.
 
-    ``verdict`` is the latest, ``looked_at`` its time. ``on_failed`` is called once, on the watch's
-    thread, with the reasons in one line; nothing is looked at after that.
+    ``verdict`` is the latest, ``looked_at`` its time. ``load``: requests of all APIs that run, and
+    that have no token yet. ``engine_load``: the same of the engine, as it says; ``None`` where it
+    says nothing. ``engines``: what is wrong with each engine elsewhere. ``on_failed`` is called
+    once, on the watch's thread, with the reasons in one line; nothing is looked at after that.
     """
 
     def __init__(
@@ -71,6 +83,10 @@ class Watch:
         self.verdict = Verdict()  # ready: a watch begins when the server has just become so
         self.looked_at = time.monotonic()
         self.draining = False  # somebody has asked for it through the status directory
+        self.load: tuple[float, float] = (0, 0)
+        self.engine_load: tuple[float, float] | None = None
+        self.engines: dict[str, str] = {}
+        self._problems = ProblemLog(warn)
         self._server = server
         self._bounds = replace(bounds, engine_elsewhere=ENGINE not in server.models)
         self._pace = pace or Pace.within(bounds.stall_s)
@@ -104,10 +120,12 @@ class Watch:
     async def _watch(self) -> None:
         async with self._probe or nullcontext() as probe:
             asking = asyncio.create_task(self._ask(probe) if probe else asyncio.sleep(0))
+            counting = asyncio.create_task(self._count_requests())
             while not self._closing.is_set():
                 self.looked_at = now = time.monotonic()
                 statuses = self._files.read()
                 self.verdict = evaluate(self._observe(statuses, now), self._bounds, now)
+                self._note(statuses, now)
                 # A stopping server ends its processes one by one, within ``--exit-timeout``.
                 if self.verdict.failed and not self._server.stop_requested:
                     self._on_failed("; ".join(self.verdict.reasons))
@@ -119,7 +137,37 @@ class Watch:
                     break
                 await asyncio.sleep(self._pace.look_s)
             asking.cancel()
-            await asyncio.wait({asking})
+            counting.cancel()
+            await asyncio.wait({asking, counting})
+
+    def _note(self, statuses: list[ProcessStatus], now: float) -> None:
+        """Tell of engines, of requests, and in the log of what is wrong."""
+        queued = sum(status.queued for status in statuses)
+        if self.engine_load is not None:
+            running, waiting = self.engine_load
+            self.load = (running, waiting + queued)
+        else:
+            waiting = sum(status.waiting for status in statuses)
+            self.load = (sum(status.prompts for status in statuses) - waiting, waiting)
+        engines: dict[str, str] = {}
+        for status in statuses:
+            engines |= {name: engines.get(name) or ill for name, ill in status.engines.items()}
+        self.engines = engines
+        if not (self._server.stop_requested or self.draining or self.verdict.failed):
+            problems = {"the server is not ready": "; ".join(self.verdict.reasons)}
+            if len(engines) > 1:
+                problems |= {f"engine {name} takes no requests": engines[name] for name in engines}
+            self._problems.look(problems, now)
+
+    async def _count_requests(self) -> None:
+        """Forever: ask Triton for the engine's own figures."""
+        while True:
+            with suppress(OSError, ValueError):
+                _, metrics = await asyncio.to_thread(
+                    ask, self._server.metrics_url, self._pace.answer_s
+                )
+                self.engine_load = engine_load(metrics.decode())
+            await asyncio.sleep(_LOAD_S)
 
     def _is_busy(self, statuses: list[ProcessStatus], now: float) -> bool:
         """False if only Triton itself delays a stop: all requests have ended.
@@ -195,3 +243,33 @@ class Watch:
         elif canary.outcome == "failed":
             self._failures += 1
             self._error = canary.error
+
+
+def engine_load(metrics: str) -> tuple[float, float] | None:
+    """The requests that run and wait by the engines' own figures in Triton's ``metrics``."""
+    told: dict[str, float] = {}
+    for kind, number in _REQUESTS.findall(metrics):
+        told[kind] = told.get(kind, 0) + float(number)
+    if "scheduled" not in told:
+        return None
+    running = told["scheduled"]
+    return running, told.get("waiting", max(told.get("active", 0) - running, 0))
+
+
+class ProblemLog:
+    """Says when a problem begins, again after 1, 2, 4 … minutes, and when it has ended."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._since: dict[str, tuple[float, float]] = {}  # its begin, and when it is said again
+
+    def look(self, problems: Mapping[str, str], now: float) -> None:
+        """``problems``: each with its cause, an empty text if there is none; ``now`` in seconds."""
+        for problem, cause in problems.items():
+            began, again = self._since.get(problem, (now, now))
+            if cause and now >= again:
+                lasted = f" for {now - began:.0f} s" if problem in self._since else ""
+                self._say(f"{problem}{lasted}: {cause}")
+                self._since[problem] = began, now + max(now - began, _REMIND_S)
+            elif not cause and self._since.pop(problem, None):
+                self._say(f"no more, after {now - began:.0f} s: {problem}")

@@ -34,12 +34,19 @@ class EngineService:
         expose_kv_cache_metrics: bool = False,
     ) -> None:
         self.chunks = 0
+        self._rows = self._begun = 0
         self._engine = engine
         self._exclude_input = exclude_input
         self._limits = limits or RequestLimits()
         self._expose = expose_kv_cache_metrics
         # By the client's request id; of several with one id only the newest can be stopped.
         self._running: dict[str, _RunningCall] = {}
+
+    def requests(self) -> dict[str, int]:
+        """How many requests the engine has begun, and how many have no token yet; named as
+        TensorRT-LLM does. Any thread may ask."""
+        rows, begun = self._rows, self._begun
+        return {"scheduled": begun, "waiting": max(rows - begun, 0)}
 
     async def handle(self, call: Call) -> None:
         """Answer one call: a request, or a stop request for another."""
@@ -101,15 +108,28 @@ class EngineService:
     async def _row(
         self, call: Call, request: EngineRequest, sequences: list[_SequenceResponses]
     ) -> None:
-        async with aclosing(self._engine.generate(request)) as stream:
-            async for chunk in stream:
-                self.chunks += 1
-                # Wait until the last response has been taken. In Triton 24.10, a caller that uses
-                # the BLS API can hang if two responses of one stream arrive together.
-                await call.ready()
-                if chunk.metrics is not None and not self._expose:
-                    chunk = replace(chunk, metrics=chunk.metrics.without_reuse())
-                sequences[chunk.sequence_index].add(chunk)
+        self._rows += 1
+        begun = False
+        try:
+            async with aclosing(self._engine.generate(request)) as stream:
+                async for chunk in stream:
+                    self.chunks += 1
+                    self._begun += not begun
+                    begun = True
+                    await self._pass_on(call, chunk, sequences)
+        finally:
+            self._rows -= 1
+            self._begun -= begun
+
+    async def _pass_on(
+        self, call: Call, chunk: EngineChunk, sequences: list[_SequenceResponses]
+    ) -> None:
+        # Wait until the last response has been taken. In Triton 24.10, a caller that uses the BLS
+        # API can hang if two responses of one stream arrive together.
+        await call.ready()
+        if chunk.metrics is not None and not self._expose:
+            chunk = replace(chunk, metrics=chunk.metrics.without_reuse())
+        sequences[chunk.sequence_index].add(chunk)
 
 
 @dataclass(eq=False)

@@ -1,5 +1,5 @@
-"""What an engine in Python reports of itself: its steps, on Triton's ``/metrics`` as the C++
-backend does, and its longest sequence, in the status directory.
+"""What an engine in Python reports of itself: its steps and requests, on Triton's ``/metrics`` as
+the C++ backend does, and its longest sequence, in the status directory.
 
 ``serve`` reads the steps to tell an engine at work from one that hangs. Requests that do not stream
 leave no other trace until they end.
@@ -16,7 +16,13 @@ from typing import Any
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import EngineError
 from trtllm_bls.parameters import STATUS_DIR
-from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, StatusDirectory
+from trtllm_bls.status import (
+    ENGINE_REQUESTS,
+    ENGINE_STEPS,
+    REQUESTS_LABEL,
+    STEPS_LABEL,
+    StatusDirectory,
+)
 
 EVERY_SECONDS = 1.0  # each report is a round trip to the server
 
@@ -42,19 +48,32 @@ def told_longest(directory: str, model: str) -> int | None:
 
 
 class EngineSteps:
-    """Reports ``count()`` every second until closed, on a thread. ``args``: of the model's
-    ``initialize``."""
+    """Reports ``steps()``, and each of ``requests()`` by its kind, every second until closed, on a
+    thread. ``args``: of the model's ``initialize``."""
 
-    def __init__(self, pb_utils: Any, args: Mapping[str, str], count: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        pb_utils: Any,
+        args: Mapping[str, str],
+        steps: Callable[[], int],
+        requests: Callable[[], Mapping[str, int]],
+    ) -> None:
         # Triton drops a family or a series that is not referenced.
-        self._family = pb_utils.MetricFamily(
-            name=ENGINE_STEPS,
-            description="Steps of the engine, as TensorRT-LLM names and labels them",
-            kind=pb_utils.MetricFamily.GAUGE,
-        )
+        self._families = [
+            pb_utils.MetricFamily(
+                name=name,
+                description=f"{what} of the engine, as TensorRT-LLM names and labels them",
+                kind=pb_utils.MetricFamily.GAUGE,
+            )
+            for name, what in ((ENGINE_STEPS, "Steps"), (ENGINE_REQUESTS, "Requests"))
+        ]
+        of_steps, of_requests = self._families
         labels = {"model": args["model_name"], "version": args["model_version"]}
-        self._metric = self._family.Metric(labels=labels | dict([STEPS_LABEL]))
-        self._count, self._told = count, 0
+        self._steps, self._requests = steps, requests
+        self._series = {STEPS_LABEL[1]: of_steps.Metric(labels=labels | dict([STEPS_LABEL]))}
+        for kind in requests():
+            self._series[kind] = of_requests.Metric(labels=labels | {REQUESTS_LABEL: kind})
+        self._told = dict.fromkeys(self._series, 0)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
@@ -66,12 +85,12 @@ class EngineSteps:
 
     def _run(self) -> None:
         while not self._closing.wait(EVERY_SECONDS):
-            count = self._count()
-            if count == self._told:
-                continue
             try:
-                # Triton adds up the series of several processes, so each adds its own difference.
-                self._metric.increment(count - self._told)
-                self._told = count
+                for name, now in {STEPS_LABEL[1]: self._steps(), **self._requests()}.items():
+                    if now != self._told[name]:
+                        # Triton adds up the series of several processes, so each adds its own
+                        # difference.
+                        self._series[name].increment(now - self._told[name])
+                        self._told[name] = now
             except Exception:  # whatever Triton raises, requests go on
                 log.exception("the engine's steps could not be told")
