@@ -271,5 +271,6 @@ class ProblemLog:
                 lasted = f" for {now - began:.0f} s" if problem in self._since else ""
                 self._say(f"{problem}{lasted}: {cause}")
                 self._since[problem] = began, now + max(now - began, _REMIND_S)
-            elif not cause and self._since.pop(problem, None):
+            elif not cause and problem in self._since:
+                del self._since[problem]
                 self._say(f"no more, after {now - began:.0f} s: {problem}")
