@@ -107,11 +107,7 @@ class Orchestrator:
         self._tokens = 0  # of requests that are over
 
     def load(self) -> tuple[int, int]:
-        """Requests that run, and that wait for their first token; from any thread.
-
-        An answer that the engine gives in one piece has no first token before its end, so such a
-        request runs as soon as the engine was given it.
-        """
+        """Requests that run, and that wait for their first token; from any thread."""
         records = self._open.copy()
         waiting = sum(record.waits for record in records)
         return len(records) - waiting, waiting
@@ -332,7 +328,8 @@ class _RequestRecord:
 
     @property
     def waits(self) -> bool:
-        """Whether no token has come yet, as far as can be seen from here."""
+        """Whether no token has come yet. An answer that the engine gives in one piece shows none
+        before its end, so its request runs as soon as the engine was given it."""
         return not self.running or (self._streams and not self.tokens)
 
     @property

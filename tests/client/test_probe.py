@@ -226,9 +226,9 @@ async def test_an_engine_that_says_it_is_not_well_ends_readiness(tmp_path: Path)
         await eventually(lambda: watching.verdict.ready)
         await asyncio.to_thread(watching.close)
         assert failed == []
-        assert [line.partition(",")[0] for line in said] == [
+        assert [line.partition(" after")[0] for line in said] == [
             f"the server is not ready: {ill}",
-            "no more",
+            "ended",
         ]
 
 
@@ -252,14 +252,14 @@ async def test_requests_of_all_processes_are_added_up(tmp_path: Path) -> None:
                 watching = watch(
                     server.url, tmp_path, SECONDS, [], metrics_url=url, said=(said := [])
                 )
-                await eventually(lambda: watching.load == (4, 38))
-                assert watching.engine_load is None
-                assert (watching.engines, watching.verdict.ready) == (out, True)
+                await eventually(lambda: watching.told.load == (4, 38))
+                assert watching.told.engine_load is None
+                assert (watching.told.engines, watching.verdict.ready) == (out, True)
                 assert said == ["engine b takes no requests: it is dead"]
                 row = 'nv_trt_llm_request_metrics{{model="m",request_type="{}"}} {}\n'
                 Metrics.more = row.format("scheduled", 2) + row.format("waiting", 35)
-                await eventually(lambda: watching.load == (2, 40))
-                assert watching.engine_load == (2, 35)
+                await eventually(lambda: watching.told.load == (2, 40))
+                assert watching.told.engine_load == (2, 35)
                 await asyncio.to_thread(watching.close)
             finally:
                 other.kill()

@@ -29,7 +29,7 @@ from trtllm_bls.launcher import health_endpoint
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.process import BackOff
 from trtllm_bls.launcher.server import StartProgress
-from trtllm_bls.launcher.watch import ProblemLog, Watch, engine_load
+from trtllm_bls.launcher.watch import ProblemLog, Told, Watch, engine_load
 
 SECONDS = 20
 BOUNDS = Bounds(stall_s=10)
@@ -163,7 +163,7 @@ def get(url: str) -> tuple[int, dict[str, Any]]:
 def looking(verdict: Verdict, looked_at: float = float("inf")) -> Watch:
     running = {"tritonserver": 1, "tensorrt_llm": 2}
     watch = SimpleNamespace(verdict=verdict, looked_at=looked_at, draining=False, processes=running)
-    watch.load, watch.engine_load, watch.engines = (2, 38), (2, 37), {"a": "", "b": "it is dead"}
+    watch.told = Told((2, 38), (2, 37), {"a": "", "b": "it is dead"})
     return cast(Watch, watch)
 
 
@@ -354,6 +354,17 @@ def test_web_pages_cannot_read_the_port_of_this_machine(
     assert (b'{"error"' in body) == (status != 200)
 
 
+def test_names_and_pages_that_were_allowed_are_answered() -> None:
+    """By the same two options as on the other ports."""
+    allowed = (["rebound.example"], ["https://page.example"])
+    with closing(HealthEndpoint("127.0.0.1", 0, HealthState(), allowed)) as running:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{running.port}/health/live", headers=REBOUND | FOREIGN
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert answer.status == 200
+
+
 def test_any_name_is_answered_where_other_machines_ask() -> None:
     """A pod is probed by its address, and scraped by a service's name."""
     with closing(HealthEndpoint("0.0.0.0", 0, HealthState())) as running:
@@ -381,7 +392,7 @@ def test_a_problem_is_said_when_it_begins_at_doubling_intervals_and_when_it_ends
         "not ready for 120 s: NOT_OK",
         "not ready for 240 s: NOT_OK",
         "not ready for 480 s: NOT_OK",
-        "no more, after 600 s: not ready",
+        "ended after 600 s: not ready",
     ]
 
 

@@ -1,6 +1,8 @@
 """Answers health probes over HTTP from memory. Run as a script, never imported.
 
-    python -I -S health_server.py DESCRIPTOR     of a listening socket
+    python -I -S health_server.py DESCRIPTOR ALLOWED
+
+of a listening socket, and of JSON: two lists, hosts and origins that may ask besides this machine.
 
 Standard input brings the answers, a JSON object per line:
 
@@ -10,12 +12,8 @@ Standard input brings the answers, a JSON object per line:
 - ``engines``: each engine elsewhere with what is wrong with it, or "ok"
 
 This process ends at the end of its input, which is the end of ``serve``. If no line comes for a
-minute, ``serve`` is stuck, and ``live`` answers 503.
-
-It is a process of its own because ``serve`` reads the server's log under the same interpreter lock;
-a probe must not wait for that.
-
-On loopback it refuses what a web page may have sent, as the other ports do.
+minute, ``serve`` is stuck, and ``live`` answers 503. It is a process of its own because ``serve``
+reads the server's log under the same interpreter lock; a probe must not wait for that.
 """
 
 from __future__ import annotations
@@ -47,13 +45,13 @@ _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 class Handler(BaseHTTPRequestHandler):
     told: ClassVar[dict[str, Any]] = {}
     told_at: ClassVar[float] = 0.0
-    guarded: ClassVar[bool] = False
+    allowed: ClassVar[list[list[str]] | None] = None  # None: it listens elsewhere, too
     timeout = _CONNECTION_S  # of a client that says nothing
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        refused = browser_problem(self.headers.get("Host", ""), self.headers.get("Origin", ""))
-        if self.guarded and refused is not None:
+        told = (self.headers.get("Host", ""), self.headers.get("Origin", ""))
+        if self.allowed is not None and (refused := browser_problem(*told, *self.allowed)):
             self._reply(HTTPStatus(refused[0]), json.dumps({"error": refused[1]}))
             return
         if path == "/metrics":
@@ -92,12 +90,13 @@ class Server(ThreadingHTTPServer):
         """Log nothing: the client has closed its connection."""
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, allowed: str) -> None:
     """Answer from the first line of standard input to its end."""
     # If the parent dies while this process is stopped, it would never read the end of its input.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     listening = socket.socket(fileno=descriptor)
-    Handler.guarded = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
+    if ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
+        Handler.allowed = json.loads(allowed)
     server = Server(listening.getsockname()[:2], Handler, bind_and_activate=False)
     server.socket.close()  # made by the constructor, and not bound
     server.socket = listening
@@ -110,4 +109,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

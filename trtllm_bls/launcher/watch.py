@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.health import (
@@ -39,7 +40,7 @@ from trtllm_bls.status import (
 )
 
 _REQUESTS = re.compile(rf"{ENGINE_REQUESTS}{{[^}}]*{REQUESTS_LABEL}=\"(\w+)\"[^}}]*}} (\S+)")
-_LOAD_S = 2.0  # between two looks at the engine's own figures
+_SCRAPE_S = 2.0  # between two looks at the engine's own figures
 _REMIND_S = 60.0  # the first reminder of a problem; the time to the next one doubles
 _STEPS = re.compile(rf"{ENGINE_STEPS}{{[^}}]*{STEPS_LABEL[0]}=\"{STEPS_LABEL[1]}\"[^}}]*}} (\S+)")
 
@@ -63,13 +64,24 @@ class Pace:
         return cls(canary_s=min(cls.canary_s, stall_s / 6), answer_s=min(cls.answer_s, stall_s / 3))
 
 
+Load: TypeAlias = tuple[float, float]  # requests that have a token, and that have none yet
+
+
+class Told(NamedTuple):
+    """``load``: of all APIs; ``engine_load``: by the engine's own figures, ``None`` where it has
+    none. ``engines``: what is wrong with each engine elsewhere."""
+
+    load: Load = (0, 0)
+    engine_load: Load | None = None
+    engines: Mapping[str, str] = {}
+
+
 class Watch:
     """Watches a ready ``server`` until closed.
 
-    ``verdict`` is the latest, ``looked_at`` its time. ``load``: requests of all APIs that run, and
-    that have no token yet. ``engine_load``: the same of the engine, as it says; ``None`` where it
-    says nothing. ``engines``: what is wrong with each engine elsewhere. ``on_failed`` is called
-    once, on the watch's thread, with the reasons in one line; nothing is looked at after that.
+    ``verdict`` is the latest, ``looked_at`` its time, ``told`` what there is besides. ``on_failed``
+    is called once, on the watch's thread, with the reasons in one line; nothing is looked at after
+    that.
     """
 
     def __init__(
@@ -83,9 +95,7 @@ class Watch:
         self.verdict = Verdict()  # ready: a watch begins when the server has just become so
         self.looked_at = time.monotonic()
         self.draining = False  # somebody has asked for it through the status directory
-        self.load: tuple[float, float] = (0, 0)
-        self.engine_load: tuple[float, float] | None = None
-        self.engines: dict[str, str] = {}
+        self.told = Told()
         self._problems = ProblemLog(warn)
         self._server = server
         self._bounds = replace(bounds, engine_elsewhere=ENGINE not in server.models)
@@ -98,7 +108,9 @@ class Watch:
         self._has_canary = self._probe is not None and BLS in server.models
         self._progress_at = self._descriptors_at = self._busy_at = time.monotonic()
         self._moved = 0  # responses, and tokens taken from engines
-        self._steps = math.inf  # of the engines, as last told
+        self._steps = math.inf  # of the engines, as last looked at
+        self._steps_told = 0.0
+        self._engine_load: Load | None = None
         self._failures, self._error = 0, ""
         self._not_ready: tuple[str, ...] = ()
         self._closing = threading.Event()
@@ -120,7 +132,7 @@ class Watch:
     async def _watch(self) -> None:
         async with self._probe or nullcontext() as probe:
             asking = asyncio.create_task(self._ask(probe) if probe else asyncio.sleep(0))
-            counting = asyncio.create_task(self._count_requests())
+            scraping = asyncio.create_task(self._scrape())
             while not self._closing.is_set():
                 self.looked_at = now = time.monotonic()
                 statuses = self._files.read()
@@ -137,37 +149,36 @@ class Watch:
                     break
                 await asyncio.sleep(self._pace.look_s)
             asking.cancel()
-            counting.cancel()
-            await asyncio.wait({asking, counting})
+            scraping.cancel()
+            await asyncio.wait({asking, scraping})
 
     def _note(self, statuses: list[ProcessStatus], now: float) -> None:
-        """Tell of engines, of requests, and in the log of what is wrong."""
-        queued = sum(status.queued for status in statuses)
-        if self.engine_load is not None:
-            running, waiting = self.engine_load
-            self.load = (running, waiting + queued)
+        """Tell of requests and engines, and in the log of what is wrong."""
+        if self._engine_load is not None:
+            running, waiting = self._engine_load
+            waiting += sum(status.queued for status in statuses)
         else:
             waiting = sum(status.waiting for status in statuses)
-            self.load = (sum(status.prompts for status in statuses) - waiting, waiting)
+            running = sum(status.prompts for status in statuses) - waiting
         engines: dict[str, str] = {}
         for status in statuses:
             engines |= {name: engines.get(name) or ill for name, ill in status.engines.items()}
-        self.engines = engines
+        self.told = Told((running, waiting), self._engine_load, engines)
         if not (self._server.stop_requested or self.draining or self.verdict.failed):
             problems = {"the server is not ready": "; ".join(self.verdict.reasons)}
             if len(engines) > 1:
                 problems |= {f"engine {name} takes no requests": engines[name] for name in engines}
             self._problems.look(problems, now)
 
-    async def _count_requests(self) -> None:
-        """Forever: ask Triton for the engine's own figures."""
+    async def _scrape(self) -> None:
+        """Forever: read the engine's own figures on Triton's ``/metrics``."""
         while True:
-            with suppress(OSError, ValueError):
-                _, metrics = await asyncio.to_thread(
-                    ask, self._server.metrics_url, self._pace.answer_s
-                )
-                self.engine_load = engine_load(metrics.decode())
-            await asyncio.sleep(_LOAD_S)
+            with suppress(OSError, ValueError):  # a late answer shows as missing progress
+                url = self._server.metrics_url
+                _, metrics = await asyncio.to_thread(ask, url, self._pace.answer_s)
+                self._engine_load = engine_load(metrics.decode())
+                self._steps_told = sum(map(float, _STEPS.findall(metrics.decode())))
+            await asyncio.sleep(min(_SCRAPE_S, self._pace.canary_s))
 
     def _is_busy(self, statuses: list[ProcessStatus], now: float) -> bool:
         """False if only Triton itself delays a stop: all requests have ended.
@@ -218,22 +229,19 @@ class Watch:
                 self._not_ready = missing
             quiet = time.monotonic() - self._progress_at >= self._pace.canary_s - self._pace.look_s
             if self._has_canary and (quiet or self._failures):
-                await self._look_at_steps()
+                self._look_at_steps()
                 await self._send_canary(probe)
             await asyncio.sleep(self._pace.canary_s / (5 if self._failures else 1))
 
-    async def _look_at_steps(self) -> None:
+    def _look_at_steps(self) -> None:
         """Count steps of the engine as progress.
 
         Requests that do not stream send nothing until they end. If they fill the engine's batch, a
         canary has to wait, and only the engine's count of steps tells work from a standstill.
         """
-        with suppress(OSError):  # a late answer shows as missing progress
-            url = self._server.metrics_url
-            _, metrics = await asyncio.to_thread(ask, url, self._pace.answer_s)
-            before, self._steps = self._steps, sum(map(float, _STEPS.findall(metrics.decode())))
-            if self._steps > before:
-                self._progress_at = time.monotonic()
+        before, self._steps = self._steps, self._steps_told
+        if self._steps > before:
+            self._progress_at = time.monotonic()
 
     async def _send_canary(self, probe: Probe) -> None:
         canary = await probe.canary(self._pace.answer_s)
@@ -245,7 +253,7 @@ class Watch:
             self._error = canary.error
 
 
-def engine_load(metrics: str) -> tuple[float, float] | None:
+def engine_load(metrics: str) -> Load | None:
     """The requests that run and wait by the engines' own figures in Triton's ``metrics``."""
     told: dict[str, float] = {}
     for kind, number in _REQUESTS.findall(metrics):
@@ -273,4 +281,4 @@ class ProblemLog:
                 self._since[problem] = began, now + max(now - began, _REMIND_S)
             elif not cause and problem in self._since:
                 del self._since[problem]
-                self._say(f"no more, after {now - began:.0f} s: {problem}")
+                self._say(f"ended after {now - began:.0f} s: {problem}")

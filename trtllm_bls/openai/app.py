@@ -226,10 +226,10 @@ class _Api:
         problem = problem or await self.health.problem()
         if problem is not None:
             return _Reply(ApiError(503, problem, code="engine_unavailable", headers=RETRY))
-        if any(engines.values()):
-            told = {name: ill or "ok" for name, ill in engines.items()}
-            return _Reply({"status": "degraded", "engines": told})
-        return _Reply({"status": "ok"})
+        if not any(engines.values()):
+            return _Reply({"status": "ok"})
+        told = {name: ill or "ok" for name, ill in engines.items()}
+        return _Reply({"status": "degraded", "engines": told})
 
     async def metrics(self, request: Request) -> Response:
         own = samples(self._metrics, self.settings.model_names[0])

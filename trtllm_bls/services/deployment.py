@@ -81,14 +81,15 @@ class Deployment:
         At most two seconds old. Empty where the engine does not tell how it is.
         """
         target, problem = self.engine.target, ""
-        several = isinstance(target, ReplicatedEngine)
-        if not (several or _is_service(self._parameters)):
+        if isinstance(target, ReplicatedEngine):
+            return await target.problems()
+        if not _is_service(self._parameters):
             return {}
         try:
             await target.capacity()
         except EngineError as error:
             problem = str(error)
-        return target.problems() if isinstance(target, ReplicatedEngine) else {target.name: problem}
+        return {target.name: problem}
 
     @property
     def tokens(self) -> int:

@@ -48,32 +48,25 @@ def told_longest(directory: str, model: str) -> int | None:
 
 
 class EngineSteps:
-    """Reports ``steps()``, and each of ``requests()`` by its kind, every second until closed, on a
-    thread. ``args``: of the model's ``initialize``."""
+    """Reports ``figures()`` every second until closed, on a thread: steps and requests, by the
+    values of their labels. ``args``: of the model's ``initialize``."""
 
     def __init__(
-        self,
-        pb_utils: Any,
-        args: Mapping[str, str],
-        steps: Callable[[], int],
-        requests: Callable[[], Mapping[str, int]],
+        self, pb_utils: Any, args: Mapping[str, str], figures: Callable[[], Mapping[str, int]]
     ) -> None:
         # Triton drops a family or a series that is not referenced.
-        self._families = [
-            pb_utils.MetricFamily(
-                name=name,
-                description=f"{what} of the engine, as TensorRT-LLM names and labels them",
-                kind=pb_utils.MetricFamily.GAUGE,
-            )
-            for name, what in ((ENGINE_STEPS, "Steps"), (ENGINE_REQUESTS, "Requests"))
-        ]
-        of_steps, of_requests = self._families
-        labels = {"model": args["model_name"], "version": args["model_version"]}
-        self._steps, self._requests = steps, requests
-        self._series = {STEPS_LABEL[1]: of_steps.Metric(labels=labels | dict([STEPS_LABEL]))}
-        for kind in requests():
-            self._series[kind] = of_requests.Metric(labels=labels | {REQUESTS_LABEL: kind})
-        self._told = dict.fromkeys(self._series, 0)
+        self._families, self._series = dict[str, Any](), dict[str, Any]()
+        for name in (ENGINE_STEPS, ENGINE_REQUESTS):
+            meaning = "Of the engine, as TensorRT-LLM names and labels them"
+            kind = pb_utils.MetricFamily.GAUGE
+            self._families[name] = pb_utils.MetricFamily(name=name, description=meaning, kind=kind)
+        self._figures, self._told = figures, dict.fromkeys(figures(), 0)
+        for value in self._told:
+            is_steps = value == STEPS_LABEL[1]
+            family = self._families[ENGINE_STEPS if is_steps else ENGINE_REQUESTS]
+            labels = {"model": args["model_name"], "version": args["model_version"]}
+            labels[STEPS_LABEL[0] if is_steps else REQUESTS_LABEL] = value
+            self._series[value] = family.Metric(labels=labels)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
@@ -86,11 +79,10 @@ class EngineSteps:
     def _run(self) -> None:
         while not self._closing.wait(EVERY_SECONDS):
             try:
-                for name, now in {STEPS_LABEL[1]: self._steps(), **self._requests()}.items():
+                for name, now in self._figures().items():
                     if now != self._told[name]:
-                        # Triton adds up the series of several processes, so each adds its own
-                        # difference.
+                        # Triton adds up the series of several processes: each adds what is new.
                         self._series[name].increment(now - self._told[name])
                         self._told[name] = now
             except Exception:  # whatever Triton raises, requests go on
-                log.exception("the engine's steps could not be told")
+                log.exception("the engine's figures could not be told")
