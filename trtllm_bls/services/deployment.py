@@ -80,8 +80,8 @@ class Deployment:
 
         At most two seconds old. Empty where the engine does not tell how it is.
         """
-        target, problem = self.engine.target, ""
-        if isinstance(target, ReplicatedEngine):
+        choice, target, problem = self._parameters.engine, self.engine.target, ""
+        if choice is not None and choice.is_elsewhere and isinstance(target, ReplicatedEngine):
             return await target.problems()
         if not _is_service(self._parameters):
             return {}
