@@ -108,10 +108,15 @@ class Orchestrator:
         self._tokens = 0  # of requests that are over
 
     def load(self) -> tuple[int, int]:
-        """Requests that run in the engine, and that wait to be given to it; from any thread."""
+        """Requests that run, and that wait for their first token; from any thread."""
         records = self._open.copy()
-        running = sum(record.running for record in records)
-        return running, len(records) - running
+        waiting = sum(record.waits for record in records)
+        return len(records) - waiting, waiting
+
+    @property
+    def queued(self) -> int:
+        """Requests that the engine has not been given; any thread may ask."""
+        return sum(not record.running for record in self._open.copy())
 
     @property
     def tokens(self) -> int:
@@ -171,7 +176,7 @@ class Orchestrator:
                 capacity = await self._engine.capacity()
                 prompt = await self._prompt(request, capacity)
                 asked, answer = self._prepared(request, prompt, capacity)
-                record.begin(len(prompt.ids), answer)
+                record.begin(len(prompt.ids), answer, asked.streaming)
                 stream = self._engine.generate(asked)
                 await self._drive(stream, answer, record)
         except (asyncio.CancelledError, Exception) as error:
@@ -311,6 +316,7 @@ class _RequestRecord:
     def __init__(self, request: TextRequest, sink: TextSink, clock: Callable[[], float]) -> None:
         self.ready: Callable[[], Coroutine[Any, Any, None]] = sink.ready
         self.running = False  # the engine was given the request
+        self._streams = False  # the engine gives token by token
         self._request = request
         self._send = sink.send
         self._clock = clock
@@ -322,11 +328,17 @@ class _RequestRecord:
         self._answer: Answer | None = None
         self._endings: list[Ending] = []
 
-    def begin(self, prompt_tokens: int, answer: Answer) -> None:
-        """The engine is about to be given the request."""
+    def begin(self, prompt_tokens: int, answer: Answer, streams: bool) -> None:
+        """The engine is about to be given the request. ``streams``: it gives token by token."""
         self._prompt_tokens, self._answer = prompt_tokens, answer
         self._begun_at = self._clock()
-        self.running = True
+        self.running, self._streams = True, streams
+
+    @property
+    def waits(self) -> bool:
+        """Whether no token has come yet. An answer that the engine gives in one piece shows none
+        before its end, so its request runs as soon as the engine was given it."""
+        return not self.running or (self._streams and not self.tokens)
 
     @property
     def tokens(self) -> int:

@@ -57,6 +57,7 @@ from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.engine_steps import told_longest
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
+from trtllm_bls.status import common_problem, engines_up
 from trtllm_bls.types import TextChunk, TextRequest
 
 # Parsing 256 KiB takes a few ms. A larger body is parsed in a thread, so that streams go on.
@@ -231,19 +232,23 @@ class _Api:
         }
 
     async def health_of_engine(self, request: Request) -> Response:
-        refusal = self.requests.refusal
-        problem = str(refusal) if refusal else await self.backend.engine_problem()
+        refusal, engines = self.requests.refusal, await self.backend.engine_problems()
+        problem = str(refusal) if refusal else common_problem(engines)
         problem = problem or await self.health.problem()
-        if problem is None:
+        if problem is not None:
+            return _Reply(ApiError(503, problem, code="engine_unavailable", headers=RETRY))
+        if not any(engines.values()):
             return _Reply({"status": "ok"})
-        return _Reply(ApiError(503, problem, code="engine_unavailable", headers=RETRY))
+        told = {name: ill or "ok" for name, ill in engines.items()}
+        return _Reply({"status": "degraded", "engines": told})
 
     async def metrics(self, request: Request) -> Response:
         own = samples(self._metrics, self.settings.model_names[0])
         if self._shared is not None:
             self._shared.write(own)
             own = self._shared.total()
-        return Response(written(own), media_type=CONTENT_TYPE)
+        text = written(own) + engines_up(await self.backend.engine_problems())
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:
         return _Reply(document(self.settings.model_names))

@@ -37,7 +37,7 @@ class TritonPythonModel:
             parameters.limits,
             parameters.expose_kv_cache_metrics,
         )
-        self._steps = EngineSteps(pb_utils, args, lambda: service.chunks)
+        self._steps = EngineSteps(pb_utils, args, service.figures)
         self._server = RequestServer(pb_utils, service.handle, senders=1)
         self.execute = self._server.accept  # Triton calls it with its requests
         told = tell_longest(self._engine, args["model_name"])
