@@ -90,7 +90,7 @@ class Orchestrator:
         self._prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
         self._engine = engine
         self._defaults = defaults
-        self._admission = admission or Admission(sys.maxsize, 0, None)
+        self.admission = admission or Admission(sys.maxsize, 0, None)
         self._on_end = on_end
         self._open: set[_RequestRecord] = set()
         self.encode_ahead = self._prompts.encode_ahead  # of requests that are about to be run
@@ -148,7 +148,7 @@ class Orchestrator:
         answer: Answer | None = None
         stream: ChunkStream | None = None
         try:
-            async with timeout_at(deadline), self._admission.acquire(sequences):
+            async with timeout_at(deadline), self.admission.acquire(sequences):
                 capacity = await self._engine.capacity()
                 prompt = await self._prompt(request, capacity)
                 asked, answer = self._prepared(request, prompt, capacity)

@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from uvicorn.supervisors import Multiprocess
 
 from trtllm_bls.errors import SetupError, TrtllmBlsError
-from trtllm_bls.http.guard import ConnectionLimits, raise_descriptor_limit
+from trtllm_bls.http.guard import ConnectionLimits, accepting, raise_descriptor_limit
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.errors import error_body
 from trtllm_bls.parameters import BlsParameters
@@ -110,7 +110,7 @@ def _serve(
     if not _SUPERVISES:
         _serve_with_older(config, listening)
         return
-    workers = _Workers(config, [listening])
+    workers = _Workers(config, accepting(listening))
     workers.run()
     if any(process.exitcode == _STARTUP_FAILURE for process in workers.processes):
         raise SetupError("the API did not start; the log says why")
@@ -120,13 +120,13 @@ def _serve_with_older(config: uvicorn.Config, listening: socket.socket) -> None:
     """A single worker is this process, which nothing restarts."""
     if config.workers > 1:
         supervisor: Any = Multiprocess
-        supervisor(config, uvicorn.Server(config).run, [listening]).run()
+        supervisor(config, uvicorn.Server(config).run, accepting(listening)).run()
         return
     # uvicorn ends by raising the signal that stopped it again; here that is a normal end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     try:
-        uvicorn.Server(config).run([listening])
+        uvicorn.Server(config).run(accepting(listening))
     except SystemExit as error:
         raise SetupError("the API did not start; the log says why") from error
 

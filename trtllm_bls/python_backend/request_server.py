@@ -31,8 +31,8 @@ class RequestServer:
     ``senders``: the threads that send. ``log_ends``: log each request that ends without an answer.
     ``prepare_batch`` gets the calls of one ``execute``, if they are several, in Triton's thread and
     before any of them is handled. ``before_error_status`` returns once an error may leave that its
-    caller wants as gRPC status (``call.STATUS_ASKED``); without it a timer decides. ``one_core``: keep the threads, and the one that makes this, on
-    one core while one is free.
+    caller wants as gRPC status (``call.STATUS_ASKED``); without it a timer decides. ``one_core``:
+    keep the threads, and the one that makes this, on one core while one is free.
     """
 
     def __init__(
