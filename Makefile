@@ -122,6 +122,7 @@ check: static
 
 generate: $(INSTALLED)
 	@$(BIN)/python -m trtllm_bls.configure.generate
+	@$(BIN)/python -m trtllm_bls.engines.trtllm_service.generate
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

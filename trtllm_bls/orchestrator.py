@@ -14,27 +14,23 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.answer import Answer, TextRules
 from trtllm_bls.engines.base import ChunkStream, Engine
-from trtllm_bls.errors import EngineError, Unsupported
+from trtllm_bls.errors import EngineError, InvalidRequest, Overloaded, Unsupported
 from trtllm_bls.prompts import Prompt, PromptMaker
-from trtllm_bls.request_stats import (
-    MOST_CHARACTERS,
-    CancelCause,
-    Outcome,
-    RequestStats,
-    TextSink,
-    outcome_of,
-)
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import (
+    MOST_CHARACTERS,
+    CancelCause,
     Ending,
     EngineCapacity,
     EngineRequest,
     FinishReason,
+    Outcome,
+    RequestStats,
     Sampling,
     SpeculationRequest,
     TextChunk,
@@ -68,6 +64,20 @@ class Defaults:
     limits: RequestLimits = field(default_factory=RequestLimits)
     expose_kv_cache_metrics: bool = False
     engine_shows_progress: bool = True
+
+
+class TextSink(Protocol):
+    """Where the chunks of one request go.
+
+    Chunks that arrive while the sink is not ready are answered together, so a slow reader's
+    responses grow larger instead of more.
+    """
+
+    async def ready(self) -> None:
+        """Return once a chunk would leave at once; without suspending if it would now."""
+
+    def send(self, chunk: TextChunk) -> None:
+        """Take a chunk; never waits. Several may come in a row, one per sequence."""
 
 
 class Orchestrator:
@@ -113,7 +123,7 @@ class Orchestrator:
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
         if self._on_end is not None:
-            self._on_end(RequestStats.of_refusal(request_id, error))
+            self._on_end(stats_of_refusal(request_id, error))
 
     async def run(self, request: TextRequest, sink: TextSink) -> None:
         """Send the chunks of every sequence; each sequence's last one has its ``ending``.
@@ -378,3 +388,25 @@ def _with_seed(request: TextRequest) -> TextRequest:
     if sampling.seed is not None:
         return replace(request, speculation=SpeculationRequest(num_draft_tokens=0))
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
+
+
+def stats_of_refusal(request_id: str, error: Exception) -> RequestStats:
+    """The figures of a request that ended before it could be read."""
+    outcome, reason = outcome_of(error)
+    text = str(error)[:MOST_CHARACTERS]
+    return RequestStats(request_id=request_id, outcome=outcome, reason=reason, error=text)
+
+
+def outcome_of(error: BaseException) -> tuple[Outcome, str]:
+    """The outcome of a request that ``error`` ended, and the reason that ``Outcome`` describes."""
+    if isinstance(error, asyncio.CancelledError):
+        causes = {cause.value: cause for cause in CancelCause}
+        cause = causes.get(str(error.args[0]) if error.args else "", CancelCause.CALLER_LEFT)
+        return Outcome.CANCELLED, cause.value
+    if isinstance(error, InvalidRequest):
+        # The reason is a label of metrics. With the place in a list ("stop_words[7]") callers
+        # could make as many series as they like.
+        return Outcome.REFUSED, error.limit or error.field.partition("[")[0]
+    if isinstance(error, Overloaded):
+        return Outcome.OVERLOADED, error.limit or type(error).__name__
+    return Outcome.FAILED, type(error).__name__

@@ -242,7 +242,42 @@ class ServeSettings:
         "keys.",
         False,
     )
-    http_port: int = setting("HTTP port; 0 = any free port.", 8000, bounds=_PORT)
+    http_port: int = setting(
+        "Port of Triton's HTTP API, behind limits and TLS of ours; 0 = any free port.",
+        8000,
+        bounds=_PORT,
+    )
+    triton_http_port: int | None = setting(
+        "Also open Triton's own HTTP port; 0 = any free port. It has no TLS and no limits, and a "
+        "generate runs on when its caller leaves. [default: for this machine alone, at any port]",
+        bounds=_PORT,
+    )
+    http_keys: bool = setting(
+        "Ask for a key of --api-keys-file on the HTTP port too, but for health.", False
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        "A name by which clients reach a --host of this machine alone, as behind a proxy; IP "
+        "addresses and localhost are always allowed; may be repeated.",
+        (),
+        flag="--allowed-host",
+        type=str,
+        multiple=True,
+        metavar="NAME",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        "Let web pages of this origin use HTTP (CORS for the OpenAI API); may be repeated; * = "
+        "all.",
+        (),
+        flag="--allow-origin",
+        type=str,
+        multiple=True,
+        metavar="ORIGIN",
+    )
+    max_body_bytes: int = setting(
+        "Largest JSON body of a generate request or of the OpenAI API, also unpacked.",
+        4 * 2**20,
+        bounds=(1, None),
+    )
     grpc_port: int = setting("gRPC port; 0 = any free port.", 8001, bounds=_PORT)
     metrics_port: int = setting("Metrics port; 0 = any free port.", 8002, bounds=_PORT)
     health_port: int = setting(

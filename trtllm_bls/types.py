@@ -385,3 +385,57 @@ class TextChunk:
     tokens: tuple[TokenText, ...] | None = None
     drafted: tuple[tuple[int, int], ...] = ()
     metrics: EngineMetrics | None = None
+
+
+# --- a request that is over -----------------------------------------------------------------
+
+MOST_CHARACTERS = 1000  # of a prompt and an error: figures may wait to be read, prompts are large
+
+
+class Outcome(str, Enum):
+    """How a request ended; ``RequestStats.reason`` says more."""
+
+    SUCCESS = "success"  # reason: its finish reason
+    REFUSED = "refused"  # reason: the limit's parameter, or the field that has a mistake
+    OVERLOADED = "overloaded"  # refused for want of room; reason: the limit's parameter, if ours
+    FAILED = "failed"  # reason: the kind of error
+    CANCELLED = "cancelled"  # reason: a ``CancelCause``
+
+
+class CancelCause(str, Enum):
+    """Who cancelled a request: what is passed to ``Task.cancel`` of the task that runs it."""
+
+    CALLER_LEFT = "caller_left"  # also where nobody says
+    DEADLINE = "deadline"  # its own time was up; the caller has got what there was by then
+    SHUTDOWN = "shutdown"
+    BATCH = "batch"  # another prompt of its batch failed
+
+
+@dataclass(kw_only=True)  # see EngineChunk
+class RequestStats:
+    """One request (one prompt) that is over. Times are seconds from its arrival.
+
+    ``queue_s`` lasts until the engine was given the request, ``ttft_s`` until the first response of
+    a stream; ``None`` where that never happened. ``inter_token_s`` is the mean time between two
+    tokens of a sequence, ``longest_gap_s`` the longest between two responses, each of which may
+    hold several tokens. ``error`` is what the caller was told.
+    """
+
+    request_id: str
+    outcome: Outcome
+    reason: str
+    error: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    sequences: int = 1
+    responses: int = 0
+    duration_s: float = 0.0
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    inter_token_s: float | None = None
+    longest_gap_s: float | None = None
+    speculation: SpeculationStats | None = None
+    traceparent: str | None = None
+    prompt: str | None = field(
+        default=None, repr=False
+    )  # at most MOST_CHARACTERS, for the request log

@@ -17,8 +17,8 @@ import httptools
 import uvloop
 
 from bench.answers import Answer, Request
-from trtllm_bls.engines.grpc_transport import Connection
 from trtllm_bls.engines.trtllm_service import messages
+from trtllm_bls.grpc_client import GrpcChannel
 
 START_DELAY_S = 0.5  # until all processes have got their share
 _HEALTH_CONNECTIONS, _HEALTH_EVERY_S = 8, 0.0015
@@ -59,7 +59,7 @@ def _share(
     ask: Any, ports: list[int], model: str, plan: list[list[Request]], begin: float
 ) -> list[Answer]:
     async def run() -> list[Answer]:
-        turns = itertools.cycle([(port, Connection(f"127.0.0.1:{port}")) for port in ports])
+        turns = itertools.cycle([(port, GrpcChannel(f"127.0.0.1:{port}")) for port in ports])
         running = [ask(*next(turns), model, requests, begin) for requests in plan]
         return list(itertools.chain(*await asyncio.gather(*running)))
 
@@ -164,7 +164,7 @@ def _read_events(answer: Answer) -> None:
 
 
 async def _grpc_stream(
-    port: int, connection: Connection, _: str, requests: list[Request], begin: float
+    port: int, connection: GrpcChannel, _: str, requests: list[Request], begin: float
 ) -> list[Answer]:
     await asyncio.sleep(begin - time.time())
     answers = []
@@ -175,7 +175,7 @@ async def _grpc_stream(
     return answers
 
 
-async def _generate(connection: Connection, answer: Answer, request_id: str) -> None:
+async def _generate(connection: GrpcChannel, answer: Answer, request_id: str) -> None:
     inputs, raw = answer.request.inputs, []
     message = messages.GenerateRequest(request_id=request_id, streaming=True, ignore_eos=True)
     message.tokenized.input_token_ids.extend(inputs["input_ids"])

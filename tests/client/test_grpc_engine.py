@@ -26,7 +26,7 @@ from tests.helpers.fake_engine_server import (
 from tests.helpers.waiting import eventually
 from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.engines.triton_grpc import GrpcEngine
+from trtllm_bls.engines.triton.grpc import GrpcEngine
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -208,7 +208,7 @@ async def test_silence_is_no_stall_while_the_server_answers() -> None:
 
 async def test_a_server_that_does_not_answer_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests fail, and their calls end."""
-    monkeypatch.setattr("trtllm_bls.engines.triton_grpc._PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("trtllm_bls.engines.triton.grpc._PROBE_SECONDS", 0.05)
     async with reaching(Say((3,)), HOLD, stall=0.02) as (engine, triton):
         triton.frozen = True
         with pytest.raises(EngineStalled, match="does not answer"):
@@ -232,7 +232,7 @@ async def test_a_configuration_that_is_no_message_is_the_engines_error(
         return b"\xff"
 
     engine = GrpcEngine("there:8001", "tensorrt_llm", 10)
-    monkeypatch.setattr(engine._connection, "unary", nonsense)
+    monkeypatch.setattr(engine._channel, "unary", nonsense)
     with pytest.raises(EngineError, match="tensorrt_llm at there:8001: its configuration cannot"):
         await engine.capacity()
     await engine.close()

@@ -15,7 +15,7 @@ from h2.events import DataReceived, RequestReceived, StreamReset
 from h2.settings import SettingCodes
 
 from tests.helpers.grpc_calls import Caller, connected
-from trtllm_bls.engines.grpc_transport import Connection
+from trtllm_bls.grpc_client import GrpcChannel
 
 # A server of h2's, which does what a gRPC server would not
 
@@ -91,7 +91,7 @@ async def peers(*scripts: Script) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def against(*scripts: Script) -> AsyncIterator[Connection]:
+async def against(*scripts: Script) -> AsyncIterator[GrpcChannel]:
     """A connection to such a server."""
     async with peers(*scripts) as target, connected(target) as connection:
         yield connection
@@ -187,7 +187,7 @@ async def test_a_call_that_is_refused_for_long_is_unavailable() -> None:
         peer.end(await peer.request())
 
     async with peers(script) as target:
-        connection = Connection(target, refused_seconds=0)
+        connection = GrpcChannel(target, refused_seconds=0)
         assert await Caller(connection, "echo", b"a").status() == "UNAVAILABLE"
         assert await Caller(connection, "echo", b"b").status() == "OK"
         await connection.close()

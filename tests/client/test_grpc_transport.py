@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 from tests.helpers.grpc_calls import MEGABYTE, Caller, Service, connected, grpcio
-from trtllm_bls.engines.grpc_transport import Connection, GrpcError
+from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 
 # Against grpcio's server
 
@@ -146,7 +146,7 @@ async def test_messages_of_many_calls_may_gather() -> None:
     """None is lost or out of order, and the connection ends as any other."""
     service = Service()
     async with grpcio(service) as (_, target):
-        connection = Connection(target, gathers=True)
+        connection = GrpcChannel(target, coalesce_reads=True)
         callers = [Caller(connection, "hold") for _ in range(40)]
         for caller in callers:
             caller.call.half_close()
@@ -265,7 +265,7 @@ async def test_a_callback_that_raises_costs_its_call_alone(
 async def test_closing_ends_what_is_open() -> None:
     """Connected or still connecting; later calls are refused."""
     async with grpcio(Service()) as (_, target):
-        connection = Connection(target)
+        connection = GrpcChannel(target)
         running = Caller(connection, "hold")
         await running.until(1)
         waiting = Caller(connection, "hold")
@@ -273,7 +273,7 @@ async def test_closing_ends_what_is_open() -> None:
         assert [await running.status(), await waiting.status()] == ["CANCELLED"] * 2
         with pytest.raises(GrpcError):
             Caller(connection, "hold")
-        connection = Connection(target)
+        connection = GrpcChannel(target)
         connecting = Caller(connection, "hold")
         await connection.close()
         await connection.close()
@@ -287,7 +287,7 @@ async def test_closing_ends_what_is_open() -> None:
 def test_a_target_is_a_host_and_a_port(target: str) -> None:
     """Said where it is given, not at the first call."""
     with pytest.raises(ValueError, match="host:port"):
-        Connection(target)
+        GrpcChannel(target)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])

@@ -14,7 +14,7 @@ from doubles.scripted_tokens import hashed
 from tests.helpers.scripted_pairs import ids, read, told
 from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.engines.replicas import ReplicatedEngine
+from trtllm_bls.engines.routing import ReplicatedEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason, Sampling
 

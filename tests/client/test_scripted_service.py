@@ -12,8 +12,8 @@ from doubles.scripted_tokens import reciting
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_services import EOS, playing
 from tests.helpers.waiting import eventually
-from trtllm_bls.engines.grpc_transport import Connection, GrpcError
 from trtllm_bls.engines.trtllm_service import messages
+from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 
 A, B, C = 11, 12, 13
 GREEDY = {"top_k": 1}
@@ -35,7 +35,7 @@ def told(message: Any, **behaviour: Any) -> list[Any]:
 
     async def scenario() -> list[Any]:
         async with playing(reciting((A, B, C), 2, then=EOS), **behaviour) as (_, url):
-            connection = Connection(url)
+            connection = GrpcChannel(url)
             raw: list[bytes] = []
             ended: asyncio.Future[GrpcError | None] = asyncio.get_running_loop().create_future()
             call = connection.open(messages.SERVICE + "Generate", raw.extend, ended.set_result)
@@ -123,7 +123,7 @@ async def test_an_aborted_answer_ends_in_order() -> None:
     """With what there is, "cancelled", and status OK; an id that is unknown is no error."""
     endless = reciting(range(10, 999), 2)
     async with playing(endless, Script(step_seconds=0.002)) as (service, url):
-        connection = Connection(url)
+        connection = GrpcChannel(url)
         raw: list[bytes] = []
         ended: asyncio.Future[GrpcError | None] = asyncio.get_running_loop().create_future()
         call = connection.open(messages.SERVICE + "Generate", raw.extend, ended.set_result)

@@ -1,4 +1,4 @@
-"""Which way an engine is reached: gRPC where there is a server, BLS where there is none."""
+"""Which way an engine is reached: as ``engine_transport`` says, and no other way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +17,11 @@ from google.protobuf import text_format
 from tests.helpers.fake_engine_server import ASK, Triton
 from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.engines.triton import Route, TritonEngine, _is_foreign
-from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest
+from trtllm_bls.engines.triton import Route, triton_engine
+from trtllm_bls.engines.triton.bls import BlsEngine
+from trtllm_bls.engines.triton.grpc import GrpcEngine
+from trtllm_bls.engines.triton.own_port import is_foreign
+from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, SetupError
 from trtllm_bls.types import Sampling
 
 LISTEN = """
@@ -25,6 +30,17 @@ with socket.create_server(("127.0.0.1", 0)) as server:
     print(server.getsockname()[1], flush=True)
     server.accept()
 """
+
+
+@contextmanager
+def foreign_port() -> Iterator[int]:
+    """Another process listens at it."""
+    with subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE) as foreign:
+        assert foreign.stdout is not None
+        try:
+            yield int(foreign.stdout.readline())
+        finally:
+            foreign.kill()
 
 
 def route(url: str, transport: str = "auto") -> Route:
@@ -39,109 +55,108 @@ def route(url: str, transport: str = "auto") -> Route:
 
 
 @pytest.mark.parametrize(
-    ("transport", "kind"), [("auto", "GrpcEngine"), ("grpc", "GrpcEngine"), ("bls", "BlsEngine")]
+    ("transport", "kind"), [("auto", GrpcEngine), ("grpc", GrpcEngine), ("bls", BlsEngine)]
 )
-async def test_a_reachable_server_is_spoken_to_over_grpc_unless_told_otherwise(
-    transport: str, kind: str
-) -> None:
-    """Opened once, by the first request, also where two come at once."""
+async def test_the_transport_is_the_one_that_is_configured(transport: str, kind: type) -> None:
+    """Over gRPC the model is asked once for what it declares, also where two requests come at
+    once; BLS cannot ask."""
     async with Triton() as triton:
-        model = TritonEngine("tensorrt_llm", route(triton.url, transport))
-        await asyncio.gather(model.capacity(), model.capacity())
-        for _ in range(2):
-            assert (await model.capacity()).max_sequence_tokens == 64
-            assert type(model._chosen).__name__ == kind
-        assert triton.config_asked == 1
-        await model.close()
+        engine = triton_engine("tensorrt_llm", route(triton.url, transport))
+        assert isinstance(engine, kind)
+        await engine.capacity()
+        await asyncio.gather(engine.capacity(), engine.capacity())
+        assert triton.config_asked == (kind is GrpcEngine)
+        await engine.close()
 
 
-async def test_without_a_port_only_auto_and_bls_go_on() -> None:
-    """grpc was asked for, so its absence is an error; the next request tries again."""
-    for transport in ("auto", "bls"):
-        model = TritonEngine("tensorrt_llm", route("127.0.0.1:1", transport))
-        await model.capacity()
-        assert type(model._chosen).__name__ == "BlsEngine"
-        await model.close()
-    model = TritonEngine("tensorrt_llm", route("127.0.0.1:1", "grpc"))
+@pytest.mark.parametrize("transport", ["auto", "grpc"])
+async def test_without_a_port_requests_fail_until_there_is_one(transport: str) -> None:
+    """BLS is never a way out; where the port was not named, the error tells how to name it."""
+    engine = triton_engine("tensorrt_llm", route("127.0.0.1:1", transport))
     for _ in range(2):
-        with pytest.raises(EngineUnavailable):
-            await model.capacity()
-    await model.close()
+        with pytest.raises(EngineUnavailable) as caught:
+            await engine.capacity()
+        named = "engine_transport" in str(caught.value) and "engine_url" in str(caught.value)
+        assert named is (transport == "auto")
+    await engine.close()
 
 
-async def test_a_choice_made_for_want_of_a_port_is_made_again() -> None:
-    """The server may only have been slow to open it."""
-    async with Triton() as triton:
-        model = TritonEngine("tensorrt_llm", route(triton.url))
-        down = TritonEngine("tensorrt_llm", route("127.0.0.1:1"))
-        await down.capacity()
-        assert type(down._chosen).__name__ == "BlsEngine"
-        down._grpc, model._grpc = model._grpc, down._grpc
-        down._look_again_at = 0.0  # the time has come
-        await down.capacity()
-        assert type(down._chosen).__name__ == "GrpcEngine"
-        for engine in (model, down):
-            await engine.close()
+def test_bls_is_for_models_inside_triton() -> None:
+    """Another process has no BLS API, which shows when it starts."""
+    with pytest.raises(SetupError, match="engine_transport: bls"):
+        triton_engine("tensorrt_llm", replace(route("127.0.0.1:1", "bls"), pb_utils=None))
 
 
-async def test_tensors_are_read_from_the_repository_where_nobody_can_be_asked(
-    tmp_path: Path,
-) -> None:
+async def test_bls_reads_in_the_repository_what_a_model_declares(tmp_path: Path) -> None:
     """An older engine must not be sent inputs that it does not have."""
     config = model_config(ENGINE, {"max_sequence_tokens": "77"})
     kept = [tensor for tensor in config.input if tensor.name not in ("seed", "random_seed")]
     del config.input[:]
     config.input.extend(kept)
-    (tmp_path / "tensorrt_llm").mkdir()
-    (tmp_path / "tensorrt_llm" / "config.pbtxt").write_text(text_format.MessageToString(config))
-    there = replace(route("127.0.0.1:1"), repository=tmp_path)
-    model = TritonEngine("tensorrt_llm", there)
-    assert (await model.capacity()).max_sequence_tokens == 77
+    path = tmp_path / "tensorrt_llm" / "config.pbtxt"
+    path.parent.mkdir()
+    path.write_text(text_format.MessageToString(config))
+    there = replace(route("127.0.0.1:1", "bls"), repository=tmp_path)
+    engine = triton_engine("tensorrt_llm", there)
+    assert (await engine.capacity()).max_sequence_tokens == 77
     with pytest.raises(InvalidRequest, match="seed"):
         asked = replace(ASK, sampling=Sampling(seed=1))
-        await model.generate(asked).wait()
-    await model.close()
+        await engine.generate(asked).wait()
+    await engine.close()
+    config.model_transaction_policy.decoupled = False
+    for text, problem in (
+        (text_format.MessageToString(config), "not decoupled"),
+        ("name: {", "config.pbtxt cannot be read"),
+    ):
+        path.write_text(text)
+        engine = triton_engine("tensorrt_llm", there)
+        with pytest.raises(EngineError, match=problem):
+            await engine.capacity()
+        await engine.close()
 
 
-def test_a_port_of_somebody_elses_server_is_not_spoken_to() -> None:
-    """With host networking another Triton may own the default port."""
-    with subprocess.Popen(
-        [sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True
-    ) as foreign:
-        assert foreign.stdout is not None
-        port = int(foreign.stdout.readline())
-        try:
-            assert _is_foreign(f"localhost:{port}")
-            assert not _is_foreign(f"elsewhere.example:{port}")
-        finally:
-            foreign.kill()
-    assert not _is_foreign(f"localhost:{port}")  # nobody listens any more
+def test_a_port_of_somebody_elses_server_is_known() -> None:
+    """One that nobody listens at, or of another machine, is nobody's."""
+    with foreign_port() as port:
+        assert is_foreign(f"localhost:{port}")
+        assert not is_foreign(f"elsewhere.example:{port}")
+    assert not is_foreign(f"localhost:{port}")
     with socket.create_server(("127.0.0.1", 0)) as ours:
-        assert not _is_foreign(f"127.0.0.1:{ours.getsockname()[1]}")
+        assert not is_foreign(f"127.0.0.1:{ours.getsockname()[1]}")
 
 
-@pytest.mark.parametrize("transport", ["auto", "grpc", "bls"])
+async def test_auto_does_not_speak_to_somebody_elses_server() -> None:
+    """With host networking another Triton may own the default port, and have the same models."""
+    with foreign_port() as port:
+        engine = triton_engine("tensorrt_llm", route(f"127.0.0.1:{port}"))
+        with pytest.raises(EngineUnavailable, match=r"another process .* set engine_url"):
+            await engine.capacity()
+        await engine.close()
+
+
+@pytest.mark.parametrize("transport", ["auto", "grpc"])
 @pytest.mark.parametrize("name", ["tensorrt_llm", "misspelt"])
-async def test_a_model_that_cannot_serve_us_is_an_error_on_any_transport(
-    name: str, transport: str
-) -> None:
-    """Not decoupled, or not there: another way to reach it would not help."""
+async def test_a_model_that_cannot_serve_us_is_an_error(name: str, transport: str) -> None:
+    """Not decoupled, or not there; the port is not to blame."""
     config = model_config(ENGINE, {})
     config.model_transaction_policy.decoupled = False
     async with Triton(config=config) as triton:
-        model = TritonEngine(name, route(triton.url, transport))
-        with pytest.raises(EngineError, match=r"decoupled|misspelt"):
-            await model.capacity()
+        engine = triton_engine(name, route(triton.url, transport))
+        with pytest.raises(EngineError, match=r"decoupled|misspelt") as caught:
+            await engine.capacity()
+        assert "engine_url" not in str(caught.value)
+        await engine.close()
 
 
-@pytest.mark.parametrize("transport", ["auto", "grpc", "bls"])
-async def test_a_model_that_is_still_loading_decides_nothing(transport: str) -> None:
-    """The server is there, so the transport is chosen once the model tells what it declares."""
+@pytest.mark.parametrize("transport", ["auto", "grpc"])
+async def test_a_model_that_is_still_loading_is_unavailable(transport: str) -> None:
+    """Until it has loaded."""
     async with Triton() as triton:
         triton.loading = True
-        model = TritonEngine("tensorrt_llm", route(triton.url, transport))
-        with pytest.raises(EngineUnavailable, match="no available versions"):
-            await model.capacity()
+        engine = triton_engine("tensorrt_llm", route(triton.url, transport))
+        with pytest.raises(EngineUnavailable) as caught:
+            await engine.capacity()
+        assert "engine_url" not in str(caught.value)
         triton.loading = False
-        assert (await model.capacity()).max_sequence_tokens == 64
-        await model.close()
+        assert (await engine.capacity()).max_sequence_tokens == 64
+        await engine.close()

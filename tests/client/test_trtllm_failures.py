@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -25,8 +25,9 @@ from tests.helpers.scripted_services import (
     reaching,
 )
 from tests.helpers.waiting import eventually
+from trtllm_bls.engines.base import RunningCalls
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
-from trtllm_bls.engines.trtllm_service.chunks import ServiceChunks
+from trtllm_bls.engines.trtllm_service.engine import ServiceChunks
 from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
 from trtllm_bls.errors import (
     EngineError,
@@ -94,7 +95,8 @@ async def test_an_answer_that_is_none_ends_the_request_and_its_work(
 ) -> None:
     """After the tokens before it; what comes later is nobody's."""
     engine, call = Mock(), Mock(done=False)
-    engine.name, engine.open_call.return_value = "trtllm://gpu", call
+    engine.calls = RunningCalls("trtllm://gpu", 0, AsyncMock(), engine.doubt)
+    engine.channel.open.return_value = call
     message = messages.GenerateRequest(request_id="r")
     chunks = ServiceChunks(engine, ASK, ServiceRequest(message, copies=1, ends_known=True))
     chunks.on_messages([generated(), TOKEN, raw, TOKEN])
@@ -103,7 +105,8 @@ async def test_an_answer_that_is_none_ends_the_request_and_its_work(
     with pytest.raises(EngineError, match=problem):
         await chunks.wait()
     engine.abort.assert_called_once_with("r", call)
-    engine.ended.assert_called_with(chunks)
+    engine.doubt.assert_called_once_with()
+    assert not engine.calls.running
 
 
 async def test_a_server_that_is_down_is_unavailable_and_comes_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.helpers.scripted_services import (
     answered,
 )
 from trtllm_bls.engines.trtllm_service import messages
+from trtllm_bls.engines.trtllm_service.generate import DIGEST, digest
 from trtllm_bls.engines.trtllm_service.requests import service_request
 from trtllm_bls.errors import (
     InvalidRequest,
@@ -184,6 +186,20 @@ def test_no_field_of_a_request_is_dropped_in_silence() -> None:
             assert service_request(request, "id", EOS, NO_LIMITS) != asked, name
         except Unsupported as error:
             assert error.field == {"draft": "draft_input_ids"}.get(name, name)
+
+
+def test_the_descriptor_is_that_of_the_proto() -> None:
+    """After a change of the .proto: `make generate`. Its digest tells; its fields are looked at."""
+    assert DIGEST.read_text().strip() == digest(), "run make generate"
+    text = re.sub(r"//.*", "", messages.PROTO.read_text())
+    written = sorted(re.findall(r"(\w+) = (\d+);", text))
+    compiled: list[tuple[str, str]] = []
+    for made in messages.MESSAGES.values():
+        descriptor = made.DESCRIPTOR
+        compiled += [(field.name, str(field.number)) for field in descriptor.fields]
+        values = [value for kind in descriptor.enum_types for value in kind.values]
+        compiled += [(value.name, str(value.number)) for value in values]
+    assert sorted(compiled) == written
 
 
 def test_the_proto_has_the_fields_that_are_used() -> None:

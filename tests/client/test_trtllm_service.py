@@ -23,13 +23,13 @@ from tests.helpers.scripted_services import (
     reaching,
 )
 from tests.helpers.waiting import eventually
-from trtllm_bls.engines.grpc_transport import Connection
-from trtllm_bls.engines.replicas import ReplicatedEngine
+from trtllm_bls.engines.routing import ReplicatedEngine
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
 from trtllm_bls.engines.trtllm_service.requests import service_request
 from trtllm_bls.errors import (
     EngineUnavailable,
 )
+from trtllm_bls.grpc_client import GrpcChannel
 from trtllm_bls.types import (
     EngineCapacity,
     FinishReason,
@@ -180,7 +180,7 @@ async def test_closing_aborts_what_runs() -> None:
 async def test_a_call_that_is_cancelled_alone_leaks_half_of_the_time() -> None:
     """Of the played server, as of the real one: what aborting first is for."""
     async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
-        connection = Connection(url)
+        connection = GrpcChannel(url)
         asked = service_request(replace(ASK, max_tokens=800), "id", EOS, EngineCapacity())
         for number in range(4):
             asked.message.request_id = str(number)

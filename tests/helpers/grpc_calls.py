@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from trtllm_bls.engines.grpc_transport import Connection, GrpcCall, GrpcError
+from trtllm_bls.grpc_client import GrpcCall, GrpcChannel, GrpcError
 
 MEGABYTE = 1 << 20
 OPTIONS = (
@@ -94,8 +94,8 @@ async def grpcio(
 
 
 @asynccontextmanager
-async def connected(target: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[Connection]:
-    connection = Connection(target, tls=tls)
+async def connected(target: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[GrpcChannel]:
+    connection = GrpcChannel(target, tls=tls)
     try:
         yield connection
     finally:
@@ -105,7 +105,7 @@ async def connected(target: str, tls: ssl.SSLContext | None = None) -> AsyncIter
 class Caller:
     """A call, and what its callbacks were given."""
 
-    def __init__(self, connection: Connection, name: str, *messages: bytes) -> None:
+    def __init__(self, connection: GrpcChannel, name: str, *messages: bytes) -> None:
         self.batches: list[list[bytes]] = []
         self._ended: asyncio.Future[GrpcError | None] = asyncio.get_running_loop().create_future()
         self._changed = asyncio.Event()

@@ -58,7 +58,9 @@ def ports(server: TritonServer) -> Iterator[tuple[int, int]]:
 def asked(port: int, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
     """Status, content type and body of the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+    connection.request(
+        method, path, body, {"Content-Type": "application/json"} if method == "POST" else {}
+    )
     answer = connection.getresponse()
     data = answer.read()
     connection.close()

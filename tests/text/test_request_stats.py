@@ -14,9 +14,8 @@ from tests.helpers.virtual_time import run_skipping_waits, skipping_waits
 from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import EngineStalled, EngineUnavailable, InvalidRequest, Overloaded
-from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.request_stats import CancelCause, Outcome, RequestStats
-from trtllm_bls.types import SpeculationRequest, TextRequest
+from trtllm_bls.orchestrator import Defaults, Orchestrator, stats_of_refusal
+from trtllm_bls.types import CancelCause, Outcome, RequestStats, SpeculationRequest, TextRequest
 
 TEXT = "one two three four"
 TOKENS = len(tokenizer().encode_word(TEXT))
@@ -133,7 +132,7 @@ def test_what_the_orchestrator_refuses_counts_too() -> None:
 def test_reasons_are_fields_without_places_in_lists() -> None:
     """A caller chooses the place, and each reason is a series of the metrics for ever."""
     error = InvalidRequest("messages[7].content[0]", "is no text")
-    stats = RequestStats.of_refusal("r", error)
+    stats = stats_of_refusal("r", error)
     assert (stats.outcome, stats.reason) == (Outcome.REFUSED, "messages")
     assert stats.error == "messages[7].content[0]: is no text"
 

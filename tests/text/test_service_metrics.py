@@ -14,7 +14,6 @@ from tests.helpers.scripted_text import saying, tokenizer
 from tests.helpers.services_on_fake_backend import STREAM, Bench, serving
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.request_stats import RequestStats
 from trtllm_bls.services.request_metrics import (
     DURATION,
     FIRST_TOKEN,
@@ -25,7 +24,7 @@ from trtllm_bls.services.request_metrics import (
     TritonMetrics,
 )
 from trtllm_bls.services.text_service import TextService
-from trtllm_bls.types import TextRequest
+from trtllm_bls.types import RequestStats, TextRequest
 
 TEXT = "one two three four"
 TOKENS = len(tokenizer().encode_word(TEXT))

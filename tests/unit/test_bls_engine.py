@@ -22,7 +22,7 @@ from tests.helpers.fake_python_backend import (
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from tests.helpers.waiting import eventually
-from trtllm_bls.engines.triton_bls import BlsEngine
+from trtllm_bls.engines.triton.bls import BlsEngine
 from trtllm_bls.errors import EngineError, EngineStalled, InvalidRequest
 from trtllm_bls.types import EngineChunk, EngineRequest, Wants
 from trtllm_bls.wire.engine_client import DeployedModel
@@ -47,8 +47,8 @@ EMPTY = InferenceResponse([])
 
 
 def engine(child: Child, stall: float = 0, model: DeployedModel | None = None) -> BlsEngine:
-    made = BlsEngine(FakeTriton(child), "tensorrt_llm", model or DeployedModel(), 50, threads=8)
-    made.stall_seconds = stall
+    made = BlsEngine(FakeTriton(child), "tensorrt_llm", None, 50, threads=8, stall_seconds=stall)
+    made._model = model or DeployedModel()
     return made
 
 
@@ -300,7 +300,7 @@ async def test_a_child_deaf_to_stops_is_stopped_again_and_then_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first stop may have come before the child knew its request; no thread waits for ever."""
-    monkeypatch.setattr("trtllm_bls.engines.triton_bls._STOP_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr("trtllm_bls.engines.triton.bls._STOP_WAIT_SECONDS", 0.001)
     child = Child(say(3), Child.SILENCE)
     made = engine(child)
     async with aclosing(made.generate(ASK)) as stream:

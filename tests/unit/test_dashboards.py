@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from trtllm_bls.launcher.health_endpoint import SERVER_METRICS
-from trtllm_bls.request_stats import CancelCause, Outcome
 from trtllm_bls.services.request_metrics import METRICS
+from trtllm_bls.types import CancelCause, Outcome
 
 ROOT = Path(__file__).parents[2]
 SERIES = {

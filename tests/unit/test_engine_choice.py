@@ -15,9 +15,8 @@ from tests.helpers.fake_engine_server import ASK, Say, Triton
 from tests.helpers.scripted_services import playing
 from tests.unit.test_deployment import deployed, parameters
 from trtllm_bls.checkpoint_dir import DEMO, REPOSITORY
-from trtllm_bls.engines.replicas import ReplicatedEngine
-from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.triton import TritonEngine
+from trtllm_bls.engines.routing import ReplicatedEngine, RoutingEngine
+from trtllm_bls.engines.triton.grpc import GrpcEngine
 from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
 from trtllm_bls.errors import SettingsError, SetupError, Unsupported
 from trtllm_bls.launcher import command, workdir
@@ -77,7 +76,7 @@ def test_the_choice_becomes_an_engine() -> None:
     """The older parameters still name a model of this server."""
     assert target_of(tensorrt_llm_model_name="mine").name == "mine"
     named = target_of(engine=parse_engine("triton:other"))
-    assert (type(named), named.name) == (TritonEngine, "other")
+    assert (type(named), named.name) == (GrpcEngine, "other")
     service = target_of(engine=parse_engine(ELSEWHERE), engine_max_sequence_tokens=500)
     assert isinstance(service, TrtllmServiceEngine)
     assert service.settings.max_sequence_tokens == 500

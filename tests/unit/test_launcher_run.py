@@ -22,7 +22,7 @@ from trtllm_bls.python_backend.call import SENDERS
 from trtllm_bls.settings import Override, ServeSettings
 
 BLS = workdir.BLS
-PORTS = Ports("127.0.0.1", "127.0.0.1", 8000, 8001, 8002)
+PORTS = Ports("127.0.0.1", "127.0.0.1", "127.0.0.1", 8000, 8001, 8002)
 
 
 # --- command and environment ----------------------------------------------------------------

@@ -109,10 +109,10 @@ def test_a_server_is_ready_when_all_three_ports_answer(
             "grpc": int(port),
             "metrics": int(server.metrics_url.split(":")[2].partition("/")[0]),
         }
-        assert Readiness(Ports(host, host, **numbers), server.models).complete()
+        assert Readiness(Ports(host, host, host, **numbers), server.models).complete()
         with socket.create_server((host, 0)) as free:
             numbers[closed] = free.getsockname()[1]
-        assert not Readiness(Ports(host, host, **numbers), server.models).complete()
+        assert not Readiness(Ports(host, host, host, **numbers), server.models).complete()
 
 
 def test_the_port_with_tls_stays_where_a_server_failed_to_start_again(
@@ -383,7 +383,7 @@ def test_a_stopped_worker_of_the_api_is_replaced(served: Served) -> None:
         stopped_at = time.monotonic()
         worker.suspend()
         line = served.wait_for_line("was stopped")
-        assert f"worker {worker.pid} of the OpenAI API was stopped (SIGSTOP)" in line
+        assert f"worker {worker.pid} of the HTTP program was stopped (SIGSTOP)" in line
         for each in ports:
             with suppress(ConnectionResetError):
                 assert clients[each].recv(1) == b""

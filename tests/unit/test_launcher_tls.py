@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from tests.helpers.fake_grpc_server import FakeGrpcServer, text
 from trtllm_bls.cli import main
 from trtllm_bls.client import Tls
-from trtllm_bls.errors import SettingsError
+from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.health import Probe
 from trtllm_bls.health.command import look
 from trtllm_bls.launcher import TritonServer
@@ -114,14 +114,21 @@ def test_files_that_are_no_pair_are_refused_at_start(tmp_path: Path) -> None:
     assert own_tls(ServeSettings()) is None
 
 
-def test_with_tls_tritons_own_http_is_for_this_machine_alone(tmp_path: Path) -> None:
-    """On a port of its own; what speaks TLS takes the one that was asked for."""
-    cert, key = issued(tmp_path, trustme.CA(), "localhost")
-    with socket.create_server(("0.0.0.0", 0)) as taken:
-        port = taken.getsockname()[1]
-        open_to_all = ServeSettings(host="0.0.0.0", expose=True, http_port=port, grpc_port=0)
-        ports = choose(replace(open_to_all, metrics_port=0, tls_cert=cert, tls_key=key))
-    assert (ports.plain_host, ports.http == port) == ("127.0.0.1", False)
+def test_tritons_own_http_port_is_for_this_machine_alone() -> None:
+    """At a port of its own: a program of ours answers at the one that was asked for."""
+    with socket.create_server(("0.0.0.0", 0)) as free:
+        port = free.getsockname()[1]
+    settings = ServeSettings(host="0.0.0.0", expose=True, http_port=port, grpc_port=0)
+    settings = replace(settings, metrics_port=0)
+    ports = choose(settings, behind_http=True)
+    assert (ports.http_host, ports.http == port) == ("127.0.0.1", False)
+    opened = choose(replace(settings, triton_http_port=0), behind_http=True)
+    assert opened.http_host == "0.0.0.0"
+    with (
+        socket.create_server(("0.0.0.0", port)),
+        pytest.raises(SetupError, match=f"port {port} .*--http-port"),
+    ):
+        choose(settings, behind_http=True)
 
 
 def test_the_command_asks_over_tls(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.fake_metrics import Registry
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import printable
-from trtllm_bls.request_stats import Outcome, RequestStats
+from trtllm_bls.orchestrator import stats_of_refusal
 from trtllm_bls.services.request_metrics import (
     DURATION,
     FIRST_TOKEN,
@@ -34,7 +34,7 @@ from trtllm_bls.services.request_metrics import (
 )
 from trtllm_bls.services.request_reports import RequestLog, RequestReports
 from trtllm_bls.status import CANARY_ID
-from trtllm_bls.types import SpeculationStats
+from trtllm_bls.types import Outcome, RequestStats, SpeculationStats
 
 GOOD = RequestStats(
     request_id="7-1",
@@ -52,7 +52,7 @@ GOOD = RequestStats(
     traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     prompt="Tell me",
 )
-BAD = RequestStats.of_refusal("x-2", ValueError("no"))
+BAD = stats_of_refusal("x-2", ValueError("no"))
 MODEL = "tensorrt_llm_bls"
 
 

@@ -28,9 +28,8 @@ from trtllm_bls.types import (
     Sampling,
     Wants,
 )
-from trtllm_bls.wire.engine_client import request_inputs
+from trtllm_bls.wire.engine_client import infer_message, request_inputs
 from trtllm_bls.wire.engine_server import engine_requests
-from trtllm_bls.wire.infer_message import infer_message
 
 # --- requests, there and back ---------------------------------------------------------------
 

@@ -152,7 +152,7 @@ def test_what_is_read_in_a_hurry_is_what_is_read_with_care() -> None:
             reply = message(outputs, last=number == count - 1, raws=raws)
             found: list[Any] = []
             packed = service_pb2.ModelStreamInferResponse(infer_response=reply).SerializeToString()
-            if (ids := hasty.repeated.next_id(packed)) is not None:
+            if (ids := hasty.next_id(packed)) is not None:
                 outcomes["repeated"] += 1
                 found.append(([EngineChunk(token_ids=ids)], False))
             for reader in (hasty, careful)[len(found) :]:
@@ -174,15 +174,15 @@ def test_only_the_id_of_a_repeated_message_may_differ() -> None:
     """Any other byte, and a number below 0, has the message read with care."""
     reader = ResponseReader(ASK, LAST_FORM)
     five, six, wrong = (message(token_outputs(id)).SerializeToString() for id in (5, 6, -6))
-    assert reader.repeated.next_id(five) is None
+    assert reader.next_id(five) is None
     reader.read(service_pb2.ModelInferResponse.FromString(five), five)
-    assert (reader.repeated.next_id(six), reader.repeated.next_id(wrong)) == ((6,), None)
+    assert (reader.next_id(six), reader.next_id(wrong)) == ((6,), None)
     (place,) = (n for n, (a, b) in enumerate(zip(five, six, strict=True)) if a != b)
     for n in set(range(len(five))) - set(range(place, place + 4)):
         other = bytearray(five)
         other[n] ^= 1
-        assert reader.repeated.next_id(bytes(other)) is None
-    assert reader.repeated.next_id(b"") is reader.repeated.next_id(five + b"!") is None
+        assert reader.next_id(bytes(other)) is None
+    assert reader.next_id(b"") is reader.next_id(five + b"!") is None
 
 
 def test_ids_on_the_wire_begin_with_a_number_of_their_own() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from trtllm_bls.wire.infer_message import is_final, output_arrays
+from trtllm_bls.wire.engine_client import is_final, output_arrays
 
 
 @dataclass(frozen=True, kw_only=True)

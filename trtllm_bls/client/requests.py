@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trtllm_bls.contract import Model, Tensor
 from trtllm_bls.errors import InvalidRequest, half_character
-from trtllm_bls.wire.infer_message import infer_message
+from trtllm_bls.wire.engine_client import infer_message
 
 # numpy's kinds of values that convert to each type without loss.
 _KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu", "STRING": "OSU"}

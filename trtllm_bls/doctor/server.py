@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 from trtllm_bls.contract import BLS
 from trtllm_bls.doctor.findings import Finding, Findings, check
 from trtllm_bls.doctor.subject import Subject
-from trtllm_bls.engines.triton import listening_processes
+from trtllm_bls.engines.triton.own_port import listening_processes
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.parameters import EngineKind, parse_engine
 

@@ -1,9 +1,7 @@
 """What the orchestrator and the Triton models know of an engine, and all they know.
 
-Engines: ``triton_grpc`` and ``triton_bls`` (a Triton model), ``embedded`` (this process, torch),
-``trtllm_service`` (TensorRT-LLM's gRPC service), ``llm_api`` (TensorRT-LLM in this process),
-``routing`` (a target, alone or with a draft model), ``replicas`` (several as one). Beside the
-package, ``doubles`` has scripted ones for tests and benchmarks.
+The package's docstring lists the engines. Beside the package, ``doubles`` has scripted ones for
+tests and benchmarks.
 
 An engine produces chunks at its own pace; a reader takes all that have arrived at once. So a reader
 that is held up, by a send that takes long, say, catches up in one turn.
@@ -12,6 +10,7 @@ that is held up, by a send that takes long, say, catches up in one turn.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
@@ -19,10 +18,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trtllm_bls.errors import EngineError, Overloaded
+from trtllm_bls.errors import EngineError, EngineStalled, Overloaded, TrtllmBlsError
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 
 MAX_WAITING_CHUNKS = 16_384  # of one stream; a reader that far behind is given up
+LOOKS_PER_STALL = 4  # how often silence is looked at within the time of a stall
+
+log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
@@ -181,6 +183,123 @@ class TaskChunks(QueuedChunks):
         await super().aclose()
         self._task.cancel()
         await asyncio.wait({self._task})
+
+
+class CallChunks(QueuedChunks):
+    """The answer of one request that a server sends over a call; the rule of such a call's life.
+
+    The request runs from the beginning until its last chunk, an error, or its reader's leaving. It
+    then lets go of its call, once. A subclass makes the call, reads its messages, and lets it go.
+    """
+
+    def __init__(self, calls: RunningCalls) -> None:
+        super().__init__(self._leave_call)
+        self._calls = calls
+        calls.add(self)
+
+    @abstractmethod
+    def _read(self, messages: list[bytes], chunks: list[EngineChunk]) -> bool:
+        """Add what ``messages`` hold to ``chunks``; whether the last chunk is among them."""
+
+    @abstractmethod
+    def _let_go(self, finished: bool) -> None:
+        """The request needs its call no more: it has its last chunk, or its work is to end now."""
+
+    def on_messages(self, messages: list[bytes]) -> None:
+        """Messages of the call have arrived."""
+        self._calls.silent_looks = 0
+        chunks: list[EngineChunk] = []
+        try:
+            last = self._read(messages, chunks)
+        except Exception as error:
+            self.put(chunks)
+            self.give_up(error)
+            return
+        if last:
+            # Before the reader can see the last chunk: when it then leaves, nothing is cancelled.
+            self._calls.running.discard(self)
+            self._let_go(True)
+        self.put(chunks)
+        if last:
+            self.end()
+
+    def give_up(self, error: Exception) -> None:
+        """End the request and its work with ``error``; the engine's state is doubted from now on,
+        so that its next request asks for it."""
+        if not isinstance(error, TrtllmBlsError):
+            error = EngineError(f"{self._calls.name}: its message cannot be read: {error}")
+        if isinstance(error, EngineError):
+            self._calls.doubt()
+        self._leave_call()
+        self.fail(error)
+
+    def _leave_call(self) -> None:
+        if self in self._calls.running:
+            self._calls.running.discard(self)
+            self._let_go(False)
+
+
+class RunningCalls:
+    """The requests that run on one server, which is asked whether it lives when it is silent.
+
+    Once nothing has arrived for ``stall_seconds`` (0 = never) although requests run, ``probe`` is
+    asked, at most a quarter of that time later. It tells what is wrong with the server, with which
+    all requests then fail, or ``None``. So no answer ends for being long or queued. ``doubt`` is
+    told when a request fails by the server's fault. ``name`` is the engine's, for messages.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stall_seconds: float,
+        probe: Callable[[], Coroutine[Any, Any, str | None]],
+        doubt: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.doubt = doubt
+        self.running: set[CallChunks] = set()
+        self.silent_looks = 0  # since the last arrival, which resets it: that costs no clock
+        self._stall_seconds = stall_seconds
+        self._probe = probe
+        self._timer: asyncio.TimerHandle | None = None
+        self._probing: asyncio.Task[None] | None = None
+
+    def add(self, chunks: CallChunks) -> None:
+        """A request has begun."""
+        self.running.add(chunks)
+        if self._timer is None and self._probing is None and self._stall_seconds:
+            self.silent_looks = 0
+            self._look_later()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for pending in (self._timer, self._probing):
+            if pending is not None:
+                pending.cancel()
+
+    def _look_later(self) -> None:
+        seconds = self._stall_seconds / LOOKS_PER_STALL
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self.running:
+            return
+        self.silent_looks += 1
+        if self.silent_looks <= LOOKS_PER_STALL:  # the first may come right after an arrival
+            self._look_later()
+        else:
+            self._probing = asyncio.create_task(self._ask())
+
+    async def _ask(self) -> None:
+        problem = await self._probe()
+        if problem is not None and self.silent_looks:  # nothing has arrived meanwhile
+            log.error("%s; %d requests fail", problem, len(self.running))
+            for chunks in list(self.running):
+                chunks.give_up(EngineStalled(problem))
+        self._probing = None
+        self.silent_looks = 0
+        self._look_later()
 
 
 def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:

@@ -118,7 +118,8 @@ class LlmApiEngine:
     async def _run(self, request: EngineRequest, params: Any, chunks: QueuedChunks) -> None:
         copies = trtllm.copies(request)
         sequences = [
-            _Sequence(request, index) for index in range(request.num_return_sequences // copies)
+            _SequenceOutput(request, index)
+            for index in range(request.num_return_sequences // copies)
         ]
         try:
             result = self._llm.generate_async(
@@ -131,7 +132,7 @@ class LlmApiEngine:
         try:
             async for step in result:
                 for output in step.outputs:
-                    chunk = sequences[output.index].take(output)
+                    chunk = sequences[output.index].read(output)
                     if chunk is not None:
                         chunks.put(
                             replace(chunk, sequence_index=chunk.sequence_index * copies + copy)
@@ -151,23 +152,23 @@ class LlmApiEngine:
             result.abort()  # nothing happens to one that has ended
 
 
-class _Sequence:
-    """One sequence: how much of its output, which grows, has been taken."""
+class _SequenceOutput:
+    """One sequence: how much of its output, which the LLM API repeats as it grows, was read."""
 
     def __init__(self, request: EngineRequest, index: int) -> None:
         self.ends = SequenceEnds(request, index)
         self._streaming = request.streaming
         self._scored = request.wants.log_probs
-        self._taken = 0
+        self._num_read = 0
         self._collected: list[EngineChunk] = []
 
-    def take(self, output: Any) -> EngineChunk | None:
-        """What is new, unless there is nothing or all is to come in one piece."""
+    def read(self, output: Any) -> EngineChunk | None:
+        """The chunk of the new tokens; ``None`` without any, or until all can come in one piece."""
         if self.ends.done:
             return None
-        ids = tuple(output.token_ids[self._taken :])
-        scores = _log_probs(ids, output.logprobs[self._taken :]) if self._scored else None
-        self._taken += len(ids)
+        ids = tuple(output.token_ids[self._num_read :])
+        scores = _log_probs(ids, output.logprobs[self._num_read :]) if self._scored else None
+        self._num_read += len(ids)
         reason, ended = trtllm.REASONS.get(output.finish_reason), output.finish_reason is not None
         if reason is FinishReason.END_ID and output.stop_reason in self.ends.stop_ids:
             reason = FinishReason.STOP

@@ -11,8 +11,9 @@ from trtllm_bls.engines.llm_api import open_llm
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
 
 
-class Tokenizer(Protocol):
-    """What is asked of a tokenizer."""
+class VocabularyFacts(Protocol):
+    """What an engine needs to know of the model's tokenizer: the id that ends a text, and how many
+    ids the model has."""
 
     eos_id: int | None
     model_vocab_size: int
@@ -23,10 +24,13 @@ def local_engine(
     engine: str,
     model_dir: Path,
     sizes: Mapping[str, Any],
-    tokenizer: Callable[[], Tokenizer],
+    tokenizer: Callable[[], VocabularyFacts],
 ) -> Engine:
-    """``sizes`` are the model's parameters that are numbers; ``tokenizer`` loads the model's, which
-    the embedded engine does not need. Raises ``SetupError``."""
+    """The engine that ``engine`` names: ``embedded``, ``llm_api`` or ``trtllm://HOST:PORT``.
+
+    ``sizes`` are the model's parameters that are numbers. ``tokenizer`` loads the model's
+    tokenizer, which the embedded engine does not need. Raises ``SetupError``.
+    """
     if engine == "llm_api":
         return open_llm(name, model_dir, sizes, lambda: tokenizer().model_vocab_size)
     if engine != "embedded":

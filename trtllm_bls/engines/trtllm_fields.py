@@ -90,7 +90,7 @@ def stop_ids(request: EngineRequest) -> tuple[list[int], bool]:
 
 
 @dataclass(frozen=True)
-class Guide:
+class GuidedDecoding:
     """What guides the answer: one of ``GUIDE_TYPES``, and its text, empty for plain ``json``."""
 
     kind: str
@@ -99,7 +99,7 @@ class Guide:
 
 def guide_of(
     extras: Mapping[str, Array], kinds: tuple[str, ...] = GUIDE_TYPES, *, empty: bool = False
-) -> Guide | None:
+) -> GuidedDecoding | None:
     """The guide that a request brings, of one of ``kinds``; ``empty``: it may be an empty text.
 
     Raises ``InvalidRequest``.
@@ -118,7 +118,7 @@ def guide_of(
         raise InvalidRequest("guided_decoding_guide_type", problem)
     if kind != "json" and not (text or (empty and text is not None)):
         raise InvalidRequest("guided_decoding_guide", f"is missing for {kind}")
-    return Guide(kind, text or "")
+    return GuidedDecoding(kind, text or "")
 
 
 def _text(value: Any) -> str | None:

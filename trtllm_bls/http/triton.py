@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ import httpx
 from starlette.types import Receive, Scope, Send
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.engines.grpc_transport import Connection, GrpcError
 from trtllm_bls.errors import Overloaded, from_wire, is_for_room
+from trtllm_bls.grpc_client import GrpcChannel, GrpcError
+from trtllm_bls.http.guard import BodyReader, ClientGone, Refused, header
 from trtllm_bls.http.triton_forms import (
     LeftToTriton,
     TooLarge,
@@ -46,6 +47,11 @@ _AGAIN_IN = re.compile(r"try again in about (\d+) s")
 _DRAINING = "has no available versions"  # Triton's words from the moment that it is told to stop
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+_SENT_BY_ANY_PAGE = (
+    b"application/x-www-form-urlencoded",
+    b"multipart/form-data",
+    b"text/plain",
+)
 # Of one connection, not of the message (RFC 9110, section 7.6.1); the client library and uvicorn
 # write their own.
 _HOP_BY_HOP = frozenset(
@@ -58,7 +64,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TritonAddresses:
-    """Where Triton is: ``grpc`` as host:port, ``http`` as a URL; ``tls`` is for gRPC."""
+    """Where Triton is: ``grpc`` as host:port, ``http`` as a URL; ``tls`` is for gRPC.
+
+    Without ``grpc``, ``generate`` is passed on like everything else.
+    """
 
     grpc: str
     http: str
@@ -79,10 +88,23 @@ class _Error:
 
 
 class TritonHttp:
-    """Triton's HTTP surface as an ASGI application; ``close`` it on the loop that served it."""
+    """Triton's HTTP surface as an ASGI application; ``close`` it on the loop that served it.
 
-    def __init__(self, triton: TritonAddresses) -> None:
-        self._grpc = Connection(triton.grpc, tls=triton.tls)
+    ``bodies`` reads those of ``generate``; other bodies may have ``max_other_bytes``. ``keys``:
+    digests of the API keys, of which every request but those for health must bring one.
+    """
+
+    def __init__(
+        self,
+        triton: TritonAddresses,
+        bodies: BodyReader | None = None,
+        max_other_bytes: int = 64 * 2**20,
+        is_allowed: Callable[[bytes], bool] | None = None,
+    ) -> None:
+        self._grpc = GrpcChannel(triton.grpc, tls=triton.tls) if triton.grpc else None
+        self._bodies = bodies or BodyReader()
+        self._max_other_bytes = max_other_bytes
+        self._is_allowed = is_allowed
         self._http = httpx.AsyncClient(
             base_url=triton.http,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
@@ -93,34 +115,52 @@ class TritonHttp:
 
     async def close(self) -> None:
         """Close the connections to Triton; requests that run end with an error."""
-        await self._grpc.close()
+        if self._grpc is not None:
+            await self._grpc.close()
         await self._http.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(scope, receive, send)
+        except Refused as error:
+            await self.refuse(scope, send, error)
+        except ClientGone:
+            pass
+
+    async def refuse(self, scope: Scope, send: Send, error: Refused) -> None:
+        """Answer a request that no model sees."""
+        headers = [(key.encode(), value.encode()) for key, value in error.headers.items()]
+        await _send_json(send, error.status, error_json(error.message), headers)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asks = self._is_allowed
+        if scope["path"].startswith("/v2/health"):
+            asks = None
+        if asks is not None and not asks(header(scope, b"authorization")):
+            problem = "no valid API key; send Authorization: Bearer KEY"
+            raise Refused(401, problem, {"www-authenticate": "Bearer"})
         called = _GENERATE.fullmatch(scope["path"])
         if called is None or scope["method"] != "POST":
-            await self._pass_on(scope, _pieces(receive), send)
+            await self._pass_on(scope, receive, send)
             return
-        try:
-            body = b"".join([piece async for piece in _pieces(receive)])
+        request = None
+        async with self._bodies.read(scope, receive) as body:
             try:
                 request = await self._request(called[1], called[2] or "", body, scope)
             except LeftToTriton:
-                await self._pass_on(scope, body, send)
-                return
+                await self._pass_on(scope, receive, send, body)
             except TooLarge as error:
-                await _answer(send, _Error(400, str(error)))
-                return
+                await _send_error(send, _Error(400, str(error)))
             except GrpcError as error:
-                await _answer(send, _error_of_call(error))
-                return
+                await _send_error(send, _error_of_call(error))
+        if request is not None and self._grpc is not None:
             stream = called[3] == "generate_stream"
             await _Exchange().run(self._grpc, request, receive, send, stream)
-        except _CallerLeft:
-            pass
 
     async def _request(self, name: str, version: str, body: bytes, scope: Scope) -> bytes:
         """The message of a ``generate``. Raises ``GrpcError`` and what ``infer_request`` raises."""
+        if self._grpc is None:
+            raise LeftToTriton
         now = asyncio.get_running_loop().time()
         known_at, metadata = self._metadata.get((name, version), (0.0, None))
         if metadata is None or now - known_at > _METADATA_SECONDS:
@@ -129,8 +169,8 @@ class TritonHttp:
             answer = await self._grpc.unary(method, asked.SerializeToString(), _TIMEOUT_SECONDS)
             metadata = service_pb2.ModelMetadataResponse.FromString(answer)
             self._metadata[name, version] = now, metadata
-        traceparent = next((v for k, v in scope["headers"] if k == b"traceparent"), b"")
-        arguments = (body, metadata, version, traceparent.decode("latin-1"))
+        traceparent = header(scope, b"traceparent").decode("latin-1")
+        arguments = (body, metadata, version, traceparent)
         if len(body) > _LONG_BODY:
             request = await asyncio.to_thread(infer_request, *arguments)
         else:
@@ -138,32 +178,47 @@ class TritonHttp:
         return bytes(request.SerializeToString())
 
     async def _pass_on(
-        self, scope: Scope, content: bytes | AsyncIterator[bytes], send: Send
+        self, scope: Scope, receive: Receive, send: Send, generate: bytes | None = None
     ) -> None:
-        """Have Triton's HTTP port answer. A ``generate`` comes here whole, as bytes, where Triton
-        is to refuse it: its status for JSON of wrong types, 500, becomes 400."""
+        """Have Triton's HTTP port answer, until the caller leaves.
+
+        ``generate``: a body of that kind, which Triton is to refuse. Its status for JSON of wrong
+        types, 500, then becomes 400.
+        """
         path = scope["raw_path"]
         if scope["query_string"]:
             path += b"?" + scope["query_string"]
         headers = [(key, value) for key, value in scope["headers"] if key not in _HOP_BY_HOP]
         if not any(key == b"accept-encoding" for key, _ in headers):
             headers.append((b"accept-encoding", b"identity"))  # else httpx would ask for gzip
-        has_body = any(k in (b"content-length", b"transfer-encoding") for k, _ in scope["headers"])
-        request = httpx.Request(
-            scope["method"],
-            self._http.base_url.copy_with(raw_path=path),
-            headers=headers,
-            content=content if has_body else None,
-        )
+        body_read = asyncio.Event()
+        content: bytes | AsyncIterator[bytes] | None = generate
+        if generate is not None or not _has_body(scope):
+            body_read.set()
+        else:
+            content = self._other_body(scope, receive, body_read)
+        url = self._http.base_url.copy_with(raw_path=path)
+        request = httpx.Request(scope["method"], url, headers=headers, content=content)
+        working = asyncio.create_task(self._relay(request, send, generate is not None))
+        watching = asyncio.create_task(_until_gone(receive, body_read, working))
+        try:
+            await asyncio.wait({working})
+            if not working.cancelled():
+                working.result()
+        finally:
+            watching.cancel()
+            working.cancel()
+
+    async def _relay(self, request: httpx.Request, send: Send, is_generate: bool) -> None:
         try:
             response = await self._http.send(request, stream=True)
         except httpx.HTTPError as error:
             log.warning("Triton's HTTP port does not answer: %r", error)
-            await _answer(send, _Error(503, "the server does not answer; try again", "1"))
+            await _send_error(send, _Error(503, "the server does not answer; try again", "1"))
             return
         try:
             status = response.status_code
-            if status == 500 and isinstance(content, bytes):
+            if status == 500 and is_generate:
                 status = 400
             kept = [(key.lower(), value) for key, value in response.headers.raw]
             kept = [(key, value) for key, value in kept if key not in _HOP_BY_HOP]
@@ -174,9 +229,49 @@ class TritonHttp:
         finally:
             await response.aclose()
 
+    async def _other_body(
+        self, scope: Scope, receive: Receive, body_read: asyncio.Event
+    ) -> AsyncIterator[bytes]:
+        """A body that is passed on, as it arrives. Raises ``Refused`` and ``ClientGone``.
 
-class _CallerLeft(Exception):
-    """Nobody is left to answer."""
+        Pages of other servers may send forms and plain text without asking; no client of Triton
+        does.
+        """
+        kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
+        if kind in _SENT_BY_ANY_PAGE:
+            problem = f"a body must not be {kind.decode()}; send Content-Type: application/json"
+            raise Refused(415, problem)
+        left = self._max_other_bytes
+        length = header(scope, b"content-length")
+        too_large = f"the body is larger than {left} bytes, which is the limit"
+        if length.isdigit() and int(length) > left:
+            raise Refused(413, too_large)
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            piece = message.get("body", b"")
+            left -= len(piece)
+            if left < 0:
+                raise Refused(413, too_large)
+            yield piece
+            more = message.get("more_body", False)
+        body_read.set()
+
+
+async def _until_gone(
+    receive: Receive, body_read: asyncio.Event, working: asyncio.Task[None]
+) -> None:
+    """Cancel ``working`` when the caller leaves; before its body is read, that shows there."""
+    await body_read.wait()
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    working.cancel()
+
+
+def _has_body(scope: Scope) -> bool:
+    return any(key in (b"content-length", b"transfer-encoding") for key, _ in scope["headers"])
 
 
 class _Exchange:
@@ -190,7 +285,7 @@ class _Exchange:
         self._changed = asyncio.Event()
 
     async def run(
-        self, connection: Connection, request: bytes, receive: Receive, send: Send, stream: bool
+        self, connection: GrpcChannel, request: bytes, receive: Receive, send: Send, stream: bool
     ) -> None:
         """Answer the caller; where it leaves, the model's work is cancelled."""
         call = connection.open(_SERVICE + "ModelStreamInfer", self._on_messages, self._on_end)
@@ -214,7 +309,7 @@ class _Exchange:
             events, self._arrived = self._arrived, []
             error, self._error = self._error, None
             if error is not None and not begun and error.text.startswith(_NOT_RUN):
-                await _answer(send, error)
+                await _send_error(send, error)
                 return
             if not begun:
                 # An error in place of the first response decides the status, as in Triton.
@@ -231,12 +326,12 @@ class _Exchange:
         await send({"type": "http.response.body", "body": b""})
 
     async def _send_one(self, send: Send) -> None:
-        while not self._over and len(self._arrived) < 2:
+        while not self._over:
             await self._wait(arrived=len(self._arrived))
         if self._error is not None and not self._arrived:
-            await _answer(send, self._error)
+            await _send_error(send, self._error)
         elif self._error is not None or len(self._arrived) != 1:
-            await _answer(send, _Error(200, _ONLY_ONE))
+            await _send_error(send, _Error(200, _ONLY_ONE))
         else:
             await _send_json(send, 200, self._arrived[0], [])
 
@@ -244,7 +339,7 @@ class _Exchange:
         """Return once more than ``arrived`` responses wait, or none will come."""
         while len(self._arrived) <= arrived and not self._over:
             if self._gone:
-                raise _CallerLeft
+                raise ClientGone
             self._changed.clear()
             await self._changed.wait()
 
@@ -299,7 +394,7 @@ def _error_of_call(error: GrpcError) -> _Error:
     return _Error(400 if error.status == "INVALID_ARGUMENT" else 500, error.details)
 
 
-async def _answer(send: Send, error: _Error) -> None:
+async def _send_error(send: Send, error: _Error) -> None:
     await _send_json(send, error.status, error_json(error.text), error.headers)
 
 
@@ -310,14 +405,3 @@ async def _send_json(
     headers = [_JSON, length, *headers]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-async def _pieces(receive: Receive) -> AsyncIterator[bytes]:
-    """The request's body as it arrives. Raises ``_CallerLeft``."""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _CallerLeft
-        yield message.get("body", b"")
-        if not message.get("more_body", False):
-            return

@@ -70,7 +70,7 @@ def server_command(
     options = {
         "model-repository": repository,
         "backend-directory": backends,
-        "http-address": ports.plain_host,
+        "http-address": ports.http_host,
         "http-port": ports.http,
         "grpc-address": ports.host,
         "grpc-port": ports.grpc,

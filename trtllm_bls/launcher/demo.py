@@ -17,7 +17,7 @@ from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.client import Client
 from trtllm_bls.commands.reply import Reply, Summary, summarise
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.launcher.openai_process import chat_curl
+from trtllm_bls.launcher.http_process import chat_curl
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.terminal import Terminal
 from trtllm_bls.settings import ServeSettings

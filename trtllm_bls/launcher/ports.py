@@ -19,9 +19,10 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Ports:
-    """Where Triton listens: HTTP and metrics at ``plain_host``, gRPC at ``host``."""
+    """Where Triton listens: gRPC at ``host``, HTTP at ``http_host``, metrics at ``plain_host``."""
 
     host: str
+    http_host: str
     plain_host: str
     http: int
     grpc: int
@@ -34,7 +35,7 @@ class Ports:
 
     @property
     def http_url(self) -> str:
-        return f"http://{reachable(self.plain_host)}:{self.http}"
+        return f"http://{reachable(self.http_host)}:{self.http}"
 
     @property
     def metrics_url(self) -> str:
@@ -62,14 +63,24 @@ def ask(url: str, timeout: float, context: ssl.SSLContext | None = None) -> tupl
         raise ConnectionError(str(error)) from error
 
 
-def choose(settings: ServeSettings) -> Ports:
-    """Ports as asked for, with every 0 replaced by a free one; raises ``SetupError`` if busy."""
+def choose(settings: ServeSettings, behind_http: bool = False) -> Ports:
+    """Ports as asked for, with every 0 replaced by a free one; raises ``SetupError`` if busy.
+
+    ``behind_http``: a program of ours answers at ``http_port``. Triton's own HTTP is then at
+    ``triton_http_port``, or at any port of this machine alone.
+    """
+    hosts = {"grpc_port": settings.host, "metrics_port": settings.plain_host}
+    if behind_http:
+        is_open = settings.triton_http_port is not None
+        hosts = {"triton_http_port": settings.host if is_open else "127.0.0.1", **hosts}
+    else:
+        hosts = {"http_port": settings.plain_host, **hosts}
     chosen = []
     with ExitStack() as held:  # keeps all sockets open, so that no port is chosen twice
-        for field in ("http_port", "grpc_port", "metrics_port"):
-            host = settings.host if field == "grpc_port" else settings.plain_host
-            forwarded = field == "http_port" and settings.tls_cert is not None
-            port = 0 if forwarded else getattr(settings, field)
+        if behind_http:
+            held.enter_context(listen(settings.host, settings.http_port, "--http-port"))
+        for field, host in hosts.items():
+            port = getattr(settings, field) or 0
             listening = held.enter_context(listen(host, port, option(field)))
             chosen.append(int(listening.getsockname()[1]))
-    return Ports(settings.host, settings.plain_host, *chosen)
+    return Ports(settings.host, next(iter(hosts.values())), settings.plain_host, *chosen)

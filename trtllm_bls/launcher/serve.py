@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from types import FrameType
 
 from rich.console import Console
@@ -18,16 +19,16 @@ from rich.text import Text
 
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.health import Bounds
-from trtllm_bls.launcher import openai_process
+from trtllm_bls.launcher import http_process
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
+from trtllm_bls.launcher.http_process import HttpProcess
 from trtllm_bls.launcher.logs import parse
-from trtllm_bls.launcher.openai_process import OpenAIProcess
 from trtllm_bls.launcher.process import PRIVATE, BackOff
 from trtllm_bls.launcher.server import Stopped, TritonServer
 from trtllm_bls.launcher.terminal import Terminal, announcement
 from trtllm_bls.launcher.watch import Watch
 from trtllm_bls.launcher.workdir import BLS
-from trtllm_bls.settings import ServeSettings
+from trtllm_bls.settings import ServeSettings, listen
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.1
@@ -51,15 +52,21 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         terminal = Terminal(Console(stderr=True), verbose=verbose, log_file=log_file)
-        with_api = openai_process.check(settings)
-        if settings.openai_port and not with_api:
-            terminal.say("no OpenAI API: pip install 'trtllm-bls[openai]' for it")
+        with_http = http_process.check(settings)
+        if with_http and not settings.http_port:
+            with listen(settings.host, 0, "--http-port") as chosen:
+                settings = replace(settings, http_port=chosen.getsockname()[1])
+        if not with_http:
+            terminal.say(
+                "no OpenAI API, and Triton's own HTTP port without limits: "
+                "pip install 'trtllm-bls[openai]' for both"
+            )
         state = HealthState()
         endpoint = HealthEndpoint(settings.host, settings.health_port, state)
         stack.callback(endpoint.close)
-        server = TritonServer(settings, terminal)
+        server = TritonServer(settings, terminal, behind_http=with_http)
         stack.callback(server.stop)
-        service = _Service(server, terminal, state, endpoint, with_api=with_api)
+        service = _Service(server, terminal, state, endpoint)
         stack.enter_context(service.stopping_on_signals())
         try:
             with terminal.lines_of_failure():
@@ -77,7 +84,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class _Service:
-    """The server and, with ``with_api``, the OpenAI API beside it.
+    """The server and the program that answers HTTP in front of it.
 
     Keeps ``state``, from which ``endpoint`` answers probes, up to date.
     """
@@ -88,13 +95,11 @@ class _Service:
         terminal: Terminal,
         state: HealthState,
         endpoint: HealthEndpoint,
-        *,
-        with_api: bool,
     ) -> None:
         self.last_signal = 0
         self._server, self._terminal, self._state = server, terminal, state
-        self._endpoint, self._with_api = endpoint, with_api
-        self._api: OpenAIProcess | None = None  # while it runs
+        self._endpoint = endpoint
+        self._http: HttpProcess | None = None  # while it runs
         self._back_off = BackOff()
 
     def run(self) -> bool:
@@ -110,7 +115,7 @@ class _Service:
         while True:
             ready_at = time.monotonic()
             try:
-                with self._openai_api():
+                with self._answering_http():
                     return self._serve(failed_at)
             except SetupError as error:
                 self._server.discard()
@@ -129,7 +134,9 @@ class _Service:
             if failed_at is not None:
                 terminal.say(f"serving again, {time.monotonic() - failed_at:.1f} s later")
             else:
-                beside = (self._api.url, self._api.curl) if self._api else None
+                beside = (
+                    (self._http.url, self._http.curl) if self._http and self._http.url else None
+                )
                 text = announcement(server, self._endpoint.port, beside)
                 Console().print(Text(text), soft_wrap=True)
             return server.wait()
@@ -156,30 +163,31 @@ class _Service:
                 return
 
     @contextmanager
-    def _openai_api(self) -> Iterator[None]:
-        """Run the API within this block, which lasts as long as this start of the server."""
-        if not self._with_api or BLS not in self._server.models:
+    def _answering_http(self) -> Iterator[None]:
+        """Answer HTTP within this block, which lasts as long as this start of the server."""
+        if not self._server.behind_http:
             yield
             return
         log = self._terminal.log
-        self._api = api = OpenAIProcess(
+        self._http = http = HttpProcess(
             self._server,
+            bool(self._server.settings.openai_port) and BLS in self._server.models,
             self._on_api_problem,
             lambda raw: log(parse(raw)),
             self._terminal.warning,
         )
         try:
-            api.wait_until_ready()
-            api.keep()
+            http.wait_until_ready()
+            http.keep()
             yield
         finally:
-            self._api = None
-            api.close()
+            self._http = None
+            http.close()
 
     def _on_api_problem(self, problem: str | None) -> None:
         self._state.api_problem = problem
         if problem is None:
-            self._terminal.say("the OpenAI API answers again")
+            self._terminal.say("the HTTP program answers again")
         else:
             self._state.api_restarts += 1
             self._terminal.problem(f"{problem}; starting it again")
@@ -198,8 +206,8 @@ class _Service:
         self.last_signal = number
         self._state.draining = True
         if self._server.request_stop():
-            if self._api is not None:  # after the first signal it drains with the server
-                self._api.kill()
+            if self._http is not None:  # after the first signal it drains with the server
+                self._http.kill()
             say = "killing the server\n"
         else:
             say = (

@@ -28,14 +28,13 @@ import psutil
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Probe
 from trtllm_bls.launcher import checks, command, workdir
-from trtllm_bls.launcher.certificates import own_tls, server_context
+from trtllm_bls.launcher.certificates import own_tls
 from trtllm_bls.launcher.checks import PACKAGE, Installation, find_server
 from trtllm_bls.launcher.logs import LogBook, LogLine
 from trtllm_bls.launcher.ports import Ports, ask, choose, reachable
 from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
-from trtllm_bls.launcher.tls_forwarder import TlsForwarder
 from trtllm_bls.parameters import DRAFT_MODEL_DIR, ENGINE_TRANSPORT, MODEL_DIR, STATUS_DIR
-from trtllm_bls.settings import ServeSettings, listen
+from trtllm_bls.settings import ServeSettings
 from trtllm_bls.status import CANARY_ID
 
 # Another program may take a port between its choice and the server's start, seconds later. Triton
@@ -103,17 +102,25 @@ class _RunningServer:
 class TritonServer:
     """One server process. ``start`` returns when every model is ready; ``stop`` drains.
 
-    ``request_stop`` may be called from a signal handler; everything else belongs to one thread.
+    ``behind_http``: a program of ours answers HTTP at ``http_port``, and Triton's own HTTP port is
+    for that program. ``request_stop`` may be called from a signal handler; everything else belongs
+    to one thread.
     """
 
-    def __init__(self, settings: ServeSettings, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServeSettings,
+        listener: Listener | None = None,
+        *,
+        behind_http: bool = False,
+    ) -> None:
         self.settings = settings
+        self.behind_http = behind_http
         self._listener = listener or Listener()
         self._logged = threading.Event()  # set by every log line
         self._run: _RunningServer | None = None
         self._stop_requests = 0
         self._failure: str | None = None
-        self._forwarder: TlsForwarder | None = None  # stays while the server is started again
 
     def __enter__(self) -> TritonServer:
         self.start()
@@ -124,10 +131,16 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        """``http://host:port``, or https where there is TLS, reachable from this machine."""
-        if self._forwarder is not None:
-            return f"https://{self.host}:{self._forwarder.port}"
+        """Triton's own HTTP port: ``http://host:port``, reachable from this machine."""
         return self._running.ports.http_url
+
+    @property
+    def public_http_url(self) -> str:
+        """Where clients reach Triton's HTTP API."""
+        if not self.behind_http:
+            return self.http_url
+        scheme = "http" if self.settings.tls_cert is None else "https"
+        return f"{scheme}://{self.host}:{self.settings.http_port}"
 
     @property
     def host(self) -> str:
@@ -212,11 +225,6 @@ class TritonServer:
         did not get ready, ``Stopped`` if it was asked to stop meanwhile.
         """
         server = self._checked_installation()
-        settings = self.settings
-        if settings.tls_cert is not None and self._forwarder is None:
-            listening = listen(settings.host, settings.http_port, "--http-port")
-            context = server_context(settings)
-            self._forwarder = TlsForwarder(listening, context, self._listener.warning)
         for attempt in itertools.count(1):
             try:
                 self._run = self._launch(server)
@@ -225,7 +233,6 @@ class TritonServer:
             except BaseException as error:
                 self.discard()
                 if not isinstance(error, _StartAgain) or attempt >= error.attempts:
-                    self._close_forwarder()
                     raise
                 self._listener.warning(f"{error}; starting again")
 
@@ -244,10 +251,11 @@ class TritonServer:
     def keep_ports(self) -> None:
         """Start again where it is now: ports that were free to choose are no more."""
         ports = self._running.ports
-        http = ports.http if self._forwarder is None else self._forwarder.port
-        self.settings = replace(
-            self.settings, http_port=http, grpc_port=ports.grpc, metrics_port=ports.metrics
-        )
+        self.settings = replace(self.settings, grpc_port=ports.grpc, metrics_port=ports.metrics)
+        if not self.behind_http:
+            self.settings = replace(self.settings, http_port=ports.http)
+        elif self.settings.triton_http_port is not None:
+            self.settings = replace(self.settings, triton_http_port=ports.http)
 
     def fail(self, problem: str) -> None:
         """Kill the server, which ends all its requests; ``wait`` raises. Any thread may call it."""
@@ -290,7 +298,6 @@ class TritonServer:
                 self._run.process.wait(self.settings.exit_timeout + 2 * GRACE_MARGIN)
             self.discard()
             self._stop_requests = 0
-        self._close_forwarder()
 
     def _checked_installation(self) -> Installation:
         checks.check_platform()
@@ -304,7 +311,7 @@ class TritonServer:
         return server
 
     def _launch(self, server: Installation) -> _RunningServer:
-        ports = choose(self.settings)
+        ports = choose(self.settings, self.behind_http)
         repository = command.model_repository(self.settings)
         scratch = Scratch()
         try:
@@ -341,8 +348,6 @@ class TritonServer:
         except BaseException:
             scratch.remove()
             raise
-        if self._forwarder is not None:
-            self._forwarder.upstream = (ports.plain_host, ports.http)
         return _RunningServer(ports, served, environment, models, scratch, book, process)
 
     def _hear(self, book: LogBook) -> Callable[[str], None]:
@@ -393,8 +398,7 @@ class TritonServer:
         if run.book.port_taken:
             settings = self.settings
             ports = (settings.http_port, settings.grpc_port, settings.metrics_port)
-            # With TLS Triton's own HTTP port is any free one.
-            kind = _StartAgain if 0 in ports or settings.tls_cert else ServerFailed
+            kind = _StartAgain if 0 in ports or self.behind_http else ServerFailed
             raise kind(f"the {run.book.port_taken} port was taken meanwhile, try again")
         if code is not None:
             raise ServerFailed(f"the server did not start ({describe_exit(code)})", run.book.tail())
@@ -402,16 +406,9 @@ class TritonServer:
     def discard(self) -> None:
         """Kill the server in whatever state it is; no process and no file of it remains."""
         run, self._run = self._run, None
-        if self._forwarder is not None:
-            self._forwarder.upstream = None
         if run is not None:
             run.process.kill()
             run.process.close()
-
-    def _close_forwarder(self) -> None:
-        forwarder, self._forwarder = self._forwarder, None
-        if forwarder is not None:
-            forwarder.close()
 
 
 _ANSWER_S = 2.0

@@ -135,7 +135,7 @@ def announcement(server: TritonServer, health_port: int, api: tuple[str, str] | 
     return "\n".join(
         (
             *([] if api is None else [f"OpenAI   {api[0]}/v1"]),
-            f"HTTP     {server.http_url}",
+            f"HTTP     {server.public_http_url}",
             f"gRPC     {server.grpc_url}",
             f"metrics  {server.metrics_url}",
             f"health   {health}",
@@ -147,8 +147,8 @@ def announcement(server: TritonServer, health_port: int, api: tuple[str, str] | 
 
 def _curl(server: TritonServer) -> str:
     if BLS not in server.models:
-        return f"curl -i{curl_tls(server.settings)} {server.http_url}/v2/health/ready"
-    url = f"{server.http_url}/v2/models/{BLS}/generate"
+        return f"curl -i{curl_tls(server.settings)} {server.public_http_url}/v2/health/ready"
+    url = f"{server.public_http_url}/v2/models/{BLS}/generate"
     request = '"text_input": "Once upon a time", "max_tokens": 32'
     if server.settings.decoupled is not False:  # else there are no streams
         url, request = url + "_stream", request + ', "stream": true'

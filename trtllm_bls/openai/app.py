@@ -279,8 +279,11 @@ class _Generate:
                 )
                 if request.stream:
                     await reply.events(response.last_events, end=True)
+                elif response.is_scored:
+                    # On the event loop, log-probabilities of many tokens would hold up all streams.
+                    await reply.json(await asyncio.to_thread(response.whole))
                 else:
-                    await reply.json(response.whole)
+                    await reply.json(response.whole())
             api.health.proven()
         except ClientGone:
             pass

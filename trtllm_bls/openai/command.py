@@ -27,6 +27,7 @@ _DECLARED = {
 _AS_OF_SERVE = (
     *("host", "expose", "api_keys_file", "tool_parser", "reasoning_parser"),
     *("tls_cert", "tls_key", "tls_client_ca", "exit_timeout"),
+    *("allowed_hosts", "allowed_origins", "max_body_bytes"),
 )
 _PATH = click.Path(path_type=Path)
 
@@ -51,33 +52,9 @@ _PATH = click.Path(path_type=Path)
     multiple=True,
     help="What requests call the model (default: its directory's name); may be repeated.",
 )
-@click.option(
-    "--allow-origin",
-    "origins",
-    multiple=True,
-    metavar="ORIGIN",
-    help="Let web pages of this origin use the API (CORS); may be repeated; * = all.",
-)
-@click.option(
-    "--allowed-host",
-    "hosts",
-    multiple=True,
-    envvar="TRTLLM_BLS_ALLOWED_HOSTS",
-    metavar="NAME",
-    help="A name by which clients reach a --host of this machine alone, as behind a proxy; "
-    "IP addresses and localhost are always allowed; may be repeated; also in "
-    "TRTLLM_BLS_ALLOWED_HOSTS, with blanks.",
-)
-@click.option(
-    "--max-body-bytes",
-    envvar="TRTLLM_BLS_MAX_BODY_BYTES",
-    type=click.IntRange(1),
-    default=4 * 2**20,
-    show_default=True,
-    help="Size of a request's JSON, also unpacked; also in TRTLLM_BLS_MAX_BODY_BYTES.",
-)
 @options_of(ServeSettings, *_AS_OF_SERVE)
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
+@click.option("--in-front-of", hidden=True)  # a TritonFront, as JSON
 @options_of(BlsParameters, *_DECLARED)
 @click.pass_context
 def main(context: click.Context, /, **options: Any) -> None:
@@ -91,7 +68,7 @@ def main(context: click.Context, /, **options: Any) -> None:
     try:
         from trtllm_bls.openai.app import ApiSettings
         from trtllm_bls.openai.keys import read_keys
-        from trtllm_bls.openai.server import ServerSettings, end_with_parent, serve
+        from trtllm_bls.openai.server import ServerSettings, TritonFront, end_with_parent, serve
     except ModuleNotFoundError as error:
         raise SettingsError(
             f"{error.name} is not installed; pip install 'trtllm-bls[openai]'"
@@ -104,24 +81,27 @@ def main(context: click.Context, /, **options: Any) -> None:
         )
     if options["exit_with_parent"]:
         end_with_parent()
+    front = options["in_front_of"] and TritonFront(**json.loads(options["in_front_of"]))
     given = {
         key: options[key]
         for key in _DECLARED
         if context.get_parameter_source(key) is ParameterSource.COMMANDLINE
     }
-    parameters = read_parameters(options["model_repository"], given, options["workers"])
+    parameters = None
+    if not (front and front.alone):
+        parameters = read_parameters(options["model_repository"], given, options["workers"])
     api = ApiSettings(
-        model_names=options["names"] or (parameters.tokenizer_dir.name,),
+        model_names=options["names"] or (parameters.tokenizer_dir.name if parameters else "",),
         keys=keys,
         max_body_bytes=options["max_body_bytes"],
-        allowed_hosts=options["hosts"] if is_loopback(options["host"]) else None,
-        allowed_origins=options["origins"],
+        allowed_hosts=options["allowed_hosts"] if is_loopback(options["host"]) else None,
+        allowed_origins=options["allowed_origins"],
         tool_parser=options["tool_parser"],
         reasoning_parser=options["reasoning_parser"],
-        status_dir=parameters.status_dir,
+        status_dir=parameters.status_dir if parameters else "",
     )
     server = {field.name: options[field.name] for field in fields(ServerSettings)}
-    sys.exit(serve(parameters, api, ServerSettings(**server)))
+    sys.exit(serve(parameters, api, ServerSettings(**server), front))
 
 
 def read_parameters(

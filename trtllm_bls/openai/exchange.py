@@ -21,9 +21,8 @@ from starlette.types import Receive, Scope, Send
 from trtllm_bls.http.guard import BODY_SEND, BODY_WRITE, ClientGone, header
 from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.orchestrator import Orchestrator
-from trtllm_bls.request_stats import CancelCause
 from trtllm_bls.services.batch import run_rows
-from trtllm_bls.types import TextChunk, TextRequest
+from trtllm_bls.types import CancelCause, TextChunk, TextRequest
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _STREAM = (
@@ -208,6 +207,9 @@ async def _run_prompts(
     outbox: Outbox,
 ) -> None:
     runs = []
+    if len(requests) > 1:
+        # On the event loop, tokenising hundreds of prompts would hold up every stream.
+        await asyncio.to_thread(orchestrator.encode_ahead, requests)
     for index, request in enumerate(requests):
         sink = PromptSink(index * request.num_return_sequences, on_chunk, outbox.ready)
         runs.append(orchestrator.run(request, sink))

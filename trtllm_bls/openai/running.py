@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trtllm_bls.errors import TrtllmBlsError
-from trtllm_bls.request_stats import CancelCause
+from trtllm_bls.types import CancelCause
 
 
 class RunningRequests:

@@ -10,6 +10,7 @@ import signal
 import socket
 import ssl
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +19,22 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.supervisors import Multiprocess
 
 from trtllm_bls.errors import SetupError, TrtllmBlsError
-from trtllm_bls.http.guard import ConnectionLimits, accepting, raise_descriptor_limit
+from trtllm_bls.http.guard import (
+    BodyReader,
+    BrowserGuard,
+    ConnectionLimits,
+    raise_descriptor_limit,
+)
+from trtllm_bls.http.triton import TritonAddresses, TritonHttp
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.errors import error_body
+from trtllm_bls.openai.keys import is_allowed
 from trtllm_bls.parameters import BlsParameters
+from trtllm_bls.parameters.engine_tls import trusting
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.triton_log import log_to_stderr
 from trtllm_bls.settings import listen
@@ -62,6 +72,55 @@ class ServerSettings:
     tls_client_ca: Path | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TritonFront:
+    """Triton's HTTP surface at ``port``, in front of the Triton at ``grpc`` and ``http``.
+
+    ``alone``: the OpenAI API is not served. ``keys``: clients must bring an API key here too.
+    ``tls_pin``: gRPC has TLS with this certificate; ``tls_cert`` and ``tls_key`` are shown to it.
+    """
+
+    port: int
+    grpc: str
+    http: str
+    alone: bool = False
+    keys: bool = False
+    max_other_bytes: int = 64 * 2**20
+    tls_pin: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+    def application(self, api: ApiSettings) -> TritonHttp:
+        """Raises ``OSError`` and ``ValueError`` for certificates that cannot be read."""
+        tls = trusting(Path(self.tls_pin)) if self.tls_pin else None
+        if tls is not None and self.tls_cert:
+            tls.load_cert_chain(self.tls_cert, self.tls_key)
+        return TritonHttp(
+            TritonAddresses(grpc=self.grpc, http=self.http, tls=tls),
+            BodyReader(api.max_body_bytes),
+            self.max_other_bytes,
+            partial(is_allowed, api.keys) if self.keys and api.keys else None,
+        )
+
+
+class _ByPort:
+    """Two applications, each for the clients of one port."""
+
+    def __init__(self, api: ASGIApp, triton: TritonHttp, guarded: ASGIApp, port: int) -> None:
+        self._api, self._triton, self._guarded, self._port = api, triton, guarded, port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            try:
+                await self._api(scope, receive, send)
+            finally:
+                await self._triton.close()
+        elif scope["server"][1] == self._port:
+            await self._guarded(scope, receive, send)
+        else:
+            await self._api(scope, receive, send)
+
+
 def uvicorn_options(limits: ConnectionLimits, exit_timeout: int) -> dict[str, Any]:
     """What uvicorn is told apart from where it listens."""
     return {
@@ -74,21 +133,39 @@ def uvicorn_options(limits: ConnectionLimits, exit_timeout: int) -> dict[str, An
     }
 
 
-def serve(parameters: BlsParameters, api: ApiSettings, server: ServerSettings) -> int:
+def serve(
+    parameters: BlsParameters | None,
+    api: ApiSettings,
+    server: ServerSettings,
+    front: TritonFront | None = None,
+) -> int:
     """Serve until SIGTERM or SIGINT; requests that run then have ``exit_timeout`` seconds to end.
 
-    Returns the exit code. Raises ``SetupError``.
+    ``parameters`` may be ``None`` where only ``front`` is served. Returns the exit code. Raises
+    ``SetupError``.
     """
-    listening = listen(server.host, server.port, "--port")
-    with listening, TemporaryDirectory(prefix="trtllm-bls-openai-") as shared:
-        _serve(parameters, replace(api, shared=Path(shared)), server, listening)
+    with ExitStack() as stack:
+        sockets = []
+        if parameters is not None:
+            sockets.append(listen(server.host, server.port, "--port"))
+        if front is not None:
+            sockets.append(listen(server.host, front.port, "--http-port"))
+        sockets = [each for listening in sockets for each in accepting(listening)]
+        for each in sockets:
+            stack.enter_context(each)
+        shared = stack.enter_context(TemporaryDirectory(prefix="trtllm-bls-openai-"))
+        _serve(parameters, replace(api, shared=Path(shared)), server, front, sockets)
     return 0
 
 
 def _serve(
-    parameters: BlsParameters, api: ApiSettings, server: ServerSettings, listening: socket.socket
+    parameters: BlsParameters | None,
+    api: ApiSettings,
+    server: ServerSettings,
+    front: TritonFront | None,
+    sockets: list[socket.socket],
 ) -> None:
-    host, port = listening.getsockname()[:2]
+    host, port = sockets[0].getsockname()[:2]
     scheme = "http" if server.tls_cert is None else "https"
     host = f"[{host}]" if ":" in host else host
     raise_descriptor_limit()
@@ -97,7 +174,7 @@ def _serve(
         options["timeout_worker_healthcheck"] = _HUNG_S
         options["loop"] = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
     config = uvicorn.Config(
-        partial(make_app, parameters, api, os.getpid()),
+        partial(make_app, parameters, api, front, os.getpid()),
         factory=True,
         workers=server.workers,
         ssl_certfile=server.tls_cert,
@@ -106,33 +183,34 @@ def _serve(
         ssl_cert_reqs=ssl.CERT_NONE if server.tls_client_ca is None else ssl.CERT_REQUIRED,
         **options,
     )
-    print(f"OpenAI API: {scheme}://{host}:{port}/v1", flush=True)
+    if parameters is not None:
+        print(f"OpenAI API: {scheme}://{host}:{port}/v1", flush=True)
     if not _SUPERVISES:
-        _serve_with_older(config, listening)
+        _serve_with_older(config, sockets)
         return
-    workers = _Workers(config, accepting(listening))
+    workers = _Workers(config, sockets)
     workers.run()
     if any(process.exitcode == _STARTUP_FAILURE for process in workers.processes):
         raise SetupError("the API did not start; the log says why")
 
 
-def _serve_with_older(config: uvicorn.Config, listening: socket.socket) -> None:
+def _serve_with_older(config: uvicorn.Config, sockets: list[socket.socket]) -> None:
     """A single worker is this process, which nothing restarts."""
     if config.workers > 1:
         supervisor: Any = Multiprocess
-        supervisor(config, uvicorn.Server(config).run, accepting(listening)).run()
+        supervisor(config, uvicorn.Server(config).run, sockets).run()
         return
     # uvicorn ends by raising the signal that stopped it again; here that is a normal end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     try:
-        uvicorn.Server(config).run(accepting(listening))
+        uvicorn.Server(config).run(sockets)
     except SystemExit as error:
         raise SetupError("the API did not start; the log says why") from error
 
 
 class _Workers(Multiprocess):
-    """uvicorn's supervisor. Its workers accept from one listening socket, each as it is free."""
+    """uvicorn's supervisor. Its workers accept from the same sockets, each as it is free."""
 
     def init_processes(self) -> None:
         super().init_processes()
@@ -158,7 +236,9 @@ class WorkerLoop(Loop):
         return await super().create_server(*args, **options)
 
 
-def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> Starlette:
+def make_app(
+    parameters: BlsParameters | None, api: ApiSettings, front: TritonFront | None, started_by: int
+) -> ASGIApp:
     """The application of one worker, which ends with the process ``started_by``."""
     log_to_stderr("openai")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -167,8 +247,17 @@ def make_app(parameters: BlsParameters, api: ApiSettings, started_by: int) -> St
         if os.getppid() != started_by:  # it ended before this process could ask for its signal
             sys.exit(0)
     try:
-        return create_app(Deployment(parameters, model_name=api.model_names[0]), api)
-    except TrtllmBlsError as error:
+        app: ASGIApp = Starlette()
+        if parameters is not None:
+            app = create_app(Deployment(parameters, model_name=api.model_names[0]), api)
+        if front is None:
+            return app
+        triton = front.application(api)
+        guarded: ASGIApp = triton
+        if api.allowed_hosts is not None:
+            guarded = BrowserGuard(triton, api.allowed_hosts, api.allowed_origins, triton.refuse)
+        return _ByPort(app, triton, guarded, front.port)
+    except (TrtllmBlsError, OSError, ValueError) as error:
         log.error("%s", error)
         sys.exit(_STARTUP_FAILURE)
 

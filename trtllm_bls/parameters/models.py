@@ -265,8 +265,8 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     )
     engine_transport: str = parameter(
         choice("auto", "bls", "grpc"),
-        "How the engine is called: over Triton's gRPC port (grpc), inside Triton (bls), or "
-        "whichever works (auto).",
+        "How the engine is called: over this server's own gRPC port (auto), over the gRPC port at "
+        "`engine_url`, of whichever server (grpc), or inside Triton (bls), where there is no gRPC.",
         "auto",
         env=ENGINE_TRANSPORT,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from trtllm_bls.request_stats import CancelCause
+from trtllm_bls.types import CancelCause
 
 
 async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:

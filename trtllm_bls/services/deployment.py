@@ -10,9 +10,8 @@ from typing import Any
 from trtllm_bls import __version__
 from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.replicas import ReplicatedEngine
-from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.triton import Route, TritonEngine
+from trtllm_bls.engines.routing import ReplicatedEngine, RoutingEngine
+from trtllm_bls.engines.triton import Route, triton_engine
 from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
 from trtllm_bls.errors import EngineError
@@ -136,7 +135,7 @@ def _engine(
         if parameters.tensorrt_llm_draft_model_name or parameters.draft_source != "off":
             log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
     elif parameters.tensorrt_llm_draft_model_name and _same_vocabulary(parameters, tokenizer):
-        draft = TritonEngine(parameters.tensorrt_llm_draft_model_name, route)
+        draft = triton_engine(parameters.tensorrt_llm_draft_model_name, route)
     source = parameters.draft_source
     options = SpeculationOptions(
         draft_source=DraftSource(source) if source != "off" else DraftSource.MODEL,
@@ -159,7 +158,7 @@ def _target(parameters: BlsParameters, route: Route, tokenizer: Tokenizer) -> En
     """The engine, or those, that parameter ``engine`` names."""
     choice = parameters.engine
     if choice is None:
-        return TritonEngine(parameters.tensorrt_llm_model_name, route)
+        return triton_engine(parameters.tensorrt_llm_model_name, route)
     settings = ServiceSettings(
         eos_id=tokenizer.eos_id,
         vocab_size=tokenizer.model_vocab_size,
@@ -171,9 +170,9 @@ def _target(parameters: BlsParameters, route: Route, tokenizer: Tokenizer) -> En
         if choice.kind is EngineKind.TRTLLM:
             engines.append(TrtllmServiceEngine(url, settings, route.tls))
         elif choice.kind is EngineKind.TRITON_GRPC:
-            engines.append(TritonEngine(model, replace(route, transport="grpc", url=url)))
+            engines.append(triton_engine(model, replace(route, transport="grpc", url=url)))
         else:
-            engines.append(TritonEngine(model, route))
+            engines.append(triton_engine(model, route))
     if len(engines) == 1:
         return engines[0]
     return ReplicatedEngine(engines, resume=parameters.engine_resume)

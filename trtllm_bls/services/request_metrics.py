@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from trtllm_bls.errors import EngineError, Overloaded
-from trtllm_bls.request_stats import CancelCause, Outcome, RequestStats
-from trtllm_bls.types import FinishReason, SpeculationStats
+from trtllm_bls.types import CancelCause, FinishReason, Outcome, RequestStats, SpeculationStats
 
 Labels: TypeAlias = tuple[str, ...]  # values, in the order of the metric's label names
 

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trtllm_bls.request_stats import Outcome, RequestStats
 from trtllm_bls.services.request_metrics import LOOP_LAG, RUNNING, WAITING, Metrics
 from trtllm_bls.status import CANARY_ID
-from trtllm_bls.types import SpeculationStats
+from trtllm_bls.types import Outcome, RequestStats, SpeculationStats
 
 EVERY_SECONDS = 0.25
 _MOST_WAITING = 2**17  # if Triton no longer answers, the oldest figures are dropped

@@ -6,9 +6,9 @@ import asyncio
 import os
 import ssl
 
-from trtllm_bls.engines.grpc_transport import Connection, GrpcError
-from trtllm_bls.engines.triton import listening_processes
+from trtllm_bls.engines.triton.own_port import listening_processes
 from trtllm_bls.errors import EngineUnavailable
+from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.parameters import GRPC_URL
 
 _STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -36,13 +36,13 @@ class StreamThread:
         if not self._is_own and not await asyncio.to_thread(_is_ancestors_port, self._url):
             raise EngineUnavailable(f"{self._url} is not known to be this server's gRPC port")
         self._is_own = True
-        connection = Connection(self._url, tls=self._tls)
+        channel = GrpcChannel(self._url, tls=self._tls)
         try:
-            await connection.unary(_STREAM_INFER, b"")
+            await channel.unary(_STREAM_INFER, b"")
         except GrpcError as error:
             raise EngineUnavailable(f"{self._url}: {error}") from error
         finally:
-            await connection.close()
+            await channel.close()
 
 
 def _is_ancestors_port(url: str) -> bool:

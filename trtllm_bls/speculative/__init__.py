@@ -1,4 +1,4 @@
-"""Speculative decoding as decisions without I/O; ``engines.speculative`` acts on them.
+"""Speculative decoding as decisions without I/O; ``engines.routing.speculative`` acts on them.
 
 ``rounds`` what to do next, the state machine that all the others serve; ``options`` what callers
 may choose, and the figures; ``progress`` what one round means; ``round_requests`` the engine

@@ -27,7 +27,7 @@ The states, and what leads from one to the next:
 
 ``next`` says what to do as one action; whoever does it reports with the method of that action and
 asks again. A first token waits for no draft model: it is asked for as plain decoding would. Times
-are loop seconds, handed in. Knows no engine; ``engines.speculative`` performs the actions.
+are loop seconds, handed in. Knows no engine; ``engines.routing.speculative`` performs the actions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The ``tensorrt_llm`` tensors from the caller's side: requests written, responses read.
+"""Triton's inference protocol (KServe v2) from the caller's side, and the ``tensorrt_llm`` tensors.
 
-Versions of the engine differ, so what a deployed model declares is looked up and never guessed.
+``infer_message``, ``output_arrays`` and ``is_final`` are for any model. The rest writes an engine's
+requests and reads its responses. Versions of the engine differ, so what a deployed model declares
+is looked up and never guessed.
 """
 
 from __future__ import annotations
@@ -9,15 +11,23 @@ import itertools
 import secrets
 import struct
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import (
+    deserialize_bytes_tensor,
+    serialize_byte_tensor,
+    triton_to_np_dtype,
+)
 
 from trtllm_bls.contract import ENGINE
+from trtllm_bls.contract.tensors import NUMPY_TYPES
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.parameters import is_true
 from trtllm_bls.types import (
@@ -31,15 +41,12 @@ from trtllm_bls.types import (
     TokenIds,
     Wants,
 )
-from trtllm_bls.wire.infer_message import (
-    RepeatedMessage,
-    is_final,
-    output_arrays,
-    place_of_ids,
-)
 from trtllm_bls.wire.scores import METRICS
 from trtllm_bls.wire.words import pack_words
 
+NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
+_ID = struct.Struct("<i")
+_RAW_OF_4 = b"\x32\x04"  # how protobuf writes that 4 bytes of raw_output_contents follow
 _NUMBERS = itertools.count(secrets.randbits(62))  # of 63 bits, however long it counts
 _NO_WANTS = Wants()
 _SPELLINGS = {
@@ -53,6 +60,112 @@ _LAST_FORM = {
     for tensor in ENGINE.inputs
     if tensor.name not in ("min_length", "random_seed")
 }
+
+
+# --- messages of any model ------------------------------------------------------------------
+
+
+def infer_message(
+    model: str,
+    request_id: str,
+    inputs: Iterable[tuple[str, str, Array]],
+    outputs: Iterable[str] = (),
+) -> Any:
+    """A ``ModelInferRequest``. ``inputs``: name, Triton's data type, values; no outputs = all.
+
+    A BF16 input is given as float32. The last response has Triton's final flag, also if it is
+    empty. (Triton's Python clients refuse that parameter by name, so messages are made here.)
+    """
+    packed = packed_infer_message(model, request_id, inputs, outputs)
+    return service_pb2.ModelInferRequest.FromString(packed)
+
+
+def packed_infer_message(
+    model: str,
+    request_id: str,
+    inputs: Iterable[tuple[str, str, Array]],
+    outputs: Iterable[str] = (),
+    parameters: Mapping[str, str] = NO_PARAMETERS,
+) -> bytes:
+    """The same, serialised.
+
+    To protobuf, two messages in a row are one. So what many requests have in common is kept.
+    """
+    inputs = list(inputs)
+    headers = tuple([(name, datatype, array.shape) for name, datatype, array in inputs])
+    raws = [_PACKED.get(datatype, np.ndarray.tobytes)(array) for _, datatype, array in inputs]
+    own = service_pb2.ModelInferRequest(id=request_id, raw_input_contents=raws)
+    for key, value in parameters.items():
+        own.parameters[key].string_param = value
+    packed: bytes = _in_common(model, headers, tuple(outputs)) + own.SerializeToString()
+    return packed
+
+
+def is_final(response: Any) -> bool:
+    """Whether a ``ModelInferResponse`` is the last of its request."""
+    parameters = response.parameters
+    return "triton_final_response" in parameters and parameters["triton_final_response"].bool_param
+
+
+def output_arrays(response: Any) -> Mapping[str, Array]:
+    """The outputs of a ``ModelInferResponse`` by name; BF16 becomes float32.
+
+    Raises ``ValueError`` for a response whose parts do not fit together.
+    """
+    outputs, raws = response.outputs, response.raw_output_contents
+    if len(outputs) != len(raws):
+        raise ValueError(f"{len(outputs)} outputs with the contents of {len(raws)}")
+    return {
+        output.name: _array(output.datatype, raw).reshape(output.shape)
+        for output, raw in zip(outputs, raws, strict=True)
+    }
+
+
+@lru_cache(maxsize=1024)
+def _in_common(
+    model: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...], outputs: tuple[str, ...]
+) -> bytes:
+    """All of a request but its id and values."""
+    message = service_pb2.ModelInferRequest(model_name=model)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, datatype, shape in headers:
+        message.inputs.add(name=name, datatype=datatype, shape=shape)
+    for output in outputs:
+        message.outputs.add(name=output)
+    packed: bytes = message.SerializeToString()
+    return packed
+
+
+def _packed_texts(array: Array) -> bytes:
+    packed = serialize_byte_tensor(array)
+    return packed.item() if packed.size else b""
+
+
+def _packed_bf16(array: Array) -> bytes:
+    """The upper halves of float32 numbers, rounded to the nearest, to even where there are two.
+
+    The oldest tritonclient that is supported cannot do this.
+    """
+    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+
+
+_PACKED = {"BYTES": _packed_texts, "BF16": _packed_bf16}  # other values are sent as they lie
+
+
+def _array(datatype: str, raw: bytes) -> Array:
+    if datatype == "BYTES":
+        texts: Array = deserialize_bytes_tensor(raw)
+        return texts
+    if datatype == "BF16":
+        return (np.frombuffer(raw, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
+    numpy_type = NUMPY_TYPES.get(datatype) or triton_to_np_dtype(datatype)
+    if numpy_type is None:
+        raise ValueError(f"an output of type {datatype}")
+    return np.frombuffer(raw, dtype=numpy_type)
+
+
+# --- the engine's model ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -105,11 +218,12 @@ class DeployedModel:
             may_be_one_step=is_cpp_backend and not one_step and not takes_none,
         )
 
-    def prompt_included(self, request: EngineRequest) -> bool:
-        """Whether a non-streaming answer to this request starts with the prompt."""
-        if request.streaming or "exclude_input_in_output" in self.inputs:
-            return False  # exclusion is always asked for where it can be
-        return not is_true(self.parameters.get("exclude_input_in_output", ""))
+    @cached_property
+    def repeats_prompt(self) -> bool:
+        """Whether an answer that is not streamed begins with the prompt: there is no way to exclude
+        it, which is always asked for where there is one."""
+        excluded = is_true(self.parameters.get("exclude_input_in_output", ""))
+        return not excluded and "exclude_input_in_output" not in self.inputs
 
     def outputs_for(self, request: EngineRequest) -> list[str]:
         """The outputs to ask for; nothing is sent that nobody reads."""
@@ -255,19 +369,32 @@ class ResponseReader:
 
     def __init__(self, request: EngineRequest, model: DeployedModel) -> None:
         self._request = request
-        self._skip = len(request.input_ids) if model.prompt_included(request) else 0
+        repeated = model.repeats_prompt and not request.streaming
+        self._skip = len(request.input_ids) if repeated else 0
         self._unfinished = set(range(request.num_return_sequences))
         self._single = request.num_return_sequences == 1
         self._plain = self._single and request.wants == _NO_WANTS and not self._skip
         self._ids_at: int | None = None  # which of two outputs holds the ids, once it is known
-        self.repeated = RepeatedMessage()
+        # The latest message of one id: its bytes before the id, those after it, and its length.
+        self._before, self._after, self._size = b"", b"", -1
         self._log_probs_read: dict[int, int] = {}
         self._last_metrics: dict[int, EngineMetrics | None] = {}
+
+    def next_id(self, packed: bytes) -> TokenIds | None:
+        """The id of a message that equals the latest one but for its id; ``None`` of any other.
+
+        Most messages of a stream differ in nothing else, and to see that costs a fraction of
+        parsing one.
+        """
+        if len(packed) != self._size or not packed.startswith(self._before):
+            return None
+        found = _ID.unpack_from(packed, len(self._before))
+        return found if found[0] >= 0 and packed.endswith(self._after) else None
 
     def read(self, response: Any, packed: bytes = b"") -> tuple[list[EngineChunk], bool]:
         """The chunks of one ``ModelInferResponse``, and whether it is the last of the request.
 
-        ``packed``: the message that it came in, for ``repeated``. Raises ``EngineError`` for a
+        ``packed``: the message that it came in, for ``next_id``. Raises ``EngineError`` for a
         response that breaks the contract.
         """
         last = is_final(response)
@@ -277,7 +404,10 @@ class ResponseReader:
                 self._unfinished.clear()
                 return [EngineChunk(token_ids=ids, final=True)], last
             if len(ids) == 1:
-                self.repeated.note(packed, response.raw_output_contents, self._ids_at or 0)
+                end = b"".join([_RAW_OF_4 + raw for raw in response.raw_output_contents])
+                self._size = len(packed) if len(end) == 12 and packed.endswith(end) else -1
+                place = len(packed) - (4 if self._ids_at else 10)
+                self._before, self._after = packed[:place], packed[place + 4 :]
             return [EngineChunk(token_ids=ids)], False
         try:
             arrays = output_arrays(response)
@@ -317,7 +447,8 @@ class ResponseReader:
             self._ids_at = None
             return None
         if last or self._ids_at is None:
-            self._ids_at = place_of_ids(response.outputs, raws)
+            first, second = [output.SerializeToString() for output in response.outputs]
+            self._ids_at = _place_of_ids(first, second, len(raws[0]), len(raws[1]))
             if self._ids_at is None:
                 return None
         ids, length = raws[self._ids_at], raws[1 - self._ids_at]
@@ -372,6 +503,23 @@ class ResponseReader:
         if not self._request.wants.perf_metrics or arrays.keys().isdisjoint(METRICS):
             return None
         return EngineMetrics(**{name: _number(arrays, name) for name in METRICS})
+
+
+@lru_cache(maxsize=256)
+def _place_of_ids(first: bytes, second: bytes, *sizes: int) -> int | None:
+    """Which of two packed outputs of ``sizes`` bytes holds the ids, if the other is their number
+    and both are well formed. Cached, since an engine's responses differ in little but their ids."""
+    read = service_pb2.ModelInferResponse.InferOutputTensor.FromString
+    outputs = [read(first), read(second)]
+    names = [output.name for output in outputs]
+    if sorted(names) != ["output_ids", "sequence_length"]:
+        return None
+    if any(output.datatype != "INT32" for output in outputs):
+        return None
+    place = names.index("output_ids")
+    if [*outputs[place].shape] != [1, 1, sizes[place] / 4]:
+        return None
+    return place if set(outputs[1 - place].shape) <= {1} else None
 
 
 def _ranked(arrays: Mapping[str, Array], name: str, rank: int, kinds: str = "f") -> Array:

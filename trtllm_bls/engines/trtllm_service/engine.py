@@ -20,28 +20,28 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from packaging.version import InvalidVersion, Version
 
-from trtllm_bls.engines.grpc_call import StallWatch
-from trtllm_bls.engines.grpc_transport import Connection, GrpcError
+from trtllm_bls.engines.base import CallChunks, RunningCalls
 from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service import messages
-from trtllm_bls.engines.trtllm_service.chunks import ServiceChunks
-from trtllm_bls.engines.trtllm_service.requests import service_request
+from trtllm_bls.engines.trtllm_service.answers import ServiceAnswer
+from trtllm_bls.engines.trtllm_service.requests import ServiceRequest, service_request
 from trtllm_bls.errors import (
     EngineError,
-    EngineStalled,
     EngineUnavailable,
     InvalidRequest,
     Overloaded,
     TrtllmBlsError,
 )
-from trtllm_bls.types import EngineCapacity, EngineRequest
+from trtllm_bls.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 from trtllm_bls.wire.engine_client import wire_id
 
 _ASK_SECONDS = 10.0  # for information about the model
 _PROBE_SECONDS = 5.0  # for a silent server to say how it is
 _ABORT_SECONDS = 2.0  # for an Abort to be answered, before its call is cancelled all the same
 _CLOSE_SECONDS = 1.0  # for aborts under way
-_HEALTH_SECONDS = 1.0  # so old an answer to a question for its health is believed
+_HEALTH_SECONDS = 1.0  # between questions for its health
+_LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
 _READ = Version("1.3.0rc29")  # whose source was read; earlier ones ignore some fields
 
 _TOO_LONG = re.compile(
@@ -82,20 +82,22 @@ class TrtllmServiceEngine:
     ) -> None:
         self.name = f"trtllm://{url}"
         self.settings = settings or ServiceSettings()
-        self._connection = Connection(url, tls=tls, gathers=True)
+        self.channel = GrpcChannel(url, tls=tls, coalesce_reads=True)
         self._known: EngineCapacity | None = None
         self._healthy = False
         self._asking = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
-        self._running: set[ServiceChunks] = set()
-        self._leaving: set[asyncio.Task[None]] = set()
-        self.watch = StallWatch(
-            self.settings.stall_seconds, lambda: bool(self._running), self._problem, self._stall
+        self._aborting: set[asyncio.Task[None]] = set()
+        self.calls = RunningCalls(
+            self.name, self.settings.stall_seconds, self._stall_problem, self._doubt
         )
 
     async def capacity(self) -> EngineCapacity:
-        """What the service and its settings tell. Raises ``EngineUnavailable``, also for a service
-        that is not well by its own account: it is asked every second, so that no request waits."""
+        """What the service and its settings tell. Raises ``EngineUnavailable``.
+
+        A service that is not healthy by its own account is unavailable, too. It is asked every
+        second in the background, so that no request waits for the answer.
+        """
         if not self._healthy:
             async with self._asking:
                 if not self._healthy:
@@ -109,63 +111,53 @@ class TrtllmServiceEngine:
             raise EngineUnavailable(f"{self.name}: not asked for its capacity yet")
         request_id = wire_id(request)
         asked = service_request(request, request_id, self.settings.eos_id, self._known)
-        chunks = ServiceChunks(self, request, asked)
-        self._running.add(chunks)
-        self.watch.begin()
-        return chunks
+        return ServiceChunks(self, request, asked)
 
     async def close(self) -> None:
         """Abort what runs and close the connection."""
-        self.watch.close()
+        self.calls.close()
         if self._looking is not None:
             self._looking.cancel()
-        for chunks in list(self._running):
+        for chunks in list(self.calls.running):
             await chunks.aclose()
-        if self._leaving:
-            await asyncio.wait(self._leaving, timeout=_CLOSE_SECONDS)
-        await self._connection.close()
+        if self._aborting:
+            await asyncio.wait(self._aborting, timeout=_CLOSE_SECONDS)
+        await self.channel.close()
 
     # --- used by the running requests ---------------------------------------------------------
 
-    def open_call(self, chunks: ServiceChunks, traceparent: str | None) -> Any:
-        """The ``Generate`` call of a request, begun."""
-        method = messages.SERVICE + "Generate"
-        return self._connection.open(method, chunks.on_messages, chunks.on_end, traceparent)
-
-    def ended(self, chunks: ServiceChunks) -> None:
-        """A request is over."""
-        self._running.discard(chunks)
-
-    def abort(self, request_id: str, call: Any) -> None:
+    def abort(self, request_id: str, call: GrpcCall) -> None:
         """End a request's work: ``Abort``, then the call is cancelled."""
         task = asyncio.create_task(self._abort(request_id, call))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
 
     def failure(self, error: GrpcError) -> TrtllmBlsError:
         """A call's status as an error of ours."""
         details = error.details.strip().partition("\n")[0] or error.status
-        details = details.removeprefix(f"{self._connection.target}: ")  # which is in our name
+        details = details.removeprefix(f"{self.channel.target}: ")  # which is in our name
         if error.status == "UNIMPLEMENTED":
             return EngineError(f"{self.name}: {_OTHER}")
         if _TOO_LONG.search(error.details):
             return InvalidRequest("input_ids", details)
         if error.status in _UNREACHABLE:
-            self._healthy = False
             return EngineUnavailable(f"{self.name}: {details}")
         if error.status == "INVALID_ARGUMENT":
             return InvalidRequest("request", details)
         if error.status == "RESOURCE_EXHAUSTED":
             return Overloaded(f"{self.name}: {details}; try again later")
-        self._healthy = False
         return EngineError(details)
 
     # --- the server ---------------------------------------------------------------------------
 
-    async def _abort(self, request_id: str, call: Any) -> None:
+    def _doubt(self) -> None:
+        """The next request asks for the service's health."""
+        self._healthy = False
+
+    async def _abort(self, request_id: str, call: GrpcCall) -> None:
         message = messages.AbortRequest(request_id=request_id).SerializeToString()
         try:
-            await self._connection.unary(messages.SERVICE + "Abort", message, _ABORT_SECONDS)
+            await self.channel.unary(messages.SERVICE + "Abort", message, _ABORT_SECONDS)
         except GrpcError as error:
             log.warning("%s: Abort failed: %s", self.name, error)
         finally:
@@ -173,24 +165,29 @@ class TrtllmServiceEngine:
 
     async def _ask(self, method: str, timeout: float) -> Any:
         request = messages.MESSAGES[f"{method}Request"]().SerializeToString()
-        answer = await self._connection.unary(messages.SERVICE + method, request, timeout)
+        answer = await self.channel.unary(messages.SERVICE + method, request, timeout)
         try:
             return messages.MESSAGES[f"{method}Response"].FromString(answer)
         except DecodeError as error:
             raise GrpcError("INTERNAL", f"its {method}Response cannot be read") from error
 
-    async def _problem(self, timeout: float = _PROBE_SECONDS) -> str | None:
+    async def _problem(self, timeout: float) -> str | None:
         """What is wrong with the server, by its own account or for want of one."""
         try:
             status = (await self._ask("HealthCheck", timeout)).status
         except GrpcError as error:
-            return _OTHER if error.status == "UNIMPLEMENTED" else error.details
-        return None if status == "OK" else f"it is not healthy: {status}"
+            problem = _OTHER if error.status == "UNIMPLEMENTED" else error.details
+        else:
+            problem = "" if status == "OK" else f"it is not healthy: {status}"
+        return f"{self.name}: {problem.partition(chr(10))[0]}" if problem else None
+
+    async def _stall_problem(self) -> str | None:
+        return await self._problem(_PROBE_SECONDS)
 
     async def _open(self) -> None:
         problem = await self._problem(_ASK_SECONDS)
         if problem is not None:
-            raise EngineUnavailable(f"{self.name}: {problem.partition(chr(10))[0]}")
+            raise EngineUnavailable(problem)
         if self._known is None:
             try:
                 model = await self._ask("GetModelInfo", _ASK_SECONDS)
@@ -231,11 +228,48 @@ class TrtllmServiceEngine:
             speculates=SPECULATES,
         )
 
-    def _stall(self, problem: str) -> None:
-        log.error("%s: %s; %d requests fail", self.name, problem, len(self._running))
-        self._healthy = False
-        for chunks in list(self._running):
-            chunks.stall(EngineStalled(f"{self.name}: {problem.partition(chr(10))[0]}"))
+
+class ServiceChunks(CallChunks):
+    """One request over one ``Generate`` call."""
+
+    def __init__(
+        self, engine: TrtllmServiceEngine, request: EngineRequest, asked: ServiceRequest
+    ) -> None:
+        self._engine = engine
+        self._asked = asked
+        self._answer = ServiceAnswer(request, asked)
+        super().__init__(engine.calls)
+        self._call = engine.channel.open(
+            messages.SERVICE + "Generate", self.on_messages, self._on_end, request.traceparent
+        )
+        self._call.send(asked.message.SerializeToString())
+        self._call.half_close()
+
+    def _read(self, messages: list[bytes], chunks: list[EngineChunk]) -> bool:
+        return self._answer.read(messages, chunks)
+
+    def _let_go(self, finished: bool) -> None:
+        if self._call.done:
+            return
+        if not finished:
+            self._abort()
+            return
+        # The server ends by itself what has had its last token, unless it does not know of that end
+        # or errs.
+        seconds = _LINGER_SECONDS if self._asked.ends_known else 0
+        timer = asyncio.get_running_loop().call_later(seconds, self._abort)
+        self._call.on_messages, self._call.on_end = ignore, lambda error: timer.cancel()
+
+    def _abort(self) -> None:
+        self._call.on_messages = self._call.on_end = ignore
+        self._engine.abort(self._asked.message.request_id, self._call)
+
+    def _on_end(self, error: GrpcError | None) -> None:
+        if error is not None:
+            self.give_up(self._engine.failure(error))
+        else:
+            problem = f"{self._engine.name} ended its stream without a last message"
+            self.give_up(EngineError(problem))
 
 
 def _is_read(version: str) -> bool:

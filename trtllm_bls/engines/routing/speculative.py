@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 from trtllm_bls.engines.base import ChunkStream, Engine, QueuedChunks, join_chunks
-from trtllm_bls.engines.draft_model import DraftModel
+from trtllm_bls.engines.routing.draft_model import DraftModel
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,

@@ -1,10 +1,13 @@
-"""Several engines of one model as one: each request goes to the one that does the least.
+"""Several engines of one model as one: each request goes to the one that runs the fewest sequences.
 
-An engine that cannot be reached or asked, or has stalled, rests: no request is sent there until it
-has told its capacity again. It is asked in the background, ever more rarely. A request that
-has produced nothing yet is tried on the others; so is one whose engine's queue is full. One that
-has produced tokens ends with the error, unless ``resume`` is on and it can be gone on with
-elsewhere, or has all its tokens.
+Every engine has a circuit breaker, which is closed while the engine serves. An engine that cannot
+be reached or asked for its capacity, or that stalls, opens it: no request is sent there. After a
+pause, which doubles each time, the breaker is half-open: the engine is asked for its capacity in
+the background, and the answer closes the breaker or opens it again.
+
+A request that has produced nothing is tried on the other engines, also when its engine's queue is
+full. One that has produced tokens ends with its engine's error, unless ``resume`` is on and the
+request can be continued elsewhere, or already has all of its tokens.
 """
 
 from __future__ import annotations
@@ -19,62 +22,66 @@ from trtllm_bls.engines.ends import SequenceEnds
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Overloaded
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, Wants
 
-_ASK_AGAIN_S = 1.0
-_FIRST_REST_S, _LONGEST_REST_S = 1.0, 30.0  # doubled each time
+_ASK_AGAIN_S = 1.0  # between questions for the capacity of an engine that serves
+_FIRST_OPEN_S, _LONGEST_OPEN_S = 1.0, 30.0  # until a breaker is half-open; doubled each time
 _LOST = (EngineUnavailable, EngineStalled)
 
 log = logging.getLogger(__name__)
 
 
 class _Replica:
-    """One engine: what it runs, and whether it may be given more."""
+    """One engine, its load, and its circuit breaker.
+
+    The breaker is closed while ``capacity`` is known; ``error`` says why it is open. Before the
+    engine is first asked it is open, too.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.sequences = 0
-        self.capacity: EngineCapacity | None = None  # while it rests, and before it is first asked
+        self.sequences = 0  # that run there
+        self.capacity: EngineCapacity | None = None
         self.error: EngineError = EngineUnavailable(
             f"{engine.name}: not asked for its capacity yet"
         )
         self._asking: asyncio.Task[None] | None = None
         self._asked_at = 0.0
-        self._return: asyncio.Task[None] | None = None
+        self._half_opening: asyncio.Task[None] | None = None
 
     async def ask(self) -> None:
-        """Have its capacity, or rest."""
+        """Ask the engine for its capacity, which closes the breaker or opens it."""
         self._asked_at = asyncio.get_running_loop().time()
         try:
             self.capacity = await self.engine.capacity()
         except EngineError as error:
-            self.rest(error)
+            self.open_breaker(error)
         except Exception as error:  # bytes that are no message, say
             problem = f"{self.engine.name}: asking for its capacity failed: {error!r}"
-            self.rest(EngineUnavailable(problem))
+            self.open_breaker(EngineUnavailable(problem))
 
     def ask_now_and_then(self) -> None:
-        """Ask beside the requests, which are not to wait for one of several engines."""
+        """Ask in the background: no request waits for one of several engines."""
         idle = self._asking is None or self._asking.done()
         if idle and asyncio.get_running_loop().time() - self._asked_at > _ASK_AGAIN_S:
             self._asking = asyncio.create_task(self.ask())
 
-    def rest(self, error: EngineError) -> None:
-        """Take no more requests until it answers again."""
-        if self._return is None or str(error) != str(self.error):
+    def open_breaker(self, error: EngineError) -> None:
+        """Send no more requests there until the engine answers again."""
+        if self._half_opening is None or str(error) != str(self.error):
             log.warning("%s; no request goes there until it answers again", error)
         self.capacity, self.error = None, error
-        self._return = self._return or asyncio.create_task(self._come_back())
+        self._half_opening = self._half_opening or asyncio.create_task(self._try_to_close())
 
-    async def _come_back(self) -> None:
-        seconds = _FIRST_REST_S
+    async def _try_to_close(self) -> None:
+        seconds = _FIRST_OPEN_S
         while self.capacity is None:
             await asyncio.sleep(seconds)
-            seconds = min(2 * seconds, _LONGEST_REST_S)
-            await self.ask()
-        self._return = None
+            seconds = min(2 * seconds, _LONGEST_OPEN_S)
+            await self.ask()  # half-open
+        self._half_opening = None
         log.info("%s answers again", self.engine.name)
 
     async def close(self) -> None:
-        for pending in (self._asking, self._return):
+        for pending in (self._asking, self._half_opening):
             if pending is not None:
                 pending.cancel()
         await self.engine.close()
@@ -83,8 +90,9 @@ class _Replica:
 class ReplicatedEngine:
     """``engines`` as one ``Engine``, which closes them.
 
-    ``resume``: a greedy or seeded request that has produced tokens goes on elsewhere, from its
-    prompt and these tokens; a drawn one with other draws than it would have had.
+    ``resume``: a greedy or seeded request that has produced tokens is continued on another engine,
+    whose prompt is the request's own and these tokens. A seeded one then has other draws than it
+    would have had.
     """
 
     def __init__(self, engines: Sequence[Engine], *, resume: bool = False) -> None:
@@ -96,7 +104,8 @@ class ReplicatedEngine:
         self._least = EngineCapacity()
 
     async def capacity(self) -> EngineCapacity:
-        """What all that can be reached can take. Raises ``EngineUnavailable`` if there is none."""
+        """What every engine that can be reached can take. Raises ``EngineUnavailable`` if none
+        can."""
         known = self._known()
         if not known:
             if self._opening is None or self._opening.done():
@@ -126,13 +135,15 @@ class ReplicatedEngine:
         return [each.capacity for each in self._replicas if each.capacity is not None]
 
     def choose(self, tried: Sequence[_Replica]) -> _Replica | None:
-        """The least loaded engine that is there and was not ``tried``."""
-        there = [each for each in self._replicas if each.capacity is not None and each not in tried]
-        return min(there, key=lambda replica: replica.sequences, default=None)
+        """The least loaded engine whose breaker is closed and which was not ``tried``."""
+        closed = [
+            each for each in self._replicas if each.capacity is not None and each not in tried
+        ]
+        return min(closed, key=lambda replica: replica.sequences, default=None)
 
 
 class _ReplicaChunks(ChunkStream):
-    """One request, on one engine after the other as long as it may move."""
+    """One request, on one engine and after a failure on another, as long as it may move."""
 
     def __init__(self, engine: ReplicatedEngine, request: EngineRequest) -> None:
         self._engine = engine
@@ -174,18 +185,20 @@ class _ReplicaChunks(ChunkStream):
 
     def _begin(self, replica: _Replica) -> None:
         self._tried.append(replica)
-        request = _rest(self._request, self._ids) if self._ids else self._request
+        request = _remaining(self._request, self._ids) if self._ids else self._request
         self._stream = replica.engine.generate(request)
         self._replica = replica
         replica.sequences += request.num_return_sequences
 
     async def _move(self, error: EngineError | Overloaded) -> None:
-        """To another engine, unless only the final flag is missing; raises ``error`` where there is
-        none, or the request has to stay."""
+        """Begin the request on another engine, or end it here if only its final flag is missing.
+
+        Raises ``error`` where there is no other engine or the request cannot move.
+        """
         replica = self._replica
         self._release()
         if isinstance(error, EngineError) and replica is not None:
-            replica.rest(error)
+            replica.open_breaker(error)
         await self._stream.aclose()
         end = SequenceEnds(self._request, 0).feed(tuple(self._ids))
         if end.final and not self._ended:
@@ -220,7 +233,7 @@ def _can_resume(request: EngineRequest) -> bool:
     )
 
 
-def _rest(request: EngineRequest, ids: Sequence[int]) -> EngineRequest:
+def _remaining(request: EngineRequest, ids: Sequence[int]) -> EngineRequest:
     """What is left of a request that has produced ``ids``."""
     sampling, made = request.sampling, len(ids)
     least, seed = sampling.min_tokens, sampling.seed

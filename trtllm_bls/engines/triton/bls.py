@@ -1,12 +1,12 @@
 """An engine reached through Triton's BLS API (``pb_utils.InferenceRequest``), without a socket.
 
-The decoupled BLS API of Triton 24.10 has defects that this module works around as far as can be
-(docs/architecture.md lists them): iterators are kept for a while after their end, always drained,
-and never trusted to deliver a mid-stream error, which is what the stall timer is for. A child is
-cancelled by a ``stop`` request with its id. What remains cannot be mended from here, so ``auto``
-prefers gRPC.
+It is for deployments whose server has no gRPC port: the decoupled BLS API of Triton 24.10 has
+defects that can only be worked around in part (docs/architecture.md lists them). Response iterators
+are kept for a while after their end, always drained, and never trusted to deliver an error in
+mid-stream, which is what the stall timer is for. A child request is cancelled by a ``stop`` request
+with its id.
 
-Iterators block, so each request has a thread that reads it into the event loop.
+Iterators block, so each request has a thread that reads its iterator into the event loop.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
 from trtllm_bls.errors import EngineError, EngineStalled, from_wire
@@ -35,9 +39,9 @@ else:
 
 _STOP_TRIES = 5
 _STOP_WAIT_SECONDS = 0.5
-# A reader that gets a response holds a lock of Triton's while it waits for the interpreter's; if
-# the next response of that stream comes meanwhile, the process may stop for good. So nobody who has
-# just read goes on holding the interpreter's lock.
+# A reader that gets a response holds a lock of Triton's while it waits for the interpreter's. If
+# the next response of that stream comes meanwhile, the process may stop for good. So a thread gives
+# the interpreter's lock up for this long after each read.
 _GIVE_WAY_SECONDS = 0.0001
 _KEEP_SECONDS = 2.0  # how long a finished iterator must stay referenced (triton 24.10: segfault)
 
@@ -45,16 +49,28 @@ log = logging.getLogger(__name__)
 
 
 class BlsEngine:
-    """The ``tensorrt_llm`` model named ``name`` in this very server."""
+    """The ``tensorrt_llm`` model named ``name`` in this very server.
+
+    What the model declares is read in ``repository``, the model repository on disk, as the BLS API
+    cannot tell. ``vocab_size`` is the length of a dense embedding bias; ``threads`` is the most
+    requests at one time. A stream that has begun and is silent for ``stall_seconds`` (0 = never)
+    fails.
+    """
 
     def __init__(
-        self, pb_utils: Any, name: str, model: DeployedModel, vocab_size: int, threads: int
+        self,
+        pb_utils: Any,
+        name: str,
+        repository: Path | None,
+        vocab_size: int,
+        threads: int,
+        stall_seconds: float = 0,
     ) -> None:
         self.name = name
-        self.stall_seconds = 0.0
         self._pb = pb_utils
-        self._model = model
+        self._repository = repository
         self._vocab = vocab_size
+        self._stall_seconds = stall_seconds
         # Two pools: a stop must not wait behind the very streams that it would end.
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix=f"bls-{name}")
         self._stoppers = ThreadPoolExecutor(threads, thread_name_prefix=f"bls-stop-{name}")
@@ -62,8 +78,12 @@ class BlsEngine:
         self._ended_lock = threading.Lock()
 
     async def capacity(self) -> EngineCapacity:
-        """What the model's parameters tell, where they are known."""
+        """What the parameters of the model's configuration tell. Raises ``EngineError``."""
         return self._model.capacity
+
+    @cached_property
+    def _model(self) -> DeployedModel:
+        return _declared(self._repository, self.name)
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""
@@ -86,12 +106,11 @@ class BlsEngine:
         reading = self._readers.submit(self._read, request_id, inputs, outputs, put, more)
         over = begun = False
         try:
-            # The API loses errors in the middle of a stream, so there silence must be taken for
-            # one. A first response may take any time: the request may be queued, or be answered
-            # whole.
-            while (item := await _next(items, self.stall_seconds if begun else 0)) is not _END:
+            # The API loses errors in mid-stream, so silence there is taken for one. The first
+            # response may take any time: the request may be queued, or be answered in one piece.
+            while (item := await _next(items, self._stall_seconds if begun else 0)) is not _END:
                 if item is _SILENCE:
-                    raise EngineStalled(f"{self.name} sent nothing for {self.stall_seconds:g} s")
+                    raise EngineStalled(f"{self.name} sent nothing for {self._stall_seconds:g} s")
                 begun = request.streaming
                 if isinstance(item, Exception):
                     over = True  # an error is the last thing a child sends
@@ -115,7 +134,7 @@ class BlsEngine:
         # The API does not pass Triton's final flag on; a whole non-streaming answer is the last.
         return not request.streaming and request.num_return_sequences == 1
 
-    # --- in threads of the pool -------------------------------------------------------------
+    # --- in threads of the pools --------------------------------------------------------------
 
     def _read(
         self,
@@ -181,6 +200,20 @@ class BlsEngine:
             self._ended.append((now, iterator))
             while self._ended[0][0] < now - _KEEP_SECONDS:
                 self._ended.popleft()
+
+
+def _declared(repository: Path | None, name: str) -> DeployedModel:
+    """What the model's configuration file declares; TensorRT-LLM's last form if there is none."""
+    path = repository / name / "config.pbtxt" if repository else None
+    if path is None or not path.is_file():
+        log.warning("%s: its config.pbtxt is not there; the last release's tensors assumed", name)
+        return DeployedModel()
+    config = model_config_pb2.ModelConfig()
+    try:
+        text_format.Parse(path.read_text(encoding="utf-8"), config)
+    except (text_format.ParseError, UnicodeDecodeError) as error:
+        raise EngineError(f"{name}: its config.pbtxt cannot be read: {error}") from error
+    return DeployedModel.of(config)
 
 
 _END = object()

@@ -1,29 +1,23 @@
-"""One request on its way over one ``Generate`` call: messages in, chunks out."""
+"""Messages of one ``Generate`` call as the chunks of its request, without I/O."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trtllm_bls.engines.base import QueuedChunks, join_chunks
+from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.engines.ends import SequenceEnds
-from trtllm_bls.engines.grpc_transport import GrpcError
 from trtllm_bls.engines.trtllm_fields import REASONS
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
-from trtllm_bls.errors import EngineError, TrtllmBlsError
+from trtllm_bls.errors import EngineError
 from trtllm_bls.types import EngineChunk, EngineRequest, FinishReason, TokenIds, TopLogProbs
 
-if TYPE_CHECKING:
-    from trtllm_bls.engines.trtllm_service.engine import TrtllmServiceEngine
-
 _response = messages.GenerateResponse.FromString
-_LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
 
 
-class ServiceChunks(QueuedChunks):
+class ServiceAnswer:
     """The answer of one request.
 
     A sequence ends here as soon as its last token is there. The server's own word on it,
@@ -31,118 +25,49 @@ class ServiceChunks(QueuedChunks):
     about what the chunks before it did not have.
     """
 
-    def __init__(
-        self, engine: TrtllmServiceEngine, request: EngineRequest, asked: ServiceRequest
-    ) -> None:
-        super().__init__(self._abort)
-        self._engine = engine
+    def __init__(self, request: EngineRequest, asked: ServiceRequest) -> None:
         self._request_id: str = asked.message.request_id
         self._copies = asked.copies
-        self._ends_known = asked.ends_known
-        self._in_pieces = request.streaming
+        self._streaming = request.streaming
         count = request.num_return_sequences // asked.copies
-        self._sequences = [_Sequence(request, index) for index in range(count)]
+        self._sequences = [_SequenceAnswer(request, index) for index in range(count)]
         self._unfinished = count
-        self._running = True
-        self._call = engine.open_call(self, request.traceparent)
-        self._call.send(asked.message.SerializeToString())
-        self._call.half_close()
 
-    def stall(self, error: TrtllmBlsError) -> None:
-        """Give the request up."""
-        self._abort()
-        self.fail(error)
+    def read(self, raw_messages: list[bytes], chunks: list[EngineChunk]) -> bool:
+        """Add what the messages hold to ``chunks``; whether all sequences have ended.
 
-    def on_messages(self, raw_messages: list[bytes]) -> None:
-        """Messages of the call have arrived."""
-        self._engine.watch.arrived()
-        chunks: list[EngineChunk] = []
-        try:
-            for raw in raw_messages:
-                chunk = self._read(_response(raw))
-                if chunk is not None:
-                    chunks.append(chunk)
-        except Exception as error:
-            self._put(chunks)
-            self._fail(error)
-            return
-        if self._unfinished:
-            self._put(chunks)
-            return
-        self._finish()  # first: whoever leaves with a last chunk aborts nothing
-        self._put(chunks)
-        self.end()
-
-    def on_end(self, error: GrpcError | None) -> None:
-        """The call has ended, and some sequence has not."""
-        self._over()
-        if error is not None:
-            self.fail(self._engine.failure(error))
-        else:
-            self.fail(EngineError(f"{self._engine.name} ended its stream without a last message"))
+        Raises ``EngineError``, and protobuf's errors for bytes that are no message.
+        """
+        for raw in raw_messages:
+            chunk = self._read(_response(raw))
+            if chunk is not None and self._copies > 1:
+                chunks += [replace(chunk, sequence_index=copy) for copy in range(self._copies)]
+            elif chunk is not None:
+                chunks.append(chunk)
+        return not self._unfinished
 
     def _read(self, response: Any) -> EngineChunk | None:
         """What is new in one message, if anything is; only of sequences that go on."""
         if response.request_id != self._request_id:
-            raise EngineError(f"{self._engine.name} answered to another request's id")
+            raise EngineError("the engine answered to another request's id")
         streamed = response.HasField("chunk")
         if not streamed and not response.HasField("complete"):
             return None
         part: Any = response.chunk if streamed else response.complete
         index: int = part.sequence_index
         if index >= len(self._sequences):
-            raise EngineError(f"{self._engine.name} answered for sequence {index}: none such")
+            raise EngineError(f"the engine answered for sequence {index}: none such")
         sequence = self._sequences[index]
         if sequence.ends.done:
             return None
-        chunk = sequence.piece(part) if streamed else sequence.rest(part)
+        chunk = sequence.read_chunk(part) if streamed else sequence.read_complete(part)
         self._unfinished -= chunk.final
-        if not self._in_pieces:
+        if not self._streaming:
             return sequence.collected(chunk)
         return chunk if chunk.token_ids or chunk.final else None
 
-    def _put(self, chunks: list[EngineChunk]) -> None:
-        if self._copies > 1:
-            chunks = [
-                replace(chunk, sequence_index=copy)
-                for chunk in chunks
-                for copy in range(self._copies)
-            ]
-        self.put(chunks)
 
-    def _finish(self) -> None:
-        """All sequences have their last token: what the server still says is not waited for."""
-        self._over()
-        if self._call.done:
-            return
-        # It may go on where it does not know of an end, or errs; a call that has ended is left.
-        seconds = _LINGER_SECONDS if self._ends_known else 0
-        timer = asyncio.get_running_loop().call_later(seconds, self._stop)
-        self._call.on_messages, self._call.on_end = _ignore, lambda error: timer.cancel()
-
-    def _stop(self) -> None:
-        if not self._call.done:
-            self._call.on_messages, self._call.on_end = _ignore, _ignore
-            self._engine.abort(self._request_id, self._call)
-
-    def _fail(self, error: Exception) -> None:
-        if not isinstance(error, TrtllmBlsError):
-            error = EngineError(f"{self._engine.name}: its message cannot be read: {error}")
-        self._abort()
-        self.fail(error)
-
-    def _abort(self) -> None:
-        """End the request's work, unless it is over."""
-        if self._running:
-            self._over()
-            self._stop()
-
-    def _over(self) -> None:
-        self._running = False
-        self._engine.ended(self)
-
-
-class _Sequence:
+class _SequenceAnswer:
     """One sequence: what has arrived of it."""
 
     def __init__(self, request: EngineRequest, index: int) -> None:
@@ -151,8 +76,8 @@ class _Sequence:
         self._received = 0
         self._collected: list[EngineChunk] = []
 
-    def piece(self, part: Any) -> EngineChunk:
-        """Of a ``GenerateStreamChunk``, whose ids are new."""
+    def read_chunk(self, part: Any) -> EngineChunk:
+        """A ``GenerateStreamChunk``, whose ids are new."""
         several = part.token_ids
         # Iterating over a repeated field takes two microseconds, even of one value.
         ids = (several[0],) if len(several) == 1 else tuple(several[:])
@@ -161,8 +86,8 @@ class _Sequence:
             return self.ends.feed(ids)
         return self._chunk(ids, _paired(ids, part.logprobs))
 
-    def rest(self, part: Any) -> EngineChunk:
-        """Of a ``GenerateComplete``, which repeats all ids, or all but those of a stop."""
+    def read_complete(self, part: Any) -> EngineChunk:
+        """A ``GenerateComplete``, which repeats all ids, or all but those of a stop."""
         if part.finish_reason == "error":
             raise EngineError("the engine failed while it answered")
         every: TokenIds = tuple(part.output_token_ids[:])
@@ -209,7 +134,3 @@ def _paired(ids: Sequence[int], entries: Iterable[Any]) -> list[Any]:
     if None in found:
         raise EngineError("the engine's log-probabilities are not those of its tokens")
     return found
-
-
-def _ignore(event: object) -> None:
-    pass

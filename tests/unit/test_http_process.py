@@ -12,21 +12,30 @@ from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
 from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.launcher import TritonServer
-from trtllm_bls.launcher.openai_process import OpenAIProcess
+from trtllm_bls.launcher.http_process import HttpProcess
 from trtllm_bls.launcher.ports import listen
 from trtllm_bls.settings import ServeSettings
 
 
 def server_beside(tmp_path: Path, **more: Any) -> Any:
     """A server whose engine is elsewhere, and cannot be reached."""
-    with listen("127.0.0.1", 0, "--openai-port") as held:
-        port = held.getsockname()[1]
+    with (
+        listen("127.0.0.1", 0, "--openai-port") as held,
+        listen("127.0.0.1", 0, "--http-port") as front,
+    ):
+        port, front_port = held.getsockname()[1], front.getsockname()[1]
     failures: list[str] = []
     return SimpleNamespace(
         settings=ServeSettings(
-            openai_port=port, engine="trtllm://127.0.0.1:1", model=DEMO / "target", **more
+            openai_port=port,
+            http_port=front_port,
+            engine="trtllm://127.0.0.1:1",
+            model=DEMO / "target",
+            **more,
         ),
         host="127.0.0.1",
+        grpc_url="127.0.0.1:1",
+        http_url="http://127.0.0.1:1",
         repository=REPOSITORY,
         environment=dict(os.environ)
         | {"TRTLLM_BLS_STATUS_DIR": str(tmp_path), "TRTLLM_BLS_MODEL_DIR": str(DEMO / "target")},
@@ -40,13 +49,13 @@ def server_beside(tmp_path: Path, **more: Any) -> Any:
 def test_a_dead_api_is_started_again_unless_the_server_stops(tmp_path: Path) -> None:
     """Why, and that it answers again, is told once each."""
     server, told = server_beside(tmp_path), list[str | None]()
-    api = OpenAIProcess(server, told.append, lambda _: None, lambda _: None)
+    api = HttpProcess(server, True, told.append, lambda _: None, lambda _: None)
     try:
         assert api.wait_until_ready()
         api.keep()
         api.kill()
         until(lambda: told[1:] == [None])
-        assert told[0] == "the OpenAI API has ended (SIGKILL, perhaps out of memory)"
+        assert told[0] == "the HTTP program has ended (SIGKILL, perhaps out of memory)"
         server.stop_requested = True
         api.kill()
     finally:
@@ -57,7 +66,7 @@ def test_a_dead_api_is_started_again_unless_the_server_stops(tmp_path: Path) -> 
 def test_a_dead_api_ends_a_server_that_is_not_to_be_started_again(tmp_path: Path) -> None:
     """``--on-failure exit`` holds for both."""
     server, told = server_beside(tmp_path, on_failure="exit"), list[str | None]()
-    api = OpenAIProcess(server, told.append, lambda _: None, lambda _: None)
+    api = HttpProcess(server, True, told.append, lambda _: None, lambda _: None)
     try:
         assert api.wait_until_ready()
         api.keep()
@@ -65,24 +74,29 @@ def test_a_dead_api_ends_a_server_that_is_not_to_be_started_again(tmp_path: Path
         until(lambda: server.failures)
     finally:
         api.close()
-    assert server.failures == ["the OpenAI API has ended (SIGKILL, perhaps out of memory)"]
+    assert server.failures == ["the HTTP program has ended (SIGKILL, perhaps out of memory)"]
     assert told == []
 
 
 def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> None:
     """``serve`` then tells of the server at once, rather than of an API that found no engine."""
-    with listen("127.0.0.1", 0, "--openai-port") as held:
-        port = held.getsockname()[1]
+    with (
+        listen("127.0.0.1", 0, "--openai-port") as held,
+        listen("127.0.0.1", 0, "--http-port") as front,
+    ):
+        port, front_port = held.getsockname()[1], front.getsockname()[1]
     server = SimpleNamespace(
-        settings=ServeSettings(openai_port=port),
+        settings=ServeSettings(openai_port=port, http_port=front_port),
         host="127.0.0.1",
+        grpc_url="127.0.0.1:1",
+        http_url="http://127.0.0.1:1",
         repository=REPOSITORY,
         environment=dict(os.environ) | {"TRTLLM_BLS_STATUS_DIR": str(tmp_path)},
         stop_requested=False,
         running=True,
     )
     lines: list[str] = []
-    api = OpenAIProcess(cast(TritonServer, server), lines.append, lines.append, lines.append)
+    api = HttpProcess(cast(TritonServer, server), True, lines.append, lines.append, lines.append)
     try:
         waiting = threading.Thread(target=api.wait_until_ready, daemon=True)
         waiting.start()

@@ -1,4 +1,6 @@
-"""The OpenAI API beside a server: a child process that supervises its workers.
+"""The HTTP in front of a server: a child process that supervises its workers.
+
+They answer the OpenAI API, and Triton's HTTP API at ``--http-port`` in front of Triton's own port.
 
 It is started when the models are ready and restarted when it dies or is stopped (SIGSTOP). A worker
 that is stopped is killed; the child then starts another.
@@ -6,6 +8,7 @@ that is stopped is killed; the child then starts another.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -18,9 +21,9 @@ from pathlib import Path
 
 import psutil
 
-from trtllm_bls.errors import SetupError
+from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.health import StoppedProcesses
-from trtllm_bls.launcher.certificates import client_context, curl_tls
+from trtllm_bls.launcher.certificates import client_context, curl_tls, own_tls
 from trtllm_bls.launcher.ports import ask
 from trtllm_bls.launcher.process import (
     GRACE_MARGIN,
@@ -39,13 +42,18 @@ _LOOK_S = 0.5
 
 
 def check(settings: ServeSettings) -> bool:
-    """Whether to serve the API. Raises ``SetupError`` if its port is taken.
+    """Whether HTTP can be answered here. Raises ``SetupError`` if the port of the API is taken, or
+    what needs this program was asked for without its packages.
 
     Call it before the models load, which takes long.
     """
-    if not settings.openai_port or find_spec("uvicorn") is None:
+    if any(find_spec(package) is None for package in ("uvicorn", "httpx")):
+        needs = {"--tls-cert": settings.tls_cert, "--http-keys": settings.http_keys}
+        for name in (name for name, value in needs.items() if value):
+            raise SettingsError(f"{name}: HTTP needs pip install 'trtllm-bls[openai]' for it")
         return False
-    listen(settings.host, settings.openai_port, "--openai-port", "no OpenAI API").close()
+    if settings.openai_port:
+        listen(settings.host, settings.openai_port, "--openai-port", "no OpenAI API").close()
     return True
 
 
@@ -67,8 +75,10 @@ def chat_curl(url: str, settings: ServeSettings) -> str:
     return f"curl -s{curl_tls(settings)} {url}/v1/chat/completions {headers} -d '{request}'"
 
 
-class OpenAIProcess:
-    """``trtllm-bls openai`` for a running server; ``kill`` does not wait for its end.
+class HttpProcess:
+    """``trtllm-bls openai`` in front of a running server; ``kill`` does not wait for its end.
+
+    ``with_api``: it has the OpenAI API too, whose address is ``url``.
 
     It drains when the server is asked to stop, as the server's models do. ``on_problem`` gets the
     reason when it stops answering, and ``None`` when it answers again; ``warn`` gets a line when a
@@ -78,14 +88,30 @@ class OpenAIProcess:
     def __init__(
         self,
         server: TritonServer,
+        with_api: bool,
         on_problem: Callable[[str | None], object],
         on_line: Callable[[str], object],
         warn: Callable[[str], object],
     ) -> None:
         settings = server.settings
         scheme = "http" if settings.tls_cert is None else "https"
-        self.url = f"{scheme}://{server.host}:{settings.openai_port}"
-        self.curl = chat_curl(self.url, settings)
+        self.url = f"{scheme}://{server.host}:{settings.openai_port}" if with_api else None
+        self.curl = chat_curl(self.url, settings) if self.url else ""
+        self._probe_url = f"{self.url}/health" if with_api else server.public_http_url + "/v2"
+        tls = own_tls(settings)
+        front = {
+            "port": settings.http_port,
+            # With client certificates, and none for us, Triton's gRPC port is closed to us.
+            "grpc": ""
+            if tls and settings.tls_client_ca and not tls.private_key
+            else server.grpc_url,
+            "http": server.http_url,
+            "alone": not with_api,
+            "keys": settings.http_keys,
+            "tls_pin": str(settings.tls_cert or ""),
+            "tls_cert": str((tls and tls.certificate_chain) or ""),
+            "tls_key": str((tls and tls.private_key) or ""),
+        }
         options = {
             "host": settings.host,
             "port": settings.openai_port,
@@ -99,8 +125,12 @@ class OpenAIProcess:
             "api-keys-file": settings.api_keys_file,
             "tool-parser": settings.tool_parser,
             "reasoning-parser": settings.reasoning_parser,
+            "max-body-bytes": settings.max_body_bytes,
+            "in-front-of": json.dumps(front),
         }
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        given += [f"--allowed-host={name}" for name in settings.allowed_hosts]
+        given += [f"--allow-origin={origin}" for origin in settings.allowed_origins]
         given += ["--expose"] if settings.expose else []
         self._command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
         self._command += given
@@ -110,7 +140,7 @@ class OpenAIProcess:
         self._context = client_context(settings)
         self._limit = settings.exit_timeout + GRACE_MARGIN
         self._closing = threading.Event()
-        self._keeping = threading.Thread(target=self._keep, name="openai-api", daemon=True)
+        self._keeping = threading.Thread(target=self._keep, name="http", daemon=True)
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -124,7 +154,7 @@ class OpenAIProcess:
             umask=PRIVATE,
         )
         assert process.stderr
-        relay_lines(process.stderr, self._on_line, "openai-log")
+        relay_lines(process.stderr, self._on_line, "http-log")
         return process
 
     def keep(self) -> None:
@@ -142,9 +172,9 @@ class OpenAIProcess:
                 return False
             code = self._process.poll()
             if code is not None:
-                raise SetupError(f"the OpenAI API did not start ({describe_exit(code)})")
+                raise SetupError(f"the HTTP program did not start ({describe_exit(code)})")
             if time.monotonic() > deadline:
-                raise SetupError(f"the OpenAI API did not answer within {_START_S:g} s")
+                raise SetupError(f"the HTTP program did not answer within {_START_S:g} s")
             time.sleep(_POLL_S)
         return True
 
@@ -187,28 +217,28 @@ class OpenAIProcess:
                 self._end()
 
     def _next_problem(self) -> str | None:
-        """Wait until the API ends or is stopped, and return why; ``None`` if it is being closed."""
+        """Wait until it ends or is stopped, and return why; ``None`` if it is being closed."""
         stopped = StoppedProcesses()
         while not self._closing.wait(_LOOK_S):
             code = self._process.poll()
             if code is not None and self._server.stop_requested:
                 return None
             if code is not None:
-                return f"the OpenAI API has ended ({describe_exit(code)})"
+                return f"the HTTP program has ended ({describe_exit(code)})"
             for process in stopped.look(self._supervisor_and_workers()):
                 if process.pid == self._process.pid:
                     self._end()
-                    return "the OpenAI API was stopped"
+                    return "the HTTP program was stopped"
                 with suppress(psutil.Error):
                     process.kill()
                     self._warn(
-                        f"worker {process.pid} of the OpenAI API was stopped (SIGSTOP) and has "
+                        f"worker {process.pid} of the HTTP program was stopped (SIGSTOP) and has "
                         "been killed: its requests have ended, and another worker is started"
                     )
         return None
 
     def _supervisor_and_workers(self) -> list[psutil.Process]:
-        """The API's own process, which starts its workers from its main thread."""
+        """The program's own process, which starts its workers from its main thread."""
         pid = self._process.pid
         found = []
         with suppress(OSError, psutil.Error):
@@ -221,7 +251,7 @@ class OpenAIProcess:
     def _answers(self) -> bool:
         settings = self._server.settings
         try:
-            status, _ = ask(f"{self.url}/health", 15, self._context)
+            status, _ = ask(self._probe_url, 15, self._context)
         except (ConnectionRefusedError, TimeoutError):
             return False
         except OSError:  # it refused the handshake: it asks for a certificate, and we have none

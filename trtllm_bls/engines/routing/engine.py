@@ -1,6 +1,6 @@
 """One engine made of a target and of what may draft for it; each request is routed to either.
 
-A request that speculates runs in rounds over both engines (``engines.speculative``); any other goes
+A request that speculates runs in rounds over both engines (``speculative``); any other goes
 straight to the target. A target that ends every request after one step, as older engines built for
 external drafts do, is asked for one token after the other.
 """
@@ -14,7 +14,7 @@ from contextlib import aclosing
 from functools import partial
 
 from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
-from trtllm_bls.engines.speculative import SpeculativeRun
+from trtllm_bls.engines.routing.speculative import SpeculativeRun
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
 from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.speculative.round_requests import check_speculative, one_step_probe
@@ -27,8 +27,8 @@ _PLAIN = SpeculationOptions(num_draft_tokens=0)
 log = logging.getLogger(__name__)
 
 
-def _ignore(stats: SpeculationStats) -> None:
-    pass
+def _report_nothing(stats: SpeculationStats) -> None:
+    """For requests whose figures nobody wants."""
 
 
 class RoutingEngine:
@@ -46,7 +46,7 @@ class RoutingEngine:
         options: SpeculationOptions | None = None,
         *,
         by_default: bool = False,
-        on_end: Callable[[SpeculationStats], None] = _ignore,
+        on_end: Callable[[SpeculationStats], None] = _report_nothing,
         shared: SpeculationShared | None = None,
     ) -> None:
         self.name = target.name
@@ -74,13 +74,14 @@ class RoutingEngine:
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``; refuses by name what speculation was asked for but cannot do."""
-        options = self._speculation(request)
-        on_end = self._on_end
+        options, on_end = None, self._on_end
+        if self._by_default or request.speculation != _NOT_ASKED:
+            options = self._speculation(request)
         if options is None:
             if not self.shared.one_step or request.draft is not None:
                 return self._target.generate(request)
             _check_one_step(request)
-            options, on_end = _PLAIN, _ignore
+            options, on_end = _PLAIN, _report_nothing
         run = SpeculativeRun(request, self._target, self._draft, self.shared)
         return TaskChunks(partial(run.run, options, on_end))
 
@@ -104,8 +105,6 @@ class RoutingEngine:
 
     def _speculation(self, request: EngineRequest) -> SpeculationOptions | None:
         """How to speculate; ``None`` for plain decoding. Raises as ``generate`` does."""
-        if not self._by_default and request.speculation == _NOT_ASKED:
-            return None
         options = self._options.for_request(
             request, by_default=self._by_default, has_draft_model=self._draft is not None
         )

@@ -1,0 +1,459 @@
+"""The client's side of gRPC over HTTP/2 as a state machine without I/O.
+
+``Http2Client`` is one connection. Requests go in by ``open``, ``send``, ``half_close`` and
+``reset``, and leave as the bytes of ``bytes_to_send``. Bytes from the server go into ``receive``,
+which returns what they mean as one ``Received``. The class knows neither sockets nor clocks, so its
+tests feed it bytes.
+
+Of HTTP/2 (RFC 9113) there is what a gRPC client meets. ``hpack`` packs and reads headers. The
+server may push nothing, priorities are ignored, and frames of unknown types are skipped.
+
+The windows that the server may fill are as large as they can be: messages are handed on as they
+arrive, so holding the server back would gain nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+
+from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
+
+from trtllm_bls.grpc_client.status import GrpcError, not_grpc, status_of
+
+DATA, HEADERS, RESET, SETTINGS, PUSH = 0x0, 0x1, 0x3, 0x4, 0x5
+PING, GOAWAY, UPDATE, CONTINUATION = 0x6, 0x7, 0x8, 0x9
+ACK, END_STREAM, END_HEADERS, PADDED, PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
+NO_ERROR, PROTOCOL_ERROR, REFUSED_STREAM, CANCEL = 0x0, 0x1, 0x7, 0x8
+_ENABLE_PUSH, _MAX_STREAMS, _INITIAL_WINDOW, _FRAME_SIZE, _HEADER_LIST = 0x2, 0x3, 0x4, 0x5, 0x6
+
+MAX_HEADERS_BYTES = 1 << 16  # of one header block, packed or not
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DEFAULT_FRAME_SIZE = 1 << 14  # HTTP/2's default: what the server may send, as we do not raise it
+_DEFAULT_WINDOW = (1 << 16) - 1
+_LARGEST = (1 << 31) - 1  # of a window, and of a stream's id
+_UPDATE_BYTES = 1 << 24  # received before a window is opened again by as much
+_TURN_BYTES = 1 << 18  # of one stream's data, before the other streams have a turn
+
+FRAME_HEADER = struct.Struct(">HBBBI")  # length (upper 16 bits, lower 8), type, flags, stream
+_MESSAGE_PREFIX = struct.Struct(">BI")  # gRPC's: compressed flag, length
+_NUMBER, _SETTING, _GOAWAY = struct.Struct(">I"), struct.Struct(">HI"), struct.Struct(">II")
+_HEADER_SIZE, _unpack_header = FRAME_HEADER.size, FRAME_HEADER.unpack_from
+_PREFIX_SIZE, _unpack_prefix = _MESSAGE_PREFIX.size, _MESSAGE_PREFIX.unpack_from
+
+# gRPC's table; any other code is INTERNAL.
+_STATUS_OF_RESET = {
+    REFUSED_STREAM: "UNAVAILABLE",
+    CANCEL: "CANCELLED",
+    0xB: "RESOURCE_EXHAUSTED",  # ENHANCE_YOUR_CALM
+    0xC: "PERMISSION_DENIED",  # INADEQUATE_SECURITY
+}
+
+
+class ProtocolError(Exception):
+    """The server broke HTTP/2; the connection cannot go on."""
+
+
+class Received:
+    """What the bytes of one read brought, by stream. All of them are parsed before any is acted on.
+
+    ``messages``: of each stream, in order; they precede the stream's end. ``ended``: streams with
+    their status (``None`` is OK). ``answered``: streams whose response has begun. ``refused``:
+    streams that the server reset before it looked at them, with the status that this would be.
+    ``goaway``: the server takes no new streams, and why; ``unprocessed`` are the streams that it
+    did not look at. ``failure``: how the server broke the protocol; what came before it counts.
+    """
+
+    __slots__ = ("answered", "ended", "failure", "goaway", "messages", "refused", "unprocessed")
+
+    def __init__(self) -> None:
+        self.messages: dict[int, list[bytes]] = {}
+        self.ended: dict[int, GrpcError | None] = {}
+        self.answered: list[int] = []
+        self.refused: dict[int, GrpcError] = {}
+        self.unprocessed: list[int] = []
+        self.goaway: str | None = None
+        self.failure: str | None = None
+
+
+class _Stream:
+    """One request, as far as it is not sent, and the part of a message that has arrived."""
+
+    __slots__ = (
+        "end_sent",
+        "half_closed",
+        "id",
+        "needs",
+        "outbox",
+        "partial",
+        "received",
+        "window",
+    )
+
+    def __init__(self, stream_id: int, window: int) -> None:
+        self.id = stream_id
+        self.window = window  # bytes that the server takes on this stream
+        self.outbox: deque[bytes | memoryview] = deque()
+        self.half_closed = self.end_sent = False
+        self.received = 0  # bytes since the stream's window was last opened
+        self.partial = bytearray()
+        self.needs = 0  # bytes of `partial` before another look at it is worth while
+
+    def split(self, payload: bytes) -> list[bytes]:
+        """The messages that ``payload`` completes; they may begin and end anywhere in payloads.
+
+        Raises ``GrpcError`` for a compressed one.
+        """
+        source: bytes | memoryview = payload
+        if not self.partial and len(payload) >= _PREFIX_SIZE:  # nearly always one whole message
+            compressed, length = _unpack_prefix(payload)
+            if not compressed and length == len(payload) - _PREFIX_SIZE:
+                return [payload[_PREFIX_SIZE:]]
+        elif self.partial:
+            self.partial += payload
+            if len(self.partial) < self.needs:
+                return []
+            source = memoryview(self.partial)
+        messages = []
+        start, size, needs = 0, len(source), _PREFIX_SIZE
+        while size - start >= _PREFIX_SIZE:
+            compressed, length = _unpack_prefix(source, start)
+            if compressed:
+                raise GrpcError("INTERNAL", "the server compressed a message without being asked")
+            needs = _PREFIX_SIZE + length
+            if size - start < needs:
+                break
+            messages.append(bytes(source[start + _PREFIX_SIZE : start + needs]))
+            start += needs
+            needs = _PREFIX_SIZE
+        if self.partial or start < size:
+            self.partial = bytearray(source[start:])
+            self.needs = needs
+        return messages
+
+
+class Http2Client:
+    """One connection. ``ready`` once the server's first SETTINGS have come; ``draining`` when no
+    stream can be opened any more. ``output`` are frames to be sent and ``unsent`` the streams that
+    have more to send: ``bytes_to_send`` is due while either holds something.
+    """
+
+    def __init__(self) -> None:
+        settings = ((_ENABLE_PUSH, 0), (_INITIAL_WINDOW, _LARGEST), (_HEADER_LIST, 1 << 16))
+        own = b"".join([_SETTING.pack(*setting) for setting in settings])
+        update = number_frame(UPDATE, 0, _LARGEST - _DEFAULT_WINDOW)
+        self.output: list[bytes] = [_PREFACE, frame(SETTINGS, 0, 0, own), update]
+        self.unsent: dict[int, _Stream] = {}  # in the order of their turns
+        self.ready = self.draining = False
+        self._streams: dict[int, _Stream] = {}
+        self._next_id = 1
+        self._received = 0  # bytes since the connection's window was last opened
+        self._partial_frame = b""
+        self._headers = HeaderBlocks()
+        # What the server allows.
+        self._window = self._initial_window = _DEFAULT_WINDOW  # of all streams together, of each
+        self._max_streams, self._max_frame_size = _LARGEST, _DEFAULT_FRAME_SIZE
+
+    # Requests
+
+    @property
+    def can_open(self) -> bool:
+        """Whether the server takes another stream now."""
+        return self.ready and not self.draining and len(self._streams) < self._max_streams
+
+    def open(self, headers: bytes) -> int:
+        """Begin a request with a packed header block: the id of its stream."""
+        stream = _Stream(self._next_id, self._initial_window)
+        self._streams[stream.id] = stream
+        self.output.append(frame(HEADERS, END_HEADERS, stream.id, headers))
+        self._next_id += 2
+        self.draining |= self._next_id > _LARGEST
+        return stream.id
+
+    def send(self, stream_id: int, message: bytes) -> None:
+        """Queue a message; it leaves when flow control admits it."""
+        if (stream := self._streams.get(stream_id)) is not None:
+            stream.outbox.append(_MESSAGE_PREFIX.pack(0, len(message)) + message)
+            self.unsent[stream_id] = stream
+
+    def half_close(self, stream_id: int) -> None:
+        """End the request after what is queued."""
+        if (stream := self._streams.get(stream_id)) is not None:
+            stream.half_closed = True
+            self.unsent[stream_id] = stream
+
+    def reset(self, stream_id: int) -> None:
+        """Cancel the request; nothing more is received of it. Nothing happens once it has ended."""
+        if (stream := self._streams.get(stream_id)) is not None:
+            self._close(stream, CANCEL)
+
+    def bytes_to_send(self, *, data: bool = True) -> bytes:
+        """All frames that are due, and with ``data`` a turn of each stream's data."""
+        for stream in [*self.unsent.values()] if data else ():
+            del self.unsent[stream.id]
+            turn = _TURN_BYTES
+            while stream.outbox:
+                size = min(self._window, stream.window, turn, self._max_frame_size)
+                if size <= 0:
+                    self.unsent[stream.id] = stream  # the last now: windows and turns go around
+                    break
+                part = stream.outbox.popleft()
+                if len(part) > size:
+                    stream.outbox.appendleft(memoryview(part)[size:])
+                    part = part[:size]
+                stream.end_sent = stream.half_closed and not stream.outbox
+                flags = END_STREAM if stream.end_sent else 0
+                self.output.append(frame(DATA, flags, stream.id, part))
+                self._window -= len(part)
+                stream.window -= len(part)
+                turn -= len(part)
+            if stream.half_closed and not stream.outbox and not stream.end_sent:
+                stream.end_sent = True
+                self.output.append(frame(DATA, END_STREAM, stream.id, b""))
+        packed = b"".join(self.output)
+        self.output.clear()
+        return packed
+
+    @property
+    def has_more_data(self) -> bool:
+        """Whether flow control admits data that ``bytes_to_send`` has left to another turn."""
+        return self._window > 0 and any(stream.window > 0 for stream in self.unsent.values())
+
+    def _close(self, stream: _Stream, reset: int | None) -> None:
+        """The stream is over; ``reset`` tells so to a server that would go on with it."""
+        del self._streams[stream.id]
+        self.unsent.pop(stream.id, None)
+        if reset is not None:
+            self.output.append(number_frame(RESET, stream.id, reset))
+
+    # Responses
+
+    def receive(self, data: bytes) -> Received:
+        """What the next bytes of the connection bring."""
+        received = Received()
+        data = self._partial_frame + data
+        start, size = 0, len(data)
+        try:
+            while size - start >= _HEADER_SIZE:
+                high, low, kind, flags, stream_id = _unpack_header(data, start)
+                length = high << 8 | low
+                if length > _DEFAULT_FRAME_SIZE or not (self.ready or kind == SETTINGS):
+                    raise ProtocolError("this is not an HTTP/2 server")
+                body = start + _HEADER_SIZE
+                start_of_next = body + length
+                if start_of_next > size:
+                    break
+                payload = data[body:start_of_next]
+                if kind == DATA and self._headers.open_on is None:
+                    self._receive_data(received, stream_id, flags, payload)
+                elif kind == UPDATE and self._headers.open_on is None:
+                    self._receive_update(stream_id, payload)
+                else:
+                    self._receive_other(received, kind, flags, stream_id, payload)
+                start = start_of_next
+        except (ProtocolError, struct.error) as error:  # the latter for a frame of another length
+            start, received.failure = size, str(error)
+            self.output.append(frame(GOAWAY, 0, 0, _GOAWAY.pack(0, PROTOCOL_ERROR)))
+        self._partial_frame = data[start:]
+        return received
+
+    def _receive_data(self, received: Received, stream_id: int, flags: int, payload: bytes) -> None:
+        size = len(payload)
+        self._received += size
+        if self._received >= _UPDATE_BYTES:
+            self.output.append(number_frame(UPDATE, 0, self._received))
+            self._received = 0
+        stream = self._streams.get(stream_id)
+        if stream is None:  # it was cancelled, and the server did not know yet
+            return
+        stream.received += size
+        if stream.received >= _UPDATE_BYTES:
+            self.output.append(number_frame(UPDATE, stream_id, stream.received))
+            stream.received = 0
+        try:
+            messages = stream.split(unpadded(payload, PADDED) if flags & PADDED else payload)
+        except GrpcError as error:
+            self._end(received, stream, error, CANCEL)
+            return
+        if messages:
+            before = received.messages.get(stream_id)
+            if before is None:
+                received.messages[stream_id] = messages
+            else:
+                before += messages
+        if flags & END_STREAM:
+            self._end(received, stream, status_of({}), CANCEL)
+
+    def _end(
+        self, received: Received, stream: _Stream, error: GrpcError | None, reset: int | None
+    ) -> None:
+        self._close(stream, reset)
+        received.ended[stream.id] = error
+
+    def _receive_other(
+        self, received: Received, kind: int, flags: int, stream_id: int, payload: bytes
+    ) -> None:
+        """Any frame but DATA and WINDOW_UPDATE, or one of them among a block of headers."""
+        if self._headers.open_on is not None and kind != CONTINUATION:
+            raise ProtocolError("headers that are not continued")
+        if kind in (HEADERS, CONTINUATION):
+            fields = self._headers.add(kind, flags, stream_id, payload)
+            if fields is not None:
+                self._receive_headers(received, stream_id, fields)
+        elif kind == RESET:
+            self._receive_reset(received, stream_id, payload)
+        elif kind == GOAWAY:
+            self._receive_goaway(received, payload)
+        elif stream_id == 0:
+            self._receive_control(kind, flags, payload)
+        elif kind in (SETTINGS, PING, PUSH):
+            raise ProtocolError(f"a frame of type {kind} on stream {stream_id}")
+
+    def _receive_control(self, kind: int, flags: int, payload: bytes) -> None:
+        """A frame of the connection that is neither GOAWAY nor WINDOW_UPDATE."""
+        if kind == SETTINGS:
+            self._receive_settings(flags, payload)
+        elif kind == PING:
+            if len(payload) != 8:
+                raise ProtocolError(f"a PING of {len(payload)} bytes")
+            if not flags & ACK:
+                self.output.append(frame(PING, ACK, 0, payload))
+
+    def _receive_update(self, stream_id: int, payload: bytes) -> None:
+        """The server takes more bytes: on the connection (stream 0) or on one stream."""
+        increment = _NUMBER.unpack(payload)[0] & _LARGEST  # the highest bit is reserved
+        stream = self._streams.get(stream_id)
+        if stream_id == 0:
+            window = self._window = self._window + increment
+        elif stream is not None:
+            window = stream.window = stream.window + increment
+        else:  # it was cancelled, and the server did not know yet
+            return
+        if not increment or window > _LARGEST:
+            raise ProtocolError(f"a WINDOW_UPDATE by {increment} to {window}")
+
+    def _receive_headers(
+        self, received: Received, stream_id: int, fields: dict[bytes, bytes]
+    ) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is None or fields.get(b":status", b"").startswith(b"1"):
+            return
+        received.answered.append(stream_id)
+        if self._headers.ended:
+            error = status_of(fields)
+            if error is None and stream.partial:
+                error = GrpcError("INTERNAL", "the call ended within a message")
+            # Without our END_STREAM the stream would stay open on this side.
+            self._end(received, stream, error, None if stream.end_sent else NO_ERROR)
+        elif (error := not_grpc(fields)) is not None:
+            self._end(received, stream, error, CANCEL)
+
+    def _receive_reset(self, received: Received, stream_id: int, payload: bytes) -> None:
+        (code,) = _NUMBER.unpack(payload)
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return
+        status = _STATUS_OF_RESET.get(code, "INTERNAL")
+        error = GrpcError(status, f"the server reset the stream: HTTP/2 error {code}")
+        if code == REFUSED_STREAM:
+            self._close(stream, None)
+            received.refused[stream_id] = error
+        else:
+            self._end(received, stream, error, None)
+
+    def _receive_goaway(self, received: Received, payload: bytes) -> None:
+        """The server goes on with the streams that it has accepted."""
+        last, code = _GOAWAY.unpack_from(payload)
+        text = payload[_GOAWAY.size :].decode("utf-8", "replace")
+        received.goaway = text or f"HTTP/2 error {code}"
+        self.draining = True
+        for stream in [each for each in self._streams.values() if each.id > last]:
+            self._close(stream, CANCEL)
+            received.unprocessed.append(stream.id)
+
+    def _receive_settings(self, flags: int, payload: bytes) -> None:
+        if flags & ACK:
+            return
+        self.ready = True
+        for name, value in _SETTING.iter_unpack(payload):
+            if name == _MAX_STREAMS:
+                self._max_streams = value
+            elif name == _INITIAL_WINDOW:
+                change = value - self._initial_window
+                self._initial_window = value
+                windows = [value]
+                for stream in self._streams.values():  # it holds for streams that are open, too
+                    stream.window += change
+                    windows.append(stream.window)
+                if max(windows) > _LARGEST:
+                    raise ProtocolError(f"SETTINGS with windows of {value} bytes")
+            elif name == _FRAME_SIZE:
+                if not _DEFAULT_FRAME_SIZE <= value < 1 << 24:
+                    raise ProtocolError(f"SETTINGS with frames of {value} bytes")
+                self._max_frame_size = value
+        self.output.append(frame(SETTINGS, ACK, 0, b""))
+
+
+class HeaderBlocks:
+    """The header blocks of one connection, each of which may come in several frames."""
+
+    def __init__(self) -> None:
+        self._decoder = Decoder(MAX_HEADERS_BYTES)
+        self._parts = b""
+        self.ended = False  # whether the stream ends with the block that was read last
+        self.open_on: int | None = None  # the stream whose block is to be continued
+
+    def add(
+        self, kind: int, flags: int, stream_id: int, payload: bytes
+    ) -> dict[bytes, bytes] | None:
+        """The fields of a block, once all of its parts have come. Raises ``ProtocolError``.
+
+        To be called for every stream, ended ones included: all blocks share one table.
+        """
+        if kind == HEADERS:
+            self._parts, self.ended = unpadded(payload, flags), bool(flags & END_STREAM)
+        elif stream_id != self.open_on:
+            raise ProtocolError("a CONTINUATION without HEADERS")
+        else:
+            self._parts += payload
+        if len(self._parts) > MAX_HEADERS_BYTES:
+            raise ProtocolError(f"headers of more than {MAX_HEADERS_BYTES} bytes")
+        if not flags & END_HEADERS:
+            self.open_on = stream_id
+            return None
+        self.open_on = None
+        try:
+            fields = self._decoder.decode(self._parts, raw=True)
+        except HPACKError as error:
+            raise ProtocolError(f"headers that cannot be read: {error}") from error
+        return {bytes(name): bytes(value) for name, value in fields}
+
+
+def packed_headers(fields: list[tuple[bytes, bytes]]) -> bytes:
+    """A header block that can be sent at any time, since none of its fields enters the table that
+    the server keeps."""
+    block: bytes = Encoder().encode([NeverIndexedHeaderTuple(*field) for field in fields])
+    return block
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes | memoryview) -> bytes:
+    """A whole frame."""
+    size = len(payload)
+    return FRAME_HEADER.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload
+
+
+def number_frame(kind: int, stream_id: int, number: int) -> bytes:
+    """A frame of one number: the increment of a window, the code of a reset."""
+    return frame(kind, 0, stream_id, _NUMBER.pack(number))
+
+
+def unpadded(payload: bytes, flags: int) -> bytes:
+    """A frame's payload without padding and priority. Raises ``ProtocolError``."""
+    begin, end = 0, len(payload)
+    if flags & PADDED:
+        begin, end = 1, end - payload[0] if payload else -1
+    if flags & PRIORITY:
+        begin += 5
+    if begin > end:
+        raise ProtocolError("a frame with more padding than it has room for")
+    return payload[begin:end]
