@@ -27,6 +27,7 @@ from trtllm_bls.http.guard import (
     BodyReader,
     BrowserGuard,
     ConnectionLimits,
+    accepting,
     raise_descriptor_limit,
 )
 from trtllm_bls.http.triton import TritonAddresses, TritonHttp
