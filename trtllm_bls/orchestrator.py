@@ -12,7 +12,7 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -103,7 +103,6 @@ class Orchestrator:
         self.admission = admission or Admission(sys.maxsize, 0, None)
         self._on_end = on_end
         self._open: set[_RequestRecord] = set()
-        self.encode_ahead = self._prompts.encode_ahead  # of requests that are about to be run
         self._tokens = 0  # of requests that are over
 
     def load(self) -> tuple[int, int]:
@@ -119,6 +118,10 @@ class Orchestrator:
         They grow while an answer in one piece is read, of which no response tells before its end.
         """
         return self._tokens + sum(record.tokens for record in self._open.copy())
+
+    def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
+        """Tokenise, as a batch, prompts of requests that are about to be run; on any thread."""
+        self._prompts.encode_ahead(requests)
 
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
