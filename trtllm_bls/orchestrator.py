@@ -12,7 +12,7 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -101,17 +101,21 @@ class Orchestrator:
         self._prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
         self._engine = engine
         self._defaults = defaults
-        self._admission = admission or Admission(sys.maxsize, 0, None)
+        self.admission = admission or Admission(sys.maxsize, 0, None)
         self._on_end = on_end
         self._open: set[_RequestRecord] = set()
-        self.encode_ahead = self._prompts.encode_ahead  # of requests that are about to be run
         self._tokens = 0  # of requests that are over
 
     def load(self) -> tuple[int, int]:
-        """Requests that run in the engine, and that wait to be given to it; from any thread."""
+        """Requests that run, and that wait for their first token; from any thread."""
         records = self._open.copy()
-        running = sum(record.running for record in records)
-        return running, len(records) - running
+        waiting = sum(record.waits for record in records)
+        return len(records) - waiting, waiting
+
+    @property
+    def queued(self) -> int:
+        """Requests that the engine has not been given; any thread may ask."""
+        return sum(not record.running for record in self._open.copy())
 
     @property
     def tokens(self) -> int:
@@ -128,6 +132,10 @@ class Orchestrator:
         """
         self._check(request)
         return self._prompts.make(request, None, _give_way).ids
+
+    def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
+        """Tokenise, as a batch, prompts of requests that are about to be run; on any thread."""
+        self._prompts.encode_ahead(requests)
 
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
@@ -167,11 +175,11 @@ class Orchestrator:
         stream: ChunkStream | None = None
         time_limit = timeout_at(deadline)
         try:
-            async with time_limit, self._admission.acquire(sequences):
+            async with time_limit, self.admission.acquire(sequences):
                 capacity = await self._engine.capacity()
                 prompt = await self._prompt(request, capacity)
                 asked, answer = self._prepared(request, prompt, capacity)
-                record.begin(len(prompt.ids), answer)
+                record.begin(len(prompt.ids), answer, asked.streaming)
                 stream = self._engine.generate(asked)
                 await self._drive(stream, answer, record)
         except (asyncio.CancelledError, Exception) as error:
@@ -311,6 +319,7 @@ class _RequestRecord:
     def __init__(self, request: TextRequest, sink: TextSink, clock: Callable[[], float]) -> None:
         self.ready: Callable[[], Coroutine[Any, Any, None]] = sink.ready
         self.running = False  # the engine was given the request
+        self._streams = False  # the engine gives token by token
         self._request = request
         self._send = sink.send
         self._clock = clock
@@ -322,11 +331,17 @@ class _RequestRecord:
         self._answer: Answer | None = None
         self._endings: list[Ending] = []
 
-    def begin(self, prompt_tokens: int, answer: Answer) -> None:
-        """The engine is about to be given the request."""
+    def begin(self, prompt_tokens: int, answer: Answer, streams: bool) -> None:
+        """The engine is about to be given the request. ``streams``: it gives token by token."""
         self._prompt_tokens, self._answer = prompt_tokens, answer
         self._begun_at = self._clock()
-        self.running = True
+        self.running, self._streams = True, streams
+
+    @property
+    def waits(self) -> bool:
+        """Whether no token has come yet. An answer that the engine gives in one piece shows none
+        before its end, so its request runs as soon as the engine was given it."""
+        return not self.running or (self._streams and not self.tokens)
 
     @property
     def tokens(self) -> int:

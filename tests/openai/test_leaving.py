@@ -326,6 +326,24 @@ def test_health_is_the_engines(connect: Connect) -> None:
     assert len(engine.requests) == asked  # proven a moment ago
 
 
+def test_engines_that_are_out_are_named() -> None:
+    """While one works, the API is degraded; when none does, it is not healthy."""
+    problems = {"trtllm://a": "", "trtllm://b": ""}
+    engine = saying(SAYS)
+    with serving(engine, ScriptedBackend(engine, problems=problems)) as api:
+        assert get(api, "/health") == (200, '{"status":"ok"}')
+        problems["trtllm://b"] = "trtllm://b: it is dead"
+        status, body = get(api, "/health")
+        engines = {"trtllm://a": "ok", "trtllm://b": "trtllm://b: it is dead"}
+        assert (status, json.loads(body)) == (200, {"status": "degraded", "engines": engines})
+        metrics = get(api, "/metrics")[1].splitlines()
+        up = 'trtllm_bls_engine_up{engine="trtllm://'
+        assert [line for line in metrics if line.startswith(up)] == [f'{up}a"}} 1', f'{up}b"}} 0']
+        problems["trtllm://a"] = "trtllm://a: it is dead, too"
+        status, body = get(api, "/health")
+        assert status == 503 and "it is dead, too" in body
+
+
 def requests_over(api: RunningApi, **labels: str) -> float:
     """How many have these labels, as Prometheus reads them."""
     return sum(

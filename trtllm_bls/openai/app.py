@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
-from trtllm_bls.errors import InvalidRequest, TrtllmBlsError
+from trtllm_bls.errors import InvalidRequest, Overloaded, TrtllmBlsError
 from trtllm_bls.http.guard import (
     BodyReader,
     BrowserGuard,
@@ -57,6 +57,7 @@ from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.engine_steps import told_longest
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
+from trtllm_bls.status import common_problem, engines_up
 from trtllm_bls.types import TextChunk, TextRequest
 
 # Parsing 256 KiB takes a few ms. A larger body is parsed in a thread, so that streams go on.
@@ -194,6 +195,15 @@ class _Api:
         reply = Reply(scope, send)
         await reply.error(self.refused(reply, cause))
 
+    def check_room(self, reply: Reply) -> None:
+        """Refuse a request without reading it where all places are taken. Raises ``Overloaded``."""
+        orchestrator = self.backend.orchestrator
+        try:
+            orchestrator.admission.check_room()
+        except Overloaded as error:
+            orchestrator.refused(reply.request_id.decode(), error)
+            raise
+
     def refused(self, reply: Reply, cause: Exception, prompt: str = "") -> ApiError:
         """Count and log a request that is refused before it runs; the error to answer."""
         error = api_error(cause, prompt, None)
@@ -231,19 +241,23 @@ class _Api:
         }
 
     async def health_of_engine(self, request: Request) -> Response:
-        refusal = self.requests.refusal
-        problem = str(refusal) if refusal else await self.backend.engine_problem()
+        refusal, engines = self.requests.refusal, await self.backend.engine_problems()
+        problem = str(refusal) if refusal else common_problem(engines)
         problem = problem or await self.health.problem()
-        if problem is None:
+        if problem is not None:
+            return _Reply(ApiError(503, problem, code="engine_unavailable", headers=RETRY))
+        if not any(engines.values()):
             return _Reply({"status": "ok"})
-        return _Reply(ApiError(503, problem, code="engine_unavailable", headers=RETRY))
+        told = {name: ill or "ok" for name, ill in engines.items()}
+        return _Reply({"status": "degraded", "engines": told})
 
     async def metrics(self, request: Request) -> Response:
         own = samples(self._metrics, self.settings.model_names[0])
         if self._shared is not None:
             self._shared.write(own)
             own = self._shared.total()
-        return Response(written(own), media_type=CONTENT_TYPE)
+        text = written(own) + engines_up(await self.backend.engine_problems())
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:
         return _Reply(document(self.settings.model_names))
@@ -326,6 +340,7 @@ class _Generate:
         api, reply = self._api, Reply(scope, send)
         guide_field = ""
         try:
+            api.check_room(reply)
             try:
                 async with api.bodies.read(scope, receive) as body:
                     if len(body) > _LARGE_BODY_BYTES:
@@ -344,8 +359,11 @@ class _Generate:
                 )
                 if request.stream:
                     await reply.events(response.last_events, end=True)
+                elif response.is_scored:
+                    # On the event loop, log-probabilities of many tokens would hold up all streams.
+                    await reply.json(await asyncio.to_thread(response.whole))
                 else:
-                    await reply.json(response.whole)
+                    await reply.json(response.whole())
             api.health.proven()
         except ClientGone:
             pass
