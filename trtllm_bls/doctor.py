@@ -76,8 +76,9 @@ def installed(package: str) -> str | None:
 
 def serve_ports() -> dict[str, int]:
     """The ports that ``serve`` takes unless told otherwise, by option."""
-    named = (each for each in fields(ServeSettings) if each.name.endswith("_port"))
-    return {option(each.name): int(each.default) for each in named if isinstance(each.default, int)}
+    names = [each.name for each in fields(ServeSettings) if each.name.endswith("_port")]
+    defaults = {option(name): getattr(ServeSettings, name) for name in names}
+    return {flag: port for flag, port in defaults.items() if port is not None}
 
 
 def _release(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
