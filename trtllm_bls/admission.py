@@ -43,6 +43,19 @@ class Admission:
         self.running = 0  # sequences
         self.queued = 0
 
+    @property
+    def room(self) -> int:
+        """How many more sequences may run or wait; any thread may ask."""
+        return self._max_running + self._max_queued - self.running - self.queued
+
+    def check_room(self) -> None:
+        """Raise ``Overloaded`` if ``acquire`` would refuse any request now.
+
+        This is for a caller that can refuse a request before it reads it.
+        """
+        if self.room <= 0:
+            raise self._overloaded("as many as may", "max_queued_requests")
+
     @asynccontextmanager
     async def acquire(self, sequences: int) -> AsyncIterator[None]:
         """Let a request of so many sequences run while the context is entered; wait for that first.

@@ -12,7 +12,7 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -101,10 +101,9 @@ class Orchestrator:
         self._prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
         self._engine = engine
         self._defaults = defaults
-        self._admission = admission or Admission(sys.maxsize, 0, None)
+        self.admission = admission or Admission(sys.maxsize, 0, None)
         self._on_end = on_end
         self._open: set[_RequestRecord] = set()
-        self.encode_ahead = self._prompts.encode_ahead  # of requests that are about to be run
         self._tokens = 0  # of requests that are over
 
     def load(self) -> tuple[int, int]:
@@ -133,6 +132,10 @@ class Orchestrator:
         """
         self._check(request)
         return self._prompts.make(request, None, _give_way).ids
+
+    def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
+        """Tokenise, as a batch, prompts of requests that are about to be run; on any thread."""
+        self._prompts.encode_ahead(requests)
 
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
@@ -172,7 +175,7 @@ class Orchestrator:
         stream: ChunkStream | None = None
         time_limit = timeout_at(deadline)
         try:
-            async with time_limit, self._admission.acquire(sequences):
+            async with time_limit, self.admission.acquire(sequences):
                 capacity = await self._engine.capacity()
                 prompt = await self._prompt(request, capacity)
                 asked, answer = self._prepared(request, prompt, capacity)

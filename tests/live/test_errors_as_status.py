@@ -21,7 +21,8 @@ from trtllm_bls.launcher import TritonServer
 
 ATTACKS = 8
 
-# Keeps that thread for 50 ms, as other threads do where cores are contended.
+# Keeps that thread for 1.5 s, as other threads do where cores are contended. Longer than a timer
+# of a second would hold the error back.
 SLOW_THREAD = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -29,7 +30,7 @@ SLOW_THREAD = """
 void *TRITONSERVER_ServerInferAsync(void *server, void *request, void *trace) {
     void *(*real)(void *, void *, void *) = dlsym(RTLD_NEXT, "TRITONSERVER_ServerInferAsync");
     void *error = real(server, request, trace);
-    usleep(50000);
+    usleep(1500000);
     return error;
 }
 """

@@ -21,9 +21,12 @@ from tests.helpers.scripted_text import (
     saying,
     tokenizer,
 )
-from tests.helpers.services_on_fake_backend import SILENT, STREAM, text_service, words
+from tests.helpers.services_on_fake_backend import SILENT, STREAM, serving, text_service, words
+from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import ChunkStream, GeneratedChunks, QueuedChunks, TaskChunks
 from trtllm_bls.errors import EngineError, InvalidRequest
+from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.services.text_service import TextService
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import EngineChunk, EngineRequest
 
@@ -88,6 +91,32 @@ def test_prompts_that_come_together_are_tokenised_together() -> None:
     assert broken is not None and "top_p" in broken.message()
     prompts = {request.input_ids for request in engine.requests}
     assert {prompt_ids(), tokenizer().encode("The slow", False), prompt_ids("Tell me")} < prompts
+
+
+def test_a_request_without_a_place_is_not_tokenised() -> None:
+    """Of five that come together one runs and one waits; the others are refused as they are."""
+    tokenised: list[str] = []
+
+    class Noting(Tokenizer):
+        def encode(self, text: str, *arguments: Any, **more: Any) -> Any:
+            tokenised.append(text)
+            return super().encode(text, *arguments, **more)
+
+        def encode_all(self, texts: Sequence[str], *arguments: Any) -> Any:
+            tokenised.extend(texts)
+            return super().encode_all(texts, *arguments)
+
+    engine = saying("one two")
+    admission = Admission(1, 1, None)
+    service = TextService(
+        Orchestrator(Noting(tokenizer()._hf), engine, Defaults(), admission=admission)
+    )
+    with serving(engine, service.handle, prepare_batch=service.prepare_batch) as bench:
+        asks = [bench.text(f"{PROMPT} {number}") for number in range(5)]
+        bench.accept(*asks)
+        errors = [ask.wait().error for ask in asks]
+    assert [error and error.code() for error in errors] == [None, None, *["UNAVAILABLE"] * 3]
+    assert tokenised == [f"{PROMPT} 0", f"{PROMPT} 1"]
 
 
 class Eager:

@@ -50,6 +50,22 @@ def test_sequences_above_the_limit_wait_and_above_that_are_refused_at_once() -> 
 
 
 @skipping_waits
+async def test_room_is_what_may_still_run_or_wait() -> None:
+    """Without any, a caller can be refused before its request is read."""
+    admission = Admission(2, 1, None)
+    admission.check_room()
+    held = []
+    for room in (2, 1, 0):
+        held.append(asyncio.create_task(hold(admission)))
+        await settle()
+        assert admission.room == room
+    with pytest.raises(Overloaded, match="waiting: 1, as many as may"):
+        admission.check_room()
+    await asyncio.gather(*held)
+    assert admission.room == 3
+
+
+@skipping_waits
 async def test_a_refusal_tells_how_long_requests_take_here() -> None:
     """30 s, and a fifth of the 10 s more that a newer one took; one waits for two places."""
     admission = Admission(2, 1, None)

@@ -8,6 +8,7 @@ import logging
 import random
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,14 @@ import pytest
 
 from tests.helpers.fake_python_backend import SECONDS, Ask, FakeTriton, TritonModelError
 from tests.helpers.request_servers import ONE, ManualSenders, answered, call_of, number, opened
-from trtllm_bls.errors import EngineError, InvalidRequest, Overloaded, Unsupported
-from trtllm_bls.python_backend import Call, answering
+from trtllm_bls.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    Unsupported,
+)
+from trtllm_bls.python_backend import Call, SenderThreads, answering
 from trtllm_bls.services.triton_log import TritonLogHandler, log_to_triton
 
 
@@ -94,6 +101,49 @@ def test_an_error_that_is_to_be_a_status_waits() -> None:
             assert not call.arrays, "what it holds meanwhile"
             senders.time_is_up()
         assert (ask.wait().error is None) == (error is None)
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_an_error_as_a_status_leaves_once_tritons_thread_has_returned(known: bool) -> None:
+    """No timer decides then, except where nobody can tell."""
+    returned = asyncio.Event()
+
+    async def before_error_status() -> None:
+        await returned.wait()
+        if not known:
+            raise EngineUnavailable("no port")
+
+    senders = SenderThreads(asyncio.get_running_loop(), 1, before_error_status)
+    triton = FakeTriton()
+    ask = triton.ask(ONE, "number")
+    ask.sent_parameters = {"triton_grpc_error": "true"}
+    call = call_of(ask, triton, senders)
+    call.read(ask)
+    came = time.monotonic()
+    call.fail(EngineError("broken"))
+    for _ in range(5):  # all that the loop has to do
+        await asyncio.sleep(0)
+    assert ask.error is None
+    returned.set()
+    await call.ready()
+    await asyncio.to_thread(ask.wait)
+    assert ask.error is not None
+    assert known or time.monotonic() - came > 0.9
+    await senders.close()
+    assert triton.broken == []
+
+
+async def test_a_held_error_leaves_when_the_server_closes() -> None:
+    senders = SenderThreads(asyncio.get_running_loop(), 1, asyncio.Event().wait)  # type: ignore[arg-type]
+    triton = FakeTriton()
+    ask = triton.ask(ONE, "number")
+    ask.sent_parameters = {"triton_grpc_error": "true"}
+    call = call_of(ask, triton, senders)
+    call.read(ask)
+    call.fail(EngineError("broken"))
+    await senders.close()
+    assert ask.wait().error is not None and triton.broken == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_a_mistake_of_ours_is_told_by_kind_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ BODY_SEND = "trtllm_bls.send"  # of a scope: uvicorn's own ``send``, without mid
 # Of a scope: writes a part of a response that has begun; false where ``send`` has to be awaited.
 BODY_WRITE = "trtllm_bls.write"
 
+_ACCEPTED_AT_ONCE = 32  # connections in one iteration of the event loop
 _KEPT_DESCRIPTORS = 256  # for connections to the engine, files, and refused connections
 _DISCARD_S = 5.0  # a refused client has this long to read its answer
 _MOST_DESCRIPTORS = 65536
@@ -93,6 +95,16 @@ def raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def accepting(listening: socket.socket) -> list[socket.socket]:
+    """``listening`` and duplicates of it, all of which uvicorn is to accept connections from.
+
+    uvloop accepts one connection of a socket in each iteration of its loop. With hundreds of
+    streams an iteration takes tens of milliseconds, and of a thousand clients that come at once the
+    last would wait for half a minute before they are read, even if only to be refused.
+    """
+    return [listening, *(listening.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))]
 
 
 class GuardedProtocol(HttpToolsProtocol):

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
-from trtllm_bls.errors import InvalidRequest, TrtllmBlsError
+from trtllm_bls.errors import InvalidRequest, Overloaded, TrtllmBlsError
 from trtllm_bls.http.guard import (
     BodyReader,
     BrowserGuard,
@@ -195,6 +195,15 @@ class _Api:
         reply = Reply(scope, send)
         await reply.error(self.refused(reply, cause))
 
+    def check_room(self, reply: Reply) -> None:
+        """Refuse a request without reading it where all places are taken. Raises ``Overloaded``."""
+        orchestrator = self.backend.orchestrator
+        try:
+            orchestrator.admission.check_room()
+        except Overloaded as error:
+            orchestrator.refused(reply.request_id.decode(), error)
+            raise
+
     def refused(self, reply: Reply, cause: Exception, prompt: str = "") -> ApiError:
         """Count and log a request that is refused before it runs; the error to answer."""
         error = api_error(cause, prompt, None)
@@ -331,6 +340,7 @@ class _Generate:
         api, reply = self._api, Reply(scope, send)
         guide_field = ""
         try:
+            api.check_room(reply)
             try:
                 async with api.bodies.read(scope, receive) as body:
                     if len(body) > _LARGE_BODY_BYTES:
@@ -349,8 +359,11 @@ class _Generate:
                 )
                 if request.stream:
                     await reply.events(response.last_events, end=True)
+                elif response.is_scored:
+                    # On the event loop, log-probabilities of many tokens would hold up all streams.
+                    await reply.json(await asyncio.to_thread(response.whole))
                 else:
-                    await reply.json(response.whole)
+                    await reply.json(response.whole())
             api.health.proven()
         except ClientGone:
             pass

@@ -207,6 +207,9 @@ async def _run_prompts(
     outbox: Outbox,
 ) -> None:
     runs = []
+    if len(requests) > 1:
+        # On the event loop, tokenising hundreds of prompts would hold up every stream.
+        await asyncio.to_thread(orchestrator.encode_ahead, requests)
     for index, request in enumerate(requests):
         sink = PromptSink(index * request.num_return_sequences, on_chunk, outbox.ready)
         runs.append(orchestrator.run(request, sink))

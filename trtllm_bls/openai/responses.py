@@ -99,7 +99,7 @@ class ResponseBuilder(ABC):
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self._predicted = self._accepted = 0  # tokens drafted from a prediction
-        self._choices: dict[int, dict[str, Any]] = {}
+        self._ended: dict[int, tuple[TextChunk, Ending]] = {}  # choices of a whole response
 
     def add(self, index: int, chunk: TextChunk) -> bytes:
         """Add a choice's chunk; the events to send now, which may be none."""
@@ -114,20 +114,29 @@ class ResponseBuilder(ABC):
         if self._stream:
             return self._events(index, chunk)
         if ending := well_ended(chunk):  # a whole response has one chunk per choice
-            fields = self._choice(index, chunk) | self._finish(index, ending)
-            self._choices[index] = {"index": index, **fields}
+            self._ended[index] = chunk, ending
         return b""
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the response has log-probabilities."""
+        return self.requests[0].wants.log_probs
 
     @property
     def last_events(self) -> bytes:
         """What ends a stream; the usage is sent where it was asked for."""
         return (self._frames.usage(self._usage()) if self._wants_usage else b"") + DONE
 
-    @property
     def whole(self) -> bytes:
-        """All choices as one JSON body."""
+        """All choices as one JSON body; any thread may call it.
+
+        It takes seconds where ``is_scored`` and the choices have tens of thousands of tokens.
+        """
         fields = msgspec.structs.asdict(self._head)
-        fields["choices"] = [self._choices[index] for index in sorted(self._choices)]
+        fields["choices"] = [
+            {"index": index, **self._choice(index, chunk), **self._finish(index, ending)}
+            for index, (chunk, ending) in sorted(self._ended.items())
+        ]
         return msgspec.json.encode({**fields, "usage": self._usage()})
 
     @abstractmethod

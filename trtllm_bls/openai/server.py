@@ -27,6 +27,7 @@ from trtllm_bls.http.guard import (
     BodyReader,
     BrowserGuard,
     ConnectionLimits,
+    accepting,
     raise_descriptor_limit,
 )
 from trtllm_bls.http.triton import TritonAddresses, TritonHttp
@@ -150,6 +151,7 @@ def serve(
             sockets.append(listen(server.host, server.port, "--port"))
         if front is not None:
             sockets.append(listen(server.host, front.port, "--http-port"))
+        sockets = [each for listening in sockets for each in accepting(listening)]
         for each in sockets:
             stack.enter_context(each)
         shared = stack.enter_context(TemporaryDirectory(prefix="trtllm-bls-openai-"))
@@ -209,7 +211,7 @@ def _serve_with_older(config: uvicorn.Config, sockets: list[socket.socket]) -> N
 
 
 class _Workers(Multiprocess):
-    """uvicorn's supervisor. Its workers accept from one listening socket, each as it is free."""
+    """uvicorn's supervisor. Its workers accept from the same sockets, each as it is free."""
 
     def init_processes(self) -> None:
         super().init_processes()

@@ -7,7 +7,7 @@ cancels their tasks. ``Call`` alone knows Triton's response sender and keeps its
 
 - Every request ends in exactly one FINAL, on every path, also where a send fails.
 - An error is the last thing sent and carries FINAL. If the caller wants errors as gRPC status, it
-  leaves no sooner than a second after its request came.
+  leaves no sooner than Triton's thread for streams has gone back to reading.
 - Only outputs that the caller asked for are sent.
 - ``is_cancelled`` is never called after FINAL, nor during a send: one lock guards both.
 

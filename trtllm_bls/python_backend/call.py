@@ -25,7 +25,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -42,14 +42,16 @@ MAX_ID = 128  # characters of a client's id in a log line
 _FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # A client can ask for errors as gRPC status, with metadata that ``serve`` has Triton pass on as a
 # parameter. On such an error Triton 24.10 closes the stream. It crashes if the thread that handed
-# the request to the model has not returned to reading that stream. This takes microseconds, or as
-# long as the machine keeps that thread from a core, and nothing tells the model when it is done.
-STATUS_ASKED, ERROR_AS_STATUS_SECONDS = '"triton_grpc_error"', 1.0  # after the request came
+# the request to the model has not returned to reading that stream. ``BeforeErrorStatus`` returns
+# once that thread has. Where there is none, or it raises, the error leaves so long after the
+# request came, which is enough unless the machine keeps that thread from a core for longer.
+STATUS_ASKED, ERROR_AS_STATUS_SECONDS = '"triton_grpc_error"', 1.0
 # Waiting time before an end that Triton did not accept is sent again; it doubles each time.
 _FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 5.0
 _UNSENDABLE = EngineUnavailable("a response could not be sent; the server's log tells why")
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
+BeforeErrorStatus: TypeAlias = Callable[[], Awaitable[None]]
 _Response: TypeAlias = Arrays | Exception | None  # ``None``: only the FINAL flag
 
 log = logging.getLogger(__name__)
@@ -78,7 +80,9 @@ class Call:
         self.id = f"{printable(self.client_id, MAX_ID) or 'request'}-{next(self._numbers)}"
         self.arrays: Arrays = MappingProxyType({})
         self.parameters = "{}"  # of the request, as JSON
-        self._error_at = 0.0  # no error is sent before; ``time.monotonic()``
+        # When an error may leave that was asked for as gRPC status; 0: not asked for. In seconds
+        # of ``time.monotonic()``.
+        self._error_at = 0.0
         # Of the event loop:
         self.sequences = 1  # whose last response is not pending yet; none: the call has ended
         self.abandoned = False  # its task has been cancelled since nobody takes its answer
@@ -149,12 +153,11 @@ class Call:
             self.send_next()
 
     def send_next(self) -> None:
-        """Hand the next pending response to a sender thread, an error not before its time."""
+        """Hand the next pending response to a sender thread; an error as gRPC status waits."""
         if self._error_at and isinstance(self.pending[0], Exception):
-            seconds, self._error_at = self._error_at - time.monotonic(), 0.0
-            if seconds > 0:
-                self._senders.send_later(self, seconds)
-                return
+            error_at, self._error_at = self._error_at, 0.0
+            self._senders.hold_error(self, error_at)
+            return
         response = self.pending.popleft()
         final = not self.sequences and not self.pending
         first, self._begun = not self._begun, True
@@ -251,8 +254,15 @@ class SenderThreads:
     All but the threads' own part is called on ``loop``.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        threads: int,
+        before_error_status: BeforeErrorStatus | None = None,
+    ) -> None:
         self._loop = loop
+        self._before_error_status = before_error_status
+        self._held: set[asyncio.Task[None]] = set()  # wait for ``before_error_status``
         self._most = MAX_QUEUED + threads
         self._under_way = 0
         self._delayed: set[Call] = set()  # have something to send after a while
@@ -290,6 +300,27 @@ class SenderThreads:
         self._delayed.add(call)
         self._loop.call_later(seconds, self._send_delayed, call)
 
+    def hold_error(self, call: Call, error_at: float) -> None:
+        """Call ``call.send_next`` once Triton survives an error as gRPC status.
+
+        ``error_at``: when to assume so, in seconds of ``time.monotonic()``, if nothing tells.
+        """
+        if self._before_error_status is None:
+            self.send_later(call, error_at - time.monotonic())
+            return
+        self._delayed.add(call)
+        task = self._loop.create_task(self._send_held(call, error_at, self._before_error_status))
+        self._held.add(task)
+        task.add_done_callback(self._held.discard)
+
+    async def _send_held(self, call: Call, error_at: float, before: BeforeErrorStatus) -> None:
+        try:
+            await before()
+        except Exception as error:  # an error that never left would be worse
+            log.info("%s: its error is held for a while: %s", call.id, error)
+            await asyncio.sleep(error_at - time.monotonic())
+        self._send_delayed(call)
+
     def _send_delayed(self, call: Call) -> None:
         if call in self._delayed:
             self._delayed.remove(call)
@@ -323,8 +354,11 @@ class SenderThreads:
         No call may be given another response meanwhile.
         """
         await self._nothing_under_way()
+        for task in self._held:
+            task.cancel()
         for call in list(self._delayed):
             self._send_delayed(call)
+        await asyncio.gather(*self._held, return_exceptions=True)
         await self._nothing_under_way()
         for _ in self.threads:
             self._work.put(False)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
-from trtllm_bls.python_backend.call import SENDERS, Arrays, Call, SenderThreads
+from trtllm_bls.python_backend.call import SENDERS, Arrays, BeforeErrorStatus, Call, SenderThreads
 from trtllm_bls.python_backend.one_core import OneCore
 from trtllm_bls.types import CancelCause
 
@@ -30,8 +30,9 @@ class RequestServer:
     ``decoupled``: the model may send any number of responses to one request; otherwise exactly one.
     ``senders``: the threads that send. ``log_ends``: log each request that ends without an answer.
     ``prepare_batch`` gets the calls of one ``execute``, if they are several, in Triton's thread and
-    before any of them is handled. ``one_core``: keep the threads, and the one that makes this, on
-    one core while one is free.
+    before any of them is handled. ``before_error_status`` returns once an error may leave that its
+    caller wants as gRPC status (``call.STATUS_ASKED``); without it a timer decides. ``one_core``:
+    keep the threads, and the one that makes this, on one core while one is free.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class RequestServer:
         senders: int = SENDERS,
         log_ends: bool = True,
         prepare_batch: Callable[[Sequence[Call]], None] | None = None,
+        before_error_status: BeforeErrorStatus | None = None,
         one_core: bool = False,
     ) -> None:
         self._pb = pb_utils
@@ -52,7 +54,7 @@ class RequestServer:
         self._end_level = logging.INFO if log_ends else logging.DEBUG
         self._open: dict[Call, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
-        self._senders = SenderThreads(self._loop, senders)
+        self._senders = SenderThreads(self._loop, senders, before_error_status)
         self._closing = threading.Event()
         self.refusal: TrtllmBlsError | None = None  # the answer to every new request
         self._threads = [

@@ -49,7 +49,9 @@ class TextService:
         for call in calls:
             with suppress(InvalidRequest):  # which ``handle`` raises
                 found[call] = self._requests(call)
-        self._orchestrator.encode_ahead(itertools.chain.from_iterable(found.values()))
+        room = max(0, self._orchestrator.admission.room)  # the others will be refused
+        requests = itertools.chain.from_iterable(found.values())
+        self._orchestrator.encode_ahead(itertools.islice(requests, room))
         self._read_ahead |= found
 
     def _requests(self, call: Call) -> list[TextRequest]:

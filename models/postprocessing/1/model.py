@@ -6,6 +6,7 @@ import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.parameters import Parameters, PostprocessingParameters
 from trtllm_bls.python_backend import RequestServer, answering
+from trtllm_bls.services.stream_thread import StreamThread
 from trtllm_bls.services.tokens import Postprocessor
 from trtllm_bls.services.triton_log import log_to_triton
 from trtllm_bls.tokenizer import load_tokenizer
@@ -23,7 +24,12 @@ class TritonPythonModel:
             parameters.limits,
         )
         self._server = RequestServer(
-            pb_utils, answering(service.arrays), decoupled=False, senders=1, log_ends=False
+            pb_utils,
+            answering(service.arrays),
+            decoupled=False,
+            senders=1,
+            log_ends=False,
+            before_error_status=StreamThread().has_returned,
         )
         self.execute = self._server.accept  # Triton calls it with its requests
 

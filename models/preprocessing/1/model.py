@@ -6,6 +6,7 @@ import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.parameters import Parameters, PreprocessingParameters
 from trtllm_bls.python_backend import RequestServer, answering
+from trtllm_bls.services.stream_thread import StreamThread
 from trtllm_bls.services.tokens import Preprocessor
 from trtllm_bls.services.triton_log import log_to_triton
 from trtllm_bls.tokenizer import load_tokenizer
@@ -20,7 +21,12 @@ class TritonPythonModel:
         tokenizer = load_tokenizer(parameters.tokenizer_dir)
         service = Preprocessor(tokenizer, parameters.add_special_tokens, parameters.limits)
         self._server = RequestServer(
-            pb_utils, answering(service.arrays), decoupled=False, senders=1, log_ends=False
+            pb_utils,
+            answering(service.arrays),
+            decoupled=False,
+            senders=1,
+            log_ends=False,
+            before_error_status=StreamThread().has_returned,
         )
         self.execute = self._server.accept  # Triton calls it with its requests
 

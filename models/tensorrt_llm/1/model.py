@@ -14,6 +14,7 @@ from trtllm_bls.parameters import EngineParameters, Parameters
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.engine_steps import EngineSteps, tell_longest
+from trtllm_bls.services.stream_thread import StreamThread
 from trtllm_bls.services.triton_log import log_to_triton
 from trtllm_bls.tokenizer import load_tokenizer
 
@@ -38,7 +39,9 @@ class TritonPythonModel:
             parameters.expose_kv_cache_metrics,
         )
         self._steps = EngineSteps(pb_utils, args, service.figures)
-        self._server = RequestServer(pb_utils, service.handle, senders=1)
+        self._server = RequestServer(
+            pb_utils, service.handle, senders=1, before_error_status=StreamThread().has_returned
+        )
         self.execute = self._server.accept  # Triton calls it with its requests
         told = tell_longest(self._engine, args["model_name"])
         asyncio.run_coroutine_threadsafe(told, self._server.loop)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.parameters import BlsParameters, Parameters
+from trtllm_bls.parameters.engine_tls import engine_tls
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.lifecycle import Lifecycle
+from trtllm_bls.services.stream_thread import StreamThread
 from trtllm_bls.services.text_service import TextService
 from trtllm_bls.services.triton_log import log_to_triton
 
@@ -30,6 +32,9 @@ class TritonPythonModel:
             decoupled=parameters.decoupled,
             log_ends=not parameters.log_requests,  # which has a line for them, too
             prepare_batch=service.prepare_batch,
+            before_error_status=StreamThread(
+                parameters.engine_url, engine_tls(parameters)
+            ).has_returned,
             one_core=parameters.keeps_one_core,
         )
         self._lifecycle: Lifecycle | None = None

@@ -1,0 +1,132 @@
+"""More requests than places: who has none is told before the server works on the request, and one
+large request does its long work beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from doubles.scripted import Fault
+from tests.helpers.openai_server import MODEL, ScriptedBackend
+from tests.helpers.scripted_text import PROMPT, saying
+from tests.helpers.waiting import until
+from tests.openai.conftest import SAYS, Connect
+from tests.openai.test_refusals import ask, completion
+from trtllm_bls.admission import Admission
+from trtllm_bls.http.guard import accepting
+from trtllm_bls.openai.completions import CompletionResponse
+from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.types import TextRequest
+
+COMPLETIONS = "/v1/completions"
+CALLERS = 24
+
+
+def test_a_full_server_refuses_before_it_reads_a_request(connect: Connect) -> None:
+    """Even a body that is no JSON is answered 429, and one that has not come yet."""
+    engine = saying(SAYS)
+    engine.fault = Fault(error=None)  # never answers
+    backend = ScriptedBackend(engine, admission=Admission(1, 1, None))
+    api, _ = connect(engine, backend=backend)
+    callers = [socket.create_connection((api.host, api.port)) for _ in range(3)]
+    body = json.dumps(completion()).encode()
+    head = "POST {} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += "content-length: {}\r\n\r\n"
+    for caller in callers[:2]:
+        caller.sendall(head.format(COMPLETIONS, len(body)).encode() + body)
+    until(lambda: backend.admission is not None and backend.admission.room == 0)
+    status, error, headers = ask(api, COMPLETIONS, b"no JSON")
+    assert status == 429 and int(headers["retry-after"]) >= 1
+    assert "max_queued_requests" in error["message"]
+    callers[2].sendall(head.format(COMPLETIONS, 1000).encode())
+    assert callers[2].recv(65536).startswith(b"HTTP/1.1 429 ")
+    for caller in callers:
+        caller.close()
+    until(lambda: backend.admission is not None and backend.admission.room == 2)
+    assert ask(api, COMPLETIONS, b"no JSON")[0] == 400
+
+
+def test_all_who_wait_are_accepted_in_one_iteration_of_the_loop() -> None:
+    """uvloop accepts one connection of a socket in an iteration, however many wait."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def iterations(sockets: list[socket.socket]) -> int:
+        loop = asyncio.get_running_loop()
+        at: list[int] = []
+        iteration = 0
+
+        def count() -> None:
+            nonlocal iteration
+            iteration += 1
+            if len(at) < CALLERS:
+                loop.call_soon(count)
+
+        class Accepted(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                at.append(iteration)
+                transport.close()
+
+        servers = [await loop.create_server(Accepted, sock=each) for each in sockets]
+        count()
+        while len(at) < CALLERS:
+            await asyncio.sleep(0)
+        for server in servers:
+            server.close()
+            await server.wait_closed()
+        return at[-1] - at[0]
+
+    def run(several: bool) -> int:
+        with socket.create_server(("127.0.0.1", 0), backlog=CALLERS) as listening:
+            callers = [socket.create_connection(listening.getsockname()) for _ in range(CALLERS)]
+            loop = uvloop.new_event_loop()
+            try:
+                sockets = accepting(listening) if several else [listening]
+                return loop.run_until_complete(iterations(sockets))
+            finally:
+                loop.close()
+                for caller in callers:
+                    caller.close()
+
+    assert run(several=True) <= 2 < CALLERS - 2 <= run(several=False)
+
+
+def test_the_long_work_of_one_request_is_done_beside_the_loop(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of prompts is tokenised, and log-probabilities are written, in another thread."""
+    at: dict[str, set[threading.Thread]] = {"loop": set(), "tokenised": set(), "written": set()}
+    run, encode_ahead, whole = (
+        Orchestrator.run,
+        Orchestrator.encode_ahead,
+        CompletionResponse.whole,
+    )
+
+    async def running(self: Orchestrator, *arguments: Any) -> None:
+        at["loop"].add(threading.current_thread())
+        await run(self, *arguments)
+
+    def encoding(self: Orchestrator, requests: Iterable[TextRequest]) -> None:
+        at["tokenised"].add(threading.current_thread())
+        encode_ahead(self, requests)
+
+    def writing(self: CompletionResponse) -> bytes:
+        at["written"].add(threading.current_thread())
+        return whole(self)
+
+    monkeypatch.setattr(Orchestrator, "run", running)
+    monkeypatch.setattr(Orchestrator, "encode_ahead", encoding)
+    monkeypatch.setattr(CompletionResponse, "whole", writing)
+    api, _ = connect()
+    body = {"model": MODEL, "prompt": [PROMPT] * 3, "n": 2, "logprobs": 1, "max_tokens": 4}
+    status, found, _ = ask(api, COMPLETIONS, body)
+    assert status == 200
+    assert [choice["index"] for choice in found["choices"]] == list(range(6))
+    assert all(len(choice["logprobs"]["tokens"]) for choice in found["choices"])
+    assert len(at["loop"]) == len(at["tokenised"]) == len(at["written"]) == 1
+    assert not at["loop"] & (at["tokenised"] | at["written"])

@@ -1,0 +1,53 @@
+"""Tells when Triton's thread that reads all gRPC streams has returned from earlier requests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+
+from trtllm_bls.engines.triton.own_port import listening_processes
+from trtllm_bls.errors import EngineUnavailable
+from trtllm_bls.grpc_client import GrpcChannel, GrpcError
+from trtllm_bls.parameters import GRPC_URL
+
+_STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+
+
+class StreamThread:
+    """The thread of the server that this process belongs to, whose gRPC port is at ``url``.
+
+    ``url``: host:port; empty: what the environment names, else Triton's default. ``tls``: of that
+    port.
+    """
+
+    def __init__(self, url: str = "", tls: ssl.SSLContext | None = None) -> None:
+        self._url = url or os.environ.get(GRPC_URL) or "localhost:8001"
+        self._tls = tls
+        self._is_own = False
+
+    async def has_returned(self) -> None:
+        """Return once the thread has returned from handing over each request that came before.
+
+        Triton has one thread for the requests of all streams, so it answers another stream only
+        after that. The request sent here names no model, so the thread itself answers with an error
+        and no model sees it. Raises ``EngineUnavailable`` where the server cannot be asked.
+        """
+        if not self._is_own and not await asyncio.to_thread(_is_ancestors_port, self._url):
+            raise EngineUnavailable(f"{self._url} is not known to be this server's gRPC port")
+        self._is_own = True
+        channel = GrpcChannel(self._url, tls=self._tls)
+        try:
+            await channel.unary(_STREAM_INFER, b"")
+        except GrpcError as error:
+            raise EngineUnavailable(f"{self._url}: {error}") from error
+        finally:
+            await channel.close()
+
+
+def _is_ancestors_port(url: str) -> bool:
+    import psutil
+
+    return not listening_processes(url).isdisjoint(
+        parent.pid for parent in psutil.Process().parents()
+    )
