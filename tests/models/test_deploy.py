@@ -38,7 +38,9 @@ from trtllm_bls.settings import ServeSettings
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 PORTS = [
-    field.name.removesuffix("_port") for field in fields(ServeSettings) if "_port" in field.name
+    field.name.removesuffix("_port")
+    for field in fields(ServeSettings)
+    if "_port" in field.name and field.default is not None  # Triton's own HTTP port is closed
 ]
 
 
