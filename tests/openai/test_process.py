@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import ssl
@@ -136,8 +135,8 @@ def test_workers_answer_without_https(number: int) -> None:
     command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0"]
     command += ["--workers", workers]
     command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
-    variables = dict(os.environ) | {"TRTLLM_BLS_ALLOWED_HOSTS": "api.example other.example"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as running:
+    command += ["--allowed-host", "api.example", "--allowed-host", "other.example"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
             assert running.stdout
             url = running.stdout.readline().split()[-1].removesuffix("/v1")

@@ -200,12 +200,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(400, "this is no proxy")
             return
         lines = [method + b" " + self.url + b" HTTP/1.1"]
-        for name, value in self.headers:
-            if name == b"connection":
-                words = [word.strip() for word in value.split(b",")]
-                value = b", ".join(
-                    w for w in words if w.lower() not in (b"upgrade", b"http2-settings")
-                )
+        for name, value in self.headers:  # without ``Upgrade``, what ``Connection`` says is void
             if name not in (b"upgrade", b"http2-settings"):
                 lines.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)
