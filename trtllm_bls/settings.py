@@ -150,16 +150,6 @@ class TlsConnection:
         aliases=("--server-name",),
     )
 
-    @classmethod
-    def take(cls, given: dict[str, Any]) -> TlsConnection:
-        """Take these options out of a command's."""
-        return cls(**{each.name: given.pop(each.name) for each in fields(cls)})
-
-    @property
-    def is_asked_for(self) -> bool:
-        """Whether to connect with TLS: any of the options says so."""
-        return self != TlsConnection()
-
 
 # --- --set ----------------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ import pytest
 
 from tests.helpers.fake_grpc_server import Abort, Fail, FakeGrpcServer, HangUp, Hold, Say, text
 from tests.helpers.waiting import eventually
-from trtllm_bls.client import Client
-from trtllm_bls.client.stream import Stream
+from trtllm_bls.client import Client, Stream
 from trtllm_bls.errors import (
     ConnectionFailed,
     DeadlineExceeded,

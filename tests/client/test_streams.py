@@ -21,8 +21,7 @@ from tests.helpers.fake_grpc_server import (
     text,
 )
 from tests.helpers.waiting import eventually
-from trtllm_bls.client import Client, Event
-from trtllm_bls.client.stream import Reader
+from trtllm_bls.client import Client, Event, Reader
 from trtllm_bls.errors import (
     ConnectionFailed,
     DeadlineExceeded,
@@ -249,9 +248,7 @@ async def test_nobody_cancels_after_the_end_has_arrived(ending: list[Say | Fail]
 
 async def test_closing_the_client_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cancels rather than waits, and a reader left waiting is told that the client is gone."""
-    monkeypatch.setattr(
-        "trtllm_bls.client.stream.END_OF_STREAM_S", None
-    )  # waiting would be for ever
+    monkeypatch.setattr("trtllm_bls.client.END_OF_STREAM_S", None)  # waiting would be for ever
     async with FakeGrpcServer([Hold()]) as server:
         client = await Client(server.url).__aenter__()
         reading = asyncio.create_task(client.generate(**ASK))

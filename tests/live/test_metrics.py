@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2_grpc
 from tests.helpers.server_requests import ask_all, generate, generate_stream
 from tests.helpers.waiting import until
 from tests.live.conftest import echo_settings
-from trtllm_bls.client.requests import infer_request
+from trtllm_bls.client import infer_request
 from trtllm_bls.contract import BLS
 from trtllm_bls.launcher import Listener, TritonServer
 from trtllm_bls.launcher.logs import LogLine

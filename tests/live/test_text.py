@@ -24,8 +24,7 @@ from tests.helpers.server_requests import (
 )
 from tests.helpers.waiting import until
 from tests.live.conftest import echo_settings
-from trtllm_bls.client import Client
-from trtllm_bls.client.requests import infer_request
+from trtllm_bls.client import Client, infer_request
 from trtllm_bls.contract import BLS
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.launcher import TritonServer

@@ -7,8 +7,7 @@ from typing import Any
 from google.protobuf import text_format
 
 from tests.models.configured import Demo
-from trtllm_bls.doctor.findings import CHECKS, Finding, examine
-from trtllm_bls.doctor.subject import Subject
+from trtllm_bls.doctor import CHECKS, Finding, Subject, examine
 
 
 def findings(name: str, **subject: Any) -> list[Finding]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.model_configurations import rows_of_config
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, error_of, make_engine
-from trtllm_bls.configure.versions import parse_version
+from trtllm_bls.configure.engine import parse_version
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.cpp_backend import check_backend
 from trtllm_bls.parameters.cpp_backend import keys_of as keys_of_table
@@ -131,6 +131,43 @@ def test_the_longest_prompt_is_told(
     result = demo.write(*options)
     assert demo.values("tensorrt_llm")["max_prompt_tokens"] == str(expected)
     assert ("limited to 2048 tokens by max_num_tokens" in result.output) == (expected == 2048)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ("{", "config.json cannot be read"),
+        ("[]", "config.json cannot be read"),
+        ('{"pretrained_config": {"logits_dtype": "float8"}}', "its logits are float8"),
+    ],
+)
+def test_an_engine_whose_directory_says_nothing_usable(demo: Demo, config: str, told: str) -> None:
+    """Named before the first file is written."""
+    (demo.engine / "config.json").write_text(config)
+    assert told in error_of(demo.run())
+    assert not demo.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "note"),
+    [
+        ({"speculative_decoding_mode": None}, [], "the engine may refuse drafts"),
+        ({"speculative_decoding_mode": "DRAFT_TOKENS_EXTERNAL"}, [], ""),
+        ({"speculative_decoding_mode": 8}, [], "lookahead decoding, which is off"),
+        (
+            {"max_num_tokens": 2048},
+            ["--set", "tensorrt_llm_bls.draft_source=ngram"],
+            "with drafts, whole answers are limited to 2048",
+        ),
+    ],
+)
+def test_surprises_of_an_engine_are_noted(
+    demo: Demo, tmp_path: Path, build: dict[str, Any], options: list[str], note: str
+) -> None:
+    """The repository is written all the same."""
+    demo.engine = make_engine(tmp_path / "built", BUILD | build)
+    output = demo.write(*options).output
+    assert note in output and (bool(note) == ("note: " in output))
 
 
 @pytest.mark.parametrize(("mode", "name"), [(1, "none"), (4, "medusa"), (32, "eagle")])

@@ -13,10 +13,9 @@ from click.testing import CliRunner
 from tests.helpers.small_tokenizers import directory
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, make_engine
 from tests.models.doctored import change, findings, only, rewrite
+from trtllm_bls import doctor
 from trtllm_bls.cli import main
-from trtllm_bls.doctor import machine
-from trtllm_bls.doctor.findings import examine
-from trtllm_bls.doctor.subject import Subject
+from trtllm_bls.doctor import Subject, examine
 
 
 def with_draft(demo: Demo, tmp_path: Path, **more: Any) -> Path:
@@ -173,6 +172,22 @@ def test_limits_that_would_end_a_long_request(demo: Demo, tmp_path: Path) -> Non
     assert findings("time_limits", repository=demo.out) == []
 
 
+def test_a_stalled_engine_is_noticed_before_the_request_times_out(demo: Demo) -> None:
+    """Otherwise only the timeout is seen; what is no number is another check's business."""
+    demo.write()
+    change(demo, "tensorrt_llm_bls", engine_stall_seconds="700")
+    assert "is longer than" in only(findings("time_limits", repository=demo.out)).what
+    change(demo, "tensorrt_llm_bls", engine_stall_seconds="soon")
+    assert findings("time_limits", repository=demo.out) == []
+
+
+def test_an_engine_that_names_no_release(tmp_path: Path) -> None:
+    """Whether the backend can run it cannot be told."""
+    engine = make_engine(tmp_path / "unnamed", BUILD, version="")
+    found = only(findings("versions", engine_dir=engine, version="0.19"))
+    assert found.level == "warn" and "names no release" in found.what
+
+
 def test_a_model_that_does_not_stream(demo: Demo) -> None:
     """The orchestrator would refuse it at the first request."""
     demo.write()
@@ -190,6 +205,8 @@ def test_two_engines_that_want_all_memory(demo: Demo, tmp_path: Path) -> None:
     assert "0.45" in only(findings("memory_shares", repository=demo.out)).mend
     change(demo, "tensorrt_llm_draft", gpu_device_ids="1")
     assert findings("memory_shares", repository=demo.out) == []
+    change(demo, "tensorrt_llm_draft", gpu_device_ids="", kv_cache_free_gpu_mem_fraction="much")
+    assert findings("memory_shares", repository=demo.out) == []
 
 
 # --- tokenizers -----------------------------------------------------------------------------
@@ -205,6 +222,12 @@ def test_a_tokenizer_of_another_model(
     engine = make_engine(tmp_path / "sized", BUILD, pretrained_config={"vocab_size": size})
     found = findings("vocabulary", engine_dir=engine, tokenizer_dir=demo.tokenizer)
     assert [finding.level for finding in found] == ([level] if level else [])
+
+
+def test_no_vocabulary_is_compared_without_a_tokenizer(tmp_path: Path) -> None:
+    """The check of the tokenizer names what is wrong with it."""
+    engine = make_engine(tmp_path / "sized", BUILD, pretrained_config={"vocab_size": 100})
+    assert findings("vocabulary", engine_dir=engine, tokenizer_dir=tmp_path) == []
 
 
 def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
@@ -266,9 +289,9 @@ def test_packages_that_are_too_old_or_absent() -> None:
     """A container of TensorRT-LLM 0.14 has transformers 4.36."""
     old = {"transformers": "4.36.1", "tritonclient": "2.45.0"}
     found = findings(
-        "packages", packages=lambda name: old.get(name, "999" if name != "h2" else None)
+        "packages", packages=lambda name: old.get(name, "999" if name != "hpack" else None)
     )
-    assert {"transformers 4.36.1", "no h2"} <= {finding.what.split(",")[0] for finding in found}
+    assert {"transformers 4.36.1", "no hpack"} <= {finding.what.split(",")[0] for finding in found}
     assert all(finding.mend for finding in found)
 
 
@@ -282,7 +305,7 @@ def test_transformers_beside_tensorrt_llms_own_package(
     """Each release of it was made with one."""
     installed = {"tensorrt-llm": release, "transformers": transformers}
     assert (findings("pins", packages=installed.get) == []) is sound
-    assert tuple(sorted(machine.PINS)) == machine.PINS
+    assert tuple(sorted(doctor.PINS)) == doctor.PINS
 
 
 def test_a_server_without_a_backend_for_this_python(tmp_path: Path) -> None:

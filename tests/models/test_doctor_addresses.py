@@ -19,8 +19,8 @@ from doubles.trtllm_service import Behaviour
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.models.configured import Demo
 from tests.models.doctored import change, findings, only
-from trtllm_bls.doctor.subject import Subject
-from trtllm_bls.settings import TlsConnection
+from trtllm_bls.client import Tls
+from trtllm_bls.doctor import Subject
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
@@ -71,7 +71,7 @@ def test_a_server_behind_tls(tmp_path: Path) -> None:
         keys = grpc.ssl_server_credentials([(issued.private_key_pem.bytes(), chain)])
         url = f"localhost:{server.add_secure_port('localhost:0', keys)}"
         server.start()
-        tls = TlsConnection(tls_ca=ca, tls_server_name="triton.test")
+        tls = Tls(root_certificates=ca, server_name="triton.test")
         assert "tensorrt_llm_bls is not ready" in only(findings("server", url=url, tls=tls)).what
         assert "no answer from Triton" in only(findings("server", url=url)).what
         server.stop(None).wait()

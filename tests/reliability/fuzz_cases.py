@@ -22,12 +22,12 @@ from trtllm_bls.contract import (
     ENGINE,
     ENSEMBLE,
     MODELS,
+    NUMPY_TYPES,
     POSTPROCESSING,
     PREPROCESSING,
     Model,
     Tensor,
 )
-from trtllm_bls.contract.tensors import NUMPY_TYPES
 
 TEXT = "one two three four"
 BASES: dict[str, dict[str, Any]] = {

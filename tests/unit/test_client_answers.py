@@ -10,9 +10,8 @@ import pytest
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
-from trtllm_bls.client import Event
-from trtllm_bls.client.events import read_event
-from trtllm_bls.commands.reply import Reply, summarise
+from trtllm_bls.client import Event, read_event
+from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.streaming import JsonDisplay, TextDisplay
 from trtllm_bls.commands.token_ids import TokenAnswer, agrees
 
@@ -26,18 +25,18 @@ def brought(beams: list[list[int]], lengths: list[int], **more: Any) -> Event:
     return Event(outputs=outputs, received_at=0.0, **more)
 
 
-def summary_of(*events: Event, ended: str | None = None) -> Any:
-    reply = Reply()
+def reply_of(*events: Event) -> Reply:
+    reply = Reply(max_tokens=8)
     reply.sent = 10.0
     for event in events:
         reply.add(event)
-    return summarise(reply, 8, ended)
+    return reply
 
 
 def shown(capsys: pytest.CaptureFixture[str], display: Any, *events: Event) -> str:
     for event in events:
         display.event(event, at_ms=1.0)
-    display.end(summary_of(*events), None)
+    display.end(reply_of(*events), None)
     return capsys.readouterr().out
 
 
@@ -59,35 +58,36 @@ def test_text_is_read_with_and_without_a_batch_dimension(shape: tuple[int, ...])
 
 def test_times_run_from_sending_to_text() -> None:
     """Responses without text (held back, or the bare final flag) do not count as arrivals."""
-    summary = summary_of(
+    found = reply_of(
         said("", at=10.5),
         said("a", at=11.0),
         said("b", at=11.1),
         said("c", at=11.3, num_input_tokens=3, num_output_tokens=4),
         said(at=20.0, final=True),
-    )
-    assert (summary.responses, summary.ttft_ms) == (3, 1000.0)
-    assert summary.gap_p50_ms == pytest.approx(150)
-    assert summary.gap_p99_ms == pytest.approx(199)
-    assert summary.duration_ms == pytest.approx(1300)
-    assert summary.tokens_per_s == pytest.approx(4 / 1.3)
-    assert (summary.num_input_tokens, summary.num_output_tokens) == (3, 4)
+    ).figures()
+    assert (found["responses"], found["ttft_ms"]) == (3, 1000.0)
+    assert found["gap_p50_ms"] == pytest.approx(150)
+    assert found["gap_p99_ms"] == pytest.approx(199)
+    assert found["duration_ms"] == pytest.approx(1300)
+    assert found["tokens_per_s"] == pytest.approx(4 / 1.3)
+    assert (found["num_input_tokens"], found["num_output_tokens"]) == (3, 4)
 
 
 def test_counts_of_responses_and_of_sequences_both_add_up() -> None:
     """Some servers count each response, some the sequence at its end."""
-    assert summary_of(*[said("a", num_output_tokens=n) for n in (1, 2)]).num_output_tokens == 3
+    assert reply_of(*[said("a", num_output_tokens=n) for n in (1, 2)]).completion_tokens == 3
 
 
 def test_nothing_received_is_nothing_measured() -> None:
     """And what the server did not count is not claimed to be known."""
-    summary = summary_of()
-    assert (summary.ttft_ms, summary.gap_p50_ms, summary.tokens_per_s) == (None, None, None)
-    assert summary.lines() == (
+    reply = reply_of()
+    found = reply.figures()
+    assert [found[name] for name in ("ttft_ms", "gap_p50_ms", "tokens_per_s")] == [None] * 3
+    assert reply.lines() == [
         "ended: complete",
         "tokens: at least 0 of 8 asked for",
         "responses with text: 0 in 0.00 s",
-    )
+    ]
 
 
 def test_the_ending_is_the_server_s_word_unless_this_side_ended_it() -> None:
@@ -96,13 +96,15 @@ def test_the_ending_is_the_server_s_word_unless_this_side_ended_it() -> None:
         said("b", sequence_index=1, finish_reason="length"),
         said("a", sequence_index=0, finish_reason="stop", stop_reason="\n"),
     ]
-    assert summary_of(*events).ended == "stop at '\\n', length"
-    assert summary_of(*events, ended="interrupted").ended == "interrupted"
+    reply = reply_of(*events)
+    assert reply.figures()["ended"] == "stop at '\\n', length"
+    reply.ended_here = "interrupted"
+    assert reply.figures()["ended"] == "interrupted"
 
 
 def test_several_answers_may_have_more_tokens_than_one_was_asked_for() -> None:
     """The limit is that of each."""
-    lines = summary_of(said("a", num_output_tokens=8), said("b", num_output_tokens=8)).lines()
+    lines = reply_of(said("a", num_output_tokens=8), said("b", num_output_tokens=8)).lines()
     assert "tokens: 16 of 8 asked for in each answer" in lines
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtllm_bls.client.requests import infer_request
+from trtllm_bls.client import infer_request
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.errors import InvalidRequest
 

@@ -117,7 +117,7 @@ async def test_an_engine_elsewhere_shows_that_it_goes_on() -> None:
 async def test_the_first_line_of_the_log_is_not_left_to_the_first_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Triton's logger takes 40 ms for it (docs/performance.md)."""
+    """Triton's logger takes about 40 ms for its first line, which a first token would wait for."""
     caplog.set_level("INFO")
     made = Deployment(parameters(max_running_requests=3, max_queued_requests=5), Registry())
     made.start(asyncio.get_running_loop())

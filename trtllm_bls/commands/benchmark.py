@@ -9,24 +9,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from trtllm_bls.client import Client, Tls
 from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.servers import Question, Server, server_at
 from trtllm_bls.commands.terminal import Exit, Program, assignments, run
@@ -130,45 +129,43 @@ async def _measure(given: dict[str, Any]) -> Exit:
         if json_file.is_dir():
             raise SettingsError(f"--json {json_file}: is a directory")
     modes = ["batch", "latency"] if given["mode"] == "both" else [given["mode"]]
-    plans = {mode: _plan(given, mode) for mode in modes}
+    questions = {mode: _questions(given, mode) for mode in modes}
     async with AsyncExitStack() as stack:
         targets = [*itertools.product(given["urls"] or [_URL], given["models"] or [None])]
-        servers = [await _opened(stack, *target, given) for target in targets]
+        servers = [server_at(url, model, given) for url, model in targets]
+        for server in servers:
+            stack.push_async_callback(server.close)
+            await server.open()
         names = [f"{s.model} at {url}" for s, (url, _) in zip(servers, targets, strict=True)]
-        runs = [await _run(servers, plan, mode, given["quiet"]) for mode, plan in plans.items()]
-    names = [f"{name} ({n})" if names.count(name) > 1 else name for n, name in enumerate(names, 1)]
+        names = [
+            f"{name} ({n})" if names.count(name) > 1 else name for n, name in enumerate(names, 1)
+        ]
+        runs = [await _run(mode, names, servers, questions[mode], given) for mode in modes]
     for measured in runs:
-        _show(names, measured)
+        _show(measured)
     if json_file is not None:
-        text = json.dumps(_as_json(names, runs, given), indent=1)
+        options = ("mode", "requests", "rounds", "max_tokens", "ignore_eos", "chat", "temperature")
+        conditions = {name: given[name] for name in (*options, "fields", "warmup")}
+        conditions |= {"prompts": str(given["prompts"] or "built in")}
+        conditions |= {"at": time.strftime("%F %T%z")}
+        text = json.dumps({"conditions": conditions, "runs": runs}, indent=1)
         try:
             json_file.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise SettingsError(f"--json {json_file}: {error.strerror}") from error
-    failed = any(each.failed for measured in runs for each in measured.figures)
+    failed = any(each["failed"] for measured in runs for each in measured["servers"])
     return Exit.FAILED if failed else Exit.FINISHED
 
 
 # --- what to ask ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is asked; a turn are the indices of the questions that are asked at once."""
-
-    questions: list[Question]
-    turns: list[range]
-    warmup: int
-    timeout_s: float
-
-
-def _plan(given: dict[str, Any], mode: str) -> Plan:
+def _questions(given: dict[str, Any], mode: str) -> list[Question]:
     prompts = read_prompts(given["prompts"]) if given["prompts"] else list(_PROMPTS)
     fields = {"temperature": given["temperature"], "ignore_eos": given["ignore_eos"] or None}
     fields |= assignments("--field", given["fields"])
     questions = []
-    batch = mode == "batch"
-    count = given["requests"] or (128 if batch else 20)
+    count = given["requests"] or (128 if mode == "batch" else 20)
     for prompt in itertools.islice(itertools.cycle(prompts), count):
         named: dict[str, Any] = {"prompt": prompt}
         if not isinstance(prompt, str):
@@ -176,10 +173,7 @@ def _plan(given: dict[str, Any], mode: str) -> Plan:
         elif given["chat"]:
             named = {"messages": ({"role": "user", "content": prompt},)}
         questions.append(Question(**named, max_tokens=given["max_tokens"], fields=fields))
-    turns = [range(count)] * given["rounds"] if batch else [range(n, n + 1) for n in range(count)]
-    return Plan(
-        questions=questions, turns=turns, warmup=given["warmup"], timeout_s=given["timeout"]
-    )
+    return questions
 
 
 def read_prompts(file: Path) -> list[str | list[dict[str, str]]]:
@@ -236,69 +230,62 @@ class Measurement:
     problem: str | None = None
 
 
-@dataclass(frozen=True)
-class Run:
-    """One mode: each server's measurements in the order of asking, and its figures."""
+async def _run(
+    mode: str,
+    names: Sequence[str],
+    servers: Sequence[Server],
+    questions: Sequence[Question],
+    given: dict[str, Any],
+) -> dict[str, Any]:
+    """One mode's figures, as --json has them. Each turn is at each server before the next turn."""
+    each_index = range(len(questions))
+    turns: list[Sequence[int]] = [each_index] * given["rounds"]
+    if mode == "latency":
+        turns = [[index] for index in each_index]
 
-    mode: str
-    measurements: list[list[Measurement]]
-    figures: list[Figures]
+    async def ask(target: int, index: int) -> Measurement:
+        return await _ask(servers[target], target, index, questions[index], given["timeout"])
 
-    @property
-    def comparisons(self) -> list[Comparison]:
-        """Of each server but the first."""
-        return [compare(self.measurements[0], other) for other in self.measurements[1:]]
-
-
-async def _opened(
-    stack: AsyncExitStack, url: str, model: str | None, given: dict[str, Any]
-) -> Server:
-    tls = Tls.of_options(given)
-    server = server_at(url, model, given["api_key"], partial(Client, url, tls=tls))
-    stack.push_async_callback(server.close)
-    await server.open()
-    return server
-
-
-async def _run(servers: Sequence[Server], plan: Plan, mode: str, quiet: bool) -> Run:
-    """Each turn at each server, and only then the next turn."""
-    for target, server in enumerate(servers):
-        for index in range(min(plan.warmup, len(plan.questions))):
-            await _ask(server, target, index, plan)
+    for target in range(len(servers)):
+        for index in each_index[: given["warmup"]]:
+            await ask(target, index)
     found: list[list[Measurement]] = [[] for _ in servers]
     seconds = [0.0] * len(servers)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, disable=quiet, transient=True
-    ) as bar:
-        progress = bar.add_task(mode, total=len(servers) * sum(map(len, plan.turns)))
-        for turn, indices in enumerate(plan.turns):
+    with Progress(console=console, disable=given["quiet"], transient=True) as bar:
+        progress = bar.add_task(mode, total=len(servers) * sum(map(len, turns)))
+        for turn, indices in enumerate(turns):
             for n in range(len(servers)):
                 target = (turn + n) % len(servers)  # a different server begins each turn
                 began = time.perf_counter()
-                asked = [
-                    asyncio.create_task(_ask(servers[target], target, index, plan))
-                    for index in indices
-                ]
+                asked = [asyncio.create_task(ask(target, index)) for index in indices]
                 for request in asked:
                     request.add_done_callback(lambda _: bar.advance(progress))
                 found[target] += await asyncio.gather(*asked)
                 seconds[target] += time.perf_counter() - began
-    return Run(mode, found, [figures(*pair) for pair in zip(found, seconds, strict=True)])
+    return {
+        "mode": mode,
+        "servers": [
+            {"name": name, **figures(outcomes, took), "outcomes": [asdict(o) for o in outcomes]}
+            for name, outcomes, took in zip(names, found, seconds, strict=True)
+        ],
+        "compared_with_the_first": [compare(found[0], other) for other in found[1:]],
+    }
 
 
-async def _ask(server: Server, target: int, index: int, plan: Plan) -> Measurement:
-    question, reply = plan.questions[index], Reply()
+async def _ask(
+    server: Server, target: int, index: int, question: Question, timeout_s: float
+) -> Measurement:
+    reply = Reply(question.max_tokens)
     try:
-        async with timeout(plan.timeout_s), aclosing(server.ask(question)) as events:
+        async with timeout(timeout_s), aclosing(server.ask(question)) as events:
             async for event in events:
                 reply.add(event)
         problem = problem_of(reply, question)
     except TrtllmBlsError as error:
         problem = str(error)
     except asyncio.TimeoutError:
-        problem = f"no complete answer within {plan.timeout_s:g} s"
+        problem = f"no complete answer within {timeout_s:g} s"
     return Measurement(
         target=target,
         index=index,
@@ -328,132 +315,81 @@ def problem_of(reply: Reply, question: Question) -> str | None:
 # --- figures ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Of one server in one run; times in milliseconds, ``None`` where nothing was measured.
+def figures(measurements: Sequence[Measurement], seconds: float) -> dict[str, Any]:
+    """Of one server, which worked on them for ``seconds``; ``None`` where nothing was measured.
 
     ``tokens_per_s`` and ``requests_per_s`` are those of the server while it had requests to answer;
     ``stream_tokens_per_s`` is the median of single answers, from sending to the end.
     """
-
-    requests: int
-    failed: int
-    problems: dict[str, int]
-    seconds: float
-    tokens: int | None
-    tokens_per_s: float | None
-    requests_per_s: float | None
-    stream_tokens_per_s: float | None
-    ttft_ms: dict[str, float] | None
-    whole_ms: dict[str, float] | None
-
-
-def figures(measurements: Sequence[Measurement], seconds: float) -> Figures:
-    """``seconds``: how long the server worked on them."""
     good = [each for each in measurements if each.problem is None]
     counts = [each.tokens for each in good if each.tokens is not None]
-    counted = len(counts) == len(good) and good
-    rates = [m.tokens / m.whole_s for m in good if m.tokens is not None and m.whole_s > 0]
-    return Figures(
-        requests=len(measurements),
-        failed=len(measurements) - len(good),
-        problems=dict(Counter(m.problem for m in measurements if m.problem is not None)),
-        seconds=seconds,
-        tokens=sum(counts) if counted else None,
-        tokens_per_s=sum(counts) / seconds if counted and seconds > 0 else None,
-        requests_per_s=len(good) / seconds if good and seconds > 0 else None,
-        stream_tokens_per_s=float(np.median(rates)) if rates else None,
-        ttft_ms=_percentiles([m.ttft_s * 1000 for m in good if m.ttft_s is not None]),
-        whole_ms=_percentiles([m.whole_s * 1000 for m in good]),
-    )
+    tokens = sum(counts) if good and len(counts) == len(good) else None
+    return {
+        "requests": len(measurements),
+        "failed": len(measurements) - len(good),
+        "problems": Counter(m.problem for m in measurements if m.problem is not None),
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_s": tokens and tokens / seconds,
+        "requests_per_s": len(good) / seconds if good else None,
+        "stream_tokens_per_s": _median([m.tokens / m.whole_s for m in good if m.tokens]),
+        "ttft_ms": _percentiles([m.ttft_s * 1000 for m in good if m.ttft_s is not None]),
+        "whole_ms": _percentiles([m.whole_s * 1000 for m in good]),
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
-    p50, p90, p99 = np.percentile(values, (50, 90, 99))
-    mean = float(np.mean(values))
-    return {"mean": mean, "p50": float(p50), "p90": float(p90), "p99": float(p99)}
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return {"mean": statistics.fmean(values), "p50": p50, "p90": p90, "p99": p99}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A server beside the first one, over the requests that both answered: medians of its time
-    divided by the first one's."""
-
-    pairs: int
-    ttft_ratio: float | None
-    whole_ratio: float | None
-
-
-def compare(first: Sequence[Measurement], other: Sequence[Measurement]) -> Comparison:
-    """Both in the order of asking."""
+def compare(first: Sequence[Measurement], other: Sequence[Measurement]) -> dict[str, Any]:
+    """A server beside the first one, both in the order of asking: over the requests that both
+    answered, medians of its time divided by the first one's."""
     pairs = [
         (a, b) for a, b in zip(first, other, strict=True) if a.problem is None and b.problem is None
     ]
-    ttft = [b.ttft_s / a.ttft_s for a, b in pairs if a.ttft_s and b.ttft_s]
-    whole = [b.whole_s / a.whole_s for a, b in pairs if a.whole_s]
-    return Comparison(
-        pairs=len(pairs),
-        ttft_ratio=float(np.median(ttft)) if ttft else None,
-        whole_ratio=float(np.median(whole)) if whole else None,
-    )
+    return {
+        "pairs": len(pairs),
+        "ttft_ratio": _median([b.ttft_s / a.ttft_s for a, b in pairs if a.ttft_s and b.ttft_s]),
+        "whole_ratio": _median([b.whole_s / a.whole_s for a, b in pairs]),
+    }
 
 
-# --- the report -------------------------------------------------------------------------------
-
-
-def _show(names: Sequence[str], measured: Run) -> None:
+def _show(measured: dict[str, Any]) -> None:
     """A table with a column per server, then the comparisons and the problems, a line each."""
-    table = Table("server", title=f"{measured.mode}; times in ms", title_justify="left")
+    first, *others = servers = measured["servers"]
     columns = [["requests", "failed", "tokens/s", "requests/s", "tokens/s of one answer"]]
     columns[0] += [f"{w} p{p}" for w in ("first token", "whole answer") for p in (50, 90, 99)]
-    for name, found in zip(names, measured.figures, strict=True):
-        table.add_column(name, justify="right", overflow="fold")
-        numbers = [found.tokens_per_s, found.requests_per_s, found.stream_tokens_per_s]
-        for times in (found.ttft_ms, found.whole_ms):
-            numbers += [times[part] if times else None for part in ("p50", "p90", "p99")]
+    table = Table("server", title=f"{measured['mode']}; times in ms", title_justify="left")
+    for server in servers:
+        table.add_column(server["name"], justify="right", overflow="fold")
+        numbers = [server[f"{what}_per_s"] for what in ("tokens", "requests", "stream_tokens")]
+        for times in (server["ttft_ms"], server["whole_ms"]):
+            numbers += [times and times[part] for part in ("p50", "p90", "p99")]
         cells = ["-" if n is None else f"{n:,.{0 if n >= 1000 else 1}f}" for n in numbers]
-        columns.append([str(found.requests), str(found.failed), *cells])
+        columns.append([str(server["requests"]), str(server["failed"]), *cells])
     for row in zip(*columns, strict=True):
         table.add_row(*row)
     console = Console()
     console.print(table)
-    first = measured.figures[0]
-    others = zip(names[1:], measured.figures[1:], measured.comparisons, strict=True)
-    for name, found, compared in others:
+    for server, compared in zip(others, measured["compared_with_the_first"], strict=True):
+        rates = server["tokens_per_s"], first["tokens_per_s"]
         ratios = {
-            "tokens/s": found.tokens_per_s
-            and first.tokens_per_s
-            and found.tokens_per_s / first.tokens_per_s,
-            "time to the first token": compared.ttft_ratio,
-            "time of whole answers": compared.whole_ratio,
+            "tokens/s": rates[0] / rates[1] if all(rates) else None,
+            "time to the first token": compared["ttft_ratio"],
+            "time of whole answers": compared["whole_ratio"],
         }
         parts = [f"{ratio:.2f}x the {what}" for what, ratio in ratios.items() if ratio]
         told = ", ".join(parts) or "nothing to compare"
-        console.print(Text(f"{name}, beside the first, {compared.pairs} pairs: {told}"))
-    for name, found in zip(names, measured.figures, strict=True):
-        for problem, count in found.problems.items():
-            console.print(Text(f"{name}: {count} x {problem}"))
-
-
-def _as_json(names: Sequence[str], runs: Sequence[Run], given: dict[str, Any]) -> dict[str, Any]:
-    options = ["mode", "requests", "rounds", "max_tokens", "ignore_eos", "chat", "temperature"]
-    conditions = {name: given[name] for name in (*options, "fields", "warmup")}
-    conditions |= {"prompts": str(given["prompts"] or "built in"), "at": time.strftime("%F %T%z")}
-    return {
-        "conditions": conditions,
-        "runs": [
-            {
-                "mode": measured.mode,
-                "servers": [
-                    {"name": name, **asdict(found), "outcomes": [asdict(each) for each in requests]}
-                    for name, found, requests in zip(
-                        names, measured.figures, measured.measurements, strict=True
-                    )
-                ],
-                "compared_with_the_first": [asdict(each) for each in measured.comparisons],
-            }
-            for measured in runs
-        ],
-    }
+        line = f"{server['name']}, beside the first, {compared['pairs']} pairs: {told}"
+        console.print(Text(line))
+    for server in servers:
+        for problem, count in server["problems"].items():
+            console.print(Text(f"{server['name']}: {count} x {problem}"))

@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from trtllm_bls.commands.terminal import (
     Program,
     complain,
     connection_options,
-    open_client,
     run,
 )
 from trtllm_bls.errors import TrtllmBlsError
@@ -76,8 +74,7 @@ def main(**given: Any) -> None:
 
 
 def _talk(given: dict[str, Any]) -> Exit:
-    triton = partial(open_client, given)
-    server = server_at(given["url"], given["model"], given["api_key"], triton)
+    server = server_at(given["url"], given["model"], given)
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         try:
             loop.run_until_complete(server.open())
@@ -105,7 +102,7 @@ class Conversation:
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._say(_COMMANDS),
             "/system": self._set_system,
-            "/stats": lambda _: self._say(_stats(self._replies)),
+            "/stats": lambda _: self._stats(),
             "/save": self._save,
             "/clear": lambda _: self._clear(),
         }
@@ -142,14 +139,15 @@ class Conversation:
     def _exchange(self, text: str) -> Exit | None:
         """Ask, and keep what came; the exit code of a failure."""
         self._turns.append({"role": "user", "content": text})
-        reply, failure = Reply(), None
+        reply, failure = Reply(self._max_tokens), None
         try:
-            interrupted = self._loop.run_until_complete(self._answer(reply))
-            self._replies.append(reply)
-            if interrupted:
+            if self._loop.run_until_complete(self._answer(reply)):
+                reply.ended_here = "interrupted"
                 self._say("interrupted; the text stays in the conversation")
         except TrtllmBlsError as error:
             failure = complain(error)
+        else:
+            self._replies.append(reply)
         if reply.text:
             self._turns.append({"role": "assistant", "content": reply.text})
         else:
@@ -201,6 +199,12 @@ class Conversation:
         self._replies.clear()
         self._say("the conversation begins anew")
 
+    def _stats(self) -> None:
+        total = sum(reply.completion_tokens or 0 for reply in self._replies)
+        conversation = f"conversation: {len(self._replies)} answers, {total} tokens"
+        last = self._replies[-1].lines() if self._replies else []
+        self._say("\n".join([*last, conversation]))
+
     def _save(self, name: str) -> None:
         if not name:
             self._say("/save needs a file name")
@@ -240,20 +244,3 @@ def _tail(text: str, console: Console) -> Text:
     height = max(1, console.height - 2)
     visible = Text(_CONTROLS.sub("", text[-console.width * height :]))
     return Text("\n").join(visible.wrap(console, console.width)[-height:])
-
-
-def _stats(replies: list[Reply]) -> str:
-    if not replies:
-        return "no answer yet"
-    last = replies[-1]
-    parts = [f"ended: {last.finish_reason or 'interrupted'}"]
-    if last.prompt_tokens is not None:
-        parts.append(f"{last.prompt_tokens} tokens in the prompt")
-    if last.completion_tokens is not None:
-        parts.append(f"{last.completion_tokens} in the answer")
-    if last.ttft_s is not None:
-        parts.append(f"first text after {last.ttft_s * 1000:.0f} ms")
-    if last.tokens_per_s is not None:
-        parts.append(f"{last.tokens_per_s:.1f} tokens/s")
-    total = sum(reply.completion_tokens or 0 for reply in replies)
-    return f"last answer: {', '.join(parts)}\nconversation: {len(replies)} answers, {total} tokens"

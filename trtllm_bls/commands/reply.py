@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -11,14 +11,20 @@ from trtllm_bls.client import Event
 
 
 class Reply:
-    """An answer so far. Times are seconds of ``time.perf_counter()``."""
+    """An answer so far, to a request for ``max_tokens``.
 
-    def __init__(self) -> None:
+    Times are seconds of ``time.perf_counter()``. ``ended_here`` says why this side ended it, where
+    the server did not.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
         self.text = ""
         self.sent = time.perf_counter()
         self.arrivals: list[float] = []  # of responses with text
         self.finish_reason: str | None = None
         self.endings: dict[tuple[int, int], str] = {}  # by batch row and sequence
+        self.ended_here: str | None = None
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
 
@@ -41,73 +47,49 @@ class Reply:
         """From sending to the first text."""
         return self.arrivals[0] - self.sent if self.arrivals else None
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens after the first text, per second."""
-        seconds = self.arrivals[-1] - self.arrivals[0] if self.arrivals else 0.0
-        if not self.completion_tokens or seconds <= 0:
-            return None
-        return (self.completion_tokens - 1) / seconds
+    def figures(self) -> dict[str, Any]:
+        """What there is to measure; ``None`` for what there is not.
 
+        ``ended`` is the server's finish reason, of each sequence. ``num_output_tokens`` is ``None``
+        where the server did not count. ``gap_p50_ms`` and ``gap_p99_ms`` are times between
+        consecutive responses with text; a response may bring several tokens. ``tokens_per_s`` is
+        from sending to the last text.
+        """
+        gaps = np.diff(self.arrivals) * 1000
+        duration = self.arrivals[-1] - self.sent if self.arrivals else 0.0
+        tokens = self.completion_tokens
+        reasons = ", ".join(reason for _, reason in sorted(self.endings.items()))
+        return {
+            "ended": self.ended_here or reasons or "complete",
+            "max_tokens": self.max_tokens,
+            "num_input_tokens": self.prompt_tokens,
+            "num_output_tokens": tokens,
+            "responses": len(self.arrivals),
+            "ttft_ms": None if self.ttft_s is None else self.ttft_s * 1000,
+            "gap_p50_ms": float(np.percentile(gaps, 50)) if len(gaps) else None,
+            "gap_p99_ms": float(np.percentile(gaps, 99)) if len(gaps) else None,
+            "duration_ms": duration * 1000,
+            "tokens_per_s": tokens / duration if tokens and duration > 0 else None,
+        }
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """Times in milliseconds unless named otherwise; ``None`` where there is nothing to measure.
-
-    ``ended`` is the server's finish reason if it gave one.
-    ``num_output_tokens`` is ``None`` when the
-    server did not count. ``gap_p50_ms`` and ``gap_p99_ms`` are times between consecutive responses
-    with text; a response may bring several tokens.
-    """
-
-    ended: str
-    max_tokens: int
-    num_input_tokens: int | None
-    num_output_tokens: int | None
-    responses: int
-    ttft_ms: float | None
-    gap_p50_ms: float | None
-    gap_p99_ms: float | None
-    duration_ms: float
-    tokens_per_s: float | None
-
-    def lines(self) -> tuple[str, ...]:
+    def lines(self) -> list[str]:
+        """The same, to be read."""
+        found = self.figures()
         # Every text takes a token at least; an answer cut short comes without a count.
-        counted = self.num_output_tokens
-        came = f"at least {self.responses}" if counted is None else str(counted)
-        each = " in each answer" if (counted or 0) > self.max_tokens else ""
-        asked = "" if self.num_input_tokens is None else f", {self.num_input_tokens} in the prompt"
+        tokens, count = self.completion_tokens, len(self.arrivals)
+        came = f"at least {count}" if tokens is None else str(tokens)
+        each = " in each answer" if (tokens or 0) > self.max_tokens else ""
+        asked = "" if self.prompt_tokens is None else f", {self.prompt_tokens} in the prompt"
         lines = [
-            f"ended: {self.ended}",
+            f"ended: {found['ended']}",
             f"tokens: {came} of {self.max_tokens} asked for{each}{asked}",
-            f"responses with text: {self.responses} in {self.duration_ms / 1000:.2f} s",
+            f"responses with text: {count} in {found['duration_ms'] / 1000:.2f} s",
         ]
-        if self.ttft_ms is not None:
-            lines.append(f"first text: {self.ttft_ms:.1f} ms after sending")
-        if self.gap_p50_ms is not None:
-            lines.append(
-                f"between responses: p50 {self.gap_p50_ms:.1f} ms, p99 {self.gap_p99_ms:.1f} ms"
-            )
-        if self.tokens_per_s is not None:
-            lines.append(f"speed: {self.tokens_per_s:.1f} tokens/s from sending to the last text")
-        return tuple(lines)
-
-
-def summarise(reply: Reply, max_tokens: int, ended: str | None = None) -> Summary:
-    """``ended`` overrides the server's reasons."""
-    arrivals, tokens = reply.arrivals, reply.completion_tokens
-    gaps = np.diff(arrivals) * 1000
-    duration = arrivals[-1] - reply.sent if arrivals else 0.0
-    reasons = ", ".join(reason for _, reason in sorted(reply.endings.items()))
-    return Summary(
-        ended=ended or reasons or "complete",
-        max_tokens=max_tokens,
-        num_input_tokens=reply.prompt_tokens,
-        num_output_tokens=tokens,
-        responses=len(arrivals),
-        ttft_ms=(arrivals[0] - reply.sent) * 1000 if arrivals else None,
-        gap_p50_ms=float(np.percentile(gaps, 50)) if len(gaps) else None,
-        gap_p99_ms=float(np.percentile(gaps, 99)) if len(gaps) else None,
-        duration_ms=duration * 1000,
-        tokens_per_s=tokens / duration if tokens and duration > 0 else None,
-    )
+        if count:
+            lines.append(f"first text: {found['ttft_ms']:.1f} ms after sending")
+        if count > 1:
+            p50, p99 = found["gap_p50_ms"], found["gap_p99_ms"]
+            lines.append(f"between responses: p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+        if (speed := found["tokens_per_s"]) is not None:
+            lines.append(f"speed: {speed:.1f} tokens/s from sending to the last text")
+        return lines

@@ -9,7 +9,6 @@ import asyncio
 import codecs
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_bls.client import BLS, Stream
-from trtllm_bls.client.events import Event
-from trtllm_bls.commands.reply import Reply, Summary, summarise
+from trtllm_bls.client import BLS, Event
+from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.terminal import (
     Exit,
     Interruption,
@@ -173,64 +171,40 @@ def _prompt(given: dict[str, Any]) -> str:
 
 
 async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
-    async with open_client(given) as client:
-        stream = client.stream(
-            given["model_name"],
-            deadline_s=given["timeout"],
-            request_id=given["request_id"],
-            **fields,
-        )
-        return await _show(stream, given, fields)
-
-
-async def _show(stream: Stream, given: dict[str, Any], fields: dict[str, Any]) -> Exit:
-    display = _display(given, fields)
-    interruption = Interruption()
-    failure: TrtllmBlsError | None = None
-    if given["echo"] and fields["stream"] and not given["as_json"]:
+    beams = fields.get("beam_width") or 1
+    several = beams > 1 or (fields.get("num_return_sequences") or 1) > 1
+    whole = given["overwrite_output_text"] or beams > 1
+    display: JsonDisplay | TextDisplay = TextDisplay(several=several, whole=whole)
+    if given["as_json"]:
+        display = JsonDisplay()
+    elif given["echo"] and fields["stream"]:
         click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
-    reply = Reply()
-    try:
-        async with stream:
-            with interruption.cancels(stream):
-                if given["stop_after_ms"] is not None:
-                    loop = asyncio.get_running_loop()
-                    loop.call_later(given["stop_after_ms"] / 1000, stream.cancel)
-                async for event in stream:
-                    reply.add(event)
-                    display.event(event, (event.received_at - reply.sent) * 1000)
-    except TrtllmBlsError as error:
-        failure = error
-    ended = _ended_here(stream, interruption, failure, given["stop_after_ms"])
-    summary = summarise(reply, fields["max_tokens"], ended)
-    display.end(summary, failure)
+    model, timeout, stop_after_ms = given["model_name"], given["timeout"], given["stop_after_ms"]
+    interruption, failure = Interruption(), None
+    async with open_client(given) as client:
+        stream = client.stream(model, deadline_s=timeout, request_id=given["request_id"], **fields)
+        reply = Reply(fields["max_tokens"])
+        try:
+            async with stream:
+                with interruption.cancels(stream):
+                    if stop_after_ms is not None:
+                        loop = asyncio.get_running_loop()
+                        loop.call_later(stop_after_ms / 1000, stream.cancel)
+                    async for event in stream:
+                        reply.add(event)
+                        display.event(event, (event.received_at - reply.sent) * 1000)
+        except TrtllmBlsError as error:
+            failure = error
+            reply.ended_here = _FAILED.get(Exit.of(error), "error")
+    if stream.cancelled and failure is None:
+        stopped = f"stopped after {stop_after_ms} ms"
+        reply.ended_here = "interrupted" if interruption.happened else stopped
+    display.end(reply, failure)
     if not given["quiet"]:
-        click.echo("\n".join(summary.lines()), err=True)
+        click.echo("\n".join(reply.lines()), err=True)
     if failure is not None:
         return complain(failure)
     return Exit.INTERRUPTED if stream.cancelled and interruption.happened else Exit.FINISHED
-
-
-def _display(given: dict[str, Any], fields: dict[str, Any]) -> TextDisplay | JsonDisplay:
-    if given["as_json"]:
-        return JsonDisplay()
-    beams = fields.get("beam_width") or 1
-    several = beams > 1 or (fields.get("num_return_sequences") or 1) > 1
-    return TextDisplay(several=several, whole=given["overwrite_output_text"] or beams > 1)
-
-
-def _ended_here(
-    stream: Stream,
-    interruption: Interruption,
-    failure: TrtllmBlsError | None,
-    stop_after_ms: int | None,
-) -> str | None:
-    """Why the answer ended when it was not the server's decision."""
-    if failure is not None:
-        return _FAILED.get(Exit.of(failure), "error")
-    if not stream.cancelled:
-        return None
-    return "interrupted" if interruption.happened else f"stopped after {stop_after_ms} ms"
 
 
 class TextDisplay:
@@ -255,7 +229,7 @@ class TextDisplay:
                 new = now[len(before) :] if now.startswith(before) else f"\n{now}"
                 click.echo(new, nl=False)
 
-    def end(self, summary: Summary, failure: TrtllmBlsError | None) -> None:
+    def end(self, reply: Reply, failure: TrtllmBlsError | None) -> None:
         """Finish the line, or show the sequences held back."""
         if self._several:
             for number, (_, text) in enumerate(sorted(self._texts.items())):
@@ -275,17 +249,13 @@ class JsonDisplay:
         told["outputs"] = {name: _plain(array) for name, array in event.outputs.items()}
         self._line(type="event", at_ms=round(at_ms, 3), text=event.text, **beams, **told)
 
-    def end(self, summary: Summary, failure: TrtllmBlsError | None) -> None:
-        self._line(type="summary", **asdict(summary), error=failure and str(failure))
+    def end(self, reply: Reply, failure: TrtllmBlsError | None) -> None:
+        self._line(type="summary", **reply.figures(), error=failure and str(failure))
 
     def _line(self, **values: Any) -> None:
-        click.echo(json.dumps(values, ensure_ascii=not _writes_utf8(), allow_nan=False))
-
-
-def _writes_utf8() -> bool:
-    """Whether standard output can encode every character."""
-    encoding = getattr(sys.stdout, "encoding", None)
-    return encoding is not None and codecs.lookup(encoding).name == "utf-8"
+        encoding = getattr(sys.stdout, "encoding", None)
+        any_character = encoding is not None and codecs.lookup(encoding).name == "utf-8"
+        click.echo(json.dumps(values, ensure_ascii=not any_character, allow_nan=False))
 
 
 def _plain(array: NDArray[Any]) -> Any:

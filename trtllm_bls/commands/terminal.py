@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 
 import click
 
-from trtllm_bls.client import Model
-from trtllm_bls.client.connection import Client, Tls
-from trtllm_bls.client.stream import Stream
+from trtllm_bls.client import Client, Model, Stream, Tls
 from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SetupError, TrtllmBlsError
 from trtllm_bls.settings import TlsConnection, options_of
 
@@ -116,19 +114,6 @@ def _output_failures() -> Iterator[None]:
         sys.exit(Exit.FAILED)
 
 
-_CONNECTION = (
-    click.option("-u", "--url", default="localhost:8001", show_default=True, help="host:port"),
-    click.option(
-        "--retries",
-        type=click.IntRange(0),
-        default=0,
-        show_default=True,
-        help="Send the request again, with back-off, up to so many times, if the server cannot be "
-        "reached or is overloaded and nothing of the answer has arrived.",
-    ),
-)
-
-
 def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Several option decorators as one, kept in the order written."""
 
@@ -142,7 +127,18 @@ def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Co
 
 def connection_options(*key_flags: str) -> Callable[[Command], Command]:
     """``--url``, ``--retries`` and TLS; ``key_flags`` are further spellings of ``--tls-key``."""
-    return options(*_CONNECTION, options_of(TlsConnection, tls_key=key_flags))
+    return options(
+        click.option("-u", "--url", default="localhost:8001", show_default=True, help="host:port"),
+        click.option(
+            "--retries",
+            type=click.IntRange(0),
+            default=0,
+            show_default=True,
+            help="Send the request again, with back-off, up to so many times, if the server cannot "
+            "be reached or is overloaded and nothing of the answer has arrived.",
+        ),
+        options_of(TlsConnection, tls_key=key_flags),
+    )
 
 
 def open_client(given: Mapping[str, Any], compression: str | None = None) -> Client:
@@ -153,17 +149,17 @@ def open_client(given: Mapping[str, Any], compression: str | None = None) -> Cli
 
 def tensor_options(model: Model, rows: Sequence[tuple[str, str]]) -> Callable[[Command], Command]:
     """One option per input: ``rows`` are wire names and help texts; type and flag follow."""
-    return options(*(_tensor_option(model, name, text) for name, text in rows))
-
-
-def _tensor_option(model: Model, name: str, text: str) -> Callable[[Command], Command]:
-    tensor = model.input_named[name]
-    flag = "--" + tensor.key.replace("_", "-")
-    if tensor.dtype == "BOOL":
-        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
-    kind = {"FP32": click.FLOAT, "STRING": click.STRING}.get(tensor.dtype, click.INT)
-    several = tensor.dtype == "STRING" and not tensor.single
-    return click.option(flag, name, type=kind, multiple=several, help=text)
+    found = []
+    for name, text in rows:
+        tensor = model.input_named[name]
+        flag = "--" + tensor.key.replace("_", "-")
+        kind = {"FP32": click.FLOAT, "STRING": click.STRING}.get(tensor.dtype, click.INT)
+        several = tensor.dtype == "STRING" and not tensor.single
+        if tensor.dtype == "BOOL":
+            found.append(click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text))
+        else:
+            found.append(click.option(flag, name, type=kind, multiple=several, help=text))
+    return options(*found)
 
 
 # For every input that has no flag; ``assignments`` reads it.

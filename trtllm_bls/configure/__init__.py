@@ -1,8 +1,8 @@
 """``trtllm-bls configure``: a model repository for TensorRT-LLM's own C++ backend; and ``recipe``.
 
-``command`` is the command line, ``existing`` reads the repository that ``--from`` names.
-``repository`` checks the options and writes the files, with ``engine`` for one engine, ``versions``
-for the releases of TensorRT-LLM and ``pbtxt`` for the form of a configuration. ``recipe`` prints
+``command`` is the command line and reads the repository that ``--from`` names. ``repository``
+checks the options and writes the files, with ``engine`` for TensorRT-LLM's releases and one engine,
+and ``pbtxt`` for the form of a configuration. ``recipe`` prints
 how an engine is built, ``generate`` writes what is generated in the source tree. No process is
 started here.
 """

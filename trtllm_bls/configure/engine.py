@@ -1,4 +1,4 @@
-"""One TensorRT-LLM engine: what its directory says, its parameters, and what it cannot do.
+"""TensorRT-LLM's releases, and one engine: what its directory says, and what it cannot do.
 
 The engine itself is not opened. Parameters are those of the C++ backend for this engine.
 """
@@ -7,18 +7,95 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtllm_bls.configure.versions import parse_version
-from trtllm_bls.contract import BLS, ENGINE
+from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, POSTPROCESSING, PREPROCESSING, Model, Tensor
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import is_true
-from trtllm_bls.parameters.cpp_backend import Version, keys_of
+from trtllm_bls.parameters.cpp_backend import LAST, OLDEST, Version, keys_of
 
-_LOGITS = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
+# --- the releases: their containers, and the models as each of them has them -----------------
+
+_NOT_RESHAPED_BEFORE = Version(0, 12)
+_NOT_RESHAPED = {"request_output_len", "stop", "streaming"}
+_LOGITS_TYPED_SINCE = Version(0, 17)  # FP32 before
+_LOGITS = {"draft_logits", "context_logits", "generation_logits"}
+
+# The last tritonserver:…-trtllm-python-py3 with each release, by Triton's published matrix.
+_IMAGES: Mapping[str, str] = {
+    "0.9": "24.05",
+    "0.10": "24.06",
+    "0.11": "24.07",
+    "0.12": "24.08",
+    "0.13": "24.09",
+    "0.14": "24.10",
+    "0.15": "24.11",
+    "0.16": "24.12",
+    "0.17": "25.02",
+    "0.18": "25.04",
+    "0.19": "25.05",
+    "0.20": "25.07",
+    "0.21": "25.08",
+    "1.0": "25.11",
+    "1.1": "26.02",
+    "1.2": "26.07",
+}
+
+
+def image_of(version: Version) -> str | None:
+    """The public image that serves engines of a release; ``None`` where none is known."""
+    tag = _IMAGES.get(str(version))
+    return f"nvcr.io/nvidia/tritonserver:{tag}-trtllm-python-py3" if tag else None
+
+
+def parse_version(text: str, option: str = "--version") -> Version:
+    """``0.19``, ``0.20.0rc1``, ``v1.0`` or ``last``; raises ``SettingsError`` naming ``option``."""
+    if text == "last":
+        return LAST
+    match = re.match(r"v?(\d+)\.(\d+)(\D|$)", text)
+    version = Version(int(match[1]), int(match[2])) if match else Version(0, 0)
+    if version < OLDEST:
+        raise SettingsError(f"{option} {text}: use a release such as 0.19, from 0.9 on, or last")
+    return version
+
+
+def models_for(version: Version, logits: str) -> dict[str, Model]:
+    """The five models by name, the C++ backend among them.
+
+    A tensor that a release does not know is left out, so that a request for it is refused by name
+    instead of being ignored. ``logits`` is the engine's type; the tensors of ``tensorrt_llm_bls``
+    are FP32 always.
+    """
+    typed = logits if version >= _LOGITS_TYPED_SINCE else "FP32"
+    not_reshaped = _NOT_RESHAPED if version < _NOT_RESHAPED_BEFORE else set()
+
+    def known(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(
+            replace(
+                tensor,
+                dtype=typed if tensor.name in _LOGITS else tensor.dtype,
+                scalar=tensor.scalar and tensor.name not in not_reshaped,
+            )
+            for tensor in tensors
+            if tensor.since <= version <= tensor.until
+        )
+
+    models = {
+        model.name: replace(model, inputs=known(model.inputs), outputs=known(model.outputs))
+        for model in (PREPROCESSING, ENGINE, POSTPROCESSING, ENSEMBLE)
+    }
+    models[ENGINE.name] = replace(models[ENGINE.name], backend="tensorrtllm")
+    # It asks the engine which tensors there are, and takes both spellings.
+    return {**models, BLS.name: BLS}
+
+
+# --- one engine ------------------------------------------------------------------------------
+
+_LOGITS_DTYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 # The bits of ``speculative_decoding_mode`` in config.json, in TensorRT-LLM's order.
 _MODES = (
     "none",
@@ -110,7 +187,7 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         plugins = build.get("plugin_config", {})
     except (OSError, ValueError, AttributeError) as error:
         raise SettingsError(f"{option} {directory}: config.json cannot be read: {error}") from error
-    if logits not in _LOGITS:
+    if logits not in _LOGITS_DTYPES:
         raise SettingsError(
             f"{option} {directory}: its logits are {logits}; build it with --logits_dtype float32"
         )
@@ -118,7 +195,7 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         path=path,
         ranks=ranks or 1,
         version=str(config.get("version", "")),
-        logits=_LOGITS[logits],
+        logits=_LOGITS_DTYPES[logits],
         vocab_size=pretrained.get("vocab_size"),
         max_batch_size=build.get("max_batch_size"),
         max_sequence_tokens=_longest(build),

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from trtllm_bls.configure.engine import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
-from trtllm_bls.configure.versions import parse_version
+from trtllm_bls.configure.engine import LOOKAHEAD_SIZES, MANY_STEPS_SINCE, parse_version
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, parse_releases
 from trtllm_bls.settings import options_of, setting
@@ -108,16 +107,6 @@ FLAGS = {
 }
 
 
-def check_flag(tool: str, name: str, release: Version) -> None:
-    """Raises ``SettingsError`` where the release's tool does not have the flag."""
-    flag = FLAGS[tool, name]
-    if not flag.since <= release <= flag.until:
-        raise SettingsError(
-            f"--release {release}: {tool} has --{name} from {flag.since} to "
-            f"{flag.until} only, as far as is known; choose another release or preset"
-        )
-
-
 # --- presets ---------------------------------------------------------------------------------
 
 _EXAMPLES_MOVED = Version(0, 20)  # from examples/llama to examples/models/core/llama
@@ -170,7 +159,7 @@ class RecipeOptions:
 
 @dataclass(frozen=True)
 class Preset:
-    """The precision and the sizes of an engine, and its own build flags.
+    """The precision and the sizes of an engine; ``_own_flags`` has its build flags.
 
     The help of ``command`` says what each preset is for.
     """
@@ -179,58 +168,53 @@ class Preset:
     max_batch_size: int
     max_input_len: int
     max_output_len: int
-    flags: Callable[[RecipeOptions], Flags]
     precisions: tuple[str, ...] = PRECISIONS
     build_step: str = "TensorRT-LLM's checkpoint to the engine, on a GPU of the kind that serves it"
     rounds: bool = False  # each request is one round of speculation: its prompt is all text so far
 
 
-def _throughput(options: RecipeOptions) -> Flags:
-    return [("gemm_plugin", _gemm(options)), *_profiles(options)]
-
-
-def _latency(options: RecipeOptions) -> Flags:
-    flags = [
-        ("gemm_plugin", "disable"),
-        ("low_latency_gemm_plugin", "fp8"),
-        ("low_latency_gemm_swiglu_plugin", "fp8"),
-        ("use_fp8_context_fmha", "enable"),
-        *_profiles(options),
-    ]
-    flags += [("reduce_fusion", "enable")] if options.tp_size > 1 else []
-    if options.lookahead is not None:
-        flags += [
-            ("speculative_decoding_mode", "lookahead_decoding"),
-            ("max_draft_len", str(lookahead_draft_len(*options.lookahead))),
-        ]
-    return flags
-
-
-def _target(options: RecipeOptions) -> Flags:
-    flags = [("gemm_plugin", _gemm(options)), ("max_draft_len", str(options.max_draft_len))]
-    if options.release >= _MODE_SINCE:
-        flags.append(("speculative_decoding_mode", "draft_tokens_external"))
-    return flags
-
-
-def _draft(options: RecipeOptions) -> Flags:
-    return [("gemm_plugin", _gemm(options)), ("gather_generation_logits", "")]
-
-
 PRESETS = {
-    "throughput": Preset("bf16", 128, 256, 256, _throughput),
+    "throughput": Preset("bf16", 128, 256, 256),
     "latency": Preset(
         "fp8",
         4,
         2048,
         1024,
-        _latency,
         ("fp8",),
         "TensorRT-LLM's checkpoint to the engine, on a GPU of the Hopper generation",
     ),
-    "target": Preset("bf16", 32, 2048, 1024, _target, rounds=True),
-    "draft": Preset("bf16", 32, 2048, 1024, _draft, rounds=True),
+    "target": Preset("bf16", 32, 2048, 1024, rounds=True),
+    "draft": Preset("bf16", 32, 2048, 1024, rounds=True),
 }
+
+
+def _own_flags(preset_name: str, options: RecipeOptions) -> Flags:
+    """The build flags of a preset beside those that every engine has."""
+    gemm = "bfloat16" if options.precision in (None, "bf16", "fp8") else "float16"
+    if options.release >= _GEMM_AUTO_SINCE:  # before, it must name a type
+        gemm = "auto"
+    profiles = [("multiple_profiles", "enable")] if options.release >= (0, 10) else []
+    if preset_name == "throughput":
+        return [("gemm_plugin", gemm), *profiles]
+    if preset_name == "draft":
+        return [("gemm_plugin", gemm), ("gather_generation_logits", "")]
+    if preset_name == "target":
+        flags = [("gemm_plugin", gemm), ("max_draft_len", str(options.max_draft_len))]
+        if options.release >= _MODE_SINCE:
+            flags.append(("speculative_decoding_mode", "draft_tokens_external"))
+        return flags
+    flags = [
+        ("gemm_plugin", "disable"),
+        ("low_latency_gemm_plugin", "fp8"),
+        ("low_latency_gemm_swiglu_plugin", "fp8"),
+        ("use_fp8_context_fmha", "enable"),
+        *profiles,
+    ]
+    flags += [("reduce_fusion", "enable")] if options.tp_size > 1 else []
+    if options.lookahead is not None:
+        longest = str(lookahead_draft_len(*options.lookahead))
+        flags += [("speculative_decoding_mode", "lookahead_decoding"), ("max_draft_len", longest)]
+    return flags
 
 
 def lookahead_draft_len(window: int, ngram: int, verification_set: int) -> int:
@@ -254,7 +238,7 @@ def recipe(preset_name: str, options: RecipeOptions) -> list[Step]:
     converted = options.out / f"{preset_name}-checkpoint"
     steps = [
         _conversion(options, precision, converted),
-        (preset.build_step, _build(preset, options, converted, engine)),
+        (preset.build_step, _build(preset_name, options, converted, engine)),
     ]
     if preset_name != "draft":
         steps.append(_configure(preset_name, options, engine))
@@ -263,15 +247,13 @@ def recipe(preset_name: str, options: RecipeOptions) -> list[Step]:
 
 def as_script(steps: Iterable[Step]) -> str:
     """The steps as lines for a shell, one flag a line."""
-    return "\n".join(f"# {what}\n{_wrapped(words)}\n" for what, words in steps)
-
-
-def _wrapped(words: list[str]) -> str:
     text = ""
-    for word in words:
-        starts_line = word.startswith("--") and bool(text)
-        text += f" \\\n    {shlex.quote(word)}" if starts_line else f" {shlex.quote(word)}"
-    return text.strip()
+    for what, (tool, *words) in steps:
+        text += f"# {what}\n{shlex.quote(tool)}"
+        for word in words:
+            text += (" \\\n    " if word.startswith("--") else " ") + shlex.quote(word)
+        text += "\n\n"
+    return text.removesuffix("\n")
 
 
 def _conversion(options: RecipeOptions, precision: str, converted: Path) -> Step:
@@ -312,10 +294,10 @@ def _family(options: RecipeOptions) -> Path:
     return moved / _FAMILIES[model_type]
 
 
-def _build(preset: Preset, options: RecipeOptions, converted: Path, engine: Path) -> list[str]:
+def _build(preset_name: str, options: RecipeOptions, converted: Path, engine: Path) -> list[str]:
+    preset, own = PRESETS[preset_name], _own_flags(preset_name, options)
     prompt = options.max_input_len or preset.max_input_len
     answer = options.max_output_len or preset.max_output_len
-    own = preset.flags(options)
     draft = int(dict(own).get("max_draft_len", 0))
     batch = options.max_batch_size or preset.max_batch_size
     longest = prompt + answer if preset.rounds else prompt
@@ -358,22 +340,17 @@ def _configure(preset_name: str, options: RecipeOptions, engine: Path) -> Step:
 
 
 def _words(tool: str, flags: Flags, release: Version) -> list[str]:
+    """The flags as words; raises ``SettingsError`` where the release's tool does not have one."""
     words = []
     for name, value in flags:
-        check_flag(tool, name, release)
+        flag = FLAGS[tool, name]
+        if not flag.since <= release <= flag.until:
+            raise SettingsError(
+                f"--release {release}: {tool} has --{name} from {flag.since} to "
+                f"{flag.until} only, as far as is known; choose another release or preset"
+            )
         words += [f"--{name}", value] if value else [f"--{name}"]
     return words
-
-
-def _gemm(options: RecipeOptions) -> str:
-    """The value of gemm_plugin: before 0.11 it must name a type."""
-    if options.release >= _GEMM_AUTO_SINCE:
-        return "auto"
-    return "bfloat16" if options.precision in (None, "bf16", "fp8") else "float16"
-
-
-def _profiles(options: RecipeOptions) -> Flags:
-    return [("multiple_profiles", "enable")] if options.release >= (0, 10) else []
 
 
 # --- the command line -----------------------------------------------------------------------

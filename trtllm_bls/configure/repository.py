@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,11 +23,12 @@ from trtllm_bls.configure.engine import (
     check_target,
     engine_facts,
     engine_parameters,
+    models_for,
+    parse_version,
     read_engine,
     warnings,
 )
 from trtllm_bls.configure.pbtxt import MAX_BATCH_SIZE, PARAMETERS, model_config
-from trtllm_bls.configure.versions import models_for, parse_version
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import BlsParameters, check
@@ -164,9 +165,9 @@ class Launch:
 
     An engine of several ranks needs one tritonserver process for each rank, all but the first of
     which load the engines alone (leader mode). Engines of unequal ranks, or on GPUs of their own,
-    need ``orchestrator`` mode: one server has a worker process for each rank. With ``spawn`` it
-    starts them itself, over MPI; without, MPI or Slurm starts them, and ``participants`` says which
-    rank belongs to which model.
+    need ``orchestrator`` mode: one server has a worker process for each rank. It starts them, over
+    MPI, unless ``participants`` says which ranks belong to which model: then MPI or Slurm
+    starts them, and rank 0 is the orchestrator's own.
 
     ``models`` are the engines' models, ``world_size`` counts the processes of MPI.
     """
@@ -174,7 +175,7 @@ class Launch:
     models: tuple[str, ...]
     world_size: int = 1
     orchestrator: bool = False
-    spawn: bool = True
+    participants: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def by_serve(self) -> bool:
@@ -192,21 +193,11 @@ def plan_launch(
         return Launch(tuple(engines), 1 if orchestrator else ranks[0], orchestrator)
     if version < _NO_SPAWN_SINCE:
         raise SettingsError("--disable-spawn-processes: TensorRT-LLM has it since 0.13")
-    return Launch(tuple(engines), 1 + sum(ranks), orchestrator=True, spawn=False)
-
-
-def participants(launch: Launch, engines: Mapping[str, EngineDir]) -> dict[str, str]:
-    """The parameter ``participant_ids`` of each engine, if ranks are not spawned.
-
-    Rank 0 is the orchestrator's own.
-    """
-    if launch.spawn:
-        return {}
     ids, first = {}, 1
     for name, engine in engines.items():
         ids[name] = ",".join(map(str, range(first, first + engine.ranks)))
         first += engine.ranks
-    return ids
+    return Launch(tuple(engines), first, orchestrator=True, participants=ids)
 
 
 def launcher_command(launch: Launch, repository: Path) -> str:
@@ -216,7 +207,7 @@ def launcher_command(launch: Launch, repository: Path) -> str:
     words += ["--tensorrt_llm_model_name", ",".join(launch.models)]
     if launch.orchestrator:
         words.append("--multi-model")
-    if not launch.spawn:
+    if launch.participants:
         words.append("--disable-spawn-processes")
     return shlex.join(words)
 
@@ -226,7 +217,7 @@ def slurm_script(launch: Launch, repository: Path) -> str:
 
     Raises ``SettingsError`` where the orchestrator would have to spawn: Slurm starts all processes.
     """
-    if launch.orchestrator and launch.spawn:
+    if launch.orchestrator and not launch.participants:
         raise SettingsError("--slurm: engines of unequal ranks need --disable-spawn-processes too")
     loads = " ".join(f"--load-model={name}" for name in launch.models)
     mode = "export TRTLLM_ORCHESTRATOR=1\nexport TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0\n"
@@ -298,13 +289,21 @@ def plan(options: ConfigureOptions) -> Repository:
 
 
 def write(repository: Repository, out: Path, force: bool) -> None:
-    """Write every model below ``out``; with ``force`` models of these names are replaced."""
+    """Write every model below ``out``; with ``force`` models of these names are replaced.
+
+    Refuses to delete an engine or a tokenizer that lies inside a model that is replaced.
+    """
     if out.exists() and not out.is_dir():
         raise SettingsError(f"--out {out}: is a file")
     if not force and out.is_dir() and any(out.iterdir()):
         raise SettingsError(f"--out {out}: is not empty; add --force to replace its models")
     replaced = {out / name for name in (DRAFT, *(model.name for model in MODELS))}
-    _check_unused(replaced, repository.configs)
+    deleted = {directory.resolve() for directory in replaced}
+    for config in repository.configs.values():
+        for key in ("gpt_model_path", "tokenizer_dir"):
+            used = values_of(config).get(key)
+            if used and any(Path(used).resolve().is_relative_to(each) for each in deleted):
+                raise SettingsError(f"--force: would delete {used}; choose another --out")
     for directory in replaced:
         shutil.rmtree(directory, ignore_errors=True)
     for name, config in repository.configs.items():
@@ -314,16 +313,6 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         (out / name / "config.pbtxt").write_text(text, encoding="utf-8")
         if config.backend == "python":
             shutil.copyfile(REPOSITORY / name / "1" / "model.py", version / "model.py")
-
-
-def _check_unused(replaced: Set[Path], configs: Mapping[str, Any]) -> None:
-    """Refuse to delete an engine or a tokenizer that lies inside a model that is replaced."""
-    deleted = {directory.resolve() for directory in replaced}
-    for config in configs.values():
-        for key in ("gpt_model_path", "tokenizer_dir"):
-            used = values_of(config).get(key)
-            if used and any(Path(used).resolve().is_relative_to(each) for each in deleted):
-                raise SettingsError(f"--force: would delete {used}; choose another --out")
 
 
 # --- parameters -----------------------------------------------------------------------------
@@ -353,11 +342,10 @@ def _parameters(
     for name in (PREPROCESSING.name, POSTPROCESSING.name, BLS.name):
         values[name]["tokenizer_dir"] = tokenizer
     values[BLS.name]["decoupled"] = str(options.decoupled).lower()
-    placed = participants(launch, engines)
     for name, engine in engines.items():
         values[name] = engine_parameters(engine, version, options.batch_scheduler_policy)
-        if name in placed:
-            values[name]["participant_ids"] = placed[name]
+        if name in launch.participants:
+            values[name]["participant_ids"] = launch.participants[name]
     if DRAFT in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
     for named, override in _overrides(options):
@@ -366,7 +354,12 @@ def _parameters(
     for name, engine in engines.items():
         check_engine(name, engine, values[name])
         values[name] = engine_facts(engine, version, values[name]) | values[name]
-    _check_speculation(engines, values, version)
+    source = values[BLS.name]["draft_source"]
+    if DRAFT in engines or source != "off":
+        asked = f"--set {BLS.name}.draft_source={source}"
+        named = "--draft-engine-dir" if DRAFT in engines else asked
+        check_target(named, engines[ENGINE.name], values[ENGINE.name])
+        check_drafting(engines, values, version)
     return values
 
 
@@ -386,17 +379,6 @@ def _check_override(
             check(override.model, override.parameter, override.value)
     except SettingsError as error:
         raise SettingsError(f"{named}: {error}") from None
-
-
-def _check_speculation(
-    engines: Mapping[str, EngineDir], values: Mapping[str, Mapping[str, str]], version: Version
-) -> None:
-    source = values[BLS.name]["draft_source"]
-    if DRAFT not in engines and source == "off":
-        return
-    named = "--draft-engine-dir" if DRAFT in engines else f"--set {BLS.name}.draft_source={source}"
-    check_target(named, engines[ENGINE.name], values[ENGINE.name])
-    check_drafting(engines, values, version)
 
 
 def _batch_size(asked: int | None, engines: Mapping[str, EngineDir]) -> int:

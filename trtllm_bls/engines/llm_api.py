@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trtllm_bls.contract.models import ENGINE
+from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks, join_chunks
 from trtllm_bls.engines.ends import SequenceEnds, end_id_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_bls.contract.models import ENGINE
+from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.types import Array, Draft, EngineCapacity, EngineRequest, Sampling
 

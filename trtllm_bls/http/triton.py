@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from trtllm_bls.errors import Overloaded, from_wire, is_for_room
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
-from trtllm_bls.http.guard import BodyReader, ClientGone, Refused, header
+from trtllm_bls.http.guard import BODY_WRITE, BodyReader, ClientGone, Refused, header
 from trtllm_bls.http.triton_forms import (
     LeftToTriton,
     TooLarge,
@@ -155,7 +155,8 @@ class TritonHttp:
                 await _send_error(send, _error_of_call(error))
         if request is not None and self._grpc is not None:
             stream = called[3] == "generate_stream"
-            await _Exchange().run(self._grpc, request, receive, send, stream)
+            write = scope.get(BODY_WRITE)
+            await _Exchange().run(self._grpc, request, receive, send, stream, write)
 
     async def _request(self, name: str, version: str, body: bytes, scope: Scope) -> bytes:
         """The message of a ``generate``. Raises ``GrpcError`` and what ``infer_request`` raises."""
@@ -285,14 +286,23 @@ class _Exchange:
         self._changed = asyncio.Event()
 
     async def run(
-        self, connection: GrpcChannel, request: bytes, receive: Receive, send: Send, stream: bool
+        self,
+        connection: GrpcChannel,
+        request: bytes,
+        receive: Receive,
+        send: Send,
+        stream: bool,
+        write: Callable[[bytes], bool] | None,
     ) -> None:
-        """Answer the caller; where it leaves, the model's work is cancelled."""
+        """Answer the caller; where it leaves, the model's work is cancelled.
+
+        ``write`` is tried before ``send`` for events, in a third of its time.
+        """
         call = connection.open(_SERVICE + "ModelStreamInfer", self._on_messages, self._on_end)
         call.send(request)
         watching = asyncio.create_task(self._watch(receive))
         try:
-            await (self._send_events(send) if stream else self._send_one(send))
+            await (self._send_events(send, write) if stream else self._send_one(send))
         finally:
             watching.cancel()
             # Triton 24.10 keeps a request for ever whose cancel meets its last response. So a call
@@ -302,7 +312,7 @@ class _Exchange:
             else:
                 call.cancel()
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
         begun = False
         while not (begun and self._over and not self._arrived and self._error is None):
             await self._wait()
@@ -322,7 +332,8 @@ class _Exchange:
             if error is not None:
                 events.append(error_json(error.text))
             body = b"".join([b"data: %b\n\n" % event for event in events])
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            if write is None or not write(body):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     async def _send_one(self, send: Send) -> None:

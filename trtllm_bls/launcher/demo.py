@@ -15,7 +15,7 @@ from rich.text import Text
 
 from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.client import Client
-from trtllm_bls.commands.reply import Reply, Summary, summarise
+from trtllm_bls.commands.reply import Reply
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher.http_process import chat_curl
 from trtllm_bls.launcher.server import TritonServer
@@ -59,14 +59,13 @@ async def ask(
     async with Client(url) as client:
         answers = tuple([await _answer(client, prompt, max_tokens, console) for prompt in asked])
     for prompt, answer in zip(asked, answers, strict=True):
-        summary = summarise(answer, max_tokens)
-        console.print(Text(_figures(prompt, summary), style="green" if answer.text else "red"))
+        console.print(Text(_figures(prompt, answer), style="green" if answer.text else "red"))
     return answers
 
 
 async def _answer(client: Client, prompt: str, max_tokens: int, console: Console) -> Reply:
     console.print(Text(f"\n{prompt}", style="bold"), soft_wrap=True)  # log lines may follow
-    reply = Reply()
+    reply = Reply(max_tokens)
     async with client.stream(
         text_input=prompt, max_tokens=max_tokens, return_num_output_tokens=True
     ) as stream:
@@ -77,11 +76,12 @@ async def _answer(client: Client, prompt: str, max_tokens: int, console: Console
     return reply
 
 
-def _figures(prompt: str, summary: Summary) -> str:
-    if summary.ttft_ms is None:
+def _figures(prompt: str, answer: Reply) -> str:
+    if not answer.arrivals:
         return f"{prompt!r}: no text came back"
-    tokens = "?" if summary.num_output_tokens is None else summary.num_output_tokens
+    found = answer.figures()
+    tokens = "?" if answer.completion_tokens is None else answer.completion_tokens
     return (
-        f"{prompt!r}: {tokens} tokens in {summary.duration_ms / 1000:.2f} s, "
-        f"the first after {summary.ttft_ms:.0f} ms; ended: {summary.ended}"
+        f"{prompt!r}: {tokens} tokens in {found['duration_ms'] / 1000:.2f} s, "
+        f"the first after {found['ttft_ms']:.0f} ms; ended: {found['ended']}"
     )

@@ -3,7 +3,7 @@
 ``RequestServer`` runs one task per request on an event loop in a thread of its own. Sending blocks,
 so sender threads do it (``call.py``). A watcher thread asks Triton which callers have left and
 cancels their tasks. ``Call`` alone knows Triton's response sender and keeps its rules
-(docs/architecture.md names the defects behind them):
+(docs/design.md names the defects of Triton behind them):
 
 - Every request ends in exactly one FINAL, on every path, also where a send fails.
 - An error is the last thing sent and carries FINAL. If the caller wants errors as gRPC status, it

@@ -1,8 +1,8 @@
 """The threads of one interpreter, kept on one core while that core has little other work.
 
 Python's threads run one at a time. On several cores, each handover of the GIL wakes a core whose
-caches hold nothing of the work: with 16 cores and 128 streams a token costs 168 µs of CPU, on one
-core 134. Threads that work without the GIL, as a tokeniser's, run on any core.
+caches hold nothing of the work, so a token costs more CPU there (docs/measurements.md, "Where its
+threads run"). Threads that work without the GIL, such as a tokeniser's, run on any core.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ _CLAIM = "\0trtllm-bls core"  # an abstract socket's name, before the core's num
 
 class OneCore:
     """Keeps ``threads`` (native ids) on one core, which ``check`` chooses.
-
     Each process of a network namespace claims its own, since the core of an idle one looks free.
     Raises ``OSError`` where /proc/stat cannot be read.
     """
@@ -50,7 +49,8 @@ class OneCore:
         self._before, self._own_before = now, own
         if self.core in shares and shares[self.core] < _OTHERS:
             return
-        for core in sorted(shares, key=lambda core: (round(shares[core], 1), core)):
+        # Low cores serve most interrupts: with 128 requests at once, TTFT is 14 ms longer there.
+        for core in sorted(shares, key=lambda core: (round(shares[core], 1), -core)):
             if shares[core] < _OTHERS and self._claims(core):
                 self._pin(core, {core})
                 return

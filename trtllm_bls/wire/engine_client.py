@@ -26,8 +26,7 @@ from tritonclient.utils import (
     triton_to_np_dtype,
 )
 
-from trtllm_bls.contract import ENGINE
-from trtllm_bls.contract.tensors import NUMPY_TYPES
+from trtllm_bls.contract import ENGINE, NUMPY_TYPES
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.parameters import is_true
 from trtllm_bls.types import (

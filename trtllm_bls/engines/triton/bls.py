@@ -1,7 +1,7 @@
 """An engine reached through Triton's BLS API (``pb_utils.InferenceRequest``), without a socket.
 
 It is for deployments whose server has no gRPC port: the decoupled BLS API of Triton 24.10 has
-defects that can only be worked around in part (docs/architecture.md lists them). Response iterators
+defects that can only be worked around in part (docs/design.md lists them). Response iterators
 are kept for a while after their end, always drained, and never trusted to deliver an error in
 mid-stream, which is what the stall timer is for. A child request is cancelled by a ``stop`` request
 with its id.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_bls.contract.models import ENGINE
+from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.ends import end_id_of
 from trtllm_bls.engines.trtllm_service import messages

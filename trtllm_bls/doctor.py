@@ -1,0 +1,844 @@
+"""``trtllm-bls doctor``: finds what is wrong with a deployment before the first request.
+
+From top to bottom: what is examined (``Subject``), how a check reports (``Finding``), the checks of
+this machine, of parameters and engines, of addresses and of tokenizers, and the command line. No
+check changes anything. Where a rule exists elsewhere in the package, the check asks there.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import grpc
+import psutil
+from packaging.requirements import Requirement
+from packaging.version import Version as PackageVersion
+from rich.console import Console
+from rich.text import Text
+from tritonclient.grpc import InferenceServerClient, model_config_pb2
+from tritonclient.utils import InferenceServerException
+
+from trtllm_bls.client import Tls
+from trtllm_bls.configure.engine import (
+    EXTERNAL_DRAFTS,
+    EngineDir,
+    check_drafting,
+    check_engine,
+    check_target,
+    ends_after_one_step,
+    image_of,
+    models_for,
+    parse_version,
+    read_engine,
+)
+from trtllm_bls.contract import BLS, ENGINE, MODELS
+from trtllm_bls.engines.triton.own_port import listening_processes
+from trtllm_bls.engines.trtllm_service import messages
+from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
+from trtllm_bls.launcher.checks import (
+    check_environment,
+    check_numpy,
+    check_platform,
+    check_shared_memory,
+    embedded_numpy,
+    find_server,
+)
+from trtllm_bls.launcher.interpreter import PYTHON
+from trtllm_bls.parameters import EngineKind, is_true, parameters_of, parse_engine
+from trtllm_bls.parameters import check as check_ours
+from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend, keys_of
+from trtllm_bls.parameters.model_config import read_config, values_of
+from trtllm_bls.settings import ServeSettings, TlsConnection, option, options_of, setting
+from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+
+CPP_BACKEND = "tensorrtllm"
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def serve_ports() -> dict[str, int]:
+    """The ports that ``serve`` takes unless told otherwise, by option."""
+    named = (each for each in fields(ServeSettings) if each.name.endswith("_port"))
+    return {option(each.name): each.default for each in named if each.default is not None}
+
+
+def _release(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    try:
+        return value if value and parse_version(value) else ""
+    except SettingsError as error:
+        raise click.UsageError(str(error), ctx) from error
+
+
+@dataclass
+class Subject:
+    """The options of ``doctor``, and what can be read behind them.
+
+    ``version`` names TensorRT-LLM's release where neither an installed package nor an engine tells.
+    """
+
+    repository: Path | None = setting(
+        "What is to be served.", flag="--model-repository", type=_DIRECTORY
+    )
+    url: str | None = setting("gRPC port of a running server.", metavar="HOST:PORT")
+    engine_dir: Path | None = setting("Engine of the target model.", type=_DIRECTORY)
+    draft_engine_dir: Path | None = setting("Engine of the draft model.", type=_DIRECTORY)
+    tokenizer_dir: Path | None = setting("Tokenizer of the target model.", type=_DIRECTORY)
+    server: Path | None = setting("As of `serve`.")
+    version: str = setting(
+        "TensorRT-LLM release of the container.  [default: as installed, or the engine's]",
+        "",
+        callback=_release,
+    )
+    tls: Tls | None = None  # to ``url``
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    packages: Callable[[str], str | None] = installed
+    shared_memory: Path = Path("/dev/shm")
+    ports: Mapping[str, int] = field(default_factory=serve_ports)
+    # Of configurations and engines, once those have been asked for.
+    unreadable: list[SettingsError] = field(default_factory=list, init=False)
+
+    @cached_property
+    def configs(self) -> dict[str, Any]:
+        """The configuration (Triton's ``ModelConfig``) of each model that can be read."""
+        found = {}
+        for path in sorted(self.repository.glob("*/config.pbtxt")) if self.repository else ():
+            try:
+                found[path.parent.name] = read_config(path)
+            except SettingsError as error:
+                self.unreadable.append(error)
+        return found
+
+    def values(self, model: str) -> dict[str, str]:
+        """A model's parameters; none where there is no such model."""
+        return values_of(self.configs[model]) if model in self.configs else {}
+
+    @property
+    def cpp_models(self) -> list[str]:
+        """The models that TensorRT-LLM's C++ backend runs."""
+        return [name for name, config in self.configs.items() if config.backend == CPP_BACKEND]
+
+    @property
+    def target(self) -> str:
+        """The name of the target model."""
+        return self.values(BLS.name).get("tensorrt_llm_model_name") or ENGINE.name
+
+    @property
+    def draft(self) -> str:
+        """The name of the draft model; empty where there is none."""
+        return self.values(BLS.name).get("tensorrt_llm_draft_model_name", "")
+
+    @cached_property
+    def engines(self) -> dict[str, EngineDir]:
+        """Engines by model, of the options or of the repository's configurations."""
+        draft = self.draft or "the draft"
+        directories = {
+            name: Path(path)
+            for name in self.cpp_models
+            if (path := self.values(name).get("gpt_model_path")) and "${" not in path
+        }
+        directories |= {self.target: self.engine_dir} if self.engine_dir else {}
+        directories |= {draft: self.draft_engine_dir} if self.draft_engine_dir else {}
+        found = {}
+        for name, directory in directories.items():
+            try:
+                engine = read_engine(f"{name}: engine", directory, check=True)
+                engine.release()  # raises where there is no such release
+                found[name] = engine
+            except SettingsError as error:
+                self.unreadable.append(error)
+        return found
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The directory of the target's tokenizer."""
+        return self.tokenizer_dir or self._directory("tokenizer_dir")
+
+    @property
+    def draft_tokenizer(self) -> Path | None:
+        """The directory of the draft's tokenizer, where the repository names it."""
+        return self._directory("draft_tokenizer_dir")
+
+    def _directory(self, key: str) -> Path | None:
+        named = self.values(BLS.name).get(key, "")
+        if not named or "${" in named:
+            return None
+        return Path(os.path.abspath((self.repository or Path()) / named))
+
+    @property
+    def backend_version(self) -> str:
+        """The TensorRT-LLM that runs here: as named, or as installed; empty where unknown."""
+        return self.version or self.packages("tensorrt-llm") or ""
+
+    @property
+    def release(self) -> Version | None:
+        """The release of the backend, or else of the target's engine."""
+        if self.backend_version:
+            return parse_version(self.backend_version)
+        engine = self.engines.get(self.target)
+        return engine.release() if engine else None
+
+
+# --- findings ---------------------------------------------------------------------------------
+
+
+Level = Literal["ok", "warn", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what holds or does not, and what to do about it (empty where nothing is)."""
+
+    level: Level
+    what: str
+    mend: str = ""
+
+    @classmethod
+    def of(cls, error: TrtllmBlsError, level: Level = "error") -> Finding:
+        """Split the error's text: this package's errors end with what to do, after "; " or ": "."""
+        text = str(error)
+        for mark in ("; ", ": "):
+            what, _, mend = text.rpartition(mark)
+            if " " in what:  # a name in front of a colon is no sentence yet
+                return cls(level, what, mend)
+        return cls(level, text)
+
+
+Findings = Iterator[Finding]
+
+
+@dataclass(frozen=True)
+class Check:
+    """``run`` yields what is wrong; ``title`` says what holds where it yields nothing.
+
+    ``applies`` tells whether there is something to look at.
+    """
+
+    name: str
+    title: str
+    applies: Callable[[Subject], Any]
+    run: Callable[[Subject], Findings]
+
+
+CHECKS: list[Check] = []
+
+
+def check(
+    title: str, applies: Callable[[Subject], Any] = lambda subject: True
+) -> Callable[[Callable[[Subject], Findings]], Callable[[Subject], Findings]]:
+    """Put a function into the list of checks, under its own name."""
+
+    def register(run: Callable[[Subject], Findings]) -> Callable[[Subject], Findings]:
+        CHECKS.append(Check(run.__name__, title, applies, run))
+        return run
+
+    return register
+
+
+def examine(
+    subject: Subject, checks: Sequence[Check] | None = None
+) -> Iterator[tuple[str, Finding]]:
+    """Every finding with its check's name, in the order of the list."""
+    for each in CHECKS if checks is None else checks:
+        if not each.applies(subject):
+            continue
+        found = list(each.run(subject)) or [Finding("ok", each.title)]
+        yield from ((each.name, finding) for finding in found)
+
+
+# --- this machine: shared memory, proxies, Python and packages --------------------------------
+
+
+DISTRIBUTION = "trtllm-bls"
+_PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
+_LOOPBACK = ("localhost", "127.0.0.1")
+# transformers as TensorRT-LLM's own Python package was released with it, by first release.
+PINS = (
+    ((0, 9), "4.36.1"),
+    ((0, 15), "4.45.1"),
+    ((0, 18), "4.48.3"),  # from 0.18.1 on
+    ((0, 19), "4.51.0"),
+    ((1, 0), "4.53.1"),
+    ((1, 1), "4.56.0"),
+    ((1, 2), "4.57.3"),
+)
+
+
+@check("this machine can run the server's models")
+def platform_and_place(subject: Subject) -> Findings:
+    """Linux, and an environment whose path the embedded Python can read."""
+    try:
+        check_platform()
+        check_environment(sys.prefix)
+    except SetupError as error:
+        yield Finding.of(error)
+
+
+@check("shared memory has room for the models' tensors")
+def shared_memory(subject: Subject) -> Findings:
+    """Docker's default of 64 MB is filled by a few large answers."""
+    try:
+        warning = check_shared_memory(subject.shared_memory)
+    except SetupError as error:
+        yield Finding.of(error)
+    else:
+        if warning:
+            yield Finding.of(SetupError(warning), "warn")
+
+
+@check("connections to this machine go past any proxy")
+def proxies(subject: Subject) -> Findings:
+    """gRPC uses a proxy even for localhost, unless no_proxy names it."""
+    environment = {name.lower(): value for name, value in subject.environment.items()}
+    named = [name for name in _PROXIES if environment.get(name)]
+    direct = [host.strip() for host in environment.get("no_proxy", "").split(",")]
+    missing = [host for host in _LOOPBACK if host not in direct]
+    if named and missing and "*" not in direct:
+        what = f"{', '.join(named)} without no_proxy for {' and '.join(missing)}"
+        yield Finding("warn", what, f"set no_proxy={','.join([*filter(None, direct), *missing])}")
+
+
+@check("Python and packages are as this package needs them")
+def packages(subject: Subject) -> Findings:
+    """`pip install --no-deps` leaves what a container has, which may be too old."""
+    for requirement in _requirements(subject.packages):
+        version = subject.packages(requirement.name)
+        if version is None:
+            yield Finding("error", f"no {requirement.name}", f"pip install '{requirement}'")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            what = f"{requirement.name} {version}, needed is {requirement.specifier}"
+            mend = "install trtllm-bls into an environment of its own, or take a newer container"
+            yield Finding("error", what, mend)
+
+
+@check("the server here runs models on this Python and its numpy", lambda s: s.server or _finds())
+def server_python(subject: Subject) -> Findings:
+    """A stub for this version of Python, which can read the numpy that it will import."""
+    try:
+        installation = find_server(subject.server)
+    except SetupError as error:
+        yield Finding.of(error)
+        return
+    if not installation.stub(PYTHON).is_file():
+        what = f"{installation.root} has no Python backend for Python {PYTHON}"
+        yield Finding("error", what, "install trtllm-bls with the Python of the container")
+    try:
+        check_numpy(installation, embedded_numpy())
+    except SetupError as error:
+        yield Finding.of(error)
+
+
+def _finds() -> bool:
+    with suppress(SetupError):
+        return bool(find_server(None))
+    return False
+
+
+def _requirements(packages: Callable[[str], str | None]) -> Iterator[Requirement]:
+    try:
+        texts = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return  # not installed, so there is no list of requirements
+    # `serve` has the OpenAI API wherever uvicorn is installed.
+    extra = "openai" if packages("uvicorn") else ""
+    for text in texts:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            yield requirement
+
+
+@check(
+    "transformers is as TensorRT-LLM's Python package wants it",
+    lambda s: s.packages("tensorrt-llm"),
+)
+def pins(subject: Subject) -> Findings:
+    """Another one can break `import tensorrt_llm`, which builds engines but does not serve them."""
+    present, release = subject.packages("transformers"), subject.packages("tensorrt-llm") or ""
+    pinned = [pin for since, pin in PINS if since <= PackageVersion(release).release]
+    if (
+        present
+        and pinned
+        and PackageVersion(present).release[:2] != PackageVersion(pinned[-1]).release[:2]
+    ):
+        what = f"transformers {present} beside tensorrt-llm {release}, made with {pinned[-1]}"
+        mend = f"pip install transformers=={pinned[-1]} before building engines here"
+        yield Finding("warn", what, mend)
+
+
+# --- parameters and engines: what TensorRT-LLM would ignore or refuse later -------------------
+
+
+_LOGITS = ("context_logits", "generation_logits", "draft_logits")
+# Slow, so that a limit which is too short is found: tokens per second of a prompt and an answer.
+_SLOW_PREFILL, _SLOW_DECODING = 500, 20
+
+
+def _speculates(subject: Subject) -> bool:
+    source = subject.values(BLS.name).get("draft_source", "off")
+    return subject.target in subject.engines and (len(subject.engines) > 1 or source != "off")
+
+
+@check("configurations and engine directories can be read", lambda s: s.repository or s.engine_dir)
+def readable(subject: Subject) -> Findings:
+    """A file that cannot be read hides everything else."""
+    models, _ = subject.configs, subject.engines
+    if subject.repository and not models and not subject.unreadable:
+        yield Finding("error", f"{subject.repository}: no model in it", "name the model repository")
+    yield from map(Finding.of, subject.unreadable)
+
+
+@check("every template is filled in", lambda s: s.configs)
+def placeholders(subject: Subject) -> Findings:
+    """A parameter that still holds one counts as not set, or as that very text."""
+    for model in subject.configs:
+        left = [key for key, value in subject.values(model).items() if "${" in value]
+        if left:
+            mend = "fill them in or remove them; trtllm-bls configure --from does"
+            yield Finding("error", f"{model}: placeholders in {', '.join(left)}", mend)
+
+
+@check("every parameter is known and has a value that can be read", lambda s: s.configs)
+def parameters(subject: Subject) -> Findings:
+    """Names and values, each judged by whoever reads them."""
+    ours = {model.name for model in MODELS}
+    for model in subject.configs:
+        if model not in ours and model not in subject.cpp_models:
+            continue
+        for key, value in subject.values(model).items():
+            if "${" in value or not value:
+                continue
+            try:
+                if model in subject.cpp_models:
+                    check_backend(key, value, subject.release)
+                else:
+                    check_ours(model, key, value)
+            except SettingsError as error:
+                yield Finding.of(SettingsError(f"{model}.{key}: {error}"))
+
+
+@check("every parameter that the release demands is there", lambda s: s.cpp_models)
+def demanded_parameters(subject: Subject) -> Findings:
+    """Without one of them the instance ends at load."""
+    release = subject.release or LAST
+    for model in subject.cpp_models:
+        demanded = [
+            name
+            for name, key in keys_of(release).items()
+            if key.demanded and key.demanded <= release and name not in subject.values(model)
+        ]
+        if demanded:
+            mend = "add them, with an empty value where nothing is meant"
+            yield Finding("error", f"{model}: no {', '.join(demanded)}", mend)
+
+
+@check("backend and engines are of one release", lambda s: s.engines)
+def versions(subject: Subject) -> Findings:
+    """An engine runs on the release that built it."""
+    backend = subject.backend_version
+    for model, engine in subject.engines.items():
+        built, release = engine.version, engine.release()
+        if release is None:
+            what = f"{model}: config.json of {engine.path} names no release"
+            yield Finding("warn", what, "build it with a released trtllm-build")
+        elif backend and _numbers(built, 3) != _numbers(backend, 3):
+            level: Level = "warn" if _numbers(built, 2) == _numbers(backend, 2) else "error"
+            what = f"{model}: its engine is of {built}, the backend of {backend}"
+            image = image_of(release)
+            other = f", or serve it from {image}" if image else ""
+            yield Finding(level, what, f"build it in the container that serves it{other}")
+
+
+def _numbers(version: str, count: int) -> list[str]:
+    return version.removeprefix("v").split(".")[:count]
+
+
+@check("tensorrt_llm answers in streams", lambda s: s.target in s.configs)
+def decoupled(subject: Subject) -> Findings:
+    """The orchestrator asks for nothing else, also for a caller who wants one response."""
+    if not subject.configs[subject.target].model_transaction_policy.decoupled:
+        mend = "set model_transaction_policy { decoupled: true }"
+        yield Finding("error", f"{subject.target}: is not decoupled", mend)
+
+
+@check("requests without drafts run to their end", lambda s: s.engines)
+def one_step_drafts(subject: Subject) -> Findings:
+    """Older releases end each request to an engine for external drafts after one step."""
+    release = subject.release or LAST
+    for model, engine in subject.engines.items():
+        told = is_true(subject.values(model).get("one_step_requests", ""))
+        if not ends_after_one_step(engine, release) or (model == subject.target and told):
+            continue
+        if model != subject.target:
+            mend = "build it without a speculative_decoding_mode"
+            yield Finding("error", f"{model}: drafts one token only ({EXTERNAL_DRAFTS})", mend)
+        else:
+            mend = f"set {model}.one_step_requests=true; trtllm-bls configure writes it"
+            yield Finding("error", f"{model}: requests without drafts answer one token", mend)
+
+
+@check("the engines were built for what their parameters ask", lambda s: s.configs and s.engines)
+def built_for(subject: Subject) -> Findings:
+    """Reuse of the KV cache and chunked context need paged context attention."""
+    for model in subject.engines.keys() & subject.configs.keys():
+        values = {"enable_kv_cache_reuse": "", "enable_chunked_context": ""}
+        try:
+            check_engine(model, subject.engines[model], values | subject.values(model))
+        except SettingsError as error:
+            yield Finding.of(error)
+
+
+@check("the target can verify drafts, and the draft can make them", _speculates)
+def speculation(subject: Subject) -> Findings:
+    """Paged context, reuse of the KV cache, the right mode, no fast logits."""
+    reuse = {"enable_kv_cache_reuse": "true" if not subject.configs else ""}
+    values = {name: reuse | subject.values(name) for name in subject.engines}
+    target = subject.target
+    engines = {ENGINE.name if name == target else name: e for name, e in subject.engines.items()}
+    try:
+        check_target(target, subject.engines[target], values[target])
+        values[ENGINE.name] = values[target]
+        check_drafting(engines, values, subject.release or LAST)
+    except SettingsError as error:
+        yield Finding.of(error)
+
+
+@check("logits are declared in the engines' types", lambda s: s.cpp_models and s.engines)
+def logits_types(subject: Subject) -> Findings:
+    """Triton refuses a tensor of another type before the backend sees it."""
+    for model in [name for name in subject.cpp_models if name in subject.engines]:
+        table = models_for(subject.release or LAST, subject.engines[model].logits)[ENGINE.name]
+        rows = {tensor.name: tensor for tensor in (*table.inputs, *table.outputs)}
+        config = subject.configs[model]
+        for tensor in (*config.input, *config.output):
+            if tensor.name not in _LOGITS or tensor.name not in rows:
+                continue
+            found = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+            expected = rows[tensor.name].dtype
+            if found != expected:
+                what = f"{model}.{tensor.name} is declared {found}, the engine's are {expected}"
+                yield Finding("error", what, f"declare it TYPE_{expected}")
+    engines = subject.engines
+    if subject.draft in engines and subject.target in engines:
+        made, taken = engines[subject.draft].logits, engines[subject.target].logits
+        if made != taken:
+            what = f"the draft's logits are {made}, the target takes {taken}"
+            mend = "build both with one --logits_dtype, or leave use_draft_logits off"
+            yield Finding("warn", what, mend)
+
+
+@check("time limits leave time for the longest request", lambda s: BLS.name in s.configs)
+def time_limits(subject: Subject) -> Findings:
+    """An engine says nothing while it reads a prompt; too short a limit gives it up."""
+    told, engine = subject.values(subject.target), subject.engines.get(subject.target)
+    try:
+        stall = _ours(subject, "engine_stall_seconds")
+        timeout = _ours(subject, "request_timeout_seconds")
+        answer = _ours(subject, "max_output_tokens") or float(told.get("max_sequence_tokens") or 0)
+        prompt = float(told.get("max_prompt_tokens") or 0)
+    except ValueError:
+        return  # told by the check of parameters
+    prompt = prompt or (engine.max_prompt_tokens(chunked=True) if engine else 0) or 0
+    if stall and prompt / _SLOW_PREFILL > stall:
+        what = (
+            f"engine_stall_seconds is {stall:g}; a prompt may have {prompt:.0f} tokens, "
+            f"{prompt / _SLOW_PREFILL:.0f} s at {_SLOW_PREFILL} a second"
+        )
+        yield Finding("warn", what, f"raise {BLS.name}.engine_stall_seconds")
+    if timeout and answer / _SLOW_DECODING > timeout:
+        what = (
+            f"request_timeout_seconds is {timeout:g}; the longest answer, {answer:.0f} tokens, "
+            f"takes {answer / _SLOW_DECODING:.0f} s at {_SLOW_DECODING} a second and would be cut"
+        )
+        mend = f"raise it, or lower {BLS.name}.max_output_tokens"
+        yield Finding("warn", what, mend)
+    if timeout and stall > timeout:
+        what = f"engine_stall_seconds {stall:g} is longer than request_timeout_seconds {timeout:g}"
+        yield Finding("warn", what, "a stalled engine is seen as a timeout only; lower the former")
+
+
+def _ours(subject: Subject, key: str) -> float:
+    """A number among the parameters of ``tensorrt_llm_bls``; raises ``ValueError``."""
+    return float(subject.values(BLS.name).get(key) or parameters_of(BLS.name)[key].default or 0)
+
+
+@check("each engine has memory for its KV cache", lambda s: len(s.cpp_models) > 1)
+def memory_shares(subject: Subject) -> Findings:
+    """Shares are of what is free when an engine loads; the second finds what the first left."""
+    gpus: dict[str, list[str]] = {}
+    for model in subject.cpp_models:
+        values = subject.values(model)
+        share = values.get("kv_cache_free_gpu_mem_fraction") or "0.9"
+        try:
+            large = float(share) > 0.8
+        except ValueError:
+            continue  # told by the check of parameters
+        if large and not values.get("max_tokens_in_paged_kv_cache"):
+            gpus.setdefault(values.get("gpu_device_ids", ""), []).append(model)
+    for models in gpus.values():
+        if len(models) > 1:
+            what = f"{' and '.join(models)} share GPUs and want 80 % or more of what is free each"
+            mend = "set kv_cache_free_gpu_mem_fraction to 0.45 each, or gpu_device_ids apart"
+            yield Finding("error", what, mend)
+
+
+# --- addresses: who listens there, and whether it serves this repository ----------------------
+
+
+_ANSWER_S = 5.0
+_SERVER = "tritonserver"
+
+
+def _engine_url(subject: Subject) -> str:
+    """Where the engine of this server is; empty where another process has it."""
+    return "" if _engines_elsewhere(subject) else subject.values(BLS.name).get("engine_url", "")
+
+
+@check("the engine's port belongs to Triton, or to nobody yet", _engine_url)
+def engine_port(subject: Subject) -> Findings:
+    """With host networking another program or another Triton may own it."""
+    names = _listeners(_engine_url(subject))
+    if set(names) - {_SERVER}:
+        what = (
+            f"engine_url {_engine_url(subject)}: {' and '.join(names)} listens there, not {_SERVER}"
+        )
+        yield Finding("error", what, "stop it, or serve on another --grpc-port")
+
+
+def _engines_elsewhere(subject: Subject) -> list[tuple[str, EngineKind]]:
+    """The addresses that parameter ``engine`` names, where it is one of another process."""
+    try:
+        choice = parse_engine(subject.values(BLS.name).get("engine", ""))
+    except ValueError:
+        return []  # none, or told by the check of parameters
+    return [(address, choice.kind) for address, _ in choice.addresses if choice.is_elsewhere]
+
+
+@check("engines elsewhere are there", _engines_elsewhere)
+def engine_addresses(subject: Subject) -> Findings:
+    """Each takes a connection; TensorRT-LLM's service is asked for its health."""
+    for address, kind in _engines_elsewhere(subject):
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        except OSError as error:
+            what = f"engine at {address}: {error.strerror or error}"
+            mend = "start it (trtllm-serve MODEL --grpc), or mend the address"
+            yield Finding("error", what, mend)
+            continue
+        problem = _service_problem(address) if kind is EngineKind.TRTLLM else ""
+        if problem:
+            yield Finding("error", f"engine at {address}: {problem}", "see its own log")
+
+
+def _service_problem(address: str) -> str:
+    """What a TrtllmService says of its health; empty where that is good, or the port has TLS."""
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        ask = channel.unary_unary(
+            messages.SERVICE + "HealthCheck",
+            request_serializer=messages.HealthCheckRequest.SerializeToString,
+            response_deserializer=messages.HealthCheckResponse.FromString,
+        )
+        try:
+            status = ask(messages.HealthCheckRequest(), timeout=_ANSWER_S).status
+        except grpc.RpcError as error:
+            late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            other = error.code() is grpc.StatusCode.UNIMPLEMENTED
+            return "no answer" if late else "not TensorRT-LLM's service" if other else ""
+    return "" if status == "OK" else f"it is not healthy: {status}"
+
+
+@check("the ports of serve are free", lambda s: s.repository and not s.url)
+def ports(subject: Subject) -> Findings:
+    """The default ports of ``serve``; a running server has taken them already."""
+    for flag, port in subject.ports.items():
+        names = _listeners(f"localhost:{port}")
+        if names:
+            what = f"port {port} is taken by {' and '.join(names)}"
+            yield Finding("warn", what, f"if that is not your server, choose another with {flag}")
+
+
+def _listeners(url: str) -> list[str]:
+    """The names of the programs that listen at a port of this machine."""
+    names = set()
+    for process in listening_processes(url):
+        with suppress(psutil.Error):
+            names.add(psutil.Process(process).name())
+    return sorted(names)
+
+
+@check("the server answers and its models are ready", lambda s: s.url)
+def server(subject: Subject) -> Findings:
+    """Triton, live, with every model of the repository (or tensorrt_llm_bls and its engine)."""
+    with _client(subject) as client:
+        try:
+            name = client.get_server_metadata(client_timeout=_ANSWER_S).name
+            if name != "triton":
+                yield Finding("error", f"{subject.url}: {name} answers", "name Triton's gRPC port")
+                return
+            for model in sorted(subject.configs) or [BLS.name, subject.target]:
+                if not client.is_model_ready(model, client_timeout=_ANSWER_S):
+                    what, mend = f"{subject.url}: {model} is not ready", "see the server's log"
+                    yield Finding("error", what, mend)
+        except InferenceServerException as error:
+            what = f"{subject.url}: no answer from Triton ({error.message()})"
+            yield Finding("error", what, "start the server, or name its gRPC port with --url")
+
+
+@check("the server serves this repository", lambda s: s.url and s.repository)
+def same_repository(subject: Subject) -> Findings:
+    """Another Triton may answer, with models of the same names."""
+    with _client(subject) as client:
+        for model in sorted(subject.configs):
+            with suppress(InferenceServerException):  # told by the check of the server
+                answer = client.get_model_config(model, client_timeout=_ANSWER_S)
+                values = {k: v.string_value for k, v in answer.config.parameters.items()}
+                mine = subject.values(model)
+                differing = [key for key in mine.keys() & values if mine[key] != values[key]]
+                if differing:
+                    what = f"{subject.url}: {model} has other values of {', '.join(differing)}"
+                    mend = (
+                        "is it another server, or one with other options or from before a change?"
+                    )
+                    yield Finding("warn", what, mend)
+
+
+def _client(subject: Subject) -> Any:
+    # A proxy that the environment names is not used here; the check of proxies reports it.
+    channel_args: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
+    tls = subject.tls
+    if tls is None:
+        return InferenceServerClient(subject.url, channel_args=channel_args)
+    if tls.server_name:
+        channel_args.append(("grpc.ssl_target_name_override", tls.server_name))
+    files = ("root_certificates", "private_key", "certificate_chain")
+    named = {name: str(path) for name in files if (path := getattr(tls, name))}
+    return InferenceServerClient(subject.url, ssl=True, channel_args=channel_args, **named)
+
+
+# --- tokenizers against the engines' vocabularies ---------------------------------------------
+
+
+# Embeddings are padded to a multiple of 64 or 128 per GPU; more rows than that are another model's.
+_MOST_PADDING = 1024
+
+
+@cache
+def _loaded(directory: Path) -> Tokenizer | SetupError:
+    """The tokenizer, which takes seconds, or why there is none."""
+    try:
+        return load_tokenizer(directory)
+    except SetupError as error:
+        return error
+
+
+@check("the tokenizer can be loaded", lambda s: s.tokenizer)
+def tokenizer(subject: Subject) -> Findings:
+    """By the packages that are installed here."""
+    for directory in filter(None, (subject.tokenizer, subject.draft_tokenizer)):
+        loaded = _loaded(directory)
+        if isinstance(loaded, SetupError):
+            yield Finding.of(loaded)
+
+
+@check("engines and tokenizers have one vocabulary", lambda s: s.tokenizer and s.engines)
+def vocabulary(subject: Subject) -> Findings:
+    """An id beyond the embeddings ends a request; other tokens than the draft's waste drafts."""
+    assert subject.tokenizer is not None
+    loaded = _loaded(subject.tokenizer)
+    if isinstance(loaded, SetupError):
+        return  # told by the check of the tokenizer
+    largest = max((i for i in range(loaded.vocab_size) if i not in loaded.added_ids), default=0)
+    for model, engine in subject.engines.items():
+        size, mend = engine.vocab_size, "use the tokenizer that the model was trained with"
+        if not size:
+            continue
+        if largest >= size:
+            what = f"{model}: the tokenizer has ids up to {largest}, the engine {size} embeddings"
+            yield Finding("error", what, mend)
+        elif loaded.vocab_size > size:
+            what = f"{model}: {loaded.vocab_size - size} added tokens are beyond its embeddings"
+            yield Finding("warn", what, "requests that use them are refused; " + mend)
+        elif size - loaded.vocab_size > _MOST_PADDING:
+            what = f"{model}: {size} embeddings for the tokenizer's {loaded.vocab_size} tokens"
+            yield Finding("warn", what, mend)
+
+
+@check("target and draft have one vocabulary", lambda s: len(s.engines) > 1)
+def draft_vocabulary(subject: Subject) -> Findings:
+    """Drafts are token ids: both models have to mean the same by them."""
+    target = subject.engines.get(subject.target) or subject.engines.get(ENGINE.name)
+    for model, engine in subject.engines.items():
+        if target and target.vocab_size and engine.vocab_size not in (None, target.vocab_size):
+            what = f"{model} has {engine.vocab_size} embeddings, the target {target.vocab_size}"
+            yield Finding(
+                "warn", what, "take a draft of the same family, or leave draft logits off"
+            )
+    if subject.tokenizer is None or subject.draft_tokenizer is None:
+        return
+    own, drafts = _loaded(subject.tokenizer), _loaded(subject.draft_tokenizer)
+    if isinstance(own, SetupError) or isinstance(drafts, SetupError):
+        return  # told by the check of the tokenizer
+    if own.fingerprint != drafts.fingerprint:
+        what = f"the tokenizer in {subject.draft_tokenizer} has another token table"
+        yield Finding("error", what, "the draft is not used; take one of the target's family")
+
+
+# --- the command line -------------------------------------------------------------------------
+
+
+_STYLES = {"ok": "green", "warn": "yellow", "error": "red"}
+
+
+@click.command(name="doctor")
+@options_of(Subject)
+@options_of(TlsConnection)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object in place of lines.")
+def command(as_json: bool, **given: Any) -> None:
+    """Look for what would go wrong: in a repository, at a server, on this machine.
+
+    Exit code 0: no errors; 1: errors; 2: wrong options.
+
+    \b
+    Examples:
+      trtllm-bls doctor
+      trtllm-bls doctor --model-repository . --version 0.19
+      trtllm-bls doctor --url localhost:8001 --json
+      trtllm-bls doctor --url gpu-host:8001 --tls
+    """
+    named = {name: value for name, value in given.items() if not name.startswith("tls")}
+    findings = list(examine(Subject(**named, tls=Tls.of_options(given))))
+    count = {level: sum(f.level == level for _, f in findings) for level in _STYLES}
+    if as_json:
+        found = [{"check": name, **vars(finding)} for name, finding in findings]
+        click.echo(json.dumps({"findings": found, "count": count}, indent=1, ensure_ascii=False))
+    else:
+        _show(findings)
+        click.echo(f"{count['error']} errors, {count['warn']} warnings")
+    sys.exit(1 if count["error"] else 0)
+
+
+def _show(findings: list[tuple[str, Finding]]) -> None:
+    console = Console(highlight=False)
+    for name, finding in findings:
+        line = Text(f"{finding.level:<5} ", style=_STYLES[finding.level])
+        line.append(f"{name}: {finding.what}", style="")
+        if finding.mend:
+            line.append(f"; {finding.mend}", style="")
+        console.print(line, soft_wrap=True)
