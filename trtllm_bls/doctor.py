@@ -77,7 +77,7 @@ def installed(package: str) -> str | None:
 def serve_ports() -> dict[str, int]:
     """The ports that ``serve`` takes unless told otherwise, by option."""
     named = (each for each in fields(ServeSettings) if each.name.endswith("_port"))
-    return {option(each.name): each.default for each in named if each.default is not None}
+    return {option(each.name): int(each.default) for each in named if isinstance(each.default, int)}
 
 
 def _release(ctx: click.Context, param: click.Parameter, value: str | None) -> str:

@@ -30,6 +30,7 @@ from trtllm_bls.types import (
     EngineRequest,
     FinishReason,
     Outcome,
+    PromptIds,
     RequestStats,
     Sampling,
     SpeculationRequest,
@@ -39,9 +40,9 @@ from trtllm_bls.types import (
 )
 
 if sys.version_info >= (3, 11):
-    from asyncio import timeout_at
+    from asyncio import Timeout, timeout_at
 else:
-    from async_timeout import timeout_at
+    from async_timeout import Timeout, timeout_at
 
 
 _GREEDY = Sampling()  # of nearly every request that asks for nothing
@@ -106,10 +107,15 @@ class Orchestrator:
         self._tokens = 0  # of requests that are over
 
     def load(self) -> tuple[int, int]:
-        """Requests that run in the engine, and that wait to be given to it; from any thread."""
+        """Requests that run, and that wait for their first token; from any thread."""
         records = self._open.copy()
-        running = sum(record.running for record in records)
-        return running, len(records) - running
+        waiting = sum(record.waits for record in records)
+        return len(records) - waiting, waiting
+
+    @property
+    def queued(self) -> int:
+        """Requests that the engine has not been given; any thread may ask."""
+        return sum(not record.running for record in self._open.copy())
 
     @property
     def tokens(self) -> int:
@@ -118,6 +124,14 @@ class Orchestrator:
         They grow while an answer in one piece is read, of which no response tells before its end.
         """
         return self._tokens + sum(record.tokens for record in self._open.copy())
+
+    def prompt_ids(self, request: TextRequest) -> PromptIds:
+        """The ids of a prompt of any length. Takes long for a long one, so call it in a thread.
+
+        Raises ``InvalidRequest``.
+        """
+        self._check(request)
+        return self._prompts.make(request, None, _give_way).ids
 
     def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
         """Tokenise, as a batch, prompts of requests that are about to be run; on any thread."""
@@ -156,21 +170,20 @@ class Orchestrator:
         self._check(request)
         sequences = request.num_return_sequences
         seconds = self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
-        now = asyncio.get_running_loop().time
-        deadline = None if seconds is None else now() + seconds
+        deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         answer: Answer | None = None
         stream: ChunkStream | None = None
+        time_limit = timeout_at(deadline)
         try:
-            async with timeout_at(deadline), self.admission.acquire(sequences):
+            async with time_limit, self.admission.acquire(sequences):
                 capacity = await self._engine.capacity()
                 prompt = await self._prompt(request, capacity)
                 asked, answer = self._prepared(request, prompt, capacity)
-                record.begin(len(prompt.ids), answer)
+                record.begin(len(prompt.ids), answer, asked.streaming)
                 stream = self._engine.generate(asked)
                 await self._drive(stream, answer, record)
         except (asyncio.CancelledError, Exception) as error:
-            past = deadline is not None and now() >= deadline
-            timed_out = isinstance(error, asyncio.TimeoutError) and past
+            timed_out = isinstance(error, asyncio.TimeoutError) and _has_expired(time_limit)
             reason = FinishReason.TIMEOUT if timed_out else FinishReason.ERROR
             if isinstance(error, asyncio.CancelledError):
                 reason = FinishReason.CANCELLED
@@ -260,7 +273,7 @@ class Orchestrator:
         asked = EngineRequest(
             request_id=request.request_id,
             input_ids=prompt.ids,
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),  # engines have no smaller number
             streaming=bool(request.stream or ends_early or shows),
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,
@@ -306,6 +319,7 @@ class _RequestRecord:
     def __init__(self, request: TextRequest, sink: TextSink, clock: Callable[[], float]) -> None:
         self.ready: Callable[[], Coroutine[Any, Any, None]] = sink.ready
         self.running = False  # the engine was given the request
+        self._streams = False  # the engine gives token by token
         self._request = request
         self._send = sink.send
         self._clock = clock
@@ -317,11 +331,17 @@ class _RequestRecord:
         self._answer: Answer | None = None
         self._endings: list[Ending] = []
 
-    def begin(self, prompt_tokens: int, answer: Answer) -> None:
-        """The engine is about to be given the request."""
+    def begin(self, prompt_tokens: int, answer: Answer, streams: bool) -> None:
+        """The engine is about to be given the request. ``streams``: it gives token by token."""
         self._prompt_tokens, self._answer = prompt_tokens, answer
         self._begun_at = self._clock()
-        self.running = True
+        self.running, self._streams = True, streams
+
+    @property
+    def waits(self) -> bool:
+        """Whether no token has come yet. An answer that the engine gives in one piece shows none
+        before its end, so its request runs as soon as the engine was given it."""
+        return not self.running or (self._streams and not self.tokens)
 
     @property
     def tokens(self) -> int:
@@ -371,6 +391,15 @@ class _RequestRecord:
             traceparent=request.traceparent,
             prompt=(request.text or request.messages or "")[:MOST_CHARACTERS],
         )
+
+
+def _has_expired(limit: Timeout) -> bool:
+    """Whether ``limit`` raised the timeout.
+
+    The clock does not tell: timers fire up to its resolution early, which is 1 ms in uvloop.
+    """
+    # In Python 3.10, ``async_timeout`` has a property in place of the method.
+    return bool(limit.expired() if sys.version_info >= (3, 11) else limit.expired)
 
 
 def _give_way() -> None:

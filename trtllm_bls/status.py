@@ -20,8 +20,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 DRAIN = "drain"
@@ -38,6 +39,9 @@ CANARY_ID = "TRTLLM_BLS_CANARY_ID"
 # The gauge on Triton's ``/metrics`` that counts an engine's steps, and the label to look for. The
 # C++ backend has both in every release.
 ENGINE_STEPS, STEPS_LABEL = "nv_trt_llm_general_metrics", ("general_type", "iteration_counter")
+# The gauge there of an engine's requests, and its label: ``scheduled`` ones run, ``active`` ones
+# run or wait. Releases from 0.18 on also tell those that are ``waiting``.
+ENGINE_REQUESTS, REQUESTS_LABEL = "nv_trt_llm_request_metrics", "request_type"
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,12 @@ class ProcessStatus:
     - ``missed_turns``: how often the lifecycle thread has run (at most 20 times a second) since the
       event loop last ran. A large number means that the loop alone is stuck; if no thread of the
       process runs, the number does not grow.
-    - ``engine_problem``: what an engine in another process reports as wrong with it.
+    - ``engines``: of each engine elsewhere that tells how it is, what is wrong with it; an empty
+      text if nothing is.
     - ``tokens``: tokens taken from the engine so far.
+    - ``prompts``, ``waiting``, ``queued``: requests that have not ended, those of them without a
+      token, and those of these that the engine has not been given. A request of several prompts
+      is one of ``running`` and several here.
     """
 
     pid: int
@@ -64,8 +72,35 @@ class ProcessStatus:
     requests: tuple[str, ...] = ()
     handed_over: bool = False
     missed_turns: int = 0
-    engine_problem: str | None = None
+    engines: dict[str, str] = field(default_factory=dict)
     tokens: int = 0
+    prompts: int = 0
+    waiting: int = 0
+    queued: int = 0
+
+    @property
+    def engine_problem(self) -> str | None:
+        """Why no engine can be used."""
+        return common_problem(self.engines)
+
+
+def common_problem(engines: Mapping[str, str]) -> str | None:
+    """What is wrong with the first of ``engines`` if something is wrong with each of them."""
+    return next(iter(engines.values())) if engines and all(engines.values()) else None
+
+
+ENGINE_UP = "trtllm_bls_engine_up", "1 while the engine takes requests, else 0"
+
+
+def engines_up(engines: Mapping[str, str]) -> str:
+    """``ENGINE_UP`` of each engine in Prometheus' text format; ``engines`` as in a status."""
+    name, meaning = ENGINE_UP
+    lines = [f"# HELP {name} {meaning}\n# TYPE {name} gauge\n"]
+    lines += [
+        f"{name}{{engine={json.dumps(engine)}}} {int(not problem)}\n"
+        for engine, problem in engines.items()
+    ]
+    return "".join(lines)
 
 
 class StatusDirectory:

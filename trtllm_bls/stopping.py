@@ -212,6 +212,8 @@ class StoppingCriteria:
             self.generated = count  # nearly every token
             return ids, None
         for place, token in enumerate(ids):
+            if not self.max_tokens:
+                return (), FinishReason.LENGTH
             if token in self._end_ids and self.may_end:
                 return ids[:place], FinishReason.END_ID
             self.generated += 1

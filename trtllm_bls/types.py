@@ -283,7 +283,7 @@ class TextRequest:
 
     The prompt is one of ``text``, ``prompt_ids`` (token ids) and ``messages`` (a conversation,
     JSON, written by the chat template as ``chat`` says).
-    ``max_tokens``: ``None`` for as many as the model has room for.
+    ``max_tokens``: ``None`` for as many as the model has room for, 0 for the prompt alone.
     ``echo``: the prompt comes in front of the completion, also of a stream.
     ``stop_token_ids`` end a sequence as the model's own end ids do, beside them.
     ``token_bias``: ``(token id, added logit)`` pairs. ``return_tokens`` and ``return_drafted`` ask

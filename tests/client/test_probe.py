@@ -97,6 +97,7 @@ def watch(
     engine_here: bool = True,
     metrics_url: str = "http://127.0.0.1:1/metrics",
     pace: Pace = QUICK,
+    said: list[str] | None = None,
     **more: Any,
 ) -> Watch:
     """Over a server whose processes are this one."""
@@ -109,7 +110,8 @@ def watch(
         **{"guard": me, "process": me, "stop_requested": False, "unloaded": set(), **more},
     )
     bounds = Bounds(stall_s=stall_s)
-    return Watch(cast(TritonServer, server), bounds, failed.append, failed.append, pace)
+    warn = [].append if said is None else said.append
+    return Watch(cast(TritonServer, server), bounds, failed.append, warn, pace)
 
 
 async def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> None:
@@ -133,13 +135,14 @@ async def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path
 class Metrics(BaseHTTPRequestHandler):
     """What Triton tells of an engine's steps: as many as it was asked, at most ``most``."""
 
-    asked, most = 0, math.inf
+    asked, most, more = 0, math.inf, ""
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         Metrics.asked += 1
         counter = 'nv_trt_llm_general_metrics{general_type="iteration_counter",model="m"}'
         body = f"# TYPE a gauge\na 1\n{counter} {min(Metrics.asked, Metrics.most)}\n".encode()
+        body += Metrics.more.encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -214,13 +217,55 @@ async def test_an_engine_that_says_it_is_not_well_ends_readiness(tmp_path: Path)
     now = time.monotonic()
     well = ProcessStatus(os.getpid(), now, now, 0, 0)
     async with FakeGrpcServer([TOKEN]) as server:
-        watching = watch(server.url, tmp_path, SECONDS, failed, engine_here=False)
-        files.write(replace(well, engine_problem=ill))
+        watching = watch(
+            server.url, tmp_path, SECONDS, failed, engine_here=False, said=(said := [])
+        )
+        files.write(replace(well, engines={"trtllm://gpu:50051": ill}))
         await eventually(lambda: watching.verdict.reasons == (ill,))
         files.write(well)
         await eventually(lambda: watching.verdict.ready)
         await asyncio.to_thread(watching.close)
         assert failed == []
+        assert [line.partition(" after")[0] for line in said] == [
+            f"the server is not ready: {ill}",
+            "ended",
+        ]
+
+
+async def test_requests_of_all_processes_are_added_up(tmp_path: Path) -> None:
+    """By their own figures where the engine tells none; else its queue and what is not there yet.
+
+    Engines that are out are named, by whichever process has noticed.
+    """
+    files, now = StatusDirectory(tmp_path), time.monotonic()
+    status = ProcessStatus(os.getpid(), now, now, 0, 0, prompts=40, waiting=38, queued=5)
+    up, out = {"a": "", "b": ""}, {"a": "", "b": "it is dead"}
+    Metrics.asked, Metrics.more = 0, ""
+    async with FakeGrpcServer([TOKEN]) as server:
+        with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics:
+            threading.Thread(target=metrics.serve_forever, daemon=True).start()
+            url = f"http://127.0.0.1:{metrics.server_port}/metrics"
+            other = subprocess.Popen(["sleep", "60"])
+            try:
+                files.write(replace(status, engines=out))
+                files.write(ProcessStatus(other.pid, now, now, 0, 0, prompts=2, engines=up))
+                watching = watch(
+                    server.url, tmp_path, SECONDS, [], metrics_url=url, said=(said := [])
+                )
+                await eventually(lambda: watching.told.load == (4, 38))
+                assert watching.told.engine_load is None
+                assert (watching.told.engines, watching.verdict.ready) == (out, True)
+                assert said == ["engine b takes no requests: it is dead"]
+                row = 'nv_trt_llm_request_metrics{{model="m",request_type="{}"}} {}\n'
+                Metrics.more = row.format("scheduled", 2) + row.format("waiting", 35)
+                await eventually(lambda: watching.told.load == (2, 40))
+                assert watching.told.engine_load == (2, 35)
+                await asyncio.to_thread(watching.close)
+            finally:
+                other.kill()
+                other.wait()
+                Metrics.more = ""
+                metrics.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +309,7 @@ async def test_a_stopped_guard_is_resumed_and_told(tmp_path: Path) -> None:
         try:
             guard = psutil.Process(process.pid)
             async with FakeGrpcServer([TOKEN]) as server:
-                watching = watch(server.url, tmp_path, SECONDS, told, guard=guard)
+                watching = watch(server.url, tmp_path, SECONDS, [], said=told, guard=guard)
                 guard.suspend()
                 await eventually(lambda: told)
                 await eventually(lambda: guard.status() == psutil.STATUS_SLEEPING)

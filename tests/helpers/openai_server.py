@@ -35,8 +35,8 @@ class ScriptedBackend:
     engine: Engine
     tokenizer: Tokenizer = field(default_factory=tokenizer)
     defaults: Defaults = field(default_factory=Defaults)
-
     admission: Admission | None = None
+    problems: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reports = RequestReports(RequestMetrics(), [RequestLog().add])
@@ -55,8 +55,8 @@ class ScriptedBackend:
     def tokens(self) -> int:
         return self.orchestrator.tokens
 
-    async def engine_problem(self) -> str | None:
-        return None
+    async def engine_problems(self) -> dict[str, str]:
+        return self.problems
 
     def drain(self) -> None:
         if self.admission is not None:

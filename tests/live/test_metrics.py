@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import grpc
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.grpc import service_pb2_grpc
 
+from tests.helpers.served import Served
 from tests.helpers.server_requests import ask_all, generate, generate_stream
+from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
 from tests.live.conftest import echo_settings
-from trtllm_bls.client import infer_request
+from trtllm_bls.client import Client, infer_request
 from trtllm_bls.contract import BLS
 from trtllm_bls.launcher import Listener, TritonServer
 from trtllm_bls.launcher.logs import LogLine
@@ -147,3 +152,64 @@ async def test_the_trace_of_a_caller_is_in_the_log(server: TritonServer, lines: 
     until(lambda: logged("request id=by-none.* ttft_ms="))
     assert not logged("by-none.*trace_id")
     assert not logged("refused or failed")  # said once, in the request's own line
+
+
+def load_of(served: Served) -> dict[str, float]:
+    """The requests of the server and of its engine, by the health port."""
+    url = served.urls["health"].replace("/health/ready", "/metrics")
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {
+        sample.name.removeprefix("trtllm_bls_"): sample.value
+        for family in families
+        for sample in family.samples
+        if "num_requests" in sample.name
+    }
+
+
+LONG = {"max_tokens": 400, "min_tokens": 400}
+
+
+async def through_triton(served: Served, stream: bool) -> None:
+    async with Client(served.urls["gRPC"]) as client:
+        await client.generate(BLS, text_input="Once upon", stream=stream, **LONG)
+
+
+async def through_openai(served: Served, stream: bool) -> None:
+    async with openai.AsyncOpenAI(base_url=served.urls["OpenAI"], api_key="any") as client:
+        create: Any = client.completions.create
+        answer = await create(model="target", prompt="Once upon", stream=stream, extra_body=LONG)
+        if stream:
+            async for _ in answer:
+                pass
+
+
+async def forty(served: Served, ask: Callable[[Served, bool], Coroutine[Any, Any, None]]) -> None:
+    """Ask so often at once, every second time for a stream, until more than 30 wait."""
+    tasks = [asyncio.create_task(ask(served, number % 2 == 0)) for number in range(40)]
+    try:
+        while (now := await asyncio.to_thread(load_of, served))["server_num_requests_waiting"] < 31:
+            ended = [task for task in tasks if task.done()]
+            assert not ended, (now, ended[0].exception())
+            await asyncio.sleep(0.1)
+        assert now["engine_num_requests_waiting"] > 30
+        assert now["server_num_requests_running"] == now["engine_num_requests_running"] <= 2
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def test_requests_in_the_engines_queue_are_waiting_on_one_port() -> None:
+    """Of 40 on an engine with two slots more than 30, through either API, streams or not."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    more = ("--model", str(DEMO / "target"), "--openai-port", port)
+    served = Served(None, *more, "--set", "tensorrt_llm.max_batch=2")
+    try:
+        for ask in (through_triton, through_openai):
+            asyncio.run(forty(served, ask))
+            until(lambda: not any(load_of(served).values()))
+    finally:
+        served.process.terminate()
+        assert served.end()[0] == 0

@@ -6,10 +6,10 @@ import configparser
 import importlib.metadata
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 import venv
@@ -25,11 +25,14 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from doubles.scripted import Script
+from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.waiting import until
 from trtllm_bls import __version__
 from trtllm_bls.cli import main
+from trtllm_bls.launcher.health_endpoint import SERVER_METRICS
 from trtllm_bls.parameters import STATUS_DIR
-from trtllm_bls.services import request_metrics
 from trtllm_bls.settings import ServeSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -74,9 +77,40 @@ def test_what_is_served_is_what_is_asked_for() -> None:
         assert server["image"].endswith(f":{__version__}")
     scalers = [d for m in MANIFESTS for d in documents(m) if d["kind"].startswith("Horizontal")]
     metrics = [metric["pods"]["metric"]["name"] for s in scalers for metric in s["spec"]["metrics"]]
-    known = re.findall(r'"(trtllm_bls_\w+)"', Path(request_metrics.__file__).read_text())
     assert metrics
-    assert set(metrics) <= set(known)
+    assert set(metrics) <= {metric.name for metric in SERVER_METRICS}
+    # They are on the health port, which is scraped and open to whoever scrapes it.
+    for document in (d for m in MANIFESTS for d in documents(m)):
+        if document["kind"] == "Deployment":
+            annotations = document["spec"]["template"]["metadata"]["annotations"]
+            assert int(annotations["prometheus.io/port"]) == settings.health_port
+        if document["kind"] == "NetworkPolicy":
+            free = [rule for rule in document["spec"]["ingress"] if "from" not in rule]
+            assert {"port": "health"} in [port for rule in free for port in rule["ports"]]
+
+
+def test_an_engine_that_is_not_well_for_long_is_started_again() -> None:
+    """By its container's own probes, whose command is run here before a service that is played."""
+    for pod, server in servers():
+        for engine in (each for each in pod["containers"] if each is not server):
+            live, started = engine["livenessProbe"], engine["startupProbe"]
+            assert live["exec"] == started["exec"]
+            python, *words = live["exec"]["command"]
+            assert python == "python3"
+            own = next(word.partition("=")[2] for word in engine["args"] if "--port=" in word)
+            with service_in_a_thread(EchoEngine(Script()), Behaviour()) as (service, url):
+                words = [word.replace(f"127.0.0.1:{own}", url) for word in words]
+                assert url in words[-1]
+
+                def probed(words: list[str] = words) -> int:
+                    order = [sys.executable, *words]
+                    return subprocess.run(order, capture_output=True, timeout=60).returncode
+
+                assert probed() == 0
+                service.behaviour = Behaviour(health="RuntimeError: dead")
+                assert probed() == 1
+            assert probed() == 1  # nobody listens
+            assert live["timeoutSeconds"] > 10
 
 
 def test_a_pods_end_waits_for_its_requests() -> None:

@@ -22,12 +22,14 @@ from doubles.scripted_tokens import hashed
 from tests.helpers.openai_server import MODEL, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, drafted, prompt_ids, saying, tokenizer
 from tests.openai.conftest import SAYS, Connect
+from trtllm_bls import __version__
 from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.parameters import STATUS_DIR
 from trtllm_bls.services.engine_steps import tell_longest
 from trtllm_bls.status import StatusDirectory
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 
+JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "Hi"}]
 TOKENS = len(tokenizer().encode_word(SAYS))
 
@@ -42,8 +44,7 @@ def chatting(**script: Any) -> ScriptedEngine:
 def events(url: str, **request: Any) -> list[dict[str, Any]]:
     """The stream's events as they were sent; it ends with [DONE]."""
     body = json.dumps({"model": MODEL, "stream": True, **request}).encode()
-    headers = {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, body, JSON), timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.headers["cache-control"] == "no-cache"
         *lines, done, rest = answer.read().split(b"\n\n")
@@ -80,6 +81,7 @@ def test_a_streamed_chat_has_one_role_its_text_and_one_end(connect: Connect) -> 
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
     raw = events(f"{api.url}/v1/chat/completions", messages=HELLO)
     assert all("finish_reason" in choice for chunk in raw for choice in chunk["choices"])
+    assert raw[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert raw[-1]["choices"][0]["delta"] == {}
     assert all("usage" not in chunk for chunk in raw)
     for chunk in raw:
@@ -132,7 +134,7 @@ def test_choices_are_numbered_by_prompt_and_n(connect: Connect) -> None:
     )
     prompts = ["one", "two two", [5, 6, 7]]
     whole = client.completions.create(
-        model=MODEL, prompt=prompts[:2], n=3, max_tokens=4, temperature=0
+        model=MODEL, prompt=prompts[:2], n=3, best_of=3, max_tokens=4, temperature=0
     )
     assert [choice.index for choice in whole.choices] == list(range(6))
     assert whole.choices[0].text == whole.choices[2].text != whole.choices[3].text
@@ -206,6 +208,47 @@ def test_echo_puts_the_prompt_in_front(connect: Connect, stream: bool) -> None:
     )
     chunks = list(answer) if stream else [answer]
     assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT + SAYS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_an_echo_of_no_tokens_is_the_prompt_alone(
+    connect: Connect, stream: bool, logprobs: int | None
+) -> None:
+    """As evaluations ask for the log-probs of a text."""
+    _, client = connect()
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPT, echo=True, max_tokens=0, logprobs=logprobs, stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
+    assert "".join(choice.text for choice in choices) == PROMPT
+    assert choices[-1].finish_reason == "length"
+    scored = [s for c in choices if c.logprobs for s in c.logprobs.token_logprobs or ()]
+    assert len(scored) == (len(prompt_ids()) if logprobs else 0)
+    assert scored[:1] == [None] * len(scored[:1]) and None not in scored[1:]
+
+
+def test_texts_become_tokens_and_tokens_texts(connect: Connect) -> None:
+    """As vLLM has it: of a prompt, of a conversation, and back."""
+    api, _ = connect(saying(SAYS, max_sequence_tokens=60))
+
+    def post(path: str, **body: Any) -> Any:
+        request = urllib.request.Request(f"{api.url}/{path}", json.dumps(body).encode(), JSON)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    ids = list(prompt_ids(SAYS))
+    said = {"count": len(ids), "max_model_len": 60, "tokens": ids, "token_strs": None}
+    assert post("tokenize", model=MODEL, prompt=SAYS) == said
+    more = post("tokenize", prompt=SAYS, add_special_tokens=False, return_token_strs=True)
+    assert more["tokens"] == ids[1:]
+    assert more["token_strs"] == [tokenizer().token(each) for each in ids[1:]]
+    chat = tokenizer().render_chat(HELLO)
+    found = post("tokenize", model=MODEL, messages=HELLO)
+    assert post("detokenize", model=MODEL, tokens=found["tokens"]) == {"prompt": chat}
+    assert post("tokenize", prompt="a" * 500)["count"] > 60
+    with urllib.request.urlopen(f"{api.url}/version", timeout=60) as answer:
+        assert json.load(answer) == {"version": __version__}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -314,8 +357,10 @@ def test_what_is_asked_of_the_engine(connect: Connect) -> None:
     assert (request.sampling.top_k, request.sampling.min_tokens) == (3, 2)
     assert request.sampling.repetition_penalty == 1.5
     assert request.bad_sequences
+    assert not asked(logprobs=1).wants.context_logits
     assert asked(extra_body={"ignore_eos": True}).end_id == -1
     assert asked(extra_body={"top_k": -1}).sampling.top_k is None
+    assert asked(extra_body={"repetition_penalty": 1}).sampling.repetition_penalty is None
     assert asked(extra_body={"add_special_tokens": False}).input_ids == prompt_ids()[1:]
     asked(extra_body={"nobody_knows": 1, "service_tier": "auto", "min_p": 0}, user="me")
 

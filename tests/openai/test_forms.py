@@ -15,12 +15,15 @@ from doubles.scripted import ScriptedEngine
 from tests.helpers.openai_server import MODEL, ScriptedBackend, serving
 from tests.helpers.scripted_text import saying, tokenizer
 from tests.openai.conftest import Connect
+from trtllm_bls.chat_parsing import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.openai.chat import ChatResponse
+from trtllm_bls.openai.constraints import ChatFormats
 from trtllm_bls.openai.responses import Head
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.types import Ending, FinishReason, SpeculationStats, TextChunk, TextRequest
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"
 HELLO: Any = [{"role": "user", "content": "Hi"}]
@@ -76,6 +79,29 @@ def test_a_tool_call_is_read(connect: Connect) -> None:
     assert len(calls) > 2
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look."
     assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_log_probs_of_a_token_come_once(connect: Connect) -> None:
+    """Also where it completes a call's name and begins the arguments, which are two events."""
+    _, client = connect(
+        chatting(f'{{"name": "f", "parameters": {ARGS}}}'), tool_parser="llama3_json"
+    )
+    ask: Any = {"model": MODEL, "messages": HELLO, "tools": [PING], "logprobs": True}
+    (whole,) = client.chat.completions.create(**ask).choices
+    assert whole.message.tool_calls and whole.logprobs and whole.logprobs.content
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**ask, stream=True)]
+    scored = [entry for c in chunks for entry in (c.logprobs and c.logprobs.content) or ()]
+    assert scored == whole.logprobs.content
+
+
+def test_a_cut_answer_has_ended_by_its_length(connect: Connect) -> None:
+    """Also in the middle of a call."""
+    _, client = connect(chatting(CALL), tool_parser="hermes")
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, tools=[WEATHER], max_tokens=45
+    )
+    assert answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "length"
 
 
 def test_a_call_is_text_where_no_tool_may_be_called(connect: Connect) -> None:
@@ -145,13 +171,105 @@ def allowing(mode: str, *names: str) -> Any:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
+class Opening:
+    """A tokenizer whose chat template begins the answer's reasoning."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tokenizer(), name)
+
+    def render_chat(self, messages: Any, options: Any) -> str:
+        return tokenizer().render_chat(messages, options) + "<think>\n"
+
+
+def response_to(
+    formats: ChatFormats | None = None, reader: Any = None, **asked: Any
+) -> ChatResponse:
+    """The builder of the response to a chat."""
+    head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
+    body = json.dumps({"model": MODEL, "messages": HELLO, **asked}).encode()
+    return ChatResponse(decode(body, ChatRequest), head, reader or tokenizer(), formats)
+
+
+def message_of(response: ChatResponse, text: str) -> dict[str, Any]:
+    """The message of an answer that has this text."""
+    ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
+    response.add(0, TextChunk(text, 0, ending))
+    found: dict[str, Any] = json.loads(response.whole)["choices"][0]["message"]
+    return found
+
+
+def test_reasoning_that_the_prompt_has_begun_needs_no_tag() -> None:
+    """Some templates end with the tag."""
+    thinks = ChatFormats(reasoning=REASONING_TAGS["think"])
+    message = message_of(response_to(thinks, Opening()), "Two.</think>Four.")
+    assert (message["reasoning_content"], message["content"]) == ("Two.", "Four.")
+    assert message_of(response_to(thinks), "Two.</think>Four.")["content"] == "Two.</think>Four."
+
+
+def test_an_enforced_form_has_no_reasoning() -> None:
+    """It holds from the first token on."""
+    thinks, form = ChatFormats(reasoning=REASONING_TAGS["think"]), {"type": "json_object"}
+    message = message_of(response_to(thinks, Opening(), response_format=form), '{"a": 1}')
+    assert message["content"] == '{"a": 1}' and "reasoning_content" not in message
+
+
+def test_markers_that_are_special_tokens_are_kept() -> None:
+    """Where they are looked for, and the request does not say otherwise."""
+    special, plain = (ChatFormats(TOOL_FORMATS[name]) for name in ("mistral", "hermes"))
+    thinks = ChatFormats(reasoning=REASONING_TAGS["mistral"])
+    for formats, more, skipped in (
+        (special, {"tools": [PING]}, False),
+        (special, {}, None),
+        (special, {"tools": [PING], "skip_special_tokens": True}, True),
+        (plain, {"tools": [PING]}, None),
+        (thinks, {}, False),
+    ):
+        assert response_to(formats, **more).requests[0].skip_special_tokens is skipped
+
+
+def text_request(**asked: Any) -> TextRequest:
+    """What the orchestrator is given for a chat."""
+    return response_to(**asked).requests[0]
+
+
+def test_templates_get_a_variable_as_the_request_has_it() -> None:
+    """``chat_template_kwargs`` is the more particular place."""
+    for given, effort in (({}, "low"), ({"reasoning_effort": "high"}, "high")):
+        chat = text_request(reasoning_effort="low", chat_template_kwargs=given).chat
+        assert chat.variables == {"reasoning_effort": effort}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_templates_find_earlier_reasoning_by_either_name(name: str) -> None:
+    """Clients send one, templates look for one."""
+    said = {"role": "assistant", "content": "4", name: "2+2"}
+    *_, message = json.loads(text_request(messages=[*HELLO, said]).messages or "")
+    assert (message["reasoning"], message["reasoning_content"]) == ("2+2", "2+2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"), [('{"a": 1}', {"a": 1}), ("[1]", "[1]"), ("{", "{"), ({}, {})]
+)
+def test_templates_get_arguments_as_an_object(arguments: object, shown: object) -> None:
+    """Anything else stays as the client sent it."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    *_, message = json.loads(
+        text_request(messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}]).messages or ""
+    )
+    assert message["tool_calls"][0]["function"]["arguments"] == shown
+
+
+def test_a_chat_has_at_most_max_completion_tokens() -> None:
+    """``max_tokens`` is the older name."""
+    assert text_request(max_tokens=9).max_tokens == 9
+    assert text_request(max_tokens=9, max_completion_tokens=5).max_tokens == 5
+
+
 def test_tools_that_are_not_allowed_are_not_shown(connect: Connect) -> None:
     """The template gets the others; what the model calls of them is read as ever."""
     asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER, PING]}
     asked["tool_choice"] = allowing("auto", "weather")
-    head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
-    request = ChatResponse(decode(json.dumps(asked).encode(), ChatRequest), head, tokenizer())
-    assert json.loads(request.requests[0].chat.tools or "") == [WEATHER]
+    assert json.loads(text_request(**asked).chat.tools or "") == [WEATHER]
     _, client = connect(chatting(CALL), tool_parser="hermes")
     answer = client.chat.completions.create(**asked)
     assert answer.choices[0].finish_reason == "tool_calls"
@@ -274,6 +392,7 @@ def test_a_schema_is_kept(real: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(text), PERSON)
 
 
+@pytest.mark.parametrize("name", ["structured_outputs", "guided"])
 @pytest.mark.parametrize(
     ("form", "allowed"),
     [
@@ -283,9 +402,11 @@ def test_a_schema_is_kept(real: openai.OpenAI) -> None:
         ({"json": {"enum": [1, 2]}}, ["1", "2"]),
     ],
 )
-def test_other_forms_are_kept(real: openai.OpenAI, form: Any, allowed: list[str]) -> None:
-    """By the field that vLLM's clients send, in chats and completions."""
-    extra = {"structured_outputs": form}
+def test_other_forms_are_kept(
+    real: openai.OpenAI, form: Any, allowed: list[str], name: str
+) -> None:
+    """By the fields that vLLM's clients send, in chats and completions."""
+    extra = {name: form} if name != "guided" else {f"guided_{k}": v for k, v in form.items()}
     chat = real.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra)
     assert chat.choices[0].message.content in allowed
     text = real.completions.create(model=MODEL, prompt="Well", extra_body=extra)
@@ -311,7 +432,9 @@ def test_json_is_an_object(real: openai.OpenAI) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
             "response_format",
         ),
-        ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "often"}, "tool_choice"),
         (
@@ -332,6 +455,7 @@ def test_json_is_an_object(real: openai.OpenAI) -> None:
         ({"prediction": {"type": "content"}}, "prediction.content"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"extra_body": {"structured_outputs": {"xml": "a"}}}, "structured_outputs"),
+        ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(
@@ -366,3 +490,15 @@ def test_a_prediction_is_drafted_from(connect: Connect, stream: bool) -> None:
     details = usage.completion_tokens_details
     assert (details.accepted_prediction_tokens or 0) > 5
     assert details.rejected_prediction_tokens is not None
+
+
+def test_usage_parts_drafted_tokens_into_accepted_and_rejected() -> None:
+    """Of a prediction's; tokens from other drafts are not among them."""
+    response = response_to(prediction={"type": "content", "content": "ab"})
+    drafts = SpeculationStats(drafted=9, accepted=8, predicted=7, predicted_accepted=5)
+    ending = Ending(
+        finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9, speculation=drafts
+    )
+    response.add(0, TextChunk("", 0, ending))
+    details = json.loads(response.whole)["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}

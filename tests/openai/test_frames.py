@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_bls.openai.logprobs import CompletionLogprobs, spelled
+from tests.helpers.scripted_text import prompt_ids, tokenizer
+from tests.helpers.small_tokenizers import directory
+from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores, chat_logprobs, spelled
 from trtllm_bls.openai.responses import Frames, Head
-from trtllm_bls.types import TokenText
+from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.types import TextChunk, TokenText
 
 HEAD = Head(id='cmpl-"1"', object="object", created=5, model='a "model"\\', system_fingerprint="fp")
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
@@ -57,3 +62,45 @@ def test_offsets_are_where_the_text_of_a_token_begins(text: str, cuts: list[int]
     for token, offset in zip(tokens, offsets, strict=True):
         if not spelled(token.data).startswith("bytes:"):
             assert text[offset:].startswith(spelled(token.data))
+
+
+def test_log_probs_are_of_the_logits_of_the_place_before() -> None:
+    """Of a prompt's tokens and of new ones; padding behind the vocabulary is no alternative."""
+    size = tokenizer().vocab_size
+    first, second, third = prompt_ids()[:3]
+    probabilities = np.zeros((3, size + 64))
+    probabilities[0, [second, 5]] = 0.25, 0.75
+    probabilities[1, [third, 6, size + 1]] = 0.125, 0.375, 0.5
+    probabilities[2, [7, size + 1]] = 0.5, 0.5
+    with np.errstate(divide="ignore"):
+        rows = np.log(probabilities)
+    chunk = TextChunk("xxx(")
+    prompt = [TokenText(token, b"x", None) for token in (first, second, third)]
+    chunk.tokens = (*prompt, TokenText(7, b"(", math.log(0.5)))
+    chunk.context_logits, chunk.generation_logits = rows[:2], [rows[2]]
+    scores = TokenScores(tokenizer(), 2).of(chunk)
+    told = [math.exp(token.log_prob) for token, _ in scores if token.log_prob is not None]
+    assert told == pytest.approx([0.25, 0.125, 0.5])
+    entries = [each["top_logprobs"] for each in chat_logprobs(scores)["content"]]
+    assert entries[0] == []
+    assert [best["token"] for best, _ in entries[1:]] == ["&", "'", "("]
+    likeliest = [math.exp(best["logprob"]) for best, _ in entries[1:]]
+    assert likeliest == pytest.approx([0.75, 0.375, 0.5])
+    assert entries[3][1]["logprob"] == -9999.0  # JSON has no minus infinity
+
+
+def test_alternatives_are_spelled_as_in_the_middle_of_a_text() -> None:
+    """Where the first token of a text loses its space."""
+    other = load_tokenizer(directory("sentencepiece"))
+    (token,) = other.encode_word(" quick")[-1:]
+    chunk = TextChunk("quick")
+    chunk.tokens = (TokenText(token, b"quick", -1.0, ((token, -1.0),)),)
+    ((_, alternatives),) = TokenScores(other, 1).of(chunk)
+    assert alternatives == [(b" quick", -1.0)]
+
+
+def test_alternatives_have_the_chosen_token_beside_them() -> None:
+    """Also where it is none of the likeliest."""
+    token = TokenText(1, b"c", -3.0)
+    found = CompletionLogprobs().next([(token, [(b"a", -0.5), (b"b", -1.0)])])
+    assert found["top_logprobs"] == [{"a": -0.5, "b": -1.0, "c": -3.0}]

@@ -20,6 +20,7 @@ from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
 from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
+from trtllm_bls.http import guard
 from trtllm_bls.http.guard import BodyReader, ConnectionLimits, Refused
 
 BODY = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 100}).encode()
@@ -277,6 +278,19 @@ def test_bodies_have_a_time(connect: Connect) -> None:
             "the body did not come within 0.2 s",
         )
         raw.sendall(BODY[5:])
+        assert raw.recv(1) == b""
+
+
+def test_a_refused_client_that_sends_no_more_is_closed(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has some time to read why, and to send what nobody reads."""
+    monkeypatch.setattr(guard, "_DISCARD_S", 0.2)
+    api, _ = connect(body_s=0.2, limits=ConnectionLimits(body_s=0.2))
+    with connected(api) as raw:
+        raw.settimeout(20)
+        raw.sendall(head(len(BODY)) + BODY[:5])
+        assert read(raw).status == 408
         assert raw.recv(1) == b""
 
 

@@ -34,6 +34,7 @@ from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.exchange import Outbox
 from trtllm_bls.openai.exposition import SharedSamples, samples, written
+from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.services.request_metrics import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
 from trtllm_bls.status import StatusDirectory
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
@@ -155,6 +156,49 @@ async def test_a_reader_that_stalls_gets_what_waits_in_one_event() -> None:
     texts = [json.loads(event[6:])["choices"][0]["text"] for event in events]
     assert "".join(texts) == SAYS * 20
     assert len(texts) <= 3
+
+
+async def test_what_waits_when_the_engine_has_ended_is_written() -> None:
+    """Of several choices, whose ends come at once."""
+    engine = FedByHand()
+    app = create_app(ScriptedBackend(engine), ApiSettings(model_names=(MODEL,)))
+    client = SlowClient(app, n=3)
+    (token,) = tokenizer().encode_word("x")
+    last = [EngineChunk(token_ids=(token,), final=True, sequence_index=n) for n in range(3)]
+    engine.stream.put(last)
+    engine.stream.end()
+    while not client.messages:
+        await asyncio.sleep(0)
+    for _ in range(20):  # the engine's end is noticed meanwhile
+        await asyncio.sleep(0)
+    assert not client.done.done()
+    client.reads.set()
+    await client.done
+    body = b"".join(m["body"] for m in client.messages if m["type"] == "http.response.body")
+    *events, done, _ = body.split(b"\n\n")
+    choices = [json.loads(event[6:])["choices"][0] for event in events]
+    assert [(choice["index"], choice["text"]) for choice in choices] == [(n, "x") for n in range(3)]
+    assert done == b"data: [DONE]"
+
+
+async def test_what_waits_when_the_time_is_up_is_written() -> None:
+    """The end of the answer is behind a write that the client has not taken."""
+    engine = FedByHand()
+    backend = ScriptedBackend(engine, defaults=Defaults(timeout_s=0.05))
+    client = SlowClient(create_app(backend, ApiSettings(model_names=(MODEL,))))
+    engine.give(*tokenizer().encode_word("x"))
+    while not client.messages or backend.orchestrator.load() != (0, 0):
+        await asyncio.sleep(0)
+    for _ in range(20):  # the request's own tasks notice that
+        await asyncio.sleep(0)
+    assert not client.done.done()
+    client.reads.set()
+    await client.done
+    body = b"".join(m["body"] for m in client.messages if m["type"] == "http.response.body")
+    *events, done, _ = body.split(b"\n\n")
+    choices = [json.loads(event[6:])["choices"][0] for event in events]
+    assert "".join(choice["text"] for choice in choices) == "x"
+    assert (choices[-1]["finish_reason"], done) == ("length", b"data: [DONE]")
 
 
 async def test_a_write_that_waits_ends_when_its_outbox_is_closed() -> None:
@@ -280,6 +324,24 @@ def test_health_is_the_engines(connect: Connect) -> None:
     asked = len(engine.requests)
     assert get(api, "/health")[0] == 200
     assert len(engine.requests) == asked  # proven a moment ago
+
+
+def test_engines_that_are_out_are_named() -> None:
+    """While one works, the API is degraded; when none does, it is not healthy."""
+    problems = {"trtllm://a": "", "trtllm://b": ""}
+    engine = saying(SAYS)
+    with serving(engine, ScriptedBackend(engine, problems=problems)) as api:
+        assert get(api, "/health") == (200, '{"status":"ok"}')
+        problems["trtllm://b"] = "trtllm://b: it is dead"
+        status, body = get(api, "/health")
+        engines = {"trtllm://a": "ok", "trtllm://b": "trtllm://b: it is dead"}
+        assert (status, json.loads(body)) == (200, {"status": "degraded", "engines": engines})
+        metrics = get(api, "/metrics")[1].splitlines()
+        up = 'trtllm_bls_engine_up{engine="trtllm://'
+        assert [line for line in metrics if line.startswith(up)] == [f'{up}a"}} 1', f'{up}b"}} 0']
+        problems["trtllm://a"] = "trtllm://a: it is dead, too"
+        status, body = get(api, "/health")
+        assert status == 503 and "it is dead, too" in body
 
 
 def requests_over(api: RunningApi, **labels: str) -> float:

@@ -11,6 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -121,8 +122,11 @@ def status_of(url: str, **headers: str) -> int:
 
 
 def workers_of(running: subprocess.Popen[str]) -> list[psutil.Process]:
-    children = psutil.Process(running.pid).children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    workers = []
+    for child in psutil.Process(running.pid).children():
+        with suppress(psutil.NoSuchProcess):  # one that has been killed has no command any more
+            workers += [child] * ("spawn_main" in " ".join(child.cmdline()))
+    return workers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -18,6 +18,7 @@ from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.admission import Admission
 from trtllm_bls.errors import (
     EngineError,
+    EngineStalled,
     EngineUnavailable,
     InvalidRequest,
     Overloaded,
@@ -68,6 +69,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (completion(n=2.5), "n"),
     (completion(max_tokens=0), "max_tokens"),
     (completion(max_tokens=2**40), "max_tokens"),
+    (chat(max_tokens=0), "max_tokens"),
+    (completion(structured_outputs={"choice": ["a", 1]}), "structured_outputs.choice[1]"),
+    (completion(guided_regex="a", guided_choice=["a"]), "guided_regex"),
     (completion(max_tokens=2**32 + 5), "max_tokens"),
     (chat(max_completion_tokens=2**32 + 5), "max_completion_tokens"),
     (completion(top_k=2**32 + 5), "top_k"),
@@ -86,7 +90,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (completion(suffix="x"), "suffix"),
     (completion(min_p=0.5), "min_p"),
     (completion(prompt=[]), "prompt"),
-    (completion(prompt=[1, "a"]), "prompt"),
+    (completion(prompt=[1, "a"]), "prompt[1]"),
     (completion(prompt=[True]), "prompt"),
     (completion(prompt=[10**8]), "prompt"),
     (completion(prompt=""), "prompt"),
@@ -195,6 +199,7 @@ def test_a_prompt_leaves_room_for_a_token(connect: Connect) -> None:
     [
         (EngineError("broken"), 500, openai.InternalServerError),
         (EngineUnavailable("gone"), 503, openai.InternalServerError),
+        (EngineStalled("no token for 30 s"), 503, openai.InternalServerError),
         (Overloaded("full"), 429, openai.RateLimitError),
         (InvalidRequest("runtime_top_k", "no"), 400, openai.BadRequestError),
         (EngineError("Prompt length 9 exceeds maximum input length"), 400, openai.BadRequestError),
@@ -216,6 +221,19 @@ def test_what_the_engine_raises_has_its_status(
     assert ("retry-after" in caught.value.response.headers) == (status in (429, 503))
     engine.fault = None
     assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3).choices
+
+
+def test_an_error_tells_what_the_engine_knows(connect: Connect) -> None:
+    """How long a sequence may be, where that was unknown before; when there is room again."""
+    engine = saying(SAYS)
+    api, _ = connect(engine)
+    engine.fault = Fault(error=InvalidRequest("input_ids", "50 tokens; at most 39 are allowed"))
+    status, error, _ = ask(api, COMPLETIONS, completion())
+    assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
+    assert "This model's maximum context length is 40 tokens" in error["message"]
+    engine.fault = Fault(error=Overloaded("full; try again in about 7 s"))
+    status, _, headers = ask(api, COMPLETIONS, completion())
+    assert (status, headers["retry-after"]) == (429, "7")
 
 
 def test_a_stream_that_fails_ends_with_the_error(connect: Connect) -> None:
@@ -259,6 +277,24 @@ def test_unknown_models_paths_and_methods(connect: Connect) -> None:
     status, _, headers = ask(api, CHAT, method="GET")
     assert (status, headers["allow"]) == (405, "POST")
     assert ask(api, CHAT, b"{}", {"Content-Type": "text/plain"})[0] == 415
+
+
+def test_what_is_no_text_and_no_token_is_refused(connect: Connect) -> None:
+    """With the field; and without a key nobody tokenises."""
+    api, _ = connect()
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "king"}]}, "messages[0].role"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ):
+        status, error, _ = ask(api, path, body)
+        assert (status, error["param"]) == (400, param)
+        assert ask(api, path, {**body, "model": "another", "prompt": "x", "tokens": []})[0] == 404
+    guarded, _ = connect(keys=(b"x" * 32,))
+    assert ask(guarded, "/tokenize", {"prompt": "x"})[0] == 401
+    assert ask(guarded, "/detokenize", {"tokens": [1]})[0] == 401
+    assert ask(guarded, "/version", method="GET")[0] == 200
 
 
 def test_bodies_have_a_limit_also_in_pieces(connect: Connect) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -106,10 +107,11 @@ class StubbornEngine:
         self.handed_over = False
         self.tokens = 0
         self.drained = threading.Event()
-        self.problem: str | None = None
+        self.problem = ""
+        self.orchestrator = SimpleNamespace(load=lambda: (2, 5), queued=3)
 
-    async def engine_problem(self) -> str | None:
-        return self.problem
+    async def engine_problems(self) -> dict[str, str]:
+        return {"engine": self.problem}
 
     def drain(self) -> None:
         self.drained.set()
@@ -140,6 +142,7 @@ def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
         told = status_when(files, lambda now: now.running == now.responses == 1)
         assert told.requests[0].startswith("mine-") and not told.handed_over
         assert told.engine_problem is None
+        assert (told.prompts, told.waiting, told.queued) == (7, 5, 3)
         engine.problem = "it is not healthy"
         status_when(files, lambda now: now.engine_problem == "it is not healthy")
         later = status_when(files, lambda now: now.loop_at > told.loop_at)

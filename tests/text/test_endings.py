@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
+from contextlib import closing
 from typing import Any, cast
 
 import pytest
@@ -236,6 +237,19 @@ def test_a_timeout_that_is_not_the_requests_own_is_an_error(timeout_s: float | N
     engine.fault = Fault(error=TimeoutError("the socket's"), after_tokens=2)
     with pytest.raises(TimeoutError, match="the socket's"):
         asyncio.run(read(engine, asking(timeout_s=timeout_s)))
+
+
+def test_a_timer_that_fires_early_ends_by_the_timeout() -> None:
+    """uvloop rounds delays to milliseconds, so the clock may still be before the deadline."""
+
+    class Early(asyncio.SelectorEventLoop):
+        def call_at(self, when: float, *args: Any, **more: Any) -> asyncio.TimerHandle:
+            return super().call_at(when - 0.01, *args, **more)
+
+    with closing(Early()) as loop:
+        engine = saying("one two three" * 50, step_seconds=0.05)
+        chunks = loop.run_until_complete(read(engine, asking(timeout_s=0.1)))
+    assert ending(chunks)[0] is FinishReason.TIMEOUT
 
 
 def test_an_engine_that_fails_when_the_time_is_up_has_failed() -> None:

@@ -151,7 +151,10 @@ def test_drafts_are_counted() -> None:
 
 @skipping_waits
 async def test_load_tells_who_runs_and_who_waits() -> None:
-    """Waiting: not given to the engine yet."""
+    """Waiting: without a token, so also what stands in the engine's queue.
+
+    An answer in one piece has its first token at its end: it runs once the engine was given it.
+    """
     engine = saying(TEXT, step_seconds=1)
     served = Orchestrator(tokenizer(), engine, Defaults())
     waits = saying(TEXT)
@@ -162,7 +165,14 @@ async def test_load_tells_who_runs_and_who_waits() -> None:
         for each in (served, served, other)
     ]
     await asyncio.sleep(0.5)
-    assert (served.load(), other.load()) == ((2, 0), (0, 1))
+    assert (served.load(), other.load()) == ((0, 2), (0, 1))
+    assert (served.queued, other.queued) == (0, 1)
+    whole = asyncio.create_task(served.run(asking(), Collected()))
+    await asyncio.sleep(0.1)
+    assert served.load() == (1, 2)
+    tasks.append(whole)
+    await asyncio.sleep(1)
+    assert served.load() == (3, 0)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -191,7 +201,7 @@ async def test_places_and_queues_are_seen() -> None:
         for name, text in (("large", "x" * 21), ("first", PROMPT), ("next", PROMPT))
     ]
     await asyncio.sleep(0.5)
-    assert served.load() == (1, 1)
+    assert (served.load(), served.queued) == ((1, 1), 1)
     with pytest.raises(Overloaded):
         await served.run(asking(), Collected())
     await asyncio.wait(tasks)

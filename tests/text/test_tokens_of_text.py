@@ -99,6 +99,7 @@ def test_open_token_limit_is_what_the_model_has_room_for() -> None:
         engine = saying("x" * 200, max_sequence_tokens=40)
         chunks = ask(engine, asking(max_tokens=None), defaults=defaults)
         assert ending(chunks)[2] == min(most, 40 - len(prompt_ids()))
+        assert engine.requests[-1].max_tokens == ending(chunks)[2]
 
 
 def test_stop_token_ids_end_beside_the_models_own() -> None:

@@ -273,6 +273,8 @@ def test_the_ending_tells_what_was_used() -> None:
     last = told(rules, chunk(0, final=True, metrics=metrics))[-1]
     assert last.ending is not None
     assert (last.ending.prompt_tokens, last.ending.seed, last.metrics) == (2, 5, metrics)
+    speculated = told(rules, chunk(0, final=True, speculation=SpeculationStats(rounds=1)))[-1]
+    assert speculated.ending is not None and speculated.ending.seed is None
 
 
 # --- scores ---------------------------------------------------------------------------------
@@ -310,6 +312,13 @@ def test_scores_of_half_a_character_wait_for_the_whole() -> None:
     pieces = told(RULES, scored(8), scored(9), scored(final=True))
     assert [piece.text for piece in pieces] == ["", "ä", ""]
     assert scores(pieces) == ([[], [8, 9], [8, 9]], [[], [8, 9], []])
+
+
+def test_scores_of_half_a_character_are_cut_with_the_whole() -> None:
+    """Where the stop is the character itself."""
+    pieces = told(replace(RULES, stop_words=("ä",)), scored(0, 8), scored(9))
+    assert outcome(pieces) == ("a", STOP, "ä", 3)
+    assert scores(pieces) == ([[0], [0]], [[0], []])
 
 
 def test_scores_of_a_token_without_text_come_with_the_next() -> None:
@@ -376,9 +385,10 @@ def test_text_of_accepted_drafts_is_told_apart() -> None:
         ("a", ((0, 1),)),
     ]
     assert found == expected
-    held = told(replace(rules, stop_words=("bx",)), *chunks)
-    shown = ["".join(p.text[a:b] for a, b in p.drafted) for p in held]
-    assert "".join(shown) == "".join(p[0][a:b] for p in expected for a, b in p[1])
+    for stop in ("bx", "bax", "bbax"):
+        held = told(replace(rules, stop_words=(stop,)), *chunks)
+        shown = ["".join(p.text[a:b] for a, b in p.drafted) for p in held]
+        assert "".join(shown) == "".join(p[0][a:b] for p in expected for a, b in p[1])
     assert all(not piece.drafted for piece in told(RULES, *chunks))
     (at_once,) = told(rules, chunk(2, 1, 0, final=True, speculation=counts(2)))
     assert at_once.drafted == ((0, 2), (2, 3))

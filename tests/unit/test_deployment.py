@@ -24,6 +24,7 @@ from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
 from trtllm_bls.parameters import BlsParameters, parse_engine
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
+from trtllm_bls.status import common_problem
 from trtllm_bls.types import TextChunk, TextRequest
 
 
@@ -68,10 +69,10 @@ async def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not(
 
     async def problem_of(deployment: Deployment, ill: bool) -> str | None:
         async def known() -> bool:
-            return (await deployment.engine_problem() is not None) is ill
+            return (common_problem(await deployment.engine_problems()) is not None) is ill
 
         await eventually(known)
-        return await deployment.engine_problem()
+        return common_problem(await deployment.engine_problems())
 
     async with playing(hashed(10)) as (one, first), playing(hashed(10)) as (two, second):
         choice = parse_engine(f"trtllm://{first},{second}")
@@ -83,9 +84,17 @@ async def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not(
         assert told and first in told and told.endswith("not healthy: RuntimeError: dead")
         one.behaviour = replace(ill, health="OK")
         await problem_of(made, ill=False)
+        names = f"trtllm://{first}", f"trtllm://{second}"
+
+        async def one_is_up() -> bool:
+            problems = await made.engine_problems()
+            assert tuple(problems) == names
+            return not problems[names[0]] and "RuntimeError: dead" in problems[names[1]]
+
+        await eventually(one_is_up)
         await made.close()
     made = Deployment(parameters(engine_url="localhost:1"), Registry())
-    assert await made.engine_problem() is None
+    assert await made.engine_problems() == {}
     await made.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from tests.helpers.services_on_fake_backend import END, SILENT, TRUE, engine_service, ids, serving
+from tests.helpers.waiting import until
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import EngineError
 from trtllm_bls.services.engine_service import EngineService
@@ -187,3 +189,28 @@ def test_logits_of_all_rows_are_counted_before_any_is_computed() -> None:
         error = bench.accept(bench.tokens(**both)).wait().error
     assert error is not None
     assert "4000 bytes of logits; at most 3000 are allowed" in error.message()
+
+
+def test_requests_without_a_token_wait() -> None:
+    """Also those whose answer comes in one piece."""
+    engine = ScriptedEngine(reciting((3, 4, 5, 6), 2, END), Script(vocab_size=50))
+    service = EngineService(engine, exclude_input=True)
+
+    def requests() -> dict[str, int]:
+        return {key: value for key, value in service.figures().items() if "iter" not in key}
+
+    with serving(engine, service.handle) as bench:
+        engine.fault = SILENT
+        assert requests() == {"scheduled": 0, "waiting": 0}
+        ask = bench.accept(bench.tokens("mine"))
+        watched = bench.accept(bench.tokens("watched", streaming=TRUE))
+        watched.wait(responses=2)
+        assert requests() == {"scheduled": 2, "waiting": 0}
+        engine.fault = replace(SILENT, after_tokens=0)
+        waits = bench.accept(bench.tokens("waits"))
+        until(lambda: requests() == {"scheduled": 2, "waiting": 1})
+        for id in ("mine", "watched", "waits"):
+            bench.accept(bench.tokens(id, stop=TRUE)).wait()
+        for each in (ask, watched, waits):
+            each.wait()
+        until(lambda: requests() == {"scheduled": 0, "waiting": 0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ from trtllm_bls.launcher import health_endpoint
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.process import BackOff
 from trtllm_bls.launcher.server import StartProgress
-from trtllm_bls.launcher.watch import Watch
+from trtllm_bls.launcher.watch import ProblemLog, Told, Watch, engine_load
 
 SECONDS = 20
 BOUNDS = Bounds(stall_s=10)
@@ -162,6 +163,7 @@ def get(url: str) -> tuple[int, dict[str, Any]]:
 def looking(verdict: Verdict, looked_at: float = float("inf")) -> Watch:
     running = {"tritonserver": 1, "tensorrt_llm": 2}
     watch = SimpleNamespace(verdict=verdict, looked_at=looked_at, draining=False, processes=running)
+    watch.told = Told((2, 38), (2, 37), {"a": "", "b": "it is dead"})
     return cast(Watch, watch)
 
 
@@ -179,7 +181,9 @@ def test_startup_live_and_ready_are_kept_apart(endpoint: tuple[HealthState, str]
         become(200, 200, 200)
     state.restarting("a stub is dead")
     become(200, 200, 503)
-    assert get(f"{url}/ready")[1] == {
+    answer = get(f"{url}/ready")[1]
+    assert answer.pop("not_ready_seconds") in range(20)
+    assert answer == {
         "ok": False,
         "reasons": ["restarting: a stub is dead"],
         "restarts": 1,
@@ -289,12 +293,116 @@ def test_prometheus_reads_what_readiness_means(endpoint: tuple[HealthState, str]
             "trtllm_bls_server_processestensorrt_llm": 2.0,
             "trtllm_bls_server_restarts_total": 0.0,
             "trtllm_bls_openai_restarts_total": 2.0,
+            "trtllm_bls_server_num_requests_running": 2.0,
+            "trtllm_bls_server_num_requests_waiting": 38.0,
+            "trtllm_bls_engine_num_requests_running": 2.0,
+            "trtllm_bls_engine_num_requests_waiting": 37.0,
+            "trtllm_bls_engine_upa": 1.0,
+            "trtllm_bls_engine_upb": 0.0,
         }
         until(lambda: found() == expected)
     state.restarting("a stub is dead")
     restarting = {"trtllm_bls_server_ready": 0.0, "trtllm_bls_server_restarts_total": 1.0}
     until(lambda: restarting.items() <= found().items())
     assert found()["trtllm_bls_server_processestensorrt_llm"] == 0.0
+
+
+def test_ready_names_each_engine_and_says_how_long_it_is_not(
+    endpoint: tuple[HealthState, str],
+) -> None:
+    """One engine of several that is out does not end readiness; the body tells of it."""
+    state, url = endpoint
+    told = {"a": "ok", "b": "it is dead"}
+    watch = looking(Verdict())
+    with state.serving(watch):
+        until(lambda: get(f"{url}/ready")[0] == 200)
+        answer = {"ok": True, "reasons": [], "restarts": 0, "engines": told}
+        assert get(f"{url}/ready") == (200, answer)
+        watch.verdict = Verdict(("it is stuck",))
+        until(lambda: get(f"{url}/ready")[0] == 503)
+        until(lambda: get(f"{url}/ready")[1]["not_ready_seconds"] >= 1)
+        watch.verdict = Verdict()
+        until(lambda: get(f"{url}/ready") == (200, answer))
+
+
+REBOUND = {"Host": "rebound.example:8003"}
+FOREIGN = {"Origin": "https://page.example"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:8003"}, 200),
+        ({"Host": "[::1]:8003", "Origin": "http://[::1]:8003"}, 200),
+        (REBOUND, 421),
+        (FOREIGN, 403),
+        (FOREIGN | {"Origin": "null"}, 403),
+    ],
+)
+@pytest.mark.parametrize("path", ["/metrics", "/health/live"])
+def test_web_pages_cannot_read_the_port_of_this_machine(
+    endpoint: tuple[HealthState, str], path: str, headers: dict[str, str], status: int
+) -> None:
+    """Neither a page of another server nor one whose name was made to mean this machine."""
+    address = endpoint[1].removeprefix("http://").removesuffix("/health")
+    with closing(http.client.HTTPConnection(address, timeout=20)) as connection:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        body = answer.read()
+    assert answer.status == status
+    assert (b'{"error"' in body) == (status != 200)
+
+
+def test_names_and_pages_that_were_allowed_are_answered() -> None:
+    """By the same two options as on the other ports."""
+    allowed = (["rebound.example"], ["https://page.example"])
+    with closing(HealthEndpoint("127.0.0.1", 0, HealthState(), allowed)) as running:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{running.port}/health/live", headers=REBOUND | FOREIGN
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert answer.status == 200
+
+
+def test_any_name_is_answered_where_other_machines_ask() -> None:
+    """A pod is probed by its address, and scraped by a service's name."""
+    with closing(HealthEndpoint("0.0.0.0", 0, HealthState())) as running:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{running.port}/health/live", headers=REBOUND | FOREIGN
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert answer.status == 200
+
+
+def test_a_problem_is_said_when_it_begins_at_doubling_intervals_and_when_it_ends() -> None:
+    """For as long as it takes, and with its latest cause."""
+    said: list[str] = []
+    log = ProblemLog(said.append)
+    times = []
+    for now in range(0, 1000):
+        before = len(said)
+        cause = "" if now < 100 or now >= 700 else "it is dead" if now < 200 else "NOT_OK"
+        log.look({"not ready": cause, "engine b is out": ""}, now)
+        times += [now] * (len(said) - before)
+    assert times == [100, 160, 220, 340, 580, 700]
+    assert said == [
+        "not ready: it is dead",
+        "not ready for 60 s: it is dead",
+        "not ready for 120 s: NOT_OK",
+        "not ready for 240 s: NOT_OK",
+        "not ready for 480 s: NOT_OK",
+        "ended after 600 s: not ready",
+    ]
+
+
+def test_the_engines_own_figures_are_read_from_triton() -> None:
+    """Of every release of the C++ backend: those before 0.18 do not tell who waits."""
+    row = 'nv_trt_llm_request_metrics{{model="tensorrt_llm",request_type="{}",version="1"}} {}\n'
+    old = row.format("active", 40) + row.format("scheduled", 2) + row.format("max", 512)
+    assert engine_load(old) == (2, 38)
+    assert engine_load(old + row.format("waiting", 37)) == (2, 37)
+    assert engine_load('nv_inference_count{model="m"} 3\n') is None
 
 
 def test_a_watch_that_is_stuck_is_not_live() -> None:

@@ -145,7 +145,7 @@ class ChatParser:
         self._add_text(Reasoning, before)
         if end is None:
             return False
-        self._reasoning, self._blank = None, ""
+        self._reasoning = None
         self._step, self._strips = ChatParser._start, True
         return True
 

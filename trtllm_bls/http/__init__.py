@@ -1,6 +1,7 @@
 """HTTP in front of the models: what clients may send, and Triton's own surface.
 
 ``guard``         limits on bodies, time, connections, hosts and origins, for any ASGI program
+``browsers``      which hosts and origins are refused, without I/O
 ``triton``        Triton's HTTP surface as an ASGI application
 ``triton_forms``  the JSON of Triton's ``generate``, without I/O
 

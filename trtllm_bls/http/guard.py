@@ -12,7 +12,6 @@ and a client that is still writing would see the reset instead of the answer.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import resource
 import socket
 import zlib
@@ -22,11 +21,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from trtllm_bls.http.browsers import browser_problem
 
 BODY_SEND = "trtllm_bls.send"  # of a scope: uvicorn's own ``send``, without middleware
 # Of a scope: writes a part of a response that has begun; false where ``send`` has to be awaited.
@@ -369,13 +369,7 @@ class BodyReader:
 
 @dataclass(frozen=True)
 class BrowserGuard:
-    """Middleware of a server that listens on this machine alone.
-
-    Any web page can make its visitor's browser send requests here. A page of another server has a
-    foreign ``Origin``; one whose name was made to mean this machine (DNS rebinding) has a foreign
-    ``Host``. Hosts: IP addresses, ``localhost`` and ``hosts``; origins: that of the host itself
-    and ``origins``, where ``*`` stands for all.
-    """
+    """Middleware of a server that listens on this machine alone; ``browsers`` has the rule."""
 
     app: ASGIApp
     hosts: tuple[str, ...]
@@ -383,29 +377,13 @@ class BrowserGuard:
     refuse: Callable[[Scope, Send, Refused], Awaitable[None]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._problem(scope) if scope["type"] == "http" else None
+        problem = None
+        if scope["type"] == "http":
+            host, origin = (header(scope, name).decode("latin-1") for name in (b"host", b"origin"))
+            problem = browser_problem(host, origin, self.hosts, self.origins)
         if problem is None:
             await self.app(scope, receive, send)
         else:
-            await self.refuse(scope, send, problem)
-
-    def _problem(self, scope: Scope) -> Refused | None:
-        host = header(scope, b"host").decode("latin-1").lower()
-        if host and not self._is_ours(host):
-            problem = f"this server does not answer as {host[:80]!r}; --allowed-host adds a name"
-            return Refused(421, problem)
-        origin = header(scope, b"origin").decode("latin-1").lower()
-        is_own = not origin or origin.partition("://")[2] == host
-        if not (is_own or "*" in self.origins or origin in self.origins):
-            problem = f"pages of {origin[:80]!r} may not use this server; --allow-origin adds them"
-            return Refused(403, problem)
-        return None
-
-    def _is_ours(self, host: str) -> bool:
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
-            if name == "localhost" or name in self.hosts:
-                return True
-            return bool(ipaddress.ip_address(name))
-        except ValueError:
-            return False
+            status, message = problem
+            mend = "--allowed-host adds a name" if status == 421 else "--allow-origin adds them"
+            await self.refuse(scope, send, Refused(status, f"{message}; {mend}"))

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 
@@ -27,6 +28,7 @@ from trtllm_bls.launcher import health_server
 from trtllm_bls.launcher.ports import ask, reachable
 from trtllm_bls.launcher.watch import Watch
 from trtllm_bls.settings import listen
+from trtllm_bls.status import ENGINE_UP
 
 TELL_S = 0.2
 _TOLD_S = 2.0  # the longest that ``tell`` waits for the health server to answer with the new state
@@ -40,29 +42,28 @@ class ServerMetric:
     Prometheus's type, ``labels`` the names of its labels."""
 
     name: str
-    kind: str
     meaning: str
     labels: tuple[str, ...] = ()
+    kind: str = "gauge"
 
 
+_counter = partial(ServerMetric, kind="counter")
+_RESTARTED = "Times that {} was started again"
+_RUN, _WAIT = "Requests that have a token and are not over", "Requests that have no token yet"
 SERVER_METRICS = (
-    ServerMetric("trtllm_bls_server_ready", "gauge", "1 while /health/ready says so, else 0"),
-    ServerMetric(
-        "trtllm_bls_server_processes",
-        "gauge",
-        "Processes of the server and its models that run, by name; the server's is tritonserver",
-        ("process",),
-    ),
-    ServerMetric(
-        "trtllm_bls_server_restarts_total", "counter", "Times that the server was started again"
-    ),
-    ServerMetric(
-        "trtllm_bls_openai_restarts_total", "counter", "Times that the OpenAI API was started again"
-    ),
+    ServerMetric("trtllm_bls_server_ready", "1 while /health/ready says so, else 0"),
+    ServerMetric("trtllm_bls_server_processes", "Processes that run, by name", ("process",)),
+    _counter("trtllm_bls_server_restarts_total", _RESTARTED.format("the server")),
+    _counter("trtllm_bls_openai_restarts_total", _RESTARTED.format("the OpenAI API")),
+    ServerMetric("trtllm_bls_server_num_requests_running", f"{_RUN}, of all APIs"),
+    ServerMetric("trtllm_bls_server_num_requests_waiting", f"{_WAIT}, of all APIs"),
+    ServerMetric("trtllm_bls_engine_num_requests_running", f"{_RUN}, as the engine says"),
+    ServerMetric("trtllm_bls_engine_num_requests_waiting", f"{_WAIT}, as the engine says"),
+    ServerMetric(*ENGINE_UP, ("engine",)),
 )
 
 
-def _written(*samples: Mapping[str, int]) -> str:
+def _written(*samples: Mapping[str, float]) -> str:
     """The text of ``/metrics``; ``samples`` has each metric's values, by its labels as text."""
     lines = []
     for metric, values in zip(SERVER_METRICS, samples, strict=True):
@@ -83,6 +84,7 @@ class HealthState:
         self._watch: Watch | None = None
         self._processes = {"tritonserver": 0}  # while there is no watch; by name
         self._reason = "the server is starting"
+        self._not_ready_since: float | None = None
 
     @contextmanager
     def serving(self, watch: Watch) -> Iterator[None]:
@@ -111,26 +113,40 @@ class HealthState:
             if time.monotonic() - watch.looked_at > _STUCK_S:
                 not_live = ["the watch over the server is stuck"]
         processes = watch.processes if watch is not None else self._processes
+        since = self._not_ready_since or time.monotonic()
+        self._not_ready_since = since if not_ready else None
+        load, engine, engines = ((0, 0), None, {}) if watch is None else watch.told
         metrics = _written(
             {"": int(not not_ready)},
             {f'{{process="{name}"}}': count for name, count in processes.items()},
             {"": self.restarts},
             {"": self.api_restarts},
+            *({"": number} for number in load),
+            *({"": number} if engine else {} for number in engine or load),
+            {f"{{engine={json.dumps(name)}}}": int(not ill) for name, ill in engines.items()},
         )
         return {
             "startup": [] if self.started else [self._reason],
             "live": not_live,
             "ready": not_ready,
+            "since": self._not_ready_since,
+            "engines": {name: ill or "ok" for name, ill in engines.items()},
             "restarts": self.restarts,
             "metrics": metrics,
         }
 
 
 class HealthEndpoint:
-    """Answers on ``host:port`` until closed; a port of 0 is any free one. Raises ``SetupError``."""
+    """Answers on ``host:port`` until closed; a port of 0 is any free one. Raises ``SetupError``.
 
-    def __init__(self, host: str, port: int, state: HealthState) -> None:
+    ``allowed``: hosts and origins that may ask where ``host`` is this machine alone.
+    """
+
+    def __init__(
+        self, host: str, port: int, state: HealthState, allowed: Sequence[Sequence[str]] = ((), ())
+    ) -> None:
         self._state = state
+        self._allowed = json.dumps(allowed)
         self._listening = listen(host, port, "--health-port")
         self.port: int = self._listening.getsockname()[1]
         self._url = f"http://{reachable(host)}:{self.port}/health/ready"
@@ -162,7 +178,7 @@ class HealthEndpoint:
     def _start(self) -> subprocess.Popen[str]:
         descriptor = self._listening.fileno()
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", health_server.__file__, str(descriptor)],
+            [sys.executable, "-I", "-S", health_server.__file__, str(descriptor), self._allowed],
             stdin=subprocess.PIPE,
             pass_fds=[descriptor],
             start_new_session=True,  # Ctrl-C is for serve, which drains

@@ -1,19 +1,25 @@
 """Answers health probes over HTTP from memory. Run as a script, never imported.
 
-    python -I -S health_server.py DESCRIPTOR     of a listening socket
+    python -I -S health_server.py DESCRIPTOR ALLOWED
 
-Standard input brings the answers, a JSON object per line: ``restarts``, ``metrics`` (the text of
-``/metrics``), and for each probe (``startup``, ``live``, ``ready``) the reasons to answer 503. This
-process ends at the end of its input, which is the end of ``serve``. If no line comes for a minute,
-``serve`` is stuck, and ``live`` answers 503.
+of a listening socket, and of JSON: two lists, hosts and origins that may ask besides this machine.
 
-It is a process of its own because ``serve`` reads the server's log under the same interpreter lock;
-a probe must not wait for that.
+Standard input brings the answers, a JSON object per line:
+
+- ``startup``, ``live``, ``ready``: the reasons to answer 503 to that probe
+- ``restarts``, and ``metrics`` (the text of ``/metrics``)
+- ``since``: when it was last ready, by ``time.monotonic()``; null while it is
+- ``engines``: each engine elsewhere with what is wrong with it, or "ok"
+
+This process ends at the end of its input, which is the end of ``serve``. If no line comes for a
+minute, ``serve`` is stuck, and ``live`` answers 503. It is a process of its own because ``serve``
+reads the server's log under the same interpreter lock; a probe must not wait for that.
 """
 
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import json
 import os
 import signal
@@ -23,7 +29,12 @@ import threading
 import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
+
+if __name__ == "__main__":  # where ``-I`` leaves the package out
+    sys.path.append(str(Path(__file__).parents[2]))
+from trtllm_bls.http.browsers import browser_problem
 
 _PR_SET_PDEATHSIG = 1
 SILENT_S = 60.0
@@ -34,10 +45,15 @@ _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 class Handler(BaseHTTPRequestHandler):
     told: ClassVar[dict[str, Any]] = {}
     told_at: ClassVar[float] = 0.0
+    allowed: ClassVar[list[list[str]] | None] = None  # None: it listens elsewhere, too
     timeout = _CONNECTION_S  # of a client that says nothing
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
+        told = (self.headers.get("Host", ""), self.headers.get("Origin", ""))
+        if self.allowed is not None and (refused := browser_problem(*told, *self.allowed)):
+            self._reply(HTTPStatus(refused[0]), json.dumps({"error": refused[1]}))
+            return
         if path == "/metrics":
             self._reply(HTTPStatus.OK, self.told["metrics"], _METRICS)
             return
@@ -51,6 +67,10 @@ class Handler(BaseHTTPRequestHandler):
             reasons = ["serve is stuck"]
         status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
         answer = {"ok": not reasons, "reasons": reasons, "restarts": self.told["restarts"]}
+        if question == "ready":
+            since = self.told["since"]
+            answer |= {} if since is None else {"not_ready_seconds": int(time.monotonic() - since)}
+            answer |= {"engines": engines} if (engines := self.told["engines"]) else {}
         self._reply(status, json.dumps(answer))
 
     def _reply(self, status: HTTPStatus, text: str, kind: str = "application/json") -> None:
@@ -70,11 +90,13 @@ class Server(ThreadingHTTPServer):
         """Log nothing: the client has closed its connection."""
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, allowed: str) -> None:
     """Answer from the first line of standard input to its end."""
     # If the parent dies while this process is stopped, it would never read the end of its input.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     listening = socket.socket(fileno=descriptor)
+    if ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
+        Handler.allowed = json.loads(allowed)
     server = Server(listening.getsockname()[:2], Handler, bind_and_activate=False)
     server.socket.close()  # made by the constructor, and not bound
     server.socket = listening
@@ -87,4 +109,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

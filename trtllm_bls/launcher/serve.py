@@ -62,7 +62,8 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
                 "pip install 'trtllm-bls[openai]' for both"
             )
         state = HealthState()
-        endpoint = HealthEndpoint(settings.host, settings.health_port, state)
+        allowed = (settings.allowed_hosts, settings.allowed_origins)
+        endpoint = HealthEndpoint(settings.host, settings.health_port, state, allowed)
         stack.callback(endpoint.close)
         server = TritonServer(settings, terminal, behind_http=with_http)
         stack.callback(server.stop)

@@ -11,10 +11,11 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.health import (
@@ -29,8 +30,18 @@ from trtllm_bls.health import (
 from trtllm_bls.launcher.ports import ask
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.workdir import BLS, ENGINE
-from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, ProcessStatus, StatusDirectory
+from trtllm_bls.status import (
+    ENGINE_REQUESTS,
+    ENGINE_STEPS,
+    REQUESTS_LABEL,
+    STEPS_LABEL,
+    ProcessStatus,
+    StatusDirectory,
+)
 
+_REQUESTS = re.compile(rf"{ENGINE_REQUESTS}{{[^}}]*{REQUESTS_LABEL}=\"(\w+)\"[^}}]*}} (\S+)")
+_SCRAPE_S = 2.0  # between two looks at the engine's own figures
+_REMIND_S = 60.0  # the first reminder of a problem; the time to the next one doubles
 _STEPS = re.compile(rf"{ENGINE_STEPS}{{[^}}]*{STEPS_LABEL[0]}=\"{STEPS_LABEL[1]}\"[^}}]*}} (\S+)")
 
 
@@ -53,11 +64,24 @@ class Pace:
         return cls(canary_s=min(cls.canary_s, stall_s / 6), answer_s=min(cls.answer_s, stall_s / 3))
 
 
+Load: TypeAlias = tuple[float, float]  # requests that have a token, and that have none yet
+
+
+class Told(NamedTuple):
+    """``load``: of all APIs; ``engine_load``: by the engine's own figures, ``None`` where it has
+    none. ``engines``: what is wrong with each engine elsewhere."""
+
+    load: Load = (0, 0)
+    engine_load: Load | None = None
+    engines: Mapping[str, str] = {}
+
+
 class Watch:
     """Watches a ready ``server`` until closed.
 
-    ``verdict`` is the latest, ``looked_at`` its time. ``on_failed`` is called once, on the watch's
-    thread, with the reasons in one line; nothing is looked at after that.
+    ``verdict`` is the latest, ``looked_at`` its time, ``told`` what there is besides. ``on_failed``
+    is called once, on the watch's thread, with the reasons in one line; nothing is looked at after
+    that.
     """
 
     def __init__(
@@ -71,6 +95,8 @@ class Watch:
         self.verdict = Verdict()  # ready: a watch begins when the server has just become so
         self.looked_at = time.monotonic()
         self.draining = False  # somebody has asked for it through the status directory
+        self.told = Told()
+        self._problems = ProblemLog(warn)
         self._server = server
         self._bounds = replace(bounds, engine_elsewhere=ENGINE not in server.models)
         self._pace = pace or Pace.within(bounds.stall_s)
@@ -82,7 +108,9 @@ class Watch:
         self._has_canary = self._probe is not None and BLS in server.models
         self._progress_at = self._descriptors_at = self._busy_at = time.monotonic()
         self._moved = 0  # responses, and tokens taken from engines
-        self._steps = math.inf  # of the engines, as last told
+        self._steps = math.inf  # of the engines, as last looked at
+        self._steps_told = 0.0
+        self._engine_load: Load | None = None
         self._failures, self._error = 0, ""
         self._not_ready: tuple[str, ...] = ()
         self._closing = threading.Event()
@@ -104,10 +132,12 @@ class Watch:
     async def _watch(self) -> None:
         async with self._probe or nullcontext() as probe:
             asking = asyncio.create_task(self._ask(probe) if probe else asyncio.sleep(0))
+            scraping = asyncio.create_task(self._scrape())
             while not self._closing.is_set():
                 self.looked_at = now = time.monotonic()
                 statuses = self._files.read()
                 self.verdict = evaluate(self._observe(statuses, now), self._bounds, now)
+                self._note(statuses, now)
                 # A stopping server ends its processes one by one, within ``--exit-timeout``.
                 if self.verdict.failed and not self._server.stop_requested:
                     self._on_failed("; ".join(self.verdict.reasons))
@@ -119,7 +149,36 @@ class Watch:
                     break
                 await asyncio.sleep(self._pace.look_s)
             asking.cancel()
-            await asyncio.wait({asking})
+            scraping.cancel()
+            await asyncio.wait({asking, scraping})
+
+    def _note(self, statuses: list[ProcessStatus], now: float) -> None:
+        """Tell of requests and engines, and in the log of what is wrong."""
+        if self._engine_load is not None:
+            running, waiting = self._engine_load
+            waiting += sum(status.queued for status in statuses)
+        else:
+            waiting = sum(status.waiting for status in statuses)
+            running = sum(status.prompts for status in statuses) - waiting
+        engines: dict[str, str] = {}
+        for status in statuses:
+            engines |= {name: engines.get(name) or ill for name, ill in status.engines.items()}
+        self.told = Told((running, waiting), self._engine_load, engines)
+        if not (self._server.stop_requested or self.draining or self.verdict.failed):
+            problems = {"the server is not ready": "; ".join(self.verdict.reasons)}
+            if len(engines) > 1:
+                problems |= {f"engine {name} takes no requests": engines[name] for name in engines}
+            self._problems.look(problems, now)
+
+    async def _scrape(self) -> None:
+        """Forever: read the engine's own figures on Triton's ``/metrics``."""
+        while True:
+            with suppress(OSError, ValueError):  # a late answer shows as missing progress
+                url = self._server.metrics_url
+                _, metrics = await asyncio.to_thread(ask, url, self._pace.answer_s)
+                self._engine_load = engine_load(metrics.decode())
+                self._steps_told = sum(map(float, _STEPS.findall(metrics.decode())))
+            await asyncio.sleep(min(_SCRAPE_S, self._pace.canary_s))
 
     def _is_busy(self, statuses: list[ProcessStatus], now: float) -> bool:
         """False if only Triton itself delays a stop: all requests have ended.
@@ -170,22 +229,19 @@ class Watch:
                 self._not_ready = missing
             quiet = time.monotonic() - self._progress_at >= self._pace.canary_s - self._pace.look_s
             if self._has_canary and (quiet or self._failures):
-                await self._look_at_steps()
+                self._look_at_steps()
                 await self._send_canary(probe)
             await asyncio.sleep(self._pace.canary_s / (5 if self._failures else 1))
 
-    async def _look_at_steps(self) -> None:
+    def _look_at_steps(self) -> None:
         """Count steps of the engine as progress.
 
         Requests that do not stream send nothing until they end. If they fill the engine's batch, a
         canary has to wait, and only the engine's count of steps tells work from a standstill.
         """
-        with suppress(OSError):  # a late answer shows as missing progress
-            url = self._server.metrics_url
-            _, metrics = await asyncio.to_thread(ask, url, self._pace.answer_s)
-            before, self._steps = self._steps, sum(map(float, _STEPS.findall(metrics.decode())))
-            if self._steps > before:
-                self._progress_at = time.monotonic()
+        before, self._steps = self._steps, self._steps_told
+        if self._steps > before:
+            self._progress_at = time.monotonic()
 
     async def _send_canary(self, probe: Probe) -> None:
         canary = await probe.canary(self._pace.answer_s)
@@ -195,3 +251,34 @@ class Watch:
         elif canary.outcome == "failed":
             self._failures += 1
             self._error = canary.error
+
+
+def engine_load(metrics: str) -> Load | None:
+    """The requests that run and wait by the engines' own figures in Triton's ``metrics``."""
+    told: dict[str, float] = {}
+    for kind, number in _REQUESTS.findall(metrics):
+        told[kind] = told.get(kind, 0) + float(number)
+    if "scheduled" not in told:
+        return None
+    running = told["scheduled"]
+    return running, told.get("waiting", max(told.get("active", 0) - running, 0))
+
+
+class ProblemLog:
+    """Says when a problem begins, again after 1, 2, 4 … minutes, and when it has ended."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._since: dict[str, tuple[float, float]] = {}  # its begin, and when it is said again
+
+    def look(self, problems: Mapping[str, str], now: float) -> None:
+        """``problems``: each with its cause, an empty text if there is none; ``now`` in seconds."""
+        for problem, cause in problems.items():
+            began, again = self._since.get(problem, (now, now))
+            if cause and now >= again:
+                lasted = f" for {now - began:.0f} s" if problem in self._since else ""
+                self._say(f"{problem}{lasted}: {cause}")
+                self._since[problem] = began, now + max(now - began, _REMIND_S)
+            elif not cause and problem in self._since:
+                del self._since[problem]
+                self._say(f"ended after {now - began:.0f} s: {problem}")

@@ -8,7 +8,7 @@ import hashlib
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,16 +45,25 @@ from trtllm_bls.openai.keys import is_allowed
 from trtllm_bls.openai.page import page
 from trtllm_bls.openai.responses import Head, ResponseBuilder
 from trtllm_bls.openai.running import RunningRequests
-from trtllm_bls.openai.schema import ChatRequest, Common, CompletionRequest, decode
+from trtllm_bls.openai.schema import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode,
+)
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.engine_steps import told_longest
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.types import TextChunk
+from trtllm_bls.status import common_problem, engines_up
+from trtllm_bls.types import TextChunk, TextRequest
 
 # Parsing 256 KiB takes a few ms. A larger body is parsed in a thread, so that streams go on.
 _LARGE_BODY_BYTES = 256 * 1024
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_BEHIND_KEYS = ("/v1", "/tokenize", "/detokenize")  # paths
 # The header to blame for a status.
 _REFUSED_FOR = {401: "authorization", 403: "origin", 415: "content-type", 421: "host"}
 
@@ -97,6 +106,9 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/version", api.version),
         Route("/", page),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
@@ -179,7 +191,7 @@ class _Api:
             await asyncio.sleep(1)
 
     async def refuse(self, scope: Scope, send: Send, cause: Refused) -> None:
-        """ResponseBuilder a request that did not get as far as its route."""
+        """Answer a request that did not get as far as its route."""
         reply = Reply(scope, send)
         await reply.error(self.refused(reply, cause))
 
@@ -229,22 +241,90 @@ class _Api:
         }
 
     async def health_of_engine(self, request: Request) -> Response:
-        refusal = self.requests.refusal
-        problem = str(refusal) if refusal else await self.backend.engine_problem()
+        refusal, engines = self.requests.refusal, await self.backend.engine_problems()
+        problem = str(refusal) if refusal else common_problem(engines)
         problem = problem or await self.health.problem()
-        if problem is None:
+        if problem is not None:
+            return _Reply(ApiError(503, problem, code="engine_unavailable", headers=RETRY))
+        if not any(engines.values()):
             return _Reply({"status": "ok"})
-        return _Reply(ApiError(503, problem, code="engine_unavailable", headers=RETRY))
+        told = {name: ill or "ok" for name, ill in engines.items()}
+        return _Reply({"status": "degraded", "engines": told})
 
     async def metrics(self, request: Request) -> Response:
         own = samples(self._metrics, self.settings.model_names[0])
         if self._shared is not None:
             self._shared.write(own)
             own = self._shared.total()
-        return Response(written(own), media_type=CONTENT_TYPE)
+        text = written(own) + engines_up(await self.backend.engine_problems())
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:
         return _Reply(document(self.settings.model_names))
+
+    async def version(self, request: Request) -> Response:
+        return _Reply({"version": __version__})
+
+    async def tokenize(self, request: Request) -> Response:
+        tokens = await self._in_thread(request, self._tokenized)
+        if isinstance(tokens, dict):
+            tokens["max_model_len"] = await self.longest()
+        return _Reply(tokens)
+
+    async def detokenize(self, request: Request) -> Response:
+        return _Reply(await self._in_thread(request, self._detokenized))
+
+    async def _in_thread(
+        self, request: Request, read: Callable[[bytes], dict[str, object]]
+    ) -> dict[str, object] | ApiError:
+        """What ``read`` makes of the body, or why it cannot."""
+        try:
+            async with self.bodies.read(request.scope, request.receive) as body:
+                return await asyncio.to_thread(read, body)
+        except ClientGone:
+            return {}
+        except (ApiError, InvalidRequest, Refused) as error:
+            in_chat = isinstance(error, InvalidRequest) and error.field == "messages"
+            return api_error(error, "messages" if in_chat else "prompt", None)
+
+    def _tokenized(self, body: bytes) -> dict[str, object]:
+        tokenizer, request = self.backend.tokenizer, decode(body, TokenizeRequest)
+        self.check_model(request.model or self.settings.model_names[0])
+        if request.prompt is not None:
+            text = TextRequest(
+                request_id="",
+                text=request.prompt,
+                max_tokens=None,
+                add_special_tokens=request.add_special_tokens,
+            )
+        elif request.messages:
+            text = ChatResponse(request, self.head(ChatResponse, request), tokenizer).requests[0]
+        else:
+            raise invalid("prompt", "is missing; send prompt or messages")
+        ids = self.backend.orchestrator.prompt_ids(text)
+        strings = [tokenizer.token(each) for each in ids] if request.return_token_strs else None
+        return {"count": len(ids), "tokens": tuple(ids), "token_strs": strings}
+
+    def _detokenized(self, body: bytes) -> dict[str, object]:
+        request = decode(body, DetokenizeRequest)
+        self.check_model(request.model or self.settings.model_names[0])
+        text = self.backend.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        return {"prompt": text}
+
+    def check_model(self, name: str) -> None:
+        """Raises ``ApiError`` for a model that this server does not have."""
+        if name not in self.settings.model_names:
+            raise unknown_model(name)
+
+    def head(self, builder: type[ChatResponse] | type[CompletionResponse], request: Common) -> Head:
+        """What the response to ``request`` begins with."""
+        return Head(
+            id=builder.id_prefix + (request.request_id or uuid.uuid4().hex),
+            object=builder.object,
+            created=int(time.time()),
+            model=request.model,
+            system_fingerprint=self.fingerprint,
+        )
 
 
 @dataclass(frozen=True)
@@ -296,17 +376,10 @@ class _Generate:
     def _read(self, scope: Scope, body: bytes) -> tuple[Common, ResponseBuilder]:
         """The request in ``body`` and what builds its response. Raises ``ApiError``."""
         request = decode(body, self._kind)
-        if request.model not in self._api.settings.model_names:
-            raise unknown_model(request.model)
+        self._api.check_model(request.model)
         if request.stream_options is not None and not request.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
-        head = Head(
-            id=self._builder.id_prefix + (request.request_id or uuid.uuid4().hex),
-            object=self._builder.object,
-            created=int(time.time()),
-            model=request.model,
-            system_fingerprint=self._api.fingerprint,
-        )
+        head = self._api.head(self._builder, request)
         tokenizer = self._api.backend.tokenizer
         response = self._builder(request, head, tokenizer, self._formats)  # type: ignore[arg-type]
         if _TRACEPARENT.fullmatch(header(scope, b"traceparent")):
@@ -324,13 +397,13 @@ class _Generate:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Middleware that passes requests for ``/v1`` only with a key."""
+    """Middleware that passes requests for ``_BEHIND_KEYS`` only with a key."""
 
     _app: ASGIApp
     _api: _Api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        free = scope["type"] != "http" or not scope["path"].startswith("/v1")
+        free = scope["type"] != "http" or not scope["path"].startswith(_BEHIND_KEYS)
         if free or is_allowed(self._api.settings.keys, header(scope, b"authorization")):
             await self._app(scope, receive, send)
             return

@@ -126,7 +126,7 @@ class ChatResponse(ResponseBuilder):
             max_tokens=request.max_tokens if limit is None else limit,
             wants=Wants(log_probs=bool(request.logprobs), top_log_probs=request.top_logprobs or 0),
             return_tokens=bool(request.logprobs),
-            return_drafted=bool(request.return_drafted and request.stream),
+            return_drafted=bool(request.return_drafted),
             prediction=_prediction(request),
             extras=form.guide.extras if form.guide else {},
             **shared,

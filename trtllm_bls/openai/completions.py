@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from trtllm_bls.openai.constraints import ChatFormats, guided_decoding
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
 from trtllm_bls.openai.responses import Head, ResponseBuilder, shared_fields, well_ended
-from trtllm_bls.openai.schema import CompletionRequest
+from trtllm_bls.openai.schema import CompletionRequest, checked
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import TextChunk, TextRequest, Wants
 
 _DEFAULT_TOKENS = 16  # as OpenAI's
-_MOST_PROMPTS, _MOST_CHOICES, _MOST_TOKENS = 256, 1024, 2**20
+_MOST_CHOICES = 1024
+# What a list of prompts is, by its first item.
+_TEXTS: Any = Annotated[list[str], msgspec.Meta(max_length=256)]
+_IDS: Any = Annotated[list[int], msgspec.Meta(max_length=2**20)]
+_KINDS: dict[type, Any] = {
+    str: _TEXTS,
+    int: _IDS,
+    list: Annotated[list[_IDS], msgspec.Meta(max_length=256)],
+}
 
 
 class CompletionResponse(ResponseBuilder):
@@ -38,10 +48,12 @@ class CompletionResponse(ResponseBuilder):
             problem = f"{len(prompts)} prompts with {request.n} choices each; at most"
             raise invalid("n", f"{problem} {_MOST_CHOICES} choices are allowed in all")
         scored = request.logprobs is not None
+        if request.max_tokens == 0 and not request.echo:
+            raise invalid("max_tokens", "0 is only allowed with echo, which answers the prompt")
         guide = guided_decoding(request)
         shared = {
             **shared_fields(request, tokenizer.model_vocab_size),
-            "max_tokens": request.max_tokens or _DEFAULT_TOKENS,
+            "max_tokens": _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens,
             "echo": bool(request.echo),
             "add_special_tokens": request.add_special_tokens,
             "wants": Wants(
@@ -56,6 +68,8 @@ class CompletionResponse(ResponseBuilder):
             TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared) for prompt in prompts
         ]
         super().__init__(request, head, requests)
+        if guide is not None:
+            self.guide_field = guide.field
         self._scores = TokenScores(tokenizer, request.logprobs or 0) if scored else None
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
@@ -82,22 +96,11 @@ def _prompts(prompt: str | list[Any]) -> list[dict[str, Any]]:
     """The fields of each prompt's ``TextRequest``: of a string, strings, ids, or lists of ids."""
     if isinstance(prompt, str):
         return [{"text": prompt}]
-    if not prompt:
-        raise invalid("prompt", "is empty; send at least one prompt")
-    if isinstance(prompt[0], int):
-        return [{"prompt_ids": _ids("prompt", prompt)}]
-    if len(prompt) > _MOST_PROMPTS:
-        raise invalid("prompt", f"{len(prompt)} prompts; at most {_MOST_PROMPTS} are allowed")
-    if all(isinstance(each, str) for each in prompt):
-        return [{"text": each} for each in prompt]
-    if all(isinstance(each, list) for each in prompt):
-        return [{"prompt_ids": _ids(f"prompt[{n}]", each)} for n, each in enumerate(prompt)]
-    raise invalid("prompt", "must be a string, a list of strings, token ids, or lists of those")
-
-
-def _ids(field: str, ids: list[Any]) -> tuple[int, ...]:
-    if len(ids) > _MOST_TOKENS:
-        raise invalid(field, f"{len(ids)} token ids; at most {_MOST_TOKENS} are allowed")
-    if not all(type(each) is int for each in ids):
-        raise invalid(field, "token ids must be whole numbers")
-    return tuple(ids)
+    kind = _KINDS.get(type(prompt[0])) if prompt else None
+    if kind is None:
+        raise invalid("prompt", "must be text, a list of texts, token ids, or a list of those")
+    prompts = checked("prompt", prompt, kind)
+    if kind is _IDS:
+        return [{"prompt_ids": tuple(prompts)}]
+    key, made = ("text", str) if kind is _TEXTS else ("prompt_ids", tuple)
+    return [{key: made(each)} for each in prompts]

@@ -6,9 +6,7 @@ A demand is enforced by the engine's guided decoding, or the request is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +22,14 @@ from trtllm_bls.chat_parsing import (
 )
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.errors import as_json, invalid
-from trtllm_bls.openai.schema import ChatRequest, Common
+from trtllm_bls.openai.schema import (
+    ChatRequest,
+    Common,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+    checked,
+)
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import Array, ChatOptions
 
@@ -111,7 +116,7 @@ class AnswerForm:
 
     def _opened(self, options: ChatOptions) -> bool:
         """Whether the chat template ends the prompt with the tag that begins reasoning."""
-        if self._reasoning is None or options.continue_final_message:
+        if self._reasoning is None:
             return False
         try:
             short = [{"role": "user", "content": "a"}]
@@ -128,61 +133,56 @@ def with_allowed_tools(request: ChatRequest) -> ChatRequest:
     make no sense.
     """
     tools, choice = request.tools or [], request.tool_choice
-    for index, tool in enumerate(tools):
-        _check_tool(f"tools[{index}]", tool)
-    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+    checked("tools", tools, list[Tool])
+    if not isinstance(choice, ToolChoice) or choice.type != "allowed_tools":
         return request
-    field, asked = "tool_choice.allowed_tools", choice.get("allowed_tools")
-    if not isinstance(asked, Mapping) or asked.get("mode") not in ("auto", "required"):
+    field = "tool_choice.allowed_tools"
+    if choice.allowed_tools is None:
         raise invalid(field, "must have a mode, auto or required, and tools")
-    if not isinstance(asked.get("tools"), list) or not asked["tools"]:
-        raise invalid(f"{field}.tools", "must be a list of at least one tool")
-    names = {_name_in(f"{field}.tools[{n}]", tool) for n, tool in enumerate(asked["tools"])}
+    names = {tool.function.name for tool in choice.allowed_tools.tools}
     if unknown := names - {tool["function"]["name"] for tool in tools}:
         raise invalid(f"{field}.tools", f"tools has none called {unknown.pop()!r}")
     tools = [tool for tool in tools if tool["function"]["name"] in names]
-    return msgspec.structs.replace(request, tools=tools, tool_choice=asked["mode"])
+    mode = choice.allowed_tools.mode
+    return msgspec.structs.replace(request, tools=tools, tool_choice=mode)
 
 
 def response_format(request: ChatRequest) -> GuidedDecoding | None:
     """The guided decoding that OpenAI's ``response_format`` asks for."""
     asked = request.response_format
-    if asked is None or asked.get("type") == "text":
+    if asked is None or asked.type == "text":
         return None
-    if asked.get("type") == "json_object":
+    if asked.type == "json_object":
         return GuidedDecoding("response_format", "json")
-    if asked.get("type") != "json_schema":
-        problem = "must be one of: text, json_object, json_schema"
-        raise invalid("response_format.type", problem)
-    named = asked.get("json_schema")
-    schema = named.get("schema") if isinstance(named, Mapping) else None
-    if not isinstance(schema, (dict, bool)):
+    if asked.json_schema is None:
         raise invalid("response_format.json_schema.schema", "must be a JSON schema")
-    return GuidedDecoding("response_format", "json_schema", as_json("response_format", schema))
+    schema = as_json("response_format", asked.json_schema.schema)
+    return GuidedDecoding("response_format", "json_schema", schema)
 
 
 def guided_decoding(request: Common, other: GuidedDecoding | None = None) -> GuidedDecoding | None:
-    """The guided decoding that vLLM's ``structured_outputs`` asks for, or ``other``."""
-    asked = {key: value for key, value in (request.structured_outputs or {}).items() if value}
+    """The guided decoding that vLLM's ``structured_outputs`` asks for, or ``other``.
+
+    Also by the older names of its members, such as ``guided_json``.
+    """
+    form = request.structured_outputs or StructuredOutputs()
+    asked = [("structured_outputs", kind, getattr(form, kind)) for kind in form.__struct_fields__]
+    for kind in ("json", "regex", "choice", "grammar"):
+        asked.append((f"guided_{kind}", kind, getattr(request, f"guided_{kind}")))
+    asked = [(field, kind, value) for field, kind, value in asked if value]
     if not asked:
         return other
-    field = "structured_outputs"
+    field, kind, value = asked[0]
     if other is not None or len(asked) > 1:
         raise invalid(field, "send one demand on the form of the answer alone")
-    ((kind, value),) = asked.items()
     if kind == "json":
-        return GuidedDecoding(
-            field, "json_schema", value if isinstance(value, str) else as_json(field, value)
-        )
+        schema = value if isinstance(value, str) else as_json(field, value)
+        return GuidedDecoding(field, "json_schema", schema)
     if kind == "json_object":
         return GuidedDecoding(field, "json")
-    if kind == "choice" and isinstance(value, list) and all(isinstance(v, str) for v in value):
-        return GuidedDecoding(
-            field, "ebnf_grammar", "root ::= " + " | ".join(map(json.dumps, value))
-        )
-    if kind in ("regex", "grammar") and isinstance(value, str):
-        return GuidedDecoding(field, {"regex": "regex", "grammar": "ebnf_grammar"}[kind], value)
-    raise invalid(field, "must be an object with json, regex, choice or grammar")
+    if kind == "choice":
+        kind, value = "grammar", "root ::= " + " | ".join(map(json.dumps, value))
+    return GuidedDecoding(field, {"regex": "regex", "grammar": "ebnf_grammar"}[kind], value)
 
 
 def _forced_guide(
@@ -200,26 +200,10 @@ def _forced_guide(
     return GuidedDecoding("tool_choice", "json_schema", schema)
 
 
-def _forced_name(choice: object) -> str | None:
+def _forced_name(choice: str | ToolChoice | None) -> str | None:
     """The tool that has to be called; ``None``: any tool, or none. Raises ``ApiError``."""
-    if choice in (None, "none", "auto", "required"):
+    if not isinstance(choice, ToolChoice):
         return None
-    return _name_in("tool_choice", choice, "none, auto, required, allowed_tools, or ")
-
-
-def _name_in(field: str, tool: object, others: str = "") -> str:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise invalid(field, f"must be {others}an object that names a function")
-    return name
-
-
-def _check_tool(field: str, tool: Mapping[str, Any]) -> None:
-    function = tool.get("function")
-    if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
-        raise invalid(field, "must have type 'function', and a function")
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise invalid(f"{field}.function.name", "must be a string")
-    if not isinstance(function.get("parameters"), (Mapping, type(None))):
-        raise invalid(f"{field}.function.parameters", "must be a JSON schema")
+    if choice.function is None:
+        raise invalid("tool_choice.function", "is missing")
+    return choice.function.name

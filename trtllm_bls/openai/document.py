@@ -9,7 +9,12 @@ import msgspec
 
 from trtllm_bls import __version__
 from trtllm_bls.openai.errors import Error
-from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
+from trtllm_bls.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "integer"}
@@ -28,6 +33,13 @@ _USAGE = {
     "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
     "additionalProperties": True,
 }
+_TOKENS = {
+    "type": "object",
+    "required": ["count", "tokens", "token_strs", "max_model_len"],
+    "properties": {"count": _NUMBER, "tokens": {"type": "array", "items": _NUMBER}},
+}
+_PROMPT = {"type": "object", "required": ["prompt"], "properties": {"prompt": _TEXT}}
+_VERSION = {"type": "object", "required": ["version"], "properties": {"version": _TEXT}}
 _METRICS = {"description": "For Prometheus", "content": {"text/plain": {"schema": _TEXT}}}
 # What is checked beyond the types.
 _FURTHER: dict[str, dict[str, Any]] = {
@@ -71,13 +83,13 @@ _WHY = {
 @cache
 def document(model_names: tuple[str, ...]) -> dict[str, Any]:
     """The document, in OpenAPI 3.1, of a server of these models."""
-    kinds = (ChatRequest, CompletionRequest)
+    kinds = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
     _, schemas = msgspec.json.schema_components(
         (*kinds, Error), ref_template="#/components/schemas/{name}"
     )
     for kind in kinds:
         properties = schemas[kind.__name__]["properties"]
-        properties |= {"model": {"enum": list(model_names)}, **_FURTHER[kind.__name__]}
+        properties |= {"model": {"enum": list(model_names)}, **_FURTHER.get(kind.__name__, {})}
     message = {"type": "object", "required": ["role", "content"]}
     chat = _answer("chat.completion", {"message": message})
     completion = _answer("text_completion", {"text": _TEXT})
@@ -86,11 +98,14 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "trtllm-bls", "version": __version__},
         "paths": {
-            "/v1/chat/completions": {"post": _post("ChatRequest", chat)},
-            "/v1/completions": {"post": _post("CompletionRequest", completion)},
+            "/v1/chat/completions": {"post": _streamed(_post("ChatRequest", chat))},
+            "/v1/completions": {"post": _streamed(_post("CompletionRequest", completion))},
+            "/tokenize": {"post": _post("TokenizeRequest", _TOKENS)},
+            "/detokenize": {"post": _post("DetokenizeRequest", _PROMPT)},
             "/v1/models": {"get": _get(_MODELS, 401)},
             "/v1/models/{name}": {"get": _get(_MODEL, 401, 404) | {"parameters": [name]}},
             "/health": {"get": _get({"type": "object"}, 503)},
+            "/version": {"get": _get(_VERSION)},
             "/metrics": {"get": {"responses": {"200": _METRICS}}},
         },
         "components": {
@@ -121,11 +136,15 @@ def _answer(object: str, choice: dict[str, Any]) -> dict[str, Any]:
 
 def _post(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
     operation = _get(answer, *_WHY)
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
     operation["responses"]["400"] = _failure("A field is wrong; param names it")
     body = {"$ref": f"#/components/schemas/{kind}"}
     content = {"application/json": {"schema": body}}
     return operation | {"requestBody": {"required": True, "content": content}}
+
+
+def _streamed(operation: dict[str, Any]) -> dict[str, Any]:
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
+    return operation
 
 
 def _get(answer: dict[str, Any], *statuses: int) -> dict[str, Any]:

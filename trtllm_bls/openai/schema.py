@@ -34,6 +34,16 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # no effect: nothing is padded
 
 
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form that the answer has; one of these."""
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class Common(msgspec.Struct, kw_only=True):
     """The fields of both kinds of requests."""
 
@@ -65,8 +75,12 @@ class Common(msgspec.Struct, kw_only=True):
     # Speculative decoding, as ``tensorrt_llm_bls`` names it.
     draft_source: str | None = None
     num_draft_tokens: Natural | None = None
-    # One of json, regex, choice, grammar.
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # Its members under the names that older clients of vLLM send.
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class TextPart(msgspec.Struct, kw_only=True):
@@ -83,6 +97,48 @@ class Prediction(msgspec.Struct, kw_only=True):
     content: str | list[TextPart]
 
 
+class Function(msgspec.Struct, kw_only=True):
+    """A function that a tool calls; what else it has is for the chat template."""
+
+    name: Word
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool, or the name of one."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """The tools that may be called, of those that the request has."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Tool], msgspec.Meta(min_length=1)]
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """The tool that has to be called, or the tools that may be."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: Function | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """A named schema."""
+
+    schema: dict[str, Any] | bool
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """The form of a chat's answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class ChatRequest(Common, kw_only=True):
     """``POST /v1/chat/completions``."""
 
@@ -91,9 +147,9 @@ class ChatRequest(Common, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=512)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -106,9 +162,26 @@ class CompletionRequest(Common, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: str | list[Any]
+    max_tokens: Natural | None = None  # 0: the prompt alone
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, msgspec.Meta(ge=0, le=128)] | None = None
+
+
+class TokenizeRequest(ChatRequest, kw_only=True):
+    """``POST /tokenize``, as vLLM has it: of ``prompt``, or else of ``messages``."""
+
+    model: str = ""  # the server's first
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=8192)] = []
+    prompt: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """``POST /detokenize``, as vLLM has it."""
+
+    model: str = ""
+    tokens: list[Natural]
 
 
 # Fields of OpenAI's, of other servers' and of old clients' that have no effect here.
@@ -128,15 +201,15 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "return_token_ids": (False,),
     "prompt_logprobs": (),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), ()),
-    **dict.fromkeys(("guided_grammar", "regex", "ebnf"), ()),
+    **dict.fromkeys(("regex", "ebnf"), ()),
 }
 
 _MOST_FIELDS, _MOST_CONTAINERS = 256, 100_000
 _STRING = re.compile(b'"[^"]*"')
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
 _HALF, _ESCAPED_HALF = re.compile("[\ud800-\udfff]"), re.compile(rb"\\u[dD][89a-fA-F]")
-_Kind = TypeVar("_Kind", bound=Common)
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
+_Value = TypeVar("_Value")
 _seen: set[str] = set()  # unknown fields that the log has named
 
 
@@ -167,6 +240,14 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
         raise ApiError(400, "the body is nested too deeply") from None
 
 
+def checked(field: str, value: object, kind: type[_Value]) -> _Value:
+    """A field's value as ``kind``. Raises ``ApiError`` 400 on the part of it that is wrong."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error), field) from None
+
+
 def _num_containers(body: bytes) -> int:
     """An upper bound of the lists and objects in JSON; exact where it is large."""
     count = body.count(b"[") + body.count(b"{")
@@ -177,7 +258,7 @@ def _num_containers(body: bytes) -> int:
     return count
 
 
-def _check_characters(body: bytes, kind: type[Common]) -> None:
+def _check_characters(body: bytes, kind: type[msgspec.Struct]) -> None:
     """Name the field that has half a character, if the body is JSON otherwise.
 
     Python's reader takes half characters, which msgspec refuses without a place.
@@ -200,16 +281,14 @@ def _check_further(name: str, value: Any) -> None:
 
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
-_PATH = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+_PATH = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
 
 
-def _wrong_field(message: str) -> ApiError:
-    """msgspec's message, with the field in front."""
+def _wrong_field(message: str, field: str = "") -> ApiError:
+    """msgspec's message about a value of ``field``, or the whole body, with the place in front."""
     path = _PATH.match(message)
-    if missing := _MISSING.match(message):
-        name = f"{path[2]}.{missing[1]}" if path else missing[1]
-        return ApiError(400, f"{name}: is missing", param=name)
-    if path:
-        problem = path[1][:1].lower() + path[1][1:]
-        return ApiError(400, f"{path[2]}: {problem}", param=path[2])
-    return ApiError(400, message)
+    problem, place = path.groups() if path else (message, "")
+    name = (field + place).removeprefix(".")
+    if missing := _MISSING.match(problem):
+        return invalid(f"{name}.{missing[1]}".removeprefix("."), "is missing")
+    return invalid(name, problem[:1].lower() + problem[1:]) if name else ApiError(400, message)

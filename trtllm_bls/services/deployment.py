@@ -75,14 +75,21 @@ class Deployment:
             self._parameters.max_queued,
         )
 
-    async def engine_problem(self) -> str | None:
-        """What is wrong with the engine, if it reports its health; at most two seconds old."""
-        if _is_service(self._parameters):
-            try:
-                await self.engine.capacity()
-            except EngineError as error:
-                return str(error)
-        return None
+    async def engine_problems(self) -> dict[str, str]:
+        """What is wrong with each engine elsewhere, by its name; an empty text if nothing is.
+
+        At most two seconds old. Empty where the engine does not tell how it is.
+        """
+        choice, target, problem = self._parameters.engine, self.engine.target, ""
+        if choice is not None and choice.is_elsewhere and isinstance(target, ReplicatedEngine):
+            return await target.problems()
+        if not _is_service(self._parameters):
+            return {}
+        try:
+            await target.capacity()
+        except EngineError as error:
+            problem = str(error)
+        return {target.name: problem}
 
     @property
     def tokens(self) -> int:

@@ -15,6 +15,7 @@ from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.batch import run_rows
+from trtllm_bls.status import STEPS_LABEL
 from trtllm_bls.types import EngineChunk, EngineRequest
 from trtllm_bls.wire.engine_server import ChunkWriter, engine_requests, is_stop
 
@@ -23,7 +24,7 @@ class EngineService:
     """Answers calls with ``engine``; ``exclude_input`` is the model's default for that option.
 
     ``limits``: the sizes that a request may have. ``expose_kv_cache_metrics``: report how much of a
-    prompt was in the KV cache already. ``chunks`` counts what the engine has made so far.
+    prompt was in the KV cache already.
     """
 
     def __init__(
@@ -33,13 +34,19 @@ class EngineService:
         limits: RequestLimits | None = None,
         expose_kv_cache_metrics: bool = False,
     ) -> None:
-        self.chunks = 0
+        self._chunks = self._rows = self._begun = 0  # rows that run, and those with a token
         self._engine = engine
         self._exclude_input = exclude_input
         self._limits = limits or RequestLimits()
         self._expose = expose_kv_cache_metrics
         # By the client's request id; of several with one id only the newest can be stopped.
         self._running: dict[str, _RunningCall] = {}
+
+    def figures(self) -> dict[str, int]:
+        """Steps, requests with a token, and those without one, as TensorRT-LLM names them. Any
+        thread may ask."""
+        rows, begun = self._rows, self._begun
+        return {STEPS_LABEL[1]: self._chunks, "scheduled": begun, "waiting": max(rows - begun, 0)}
 
     async def handle(self, call: Call) -> None:
         """Answer one call: a request, or a stop request for another."""
@@ -101,15 +108,20 @@ class EngineService:
     async def _row(
         self, call: Call, request: EngineRequest, sequences: list[_SequenceResponses]
     ) -> None:
-        async with aclosing(self._engine.generate(request)) as stream:
-            async for chunk in stream:
-                self.chunks += 1
-                # Wait until the last response has been taken. In Triton 24.10, a caller that uses
-                # the BLS API can hang if two responses of one stream arrive together.
-                await call.ready()
-                if chunk.metrics is not None and not self._expose:
-                    chunk = replace(chunk, metrics=chunk.metrics.without_reuse())
-                sequences[chunk.sequence_index].add(chunk)
+        self._rows, begun = self._rows + 1, False
+        try:
+            async with aclosing(self._engine.generate(request)) as stream:
+                async for chunk in stream:
+                    self._chunks += 1
+                    self._begun, begun = self._begun + (not begun), True
+                    # Wait until the last response has been taken. In Triton 24.10, a caller that
+                    # uses the BLS API can hang if two responses of one stream arrive together.
+                    await call.ready()
+                    if chunk.metrics is not None and not self._expose:
+                        chunk = replace(chunk, metrics=chunk.metrics.without_reuse())
+                    sequences[chunk.sequence_index].add(chunk)
+        finally:
+            self._rows, self._begun = self._rows - 1, self._begun - begun
 
 
 @dataclass(eq=False)

@@ -1,5 +1,5 @@
-"""What an engine in Python reports of itself: its steps, on Triton's ``/metrics`` as the C++
-backend does, and its longest sequence, in the status directory.
+"""What an engine in Python reports of itself: its steps and requests, on Triton's ``/metrics`` as
+the C++ backend does, and its longest sequence, in the status directory.
 
 ``serve`` reads the steps to tell an engine at work from one that hangs. Requests that do not stream
 leave no other trace until they end.
@@ -16,7 +16,13 @@ from typing import Any
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import EngineError
 from trtllm_bls.parameters import STATUS_DIR
-from trtllm_bls.status import ENGINE_STEPS, STEPS_LABEL, StatusDirectory
+from trtllm_bls.status import (
+    ENGINE_REQUESTS,
+    ENGINE_STEPS,
+    REQUESTS_LABEL,
+    STEPS_LABEL,
+    StatusDirectory,
+)
 
 EVERY_SECONDS = 1.0  # each report is a round trip to the server
 
@@ -42,19 +48,25 @@ def told_longest(directory: str, model: str) -> int | None:
 
 
 class EngineSteps:
-    """Reports ``count()`` every second until closed, on a thread. ``args``: of the model's
-    ``initialize``."""
+    """Reports ``figures()`` every second until closed, on a thread: steps and requests, by the
+    values of their labels. ``args``: of the model's ``initialize``."""
 
-    def __init__(self, pb_utils: Any, args: Mapping[str, str], count: Callable[[], int]) -> None:
+    def __init__(
+        self, pb_utils: Any, args: Mapping[str, str], figures: Callable[[], Mapping[str, int]]
+    ) -> None:
         # Triton drops a family or a series that is not referenced.
-        self._family = pb_utils.MetricFamily(
-            name=ENGINE_STEPS,
-            description="Steps of the engine, as TensorRT-LLM names and labels them",
-            kind=pb_utils.MetricFamily.GAUGE,
-        )
-        labels = {"model": args["model_name"], "version": args["model_version"]}
-        self._metric = self._family.Metric(labels=labels | dict([STEPS_LABEL]))
-        self._count, self._told = count, 0
+        self._families, self._series = dict[str, Any](), dict[str, Any]()
+        for name in (ENGINE_STEPS, ENGINE_REQUESTS):
+            meaning = "Of the engine, as TensorRT-LLM names and labels them"
+            kind = pb_utils.MetricFamily.GAUGE
+            self._families[name] = pb_utils.MetricFamily(name=name, description=meaning, kind=kind)
+        self._figures, self._told = figures, dict.fromkeys(figures(), 0)
+        for value in self._told:
+            is_steps = value == STEPS_LABEL[1]
+            family = self._families[ENGINE_STEPS if is_steps else ENGINE_REQUESTS]
+            labels = {"model": args["model_name"], "version": args["model_version"]}
+            labels[STEPS_LABEL[0] if is_steps else REQUESTS_LABEL] = value
+            self._series[value] = family.Metric(labels=labels)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
@@ -66,12 +78,11 @@ class EngineSteps:
 
     def _run(self) -> None:
         while not self._closing.wait(EVERY_SECONDS):
-            count = self._count()
-            if count == self._told:
-                continue
             try:
-                # Triton adds up the series of several processes, so each adds its own difference.
-                self._metric.increment(count - self._told)
-                self._told = count
+                for name, now in self._figures().items():
+                    if now != self._told[name]:
+                        # Triton adds up the series of several processes: each adds what is new.
+                        self._series[name].increment(now - self._told[name])
+                        self._told[name] = now
             except Exception:  # whatever Triton raises, requests go on
-                log.exception("the engine's steps could not be told")
+                log.exception("the engine's figures could not be told")

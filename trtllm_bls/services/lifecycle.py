@@ -71,7 +71,7 @@ class Lifecycle:
         self._turned, self._missed_turns = True, 0
         self._draining = self._cut = False
         self._told: Future[None] | None = None  # done once the sender knows that it drains
-        self._engine_problem: str | None = None
+        self._engines: dict[str, str] = {}
         self._closing = threading.Event()
         self._files.path.mkdir(parents=True, exist_ok=True)
         if first:
@@ -134,10 +134,11 @@ class Lifecycle:
         self._loop_at, self._turned = time.monotonic(), True
 
     async def _look(self) -> None:
-        self._engine_problem = await self._sender.engine_problem()
+        self._engines = await self._sender.engine_problems()
 
     def _write(self) -> None:
         now, running = time.monotonic(), self._server.running
+        runs, waiting = self._sender.orchestrator.load()
         self._files.write(
             ProcessStatus(
                 pid=os.getpid(),
@@ -147,7 +148,10 @@ class Lifecycle:
                 tokens=self._sender.tokens,
                 running=len(running),
                 requests=tuple(running[:NAMED]),
-                engine_problem=self._engine_problem,
+                engines=self._engines,
+                prompts=runs + waiting,
+                waiting=waiting,
+                queued=self._sender.orchestrator.queued,
                 handed_over=self._draining and now - self._unsettled_at > SETTLE_SECONDS,
                 missed_turns=self._missed_turns,
             )

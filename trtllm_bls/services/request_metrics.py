@@ -64,10 +64,8 @@ REQUESTS = _counter(
     labels=("outcome", "reason"),
     known=_OUTCOMES,
 )
-RUNNING = _gauge(
-    "trtllm_bls_num_requests_running", "Requests that the engine was given and that are not over"
-)
-WAITING = _gauge("trtllm_bls_num_requests_waiting", "Requests that wait to be given to the engine")
+RUNNING = _gauge("trtllm_bls_num_requests_running", "Requests that have a token and are not over")
+WAITING = _gauge("trtllm_bls_num_requests_waiting", "Requests that have no token yet")
 DURATION = _seconds(
     "gen_ai_server_request_duration_seconds",
     "From a request's arrival to its end",

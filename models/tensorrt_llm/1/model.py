@@ -38,7 +38,7 @@ class TritonPythonModel:
             parameters.limits,
             parameters.expose_kv_cache_metrics,
         )
-        self._steps = EngineSteps(pb_utils, args, lambda: service.chunks)
+        self._steps = EngineSteps(pb_utils, args, service.figures)
         self._server = RequestServer(
             pb_utils, service.handle, senders=1, before_error_status=StreamThread().has_returned
         )

@@ -51,7 +51,7 @@ class RoutingEngine:
     ) -> None:
         self.name = target.name
         self.shared = shared or SpeculationShared()
-        self._target = target
+        self.target = self._target = target
         self._draft = draft
         self._options = options or SpeculationOptions()
         self._by_default = by_default

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from trtllm_bls.engines.base import ChunkStream, Engine, QueuedChunks
@@ -130,6 +131,13 @@ class ReplicatedEngine:
         if self._opening is not None:
             self._opening.cancel()
         await asyncio.gather(*(replica.close() for replica in self._replicas))
+
+    async def problems(self) -> dict[str, str]:
+        """Why each engine takes no requests, by its name; an empty text if it does."""
+        with suppress(EngineError):
+            await self.capacity()
+        told = [(each.engine.name, each.capacity, each.error) for each in self._replicas]
+        return {name: "" if capacity else str(error) for name, capacity, error in told}
 
     def _known(self) -> list[EngineCapacity]:
         return [each.capacity for each in self._replicas if each.capacity is not None]
