@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trtllm_bls.chat import GUARD
 from trtllm_bls.errors import InvalidRequest, PromptTooLong
 from trtllm_bls.stopping import check_words, checked_stops
-from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.tokenizer import GUARD, Tokenizer
 from trtllm_bls.types import Array, PromptIds, TextRequest, TokenIds
 
 MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words; stop_words: stopping.MAX_STOPS

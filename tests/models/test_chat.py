@@ -12,9 +12,8 @@ import pytest
 
 from tests.helpers.server_settings import DEMO
 from tests.helpers.small_tokenizers import MAKERS, directory
-from trtllm_bls.chat import GUARD
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+from trtllm_bls.tokenizer import GUARD, Tokenizer, load_tokenizer
 from trtllm_bls.types import ChatOptions
 
 # As DeepSeek's: markers that are added tokens but not special, one of which the template looks for.

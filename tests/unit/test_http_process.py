@@ -8,11 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
 from trtllm_bls.checkpoint_dir import REPOSITORY
+from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher import TritonServer
-from trtllm_bls.launcher.http_process import HttpProcess
+from trtllm_bls.launcher.http_process import HttpProcess, check
 from trtllm_bls.launcher.ports import listen
 from trtllm_bls.settings import ServeSettings
 
@@ -106,3 +109,10 @@ def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> No
     finally:
         api.kill()
         api.close()
+
+
+def test_keys_are_not_asked_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The HTTP port would be open without a word."""
+    monkeypatch.delenv("TRTLLM_BLS_API_KEYS", raising=False)
+    with pytest.raises(SettingsError, match="--http-keys: there are no keys"):
+        check(ServeSettings(http_keys=True, openai_port=0))

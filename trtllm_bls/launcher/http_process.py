@@ -34,6 +34,7 @@ from trtllm_bls.launcher.process import (
 )
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.workdir import BLS
+from trtllm_bls.openai.keys import VARIABLE, read_keys
 from trtllm_bls.settings import ServeSettings, listen
 
 _POLL_S = 0.05
@@ -47,11 +48,15 @@ def check(settings: ServeSettings) -> bool:
 
     Call it before the models load, which takes long.
     """
-    if any(find_spec(package) is None for package in ("uvicorn", "httpx")):
+    if any(
+        find_spec(package) is None for package in ("uvicorn", "starlette", "msgspec", "httptools")
+    ):
         needs = {"--tls-cert": settings.tls_cert, "--http-keys": settings.http_keys}
         for name in (name for name, value in needs.items() if value):
             raise SettingsError(f"{name}: HTTP needs pip install 'trtllm-bls[openai]' for it")
         return False
+    if settings.http_keys and not read_keys(settings.api_keys_file):
+        raise SettingsError(f"--http-keys: there are no keys; add --api-keys-file or {VARIABLE}")
     if settings.openai_port:
         listen(settings.host, settings.openai_port, "--openai-port", "no OpenAI API").close()
     return True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import triton_python_backend_utils as pb_utils
 
+from trtllm_bls.engines.triton.stream_thread import StreamThread
 from trtllm_bls.parameters import Parameters, PostprocessingParameters
 from trtllm_bls.python_backend import RequestServer, answering
-from trtllm_bls.services.stream_thread import StreamThread
 from trtllm_bls.services.tokens import Postprocessor
 from trtllm_bls.services.triton_log import log_to_triton
 from trtllm_bls.tokenizer import load_tokenizer

@@ -10,11 +10,11 @@ import asyncio
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.engines.local import local_engine
+from trtllm_bls.engines.triton.stream_thread import StreamThread
 from trtllm_bls.parameters import EngineParameters, Parameters
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.engine_steps import EngineSteps, tell_longest
-from trtllm_bls.services.stream_thread import StreamThread
 from trtllm_bls.services.triton_log import log_to_triton
 from trtllm_bls.tokenizer import load_tokenizer
 

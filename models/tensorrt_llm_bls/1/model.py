@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import triton_python_backend_utils as pb_utils
 
+from trtllm_bls.engines.triton.stream_thread import StreamThread
 from trtllm_bls.parameters import BlsParameters, Parameters
 from trtllm_bls.parameters.engine_tls import engine_tls
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.lifecycle import Lifecycle
-from trtllm_bls.services.stream_thread import StreamThread
 from trtllm_bls.services.text_service import TextService
 from trtllm_bls.services.triton_log import log_to_triton
 
