@@ -369,7 +369,8 @@ def test_a_stopped_worker_of_the_api_is_replaced(served: Served) -> None:
         for _ in range(4):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
             client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\ncontent-length: 9\r\n\r\n"
             )
             clients[client.getsockname()[1]] = client
 
