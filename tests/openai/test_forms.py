@@ -194,7 +194,7 @@ def message_of(response: ChatResponse, text: str) -> dict[str, Any]:
     """The message of an answer that has this text."""
     ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
     response.add(0, TextChunk(text, 0, ending))
-    found: dict[str, Any] = json.loads(response.whole)["choices"][0]["message"]
+    found: dict[str, Any] = json.loads(response.whole())["choices"][0]["message"]
     return found
 
 
@@ -500,5 +500,5 @@ def test_usage_parts_drafted_tokens_into_accepted_and_rejected() -> None:
         finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9, speculation=drafts
     )
     response.add(0, TextChunk("", 0, ending))
-    details = json.loads(response.whole)["usage"]["completion_tokens_details"]
+    details = json.loads(response.whole())["usage"]["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}
