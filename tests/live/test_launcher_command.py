@@ -44,7 +44,8 @@ def test_control_apis_are_refused(served: Served) -> None:
         "/v2/logging",
         "/v2/trace/setting",
     ):
-        request = urllib.request.Request(served.urls["HTTP"] + path, data=b"{}")
+        form = {"Content-Type": "application/json"}
+        request = urllib.request.Request(served.urls["HTTP"] + path, b"{}", form)
         with pytest.raises(urllib.error.HTTPError, match="403") as refused:
             urllib.request.urlopen(request, timeout=10)
         refused.value.close()

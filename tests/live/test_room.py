@@ -87,10 +87,11 @@ def test_a_server_that_stays_without_descriptors_is_started_again(repository: Pa
     running = Served(repository, "--stall-timeout", "2")
     try:
         server = running.server
-        host, _, port = running.urls["HTTP"].removeprefix("http://").partition(":")
+        # tritonserver's own port: the program in front of its HTTP port has descriptors of its own.
+        host, _, port = running.urls["gRPC"].partition(":")
         server.rlimit(psutil.RLIMIT_NOFILE, (0, server.rlimit(psutil.RLIMIT_NOFILE)[1]))
         with socket.create_connection((host, int(port)), timeout=60) as waiting:
-            waiting.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+            waiting.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
             told = running.wait_for_line("starting again")
             assert "tritonserver has used its 0 file descriptors; starting again in 1 s" in told
             with suppress(ConnectionResetError):

@@ -81,7 +81,8 @@ class Cell:
         """Wait until the request is in its state, or over."""
         if self.state == "queued":
             waiting = partial(metric, metrics_url, WAITING)
-            await asyncio.to_thread(until, lambda: waiting() > 0 or self.reading.done())
+            full = MAX_RUNNING  # none of those that fill the server has a token
+            await asyncio.to_thread(until, lambda: waiting() > full or self.reading.done())
             return
         self.reading.add_done_callback(lambda _: self.engine.changed.set())
         await self.engine.until(lambda: self._is_there() or self.reading.done())
@@ -123,7 +124,8 @@ async def fill(parts: World, stack: AsyncExitStack) -> None:
         lambda: sum(seen.id.startswith(BLOCKER) for seen in parts.engine.running) == MAX_RUNNING
     )
     waiting = partial(metric, parts.server.metrics_url, WAITING)
-    await asyncio.to_thread(until, lambda: waiting() == 0)  # also of an earlier test
+    # None that an earlier test left: only those that fill the server are without a token.
+    await asyncio.to_thread(until, lambda: waiting() == MAX_RUNNING)
 
 
 async def _drain(stream: Stream) -> None:
