@@ -147,6 +147,7 @@ def whole_stream(data: bytes) -> list[tuple[str, list[str], dict[str, Any]]]:
     [
         ("POST", f"{BLS}/versions/1/generate", ASK),
         ("POST", f"{BLS}/versions/2/generate", ASK),
+        ("POST", f"{BLS}/versions/0001/generate", ASK),
         ("POST", f"{BLS}/versions/x/generate", ASK),
         ("POST", "/v2/models/nobody/generate", ASK),
         ("POST", "/v2/models/nobody/generate_stream", ASK),

@@ -344,7 +344,7 @@ def test_a_body_that_is_not_said_to_be_json_is_refused(connect: Connect, kind: s
     """A browser sends those from any page without asking the server first."""
     api, _ = connect()
     answer = ask(api, further=f"content-type: {kind}\r\n" if kind else "")
-    problem = f"not {kind or 'no Content-Type'}; send Content-Type: application/json"
+    problem = f"not {kind or 'of no type'}; send Content-Type: application/json"
     assert answer.status == 415
     assert answer.error["message"] == f"the body must be JSON, {problem}"
 

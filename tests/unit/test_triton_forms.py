@@ -132,6 +132,13 @@ def test_an_integer_that_does_not_fit_is_refused(name: str, value: int) -> None:
         asked({name: value})
 
 
+def test_more_parameters_than_triton_bears_are_refused() -> None:
+    """Its time for them grows with the square of their number."""
+    asked({f"note{n}": n for n in range(1000)})
+    with pytest.raises(TooLarge, match="more than 1000 members"):
+        asked({f"note{n}": n for n in range(1001)})
+
+
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8))
 def test_integers_arrive_as_they_are(values: list[int]) -> None:
     """In order, little endian."""

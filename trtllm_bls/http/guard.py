@@ -294,7 +294,7 @@ class BodyReader:
         """
         kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
         if kind != b"application/json":
-            sent = kind[:80].decode("latin-1") or "no Content-Type"
+            sent = kind[:80].decode("latin-1") or "of no type"
             problem = f"the body must be JSON, not {sent}; send Content-Type: application/json"
             raise Refused(415, problem)
         packing = header(scope, b"content-encoding").strip().lower()

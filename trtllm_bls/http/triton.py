@@ -32,7 +32,7 @@ from trtllm_bls.http.triton_forms import (
 )
 
 _SERVICE = "/inference.GRPCInferenceService/"
-_GENERATE = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]+))?/(generate|generate_stream)")
+_GENERATE = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]{1,18}))?/(generate|generate_stream)")
 _METADATA_SECONDS = 10.0  # a model may be loaded again with other tensors
 _TIMEOUT_SECONDS = 30.0
 _LONG_BODY = 256 * 1024  # bytes; a longer one is read in a thread, since other streams would wait
@@ -143,10 +143,12 @@ class TritonHttp:
         if called is None or scope["method"] != "POST":
             await self._pass_on(scope, receive, send)
             return
+        # Triton reads 001 as 1: one spelling, or what is known of a model would be kept for each.
+        version = str(int(called[2])) if called[2] else ""
         request = None
         async with self._bodies.read(scope, receive) as body:
             try:
-                request = await self._request(called[1], called[2] or "", body, scope)
+                request = await self._request(called[1], version, body, scope)
             except LeftToTriton:
                 await self._pass_on(scope, receive, send, body)
             except TooLarge as error:
@@ -361,6 +363,13 @@ class _Exchange:
         self._changed.set()
 
     def _on_messages(self, messages: list[bytes]) -> None:
+        try:
+            self._read(messages)
+        except Exception as error:  # the call would end without telling, and its caller wait
+            log.exception("a response cannot be written as JSON")
+            self._fail(_Error(500, f"a response cannot be written as JSON: {error!r}"))
+
+    def _read(self, messages: list[bytes]) -> None:
         for message in messages:
             reply = service_pb2.ModelStreamInferResponse.FromString(message)
             if self._over:

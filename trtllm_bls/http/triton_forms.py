@@ -22,6 +22,7 @@ _READ_BY_TRITON = frozenset(
     ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 )
 _FINAL = "triton_final_response"
+_MOST_PARAMETERS = 1000
 _INT64 = range(-(2**63), 2**63)
 _INTEGERS: dict[str, type[np.integer[Any]]] = {
     "INT8": np.int8,
@@ -45,7 +46,9 @@ class LeftToTriton(Exception):
 
 
 class TooLarge(Exception):
-    """An integer that its input's type cannot hold, which Triton would cut to other digits."""
+    """An integer that its input's type cannot hold, which Triton would cut to other digits, or more
+    parameters than a request may have, whose time in Triton grows with the square of their number.
+    """
 
 
 class _Members(list[tuple[str, Any]]):
@@ -82,6 +85,8 @@ def _fill(request: Any, inputs: Mapping[str, Any], members: _Members) -> None:
         if key in inputs:
             _add_input(request, inputs[key], value)
         elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
+            if len(request.parameters) == _MOST_PARAMETERS:
+                raise TooLarge(f"more than {_MOST_PARAMETERS} members are no inputs of the model")
             _set_parameter(request.parameters[key], value)
     request_id = dict(members).get("id", "")
     if not isinstance(request_id, str):
@@ -107,7 +112,7 @@ def _set_parameter(parameter: Any, value: Any) -> None:
     elif isinstance(value, float):
         parameter.double_param = value
     elif isinstance(value, str):
-        parameter.string_param = _encodable(value)
+        parameter.string_param = _encoded(value)
     else:
         raise LeftToTriton
 
@@ -123,14 +128,15 @@ def _add_input(request: Any, declared: Any, value: Any) -> None:
 def _packed(declared: Any, values: Sequence[Any]) -> bytes:
     kinds, datatype = set(map(type, values)), declared.datatype
     if datatype == "BYTES" and kinds <= {str}:
-        texts = [_encodable(value).encode() for value in values]
+        texts = [_encoded(value) for value in values]
         return b"".join(struct.pack("<I", len(text)) + text for text in texts)
     if datatype == "BOOL" and kinds <= {bool}:
         return bytes(values)
     if datatype in _INTEGERS and kinds <= {int}:
         kind = _INTEGERS[datatype]
-        for value in values:
-            if not np.iinfo(kind).min <= value <= np.iinfo(kind).max:
+        held = np.iinfo(kind)
+        for value in (min(values), max(values)) if values else ():
+            if not held.min <= value <= held.max:
                 raise TooLarge(f"input '{declared.name}': {value} does not fit {datatype}")
         return np.array(values, kind).tobytes()
     if datatype in _FLOATS and kinds <= {int, float}:
@@ -141,10 +147,11 @@ def _packed(declared: Any, values: Sequence[Any]) -> bytes:
     raise LeftToTriton
 
 
-def _encodable(text: str) -> str:
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise LeftToTriton
-    return text
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise LeftToTriton from error
 
 
 def _fitted(dims: Sequence[int], count: int) -> list[int]:
