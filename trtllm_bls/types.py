@@ -58,6 +58,7 @@ class Sampling:
     top_p_min: float | None = None
     top_p_decay: float | None = None
     top_p_reset_id: int | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -360,6 +360,8 @@ def test_what_is_asked_of_the_engine(connect: Connect) -> None:
     assert not asked(logprobs=1).wants.context_logits
     assert asked(extra_body={"ignore_eos": True}).end_id == -1
     assert asked(extra_body={"top_k": -1}).sampling.top_k is None
+    assert asked(extra_body={"min_p": 0.2}).sampling.min_p == 0.2
+    assert asked(extra_body={"min_p": 0}).sampling.min_p is None
     assert asked(extra_body={"repetition_penalty": 1}).sampling.repetition_penalty is None
     assert asked(extra_body={"add_special_tokens": False}).input_ids == prompt_ids()[1:]
     asked(extra_body={"nobody_knows": 1, "service_tier": "auto", "min_p": 0}, user="me")

@@ -33,6 +33,7 @@ VALUES: dict[str, Any] = {
     "top_p_min": 0.1,
     "top_p_decay": 0.9,
     "top_p_reset_id": 5,
+    "min_p": 0.2,
     "repetition_penalty": 1.2,
     "presence_penalty": 0.3,
     "frequency_penalty": 0.4,

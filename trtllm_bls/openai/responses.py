@@ -197,7 +197,7 @@ def shared_fields(request: Common, vocab_size: int) -> dict[str, Any]:
 def _sampling(request: Common) -> Sampling:
     """As OpenAI samples: without any field at temperature 1 over the whole vocabulary.
 
-    Penalties that change nothing are left out, since some engines have no input for them.
+    What changes nothing is left out, since some engines have no input for it.
     """
     greedy = request.top_k == 1 or (request.top_p is not None and request.top_p < _COLDEST)
     greedy = greedy or (request.temperature is not None and request.temperature < _COLDEST)
@@ -206,6 +206,7 @@ def _sampling(request: Common) -> Sampling:
         chosen["temperature"] = 1.0 if request.temperature is None else request.temperature
         chosen["top_p"] = 1.0 if request.top_p is None else request.top_p
         chosen["top_k"] = request.top_k if request.top_k and request.top_k > 1 else None
+        chosen["min_p"] = request.min_p or None
         if request.seed is not None:
             chosen["seed"] = request.seed % 2**64  # unsigned on the engine's wire
     penalty = request.repetition_penalty

@@ -63,6 +63,7 @@ class Common(msgspec.Struct, kw_only=True):
     user: str | None = None
     # Beyond OpenAI's own API, as vLLM names them.
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=_INT32)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     min_tokens: Natural | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
@@ -195,7 +196,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "function_call", "audio", "web_search_options", "suffix"), ()),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
-    "min_p": (0,),
     "priority": (0,),
     "use_beam_search": (False,),
     "truncate_prompt_tokens": (),
