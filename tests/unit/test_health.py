@@ -6,22 +6,24 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.helpers.waiting import until, until_ended
+from tests.helpers.waiting import until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Bounds, Observed, ServerProcesses, Verdict, evaluate, find_server
@@ -191,56 +193,30 @@ def test_startup_live_and_ready_are_kept_apart(endpoint: tuple[HealthState, str]
     assert get(f"{url}/elsewhere")[0] == get(f"{url.removesuffix('/health')}/")[0] == 404
 
 
-def test_what_is_told_is_answered_at_once() -> None:
-    """Who reads that ``serve`` is ready may ask the next moment, and a script then goes on."""
-    state = HealthState()
-    with closing(HealthEndpoint("127.0.0.1", 0, state)) as running:
-        url = f"http://127.0.0.1:{running.port}/health/ready"
-        for _ in range(20):
-            with state.serving(looking(Verdict())):
-                running.tell()
-                assert get(url)[0] == 200
-            running.tell()
-            assert get(url)[1]["reasons"] == ["the server has ended"]
-
-
-def test_the_process_that_answers_is_started_again(endpoint: tuple[HealthState, str]) -> None:
-    """Should somebody kill it, probes are answered again a moment later."""
-    _, url = endpoint
-    (answering,) = psutil.Process().children()
-    answering.kill()
-    psutil.wait_procs([answering])
-
-    def live() -> bool:
-        with suppress(OSError):
-            return get(f"{url}/live")[0] == 200
-        return False
-
-    until(live)
-
-
-def test_a_process_that_was_stopped_ends_with_the_endpoint(
-    monkeypatch: pytest.MonkeyPatch,
+def test_clients_that_say_nothing_do_not_use_up_threads(
+    endpoint: tuple[HealthState, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would not hear that its input has ended, nor take more of it."""
-    running = HealthEndpoint("127.0.0.1", 0, HealthState())
-    (answering,) = psutil.Process().children()
-    answering.suspend()
-    monkeypatch.setattr(health_endpoint, "_TOLD_S", 0.1)
-    running.tell()  # gives up
-    ending = threading.Thread(target=running.close, daemon=True)
-    ending.start()
-    until_ended([answering], SECONDS)
-    ending.join()
+    """Each connection has a thread of ``serve``: above a bound they are closed at once."""
+    _, url = endpoint
+    monkeypatch.setattr(health_endpoint, "_MOST_CONNECTIONS", threading.active_count() + 3)
+    address = urlsplit(url)
+    silent = [socket.create_connection((address.hostname, address.port)) for _ in range(9)]
+    for one in silent:
+        one.settimeout(SECONDS)
+    assert [one.recv(1) for one in silent[3:]] == [b""] * 6
+    for one in silent:
+        one.close()
+    until(lambda: threading.active_count() < health_endpoint._MOST_CONNECTIONS)
+    assert get(f"{url}/live")[0] == 200
 
 
 def test_the_reasons_are_told() -> None:
     """All of them, with what the watch has seen."""
     state = HealthState()
     with state.serving(looking(Verdict(("it is stuck",)))):
-        assert state.answers()["ready"] == ["it is stuck"]
+        assert state.problems()["ready"] == ["it is stuck"]
         state.draining = True
-        assert state.answers()["ready"] == ["the server is draining", "it is stuck"]
+        assert state.problems()["ready"] == ["the server is draining", "it is stuck"]
 
 
 def test_a_drain_asked_for_from_outside_ends_readiness() -> None:
@@ -248,9 +224,9 @@ def test_a_drain_asked_for_from_outside_ends_readiness() -> None:
     state = HealthState()
     watch = looking(Verdict())
     with state.serving(watch):
-        assert state.answers()["ready"] == []
+        assert state.problems()["ready"] == []
         watch.draining = True
-        assert state.answers()["ready"] == ["the server is draining"]
+        assert state.problems()["ready"] == ["the server is draining"]
 
 
 def test_an_api_that_does_not_answer_ends_readiness() -> None:
@@ -258,9 +234,9 @@ def test_an_api_that_does_not_answer_ends_readiness() -> None:
     state = HealthState()
     with state.serving(looking(Verdict())):
         state.api_problem = "the OpenAI API has ended (SIGKILL)"
-        assert state.answers()["ready"] == ["the OpenAI API has ended (SIGKILL)"]
+        assert state.problems()["ready"] == ["the OpenAI API has ended (SIGKILL)"]
         state.api_problem = None
-        assert state.answers()["ready"] == []
+        assert state.problems()["ready"] == []
 
 
 def test_a_new_start_forgets_the_problem_of_the_api_before() -> None:
@@ -269,7 +245,7 @@ def test_a_new_start_forgets_the_problem_of_the_api_before() -> None:
     state.api_problem = "the OpenAI API has ended (SIGKILL)"
     state.restarting("the server ended by itself")
     with state.serving(looking(Verdict())):
-        assert state.answers()["ready"] == []
+        assert state.problems()["ready"] == []
 
 
 def test_prometheus_reads_what_readiness_means(endpoint: tuple[HealthState, str]) -> None:
@@ -357,7 +333,7 @@ def test_web_pages_cannot_read_the_port_of_this_machine(
 def test_names_and_pages_that_were_allowed_are_answered() -> None:
     """By the same two options as on the other ports."""
     allowed = (["rebound.example"], ["https://page.example"])
-    with closing(HealthEndpoint("127.0.0.1", 0, HealthState(), allowed)) as running:
+    with closing(HealthEndpoint("127.0.0.1", 0, HealthState(), *allowed)) as running:
         request = urllib.request.Request(
             f"http://127.0.0.1:{running.port}/health/live", headers=REBOUND | FOREIGN
         )
@@ -409,7 +385,7 @@ def test_a_watch_that_is_stuck_is_not_live() -> None:
     """Then nobody looks after the server any more."""
     state = HealthState()
     with state.serving(looking(Verdict(), looked_at=float("-inf"))):
-        assert state.answers()["live"]
+        assert state.problems()["live"]
 
 
 def test_a_busy_health_port_names_its_option(endpoint: tuple[HealthState, str]) -> None:

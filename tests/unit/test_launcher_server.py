@@ -394,25 +394,14 @@ def test_a_stopped_worker_of_the_api_is_replaced(served: Served) -> None:
     until(lambda: len(found := workers(served)) == 2 and worker not in found)
 
 
-def test_a_stopped_health_server_is_replaced(served: Served) -> None:
-    """A probe that gets no answer would have the pod killed."""
-    (before,) = served.children(served.process.pid, "health_server.py")
-    before.suspend()
-    until_ended([before], 3)
-    after = until(lambda: served.children(served.process.pid, "health_server.py"))
-    assert after != [before]
-    assert "restarts" in good(served.urls["health"].replace("ready", "live"))
-
-
 def test_nothing_outlives_a_killed_serve(served: Served, tmp_path: Path) -> None:
     """Neither what runs nor what is stopped, and no file of the run."""
     everything = served.everything()
     scratch = Path(psutil.Process(served.guard.pid).environ()["TMPDIR"])
     names = [" ".join(each.cmdline()) for each in everything]
-    for part in ("tritonserver", "triton_python_backend_stub", "openai", "spawn_main", "health_se"):
+    for part in ("tritonserver", "triton_python_backend_stub", "openai", "spawn_main"):
         assert any(part in name for name in names), part
     workers(served)[0].suspend()
-    served.children(served.process.pid, "health_server.py")[0].suspend()
     served.process.kill()
     until_ended(everything, 20)
     until(lambda: not scratch.exists())

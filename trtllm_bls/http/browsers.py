@@ -2,7 +2,7 @@
 
 Any web page can make its visitor's browser send requests here. A page of another server has a
 foreign ``Origin``; one whose name was made to mean this machine (DNS rebinding) has a foreign
-``Host``. Standard library only: the health server imports it without site-packages.
+``Host``.
 """
 
 from __future__ import annotations

@@ -1,39 +1,35 @@
 """What ``serve`` knows of its server, told over HTTP.
 
     /health/startup   200 once the server has been ready for the first time
-    /health/live      200 unless ``serve`` itself is stuck; it restarts a server by itself
+    /health/live      200 unless the watch over the server is stuck; ``serve`` restarts a server
     /health/ready     200 while the server can serve, 503 with the reasons otherwise
     /metrics          the same for Prometheus, with processes and restarts
 
-``HealthState`` computes the answers from what ``Watch`` has seen last, and ``health_server``, a
-process of its own, sends them. A probe never reaches the server, so it is fast under any load.
+``HealthState`` computes the answers from what ``Watch`` has seen last. A probe never reaches the
+server, so it is fast under any load.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
-import psutil
-
-from trtllm_bls.health import StoppedProcesses
-from trtllm_bls.launcher import health_server
-from trtllm_bls.launcher.ports import ask, reachable
+from trtllm_bls.http.browsers import browser_problem
 from trtllm_bls.launcher.watch import Watch
-from trtllm_bls.settings import listen
+from trtllm_bls.settings import is_loopback, listen
 from trtllm_bls.status import ENGINE_UP
 
-TELL_S = 0.2
-_TOLD_S = 2.0  # the longest that ``tell`` waits for the health server to answer with the new state
-REPEAT_S = 5.0  # unchanged answers are repeated, so that the health server knows ``serve`` is alive
 _STUCK_S = 60.0  # the watch looks twice a second
+_CONNECTION_S = 5.0  # for a client that says nothing
+_MOST_CONNECTIONS = 200  # each has a thread of ``serve``
 
 
 @dataclass(frozen=True)
@@ -64,16 +60,18 @@ SERVER_METRICS = (
 
 
 def _written(*samples: Mapping[str, float]) -> str:
-    """The text of ``/metrics``; ``samples`` has each metric's values, by its labels as text."""
+    """The text of ``/metrics``; ``samples`` has each metric's values, by its label's value."""
     lines = []
     for metric, values in zip(SERVER_METRICS, samples, strict=True):
         lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.kind}"]
-        lines += [f"{metric.name}{labels} {value}" for labels, value in values.items()]
+        for told, value in values.items():
+            labels = "".join(f"{{{label}={json.dumps(told)}}}" for label in metric.labels)
+            lines.append(f"{metric.name}{labels} {value}")
     return "\n".join([*lines, ""])
 
 
 class HealthState:
-    """The server's state, written by ``serve`` and read by the thread of ``HealthEndpoint``."""
+    """The server's state, written by ``serve`` and read by the threads of ``HealthEndpoint``."""
 
     def __init__(self) -> None:
         self.started = False
@@ -103,8 +101,8 @@ class HealthState:
         self.api_problem = None
         self._reason = f"restarting: {reason}"
 
-    def answers(self) -> dict[str, object]:
-        """For each probe the reasons to answer no; the number of restarts; the text of /metrics."""
+    def problems(self) -> dict[str, list[str]]:
+        """For each probe the reasons to answer no."""
         watch = self._watch
         not_ready, not_live = [self._reason], list[str]()
         if watch is not None:
@@ -112,98 +110,107 @@ class HealthState:
             not_ready += [*watch.verdict.reasons, *([self.api_problem] if self.api_problem else [])]
             if time.monotonic() - watch.looked_at > _STUCK_S:
                 not_live = ["the watch over the server is stuck"]
-        processes = watch.processes if watch is not None else self._processes
         since = self._not_ready_since or time.monotonic()
         self._not_ready_since = since if not_ready else None
+        startup = [] if self.started else [self._reason]
+        return {"startup": startup, "live": not_live, "ready": not_ready}
+
+    def answer(self, probe: str) -> tuple[HTTPStatus, dict[str, object]]:
+        """The status and the body with which to answer a probe."""
+        reasons, since, watch = self.problems()[probe], self._not_ready_since, self._watch
+        told = {"ok": not reasons, "reasons": reasons, "restarts": self.restarts}
+        if probe == "ready":
+            told |= {} if since is None else {"not_ready_seconds": int(time.monotonic() - since)}
+            engines = {} if watch is None else watch.told.engines
+            if engines:
+                told["engines"] = {name: problem or "ok" for name, problem in engines.items()}
+        return HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK, told
+
+    def metrics(self) -> str:
+        """The text of ``/metrics``."""
+        watch = self._watch
         load, engine, engines = ((0, 0), None, {}) if watch is None else watch.told
-        metrics = _written(
-            {"": int(not not_ready)},
-            {f'{{process="{name}"}}': count for name, count in processes.items()},
+        return _written(
+            {"": int(not self.problems()["ready"])},
+            watch.processes if watch is not None else self._processes,
             {"": self.restarts},
             {"": self.api_restarts},
             *({"": number} for number in load),
             *({"": number} if engine else {} for number in engine or load),
-            {f"{{engine={json.dumps(name)}}}": int(not ill) for name, ill in engines.items()},
+            {name: int(not problem) for name, problem in engines.items()},
         )
-        return {
-            "startup": [] if self.started else [self._reason],
-            "live": not_live,
-            "ready": not_ready,
-            "since": self._not_ready_since,
-            "engines": {name: ill or "ok" for name, ill in engines.items()},
-            "restarts": self.restarts,
-            "metrics": metrics,
-        }
 
 
-class HealthEndpoint:
+class HealthEndpoint(ThreadingHTTPServer):
     """Answers on ``host:port`` until closed; a port of 0 is any free one. Raises ``SetupError``.
 
-    ``allowed``: hosts and origins that may ask where ``host`` is this machine alone.
+    ``hosts`` and ``origins`` may ask, too, where ``host`` is this machine alone.
     """
 
+    daemon_threads = True
+
     def __init__(
-        self, host: str, port: int, state: HealthState, allowed: Sequence[Sequence[str]] = ((), ())
+        self,
+        host: str,
+        port: int,
+        state: HealthState,
+        hosts: Collection[str] = (),
+        origins: Collection[str] = (),
     ) -> None:
-        self._state = state
-        self._allowed = json.dumps(allowed)
-        self._listening = listen(host, port, "--health-port")
-        self.port: int = self._listening.getsockname()[1]
-        self._url = f"http://{reachable(host)}:{self.port}/health/ready"
-        self._server = self._start()
-        self._closing, self._now = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._tell, name="health-endpoint", daemon=True)
+        self.state = state
+        self.allowed = (hosts, origins) if is_loopback(host) else None
+        listening = listen(host, port, "--health-port")
+        self.port: int = listening.getsockname()[1]
+        super().__init__((host, self.port), _Handler, bind_and_activate=False)
+        self.socket.close()  # made by the constructor, and not bound
+        self.socket = listening
+        self._thread = threading.Thread(target=self.serve_forever, name="health-endpoint")
         self._thread.start()
 
-    def tell(self) -> None:
-        """Return when probes are answered with the present state, or after 2 seconds."""
-        self._now.set()
-        until = time.monotonic() + _TOLD_S
-        while (left := until - time.monotonic()) > 0:
-            with suppress(OSError, ValueError):
-                answer = json.loads(ask(self._url, left)[1])
-                if answer["reasons"] == self._state.answers()["ready"]:
-                    return
-            time.sleep(0.005)
-
     def close(self) -> None:
-        self._closing.set()
-        self._now.set()
-        self._server.kill()  # it may be stopped, with a full pipe that blocks the thread
+        self.shutdown()
         self._thread.join()
-        self._server.kill()  # the thread may have started another one
-        self._server.communicate()
-        self._listening.close()
+        self.server_close()
 
-    def _start(self) -> subprocess.Popen[str]:
-        descriptor = self._listening.fileno()
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", health_server.__file__, str(descriptor), self._allowed],
-            stdin=subprocess.PIPE,
-            pass_fds=[descriptor],
-            start_new_session=True,  # Ctrl-C is for serve, which drains
-            text=True,
-            bufsize=1,  # a line
-        )
+    def service_actions(self) -> None:
+        """Twice a second: note since when the server is not ready, also if nobody asks."""
+        self.state.problems()
 
-    def _tell(self) -> None:
-        before, told_at = "", 0.0
-        stopped = StoppedProcesses()
-        while True:
-            with suppress(psutil.Error):
-                if stopped.look([psutil.Process(self._server.pid)]):
-                    self._server.kill()
-                    self._server.wait()
-            answers, now = json.dumps(self._state.answers()), time.monotonic()
-            if self._server.poll() is not None:
-                self._server.communicate()
-                self._server, before = self._start(), ""
-            if answers != before or now - told_at > REPEAT_S:
-                before, told_at = answers, now
-                assert self._server.stdin
-                with suppress(OSError):  # the health server has just been killed
-                    self._server.stdin.write(answers + "\n")
-            self._now.wait(TELL_S)
-            self._now.clear()
-            if self._closing.is_set():
-                return
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return threading.active_count() < _MOST_CONNECTIONS
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log nothing: the client has closed its connection."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _CONNECTION_S
+    server: HealthEndpoint
+
+    def do_GET(self) -> None:
+        path, state, allowed = self.path.partition("?")[0], self.server.state, self.server.allowed
+        told = (self.headers.get("Host", ""), self.headers.get("Origin", ""))
+        if allowed is not None and (refused := browser_problem(*told, *allowed)):
+            self._reply(HTTPStatus(refused[0]), {"error": refused[1]})
+        elif path == "/metrics":
+            self._reply(HTTPStatus.OK, state.metrics())
+        elif path in ("/health/startup", "/health/live", "/health/ready"):
+            self._reply(*state.answer(path.rpartition("/")[2]))
+        else:
+            words = {"error": "use /health/startup, live or ready, or /metrics"}
+            self._reply(HTTPStatus.NOT_FOUND, words)
+
+    def _reply(self, status: HTTPStatus, answer: str | dict[str, Any]) -> None:
+        """Send an object as JSON, a text as Prometheus reads it."""
+        kind, text = "text/plain; version=0.0.4; charset=utf-8", answer
+        if not isinstance(text, str):
+            kind, text = "application/json", json.dumps(answer)
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: probes come every few seconds."""

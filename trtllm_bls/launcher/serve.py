@@ -63,7 +63,7 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
             )
         state = HealthState()
         allowed = (settings.allowed_hosts, settings.allowed_origins)
-        endpoint = HealthEndpoint(settings.host, settings.health_port, state, allowed)
+        endpoint = HealthEndpoint(settings.host, settings.health_port, state, *allowed)
         stack.callback(endpoint.close)
         server = TritonServer(settings, terminal, behind_http=with_http)
         stack.callback(server.stop)
@@ -131,7 +131,6 @@ class _Service:
         bounds = Bounds(stall_s=server.settings.stall_timeout)
         watch = Watch(server, bounds, server.fail, terminal.warning)
         with closing(watch), self._state.serving(watch):
-            self._endpoint.tell()  # a script may probe as soon as it reads the line below
             if failed_at is not None:
                 terminal.say(f"serving again, {time.monotonic() - failed_at:.1f} s later")
             else:
