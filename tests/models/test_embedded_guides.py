@@ -26,6 +26,8 @@ from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.embedded.guides import Guides
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.openai.constraints import guided_decoding
+from trtllm_bls.openai.schema import CompletionRequest
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 from trtllm_bls.types import (
     Draft,
@@ -188,6 +190,69 @@ def written(guides: Guides, tokenizer: Tokenizer, schema: str, seed: int) -> str
     return detokenizer.feed(tuple(ids)) + detokenizer.flush()
 
 
+def allows(tokenizer: Tokenizer, kind: str, guide: str, text: str) -> bool:
+    """Whether ``text`` may be a whole answer."""
+    guides = Guides(DEMO, tokenizer.model_vocab_size)
+    matcher = asyncio.run(guides.of(guided(kind, guide)))
+    guides.close()
+    assert matcher is not None
+    for token in (*tokenizer.encode_word(text), 2):
+        row = np.zeros(tokenizer.model_vocab_size)
+        matcher.mask(row)
+        if row[token] < 0:
+            return False
+        if token != 2:
+            matcher.push(token)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "text", "allowed"),
+    [
+        ("json_schema", '{"properties": {"a": {"type": "integer"}}}', '{"a": 1, "b": ""}', True),
+        ("json_schema", '{"properties": {"a": {"type": "integer"}}}', r'{"\u0061": ""}', False),
+        ("json_schema", '{"minProperties": 1}', '{"a": 1}', True),
+        ("json_schema", '{"minProperties": 1}', "{}", False),
+        ("json_schema", '{"minProperties": 2, "required": ["a", "b"]}', '{"a": 1, "b": 2}', True),
+        ("regex", r"\d", "٣", False),
+        ("regex", "a.b", "a\rb", False),
+        ("regex", "(?s)a.b", "a\rb", True),
+        ("regex", "[.]", ".", True),
+    ],
+)
+def test_what_a_guide_allows(
+    tokenizer: Tokenizer, kind: str, guide: str, text: str, allowed: bool
+) -> None:
+    """Neither more nor less than it says, in every dialect."""
+    assert allows(tokenizer, kind, guide, text) is allowed
+
+
+def test_only_the_requests_end_tokens_end_a_text(tokenizer: Tokenizer) -> None:
+    """The library takes another token of the vocabulary for one."""
+    guides = Guides(DEMO, tokenizer.model_vocab_size)
+    matcher = asyncio.run(guides.of(guided("regex", "a+")))
+    guides.close()
+    assert matcher is not None
+    (letter,) = tokenizer.encode_word("a")
+    matcher.push(letter)
+    row = np.zeros(tokenizer.model_vocab_size)
+    matcher.mask(row)
+    assert {2, letter} <= set(np.flatnonzero(row == 0).tolist())
+    assert all(
+        "a" in (tokenizer.token(each) or "") for each in np.flatnonzero(row == 0) if each != 2
+    )
+
+
+@pytest.mark.parametrize("choice", ["café", "grün", '"\\"', "a\nb\x01\x7f", "\\x41", "🙂"])
+def test_a_choice_is_answered_as_it_is_written(tokenizer: Tokenizer, choice: str) -> None:
+    """Whatever its characters."""
+    asked = CompletionRequest(model="", prompt="", guided_choice=["other", choice])
+    guide = guided_decoding(asked)
+    assert guide is not None
+    assert allows(tokenizer, guide.kind, guide.text, choice)
+    assert not allows(tokenizer, guide.kind, guide.text, choice + "a")
+
+
 @pytest.mark.parametrize("forced", [False, True])
 def test_published_schemas_are_kept(tokenizer: Tokenizer, forced: bool) -> None:
     """Somebody else's types: as the form of an answer, and as the parameters of a tool."""
@@ -212,6 +277,9 @@ def test_published_schemas_are_kept(tokenizer: Tokenizer, forced: bool) -> None:
         ("regex", "(red|green) [0-9]{3}", "(red|green) [0-9]{3}"),
         ("regex", "[ä-ü]{4}", "[ä-ü]{4}"),
         ("regex", "", ""),
+        ("regex", r"\d{6}|[\d]{6}", "[0-9]{6}"),
+        ("regex", r"a.{6}", r"a[^\n\r\u2028\u2029]{6}"),
+        ("regex", r"(?s)a[.].", r"a\.[\s\S]"),
         ("ebnf_grammar", 'root ::= "<" [a-c]+ ">" | "none"', "<[a-c]+>|none"),
     ],
 )
@@ -266,7 +334,10 @@ def test_drafts_that_the_guide_forbids_are_rejected(
         ("json_schema", '{"maximum": 1e308}', "guided_decoding_guide", "1e308 in it is beyond"),
         ("json_schema", '{"maximum": Infinity}', "guided_decoding_guide", "Infinity in it"),
         ("json_schema", "9" * 5000, "guided_decoding_guide", "is no json_schema"),
+        ("json_schema", '{"minProperties": 2}', "guided_decoding_guide", "minProperties is beyond"),
         ("regex", "(", "guided_decoding_guide", "cannot be enforced"),
+        ("regex", "[[:alpha:]]", "guided_decoding_guide", r"is no regex: \[ inside \[\]"),
+        ("regex", "[a&&b]", "guided_decoding_guide", r"&& inside \[\]"),
         ("ebnf_grammar", "root", "guided_decoding_guide", "is no ebnf_grammar"),
         ("ebnf_grammar", 'start: %json {"enum": [1]}', "guided_decoding_guide", "%json is not"),
         ("xml", "a", "guided_decoding_guide_type", "'xml' is unknown"),

@@ -344,6 +344,16 @@ def test_forced_calls_fit_their_schema(name: str | None, parallel: bool) -> None
     assert not any(map(validator.is_valid, ([], [wrong], tree, [{"name": "other"}])))
 
 
+def test_arguments_of_forced_calls_are_an_object() -> None:
+    """Also where the parameters leave out their type."""
+    parameters = {"properties": {"a": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    schema = json.loads(forced_calls([tool], "f"))
+    jsonschema.validate([{"name": "f", "arguments": {"a": 1}}], schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate([{"name": "f", "arguments": "-2"}], schema)
+
+
 def test_forced_calls_name_a_tool_that_is_not_there() -> None:
     """In one line, with those that are."""
     with pytest.raises(InvalidRequest, match="no tool 'pong'; tools: ping, set_tree"):

@@ -38,7 +38,9 @@ def forced_calls(
 
 
 def _parameters(function: Mapping[str, Any]) -> Any:
-    return function.get("parameters") or {"type": "object", "properties": {}}
+    """Arguments are an object, also where the schema does not say so."""
+    given = function.get("parameters")
+    return {"type": "object", **given} if given else {"type": "object", "properties": {}}
 
 
 def _call(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 import signal
 import subprocess
@@ -35,9 +36,12 @@ _CLOCK_FACTOR = 5  # on a busy machine, a second of CPU time takes longer than o
 # llguidance reads numbers as doubles: a larger integer may come out as another, and the smallest
 # of 64 bits ends the process.
 _MOST_NUMBER = 2**53 - 1
-# JSON on one line: a model may otherwise write white space for ever. A schema's own "x-guidance"
-# could lift what is enforced, so all of it is set.
+_SET_OPERATORS = ("[", "[^", "[]", "[^]", "&&", "--", "~~")
+# JSON on one line: a model may otherwise write white space for ever. No escapes by number: a key
+# could be written as "\u0061" beside "a", and would have a value that the schema does not allow for
+# it. A schema's own "x-guidance" could lift what is enforced, so all of it is set.
 _JSON_RULES = {
+    "json_allowed_escapes": 'nrbtf\\"',
     "whitespace_pattern": "[ ]?",
     "coerce_one_of": False,
     "lenient": False,
@@ -160,7 +164,7 @@ def _grammar(kind: str, text: str) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
+        return LLMatcher.grammar_from_regex(_portable(text))
     if kind == "ebnf_grammar":
         grammar = grammar_from("ebnf", text)
         if grammar == text and "%json" in text:  # Lark's own, whose schema nobody has checked
@@ -180,9 +184,50 @@ def _grammar(kind: str, text: str) -> str:
     )
 
 
+def _portable(pattern: str) -> str:
+    """The regular expression, narrowed to what it means in every dialect.
+
+    llguidance reads Rust's. There ``\\d`` takes digits of all alphabets, and ``.`` takes line ends
+    that JavaScript's does not. Raises ``ValueError`` for sets that other dialects read otherwise.
+    """
+    over_lines = re.search(r"\(\?\w*s", pattern)  # the flag of ``.``
+    found, inside = [], ""
+    for part in re.findall(r"\\.|\[\^?\]?|&&|--|~~|.", pattern, re.DOTALL):
+        if inside and part in _SET_OPERATORS:
+            raise ValueError(
+                f"{part} inside [] has another meaning elsewhere; write it as \\{part[0]}"
+            )
+        if part[0] == "[":
+            inside = part
+        elif part == "]":
+            inside = ""
+        if part == r"\d" and not inside.startswith("[^"):
+            part = "0-9" if inside else "[0-9]"
+        elif part == "." and not inside and not over_lines:
+            part = r"[^\n\r\u2028\u2029]"
+        found.append(part)
+    return "".join(found)
+
+
 def _schema(text: str) -> Any:
     integer, other = partial(_exact, int), partial(_exact, float)
-    return json.loads(text, parse_int=integer, parse_float=other, parse_constant=other)
+    return json.loads(
+        text,
+        object_hook=_checked,
+        parse_int=integer,
+        parse_float=other,
+        parse_constant=other,
+    )
+
+
+def _checked(schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what llguidance does not keep: it counts a key that is written twice as two."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    if isinstance(least, int) and least > max(
+        1, len(set(map(str, required))) if isinstance(required, list) else 0
+    ):
+        raise ValueError("minProperties is beyond the required keys; name more keys as required")
+    return schema
 
 
 def _exact(kind: type[int] | type[float], written: str) -> float:

@@ -5,7 +5,7 @@ A demand is enforced by the engine's guided decoding, or the request is refused.
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -181,8 +181,18 @@ def guided_decoding(request: Common, other: GuidedDecoding | None = None) -> Gui
     if kind == "json_object":
         return GuidedDecoding(field, "json")
     if kind == "choice":
-        kind, value = "grammar", "root ::= " + " | ".join(map(json.dumps, value))
+        kind, value = "grammar", "root ::= " + " | ".join(map(_quoted, value))
     return GuidedDecoding(field, {"regex": "regex", "grammar": "ebnf_grammar"}[kind], value)
+
+
+def _quoted(text: str) -> str:
+    """``text`` in a grammar, escaped as llguidance and xgrammar both read it.
+
+    A character given by number is a string of its own: xgrammar would take the digits after it for
+    more of the number.
+    """
+    text = text.replace("\\", r"\\").replace('"', r"\"")
+    return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda c: f'" "\\x{ord(c[0]):02x}" "', text) + '"'
 
 
 def _forced_guide(

@@ -43,12 +43,17 @@ _MOST_WAITING = 64  # grammars that wait to be compiled; more are refused
 
 
 class GrammarMatcher:
-    """One sequence's place in its grammar; ``ends``: tokens that may end a complete text."""
+    """One sequence's place in its grammar; ``ends``: tokens that may end a complete text.
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Collection[int]) -> None:
+    ``other``: the token that the library would let end it.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, ends: Collection[int], other: int
+    ) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._ends = list(ends)
+        self._ends, self._barred = list(ends), [*ends, other]
         self._bits = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
         self.ended = False  # the text is complete, and nothing may follow
         self._update()
@@ -81,7 +86,7 @@ class GrammarMatcher:
             raise InvalidRequest(GUIDE, problem)
         unpacked = np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little")
         self._allowed = unpacked.astype(np.bool_)
-        self._allowed[self._ends] = False
+        self._allowed[self._barred] = False
         if not self._allowed.any():
             if not complete:
                 raise InvalidRequest(GUIDE, "no token of the vocabulary continues what it allows")
@@ -155,7 +160,8 @@ class Guides:
         ends = {token for token in stops if self._tokenizer.is_special_token(token)}
         if request.end_id is not None and request.end_id >= 0:
             ends.add(request.end_id)
-        return GrammarMatcher(matcher.deep_copy(), self._vocab_size, ends)
+        other = self._tokenizer.eos_token
+        return GrammarMatcher(matcher.deep_copy(), self._vocab_size, ends, other)
 
     def _compiled(self, grammar: tuple[str, str], caller: object) -> LLMatcher | str:
         tokenizer = self._tokenizer
