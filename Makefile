@@ -29,13 +29,15 @@ UNIT_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadfile --durations=10
 LIVE_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadgroup --durations=10 \
 	tests/conformance tests/live tests/reliability
 
+SERVICE := trtllm_bls/engines/trtllm_service
+
 # The last client wheel whose perf_analyzer needs no newer glibc than 2.34, a load generator in C++.
 PERF_ANALYZER := tritonclient==2.51.0
 PERF_DIRECTORY := $(VENV)/perf_analyzer
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: fuzz chaos soak slow-readers help demo test test-all test-lowest conformance test-transformers serve bench static check generate format clean
+.PHONY: fuzz chaos soak slow-readers help demo test test-all test-lowest conformance test-transformers serve bench static check generate descriptor format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
@@ -122,14 +124,22 @@ check: static
 
 generate: $(INSTALLED)
 	@$(BIN)/python -m trtllm_bls.configure.generate
-	@$(BIN)/python -m trtllm_bls.engines.trtllm_service.generate
+	@cd $(SERVICE) && sha256sum --quiet --check trtllm_service.sha256 || $(MAKE) -C $(CURDIR) descriptor
+
+# Installs protoc into an environment of its own: only who changes the .proto needs it.
+descriptor:
+	$(PYTHON) -m venv .venv-protoc
+	.venv-protoc/bin/python -m pip install --quiet 'grpcio-tools==1.68.*'
+	.venv-protoc/bin/python -m grpc_tools.protoc -I$(SERVICE) \
+		--descriptor_set_out=$(SERVICE)/trtllm_service.binpb trtllm_service.proto
+	cd $(SERVICE) && sha256sum trtllm_service.proto > trtllm_service.sha256
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .venv-transformers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) $(LOWEST) .venv-transformers .venv-protoc build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -83,6 +83,7 @@ class ScriptedEngine:
             vocab_size=self.script.vocab_size,
             max_sequence_tokens=self.script.max_sequence_tokens,
             max_draft_tokens=self.script.max_draft_tokens,
+            may_be_one_step=self.script.one_step,
         )
         self._closed = False
         self._free_at = 0.0  # loop time at which the batch is free again
@@ -203,12 +204,7 @@ class _ScriptedSequence:
         most = request.max_tokens
         if script.max_sequence_tokens is not None:
             most = min(most, script.max_sequence_tokens - len(request.input_ids))
-        self._criteria = StoppingCriteria(
-            most,
-            min_tokens=request.sampling.min_tokens,
-            end_ids=(request.end_id,),
-            stop_sequences=request.stop_sequences,
-        )
+        self._criteria = StoppingCriteria.of(request, most)
         self._cum_log_prob = 0.0
         self._accepted = 0
         self._chunks = 0

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.types import FinishReason, TokenIds
+from trtllm_bls.types import EngineRequest, FinishReason, TokenIds
 
 MAX_STOPS = 100
 MAX_STOP_CHARS = 256
@@ -196,6 +196,16 @@ class StoppingCriteria:
         stops = tuple(filter(None, stop_sequences))
         self._automaton = _automaton_of_ids(stops) if stops else None
         self._node = 0
+
+    @classmethod
+    def of(cls, request: EngineRequest, max_tokens: int | None = None) -> StoppingCriteria:
+        """Of one sequence of ``request``; ``max_tokens``: what there is room for, if less."""
+        return cls(
+            request.max_tokens if max_tokens is None else max_tokens,
+            min_tokens=request.sampling.min_tokens,
+            end_ids=(request.end_id,),
+            stop_sequences=request.stop_sequences,
+        )
 
     @property
     def may_end(self) -> bool:

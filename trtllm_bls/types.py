@@ -195,7 +195,7 @@ class SpeculationStats:
     ``rounds`` verified a draft; plain decoding between them is not counted. ``ngram_drafted`` and
     ``predicted`` of the tokens ``drafted`` came from the text itself and from the prediction.
     ``fallback`` names in one word why drafting was given up (error, deadline, vocabulary,
-    malformed, refused).
+    refused).
     """
 
     rounds: int = 0

@@ -98,7 +98,7 @@ async def test_an_answer_that_is_none_ends_the_request_and_its_work(
     engine.calls = RunningCalls("trtllm://gpu", 0, AsyncMock(), engine.doubt)
     engine.channel.open.return_value = call
     message = messages.GenerateRequest(request_id="r")
-    chunks = ServiceChunks(engine, ASK, ServiceRequest(message, copies=1, ends_known=True))
+    chunks = ServiceChunks(engine, ASK, ServiceRequest(message, ends_known=True))
     chunks.on_messages([generated(), TOKEN, raw, TOKEN])
     chunks.on_messages([TOKEN])
     assert [chunk.token_ids for chunk in chunks.take()] == [(7,)]

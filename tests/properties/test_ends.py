@@ -14,7 +14,7 @@ from tests.helpers.random_cases import cut_anywhere, run_cases
 from tests.helpers.scripted_text import asking
 from trtllm_bls.answer import SequenceText, TextRules
 from trtllm_bls.engines.embedded.sequence import Sequence as EmbeddedSequence
-from trtllm_bls.engines.ends import SequenceEnds
+from trtllm_bls.engines.ends import sequence_ends
 from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.types import (
     EngineCapacity,
@@ -91,13 +91,13 @@ def by_speculation(request: EngineRequest, pieces: Sequence[TokenIds]) -> END:
 
 def by_ending_here(request: EngineRequest, pieces: Sequence[TokenIds]) -> END:
     """As for engines that do not know all ends."""
-    ends, kept = SequenceEnds(request, 0), list[int]()
+    (ends,), kept = sequence_ends(request), list[int]()
     for piece in pieces:
-        chunk = ends.feed(piece)
-        kept += chunk.token_ids
-        assert chunk.final is ends.done is (chunk.finish_reason is not None)
-        if ends.done:
-            return tuple(kept), chunk.finish_reason
+        for chunk in ends.feed(piece):
+            kept += chunk.token_ids
+            assert chunk.final is ends.done is (chunk.finish_reason is not None)
+            if ends.done:
+                return tuple(kept), chunk.finish_reason
     return tuple(kept), None
 
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
-from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks, join_chunks
-from trtllm_bls.engines.ends import SequenceEnds, end_id_of
+from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
+from trtllm_bls.engines.ends import SequenceEnds, end_id_of, sequence_ends
 from trtllm_bls.errors import EngineError, EngineUnavailable, SetupError, TrtllmBlsError
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason
 
@@ -104,7 +103,7 @@ class LlmApiEngine:
         end = -1 if end_id is None else end_id
         return self._api.SamplingParams(
             max_tokens=request.max_tokens,
-            n=request.num_return_sequences // trtllm.copies(request),
+            n=len(sequence_ends(request)),
             end_id=end,
             pad_id=end if request.pad_id is None else request.pad_id,
             detokenize=False,
@@ -116,11 +115,7 @@ class LlmApiEngine:
         return found or importlib.import_module("tensorrt_llm.llmapi").GuidedDecodingParams
 
     async def _run(self, request: EngineRequest, params: Any, chunks: QueuedChunks) -> None:
-        copies = trtllm.copies(request)
-        sequences = [
-            _SequenceOutput(request, index)
-            for index in range(request.num_return_sequences // copies)
-        ]
+        sequences = sequence_ends(request)
         try:
             result = self._llm.generate_async(
                 {"prompt_token_ids": list(request.input_ids)},
@@ -132,18 +127,10 @@ class LlmApiEngine:
         try:
             async for step in result:
                 for output in step.outputs:
-                    chunk = sequences[output.index].read(output)
-                    if chunk is not None:
-                        chunks.put(
-                            replace(chunk, sequence_index=chunk.sequence_index * copies + copy)
-                            for copy in range(copies)
-                        )
-                if all(sequence.ends.done for sequence in sequences):
-                    break
-            else:
-                for sequence in sequences:
-                    if not sequence.ends.done:
-                        raise EngineError(f"{self.name} ended its stream before its last token")
+                    chunks.put(_read(output, sequences[output.index], request.wants.log_probs))
+                if all(sequence.done for sequence in sequences):
+                    return
+            raise EngineError(f"{self.name} ended its stream before its last token")
         except TrtllmBlsError:
             raise
         except Exception as error:  # of an API that is not ours
@@ -152,31 +139,17 @@ class LlmApiEngine:
             result.abort()  # nothing happens to one that has ended
 
 
-class _SequenceOutput:
-    """One sequence: how much of its output, which the LLM API repeats as it grows, was read."""
-
-    def __init__(self, request: EngineRequest, index: int) -> None:
-        self.ends = SequenceEnds(request, index)
-        self._streaming = request.streaming
-        self._scored = request.wants.log_probs
-        self._num_read = 0
-        self._collected: list[EngineChunk] = []
-
-    def read(self, output: Any) -> EngineChunk | None:
-        """The chunk of the new tokens; ``None`` without any, or until all can come in one piece."""
-        if self.ends.done:
-            return None
-        ids = tuple(output.token_ids[self._num_read :])
-        scores = _log_probs(ids, output.logprobs[self._num_read :]) if self._scored else None
-        self._num_read += len(ids)
-        reason, ended = trtllm.REASONS.get(output.finish_reason), output.finish_reason is not None
-        if reason is FinishReason.END_ID and output.stop_reason in self.ends.stop_ids:
-            reason = FinishReason.STOP
-        chunk = self.ends.feed(ids, scores, ended, reason)
-        if not self._streaming:
-            self._collected.append(chunk)
-            return join_chunks(self._collected) if chunk.final else None
-        return chunk if chunk.token_ids or chunk.final else None
+def _read(output: Any, sequence: SequenceEnds, scored: bool) -> list[EngineChunk]:
+    """The chunks of what is new in an output, which the LLM API repeats as it grows."""
+    if sequence.done:
+        return []
+    num_read = sequence.received
+    ids = tuple(output.token_ids[num_read:])
+    scores = _log_probs(ids, output.logprobs[num_read:]) if scored else None
+    reason, ended = trtllm.REASONS.get(output.finish_reason), output.finish_reason is not None
+    if reason is FinishReason.END_ID and output.stop_reason in sequence.stop_ids:
+        reason = FinishReason.STOP
+    return sequence.feed(ids, scores, ended=ended, reason=reason)
 
 
 def _log_probs(ids: tuple[int, ...], entries: Iterable[Any]) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """Our requests in the words of today's TensorRT-LLM: its gRPC service and its LLM API share them.
 
 Owns what both take and do not take. What is greedy is said aloud, since a request that says nothing
-samples there; and greedy sequences of one prompt, which are equal, are asked for once.
+samples there.
 """
 
 from __future__ import annotations
@@ -54,11 +54,6 @@ def check(request: EngineRequest, capacity: EngineCapacity, refused: Mapping[str
             raise Unsupported(name, f"cannot be honoured: {refused[name]}")
     check_sampling(request.sampling, HONOURED)
     check_request(request, capacity)
-
-
-def copies(request: EngineRequest) -> int:
-    """How many sequences of the request one sequence of the engine is."""
-    return request.num_return_sequences if request.sampling.is_greedy else 1
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:

@@ -13,19 +13,10 @@ Owns one sequence's ids and its end. Knows no engine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import takewhile
 
 from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import EngineCapacity, EngineRequest, FinishReason, TokenIds
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Of one round: how many drafted tokens the target accepted, how many ids the answer keeps."""
-
-    accepted: int
-    kept: int
 
 
 class Progress:
@@ -40,12 +31,7 @@ class Progress:
         most = request.max_tokens
         if self._longest is not None:  # a prompt too long is for the target to refuse
             most = min(most, max(1, self._longest - len(self.ids)))
-        self._criteria = StoppingCriteria(
-            most,
-            min_tokens=request.sampling.min_tokens,
-            end_ids=(request.end_id,),
-            stop_sequences=request.stop_sequences,
-        )
+        self._criteria = StoppingCriteria.of(request, most)
 
     @property
     def generated(self) -> int:
@@ -102,9 +88,10 @@ class Progress:
         reason: FinishReason | None,
         *,
         shows_end: bool = False,
-    ) -> Verdict:
+    ) -> tuple[int, int]:
         """Append what the target answered to ``drafted``; ``reason`` as the engine gave it.
 
+        Returns how many drafted tokens the target accepted, and how many ids the answer keeps.
         ``shows_end``: the target was sent no end id, so it is among ``ids`` if it was drawn.
         """
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(drafted, ids, strict=False))
@@ -113,7 +100,7 @@ class Progress:
         missing = not shows_end and _ended(len(drafted), len(ids), accepted, reason)
         if self.finish is None and missing:
             self.finish = reason or FinishReason.END_ID
-        return Verdict(accepted=accepted, kept=kept)
+        return accepted, kept
 
 
 def _ended(drafted: int, answered: int, accepted: int, reason: FinishReason | None) -> bool:

@@ -55,11 +55,6 @@ def check_speculative(request: EngineRequest) -> None:
             raise Unsupported(field, why)
 
 
-def draft_can_follow(request: EngineRequest) -> bool:
-    """Whether a draft model can read the prompt: it has no table for ids beyond its vocabulary."""
-    return "prompt_embedding_table" not in request.extras
-
-
 def round_seed(seed: int, generated: int, who: str = "target") -> int:
     """63 bits that no two rounds, nor draft and target, share.
 
@@ -68,20 +63,6 @@ def round_seed(seed: int, generated: int, who: str = "target") -> int:
     """
     digest = blake2b(f"{who} {seed} {generated}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def one_step_probe(name: str, token: int) -> EngineRequest:
-    """A request for two tokens after ``token``, without an end id.
-
-    An engine that gives one token ends every request after one step.
-    """
-    return EngineRequest(
-        request_id=f"{name}-steps",
-        input_ids=(token,),
-        max_tokens=2,
-        streaming=False,
-        sampling=Sampling(top_k=1),
-    )
 
 
 class RoundRequests:

@@ -20,9 +20,7 @@ The states, and what leads from one to the next:
                 early draft may be of use
     STALE       not all of it came true, so the next() -> READY
                 early draft continues another text
-    DECODING    the target streams plainly      decoded() ... stopped() -> READY or PROBING
-    PROBING     does the target end every       probed() -> READY
-                request after one token?
+    DECODING    the target streams plainly      decoded() ... stopped() -> READY
     ENDED       the answer is complete
 
 ``next`` says what to do as one action; whoever does it reports with the method of that action and
@@ -45,7 +43,7 @@ from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.predicted_text import PredictedText
 from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.speculative.prompt_lookup import PromptLookup
-from trtllm_bls.speculative.round_requests import RoundRequests, draft_can_follow, one_step_probe
+from trtllm_bls.speculative.round_requests import RoundRequests
 from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import (
     Draft,
@@ -69,7 +67,6 @@ class State(Enum):
     EARLY = auto()
     STALE = auto()
     DECODING = auto()
-    PROBING = auto()
     ENDED = auto()
 
 
@@ -111,27 +108,20 @@ class Decode:
 
 
 @dataclass(frozen=True)
-class Probe:
-    """Have the target answer ``request``, whole; report ``probed``."""
-
-    request: EngineRequest
-
-
-@dataclass(frozen=True)
 class End:
     """Nothing is left to do."""
 
 
-Action: TypeAlias = AskDraft | DropDraft | Verify | Decode | Probe | End
+Action: TypeAlias = AskDraft | DropDraft | Verify | Decode | End
 
 
 @dataclass(frozen=True)
 class DraftFailure:
-    """Why there is no draft: one word, one line, and whether other requests should pause too."""
+    """Why there is no draft: one word, which is ``refused`` if it holds for one request alone, and
+    one line."""
 
     why: str
     problem: str
-    pause: bool = True
 
 
 @dataclass(frozen=True)
@@ -171,8 +161,9 @@ class SpeculativeRounds:
             self._lookups.append((DraftSource.PREDICTION, PredictedText(ids, prediction)))
         if options.uses_lookup:
             self._lookups.append((DraftSource.NGRAM, PromptLookup(ids, options.min_match)))
-        usable = has_draft_model and options.uses_model and draft_can_follow(request)
-        self._model_given_up = not usable
+        # A draft model has no table for the ids beyond its vocabulary.
+        readable = "prompt_embedding_table" not in request.extras
+        self._model_given_up = not (has_draft_model and options.uses_model and readable)
         self._guess: _Guess | None = None  # to verify, or being verified
         self._asked = 0  # tokens asked of the draft model
         self._early = False  # the draft model works, or has worked, on what follows the guess
@@ -200,9 +191,6 @@ class SpeculativeRounds:
             return self._drop_draft()
         if self.state is State.GUESSED:
             return self._verify(now)
-        if self.state is State.PROBING:
-            # One token looks like an end id otherwise. Asked once per target.
-            return Probe(one_step_probe(self._request.request_id, self._progress.ids[-1]))
         return self._choose(now)
 
     def _choose(self, now: float) -> Action:
@@ -226,7 +214,7 @@ class SpeculativeRounds:
 
     def _drop_draft(self) -> Action:
         self._early = False
-        self._count_overlap(used=False)
+        self._add(overlap_wasted=1)
         self.state = State.READY
         return DropDraft()
 
@@ -239,28 +227,28 @@ class SpeculativeRounds:
         early, self._early = self._early, False
         self.state = State.READY
         if isinstance(outcome, DraftFailure):
-            self._give_up_draft(outcome, now)
+            self._give_up_draft(outcome.why, now)
             return
         count = self._asked
         if early:
             if len(outcome.token_ids) < 2 or outcome.token_ids[0] != self._progress.ids[-1]:
-                self._count_overlap(used=False)
+                self._add(overlap_wasted=1)
                 return
-            self._count_overlap(used=True)
-            outcome, count = _without_first(outcome), count - 1
+            self._add(overlap_used=1)
+            logits = None if outcome.logits is None else outcome.logits[1:]
+            outcome, count = Draft(token_ids=outcome.token_ids[1:], logits=logits), count - 1
         elif outcome.token_ids and self.stats.drafted:  # the first also read the prompt
             self._shared.draft_times.add(len(outcome.token_ids), waited)
         self._guess = _Guess(self._fitting(outcome, count), DraftSource.MODEL)
         self.state = State.GUESSED
 
-    def _give_up_draft(self, failure: DraftFailure, now: float) -> None:
+    def _give_up_draft(self, why: str, now: float) -> None:
         """Draft no more in this request; drafting only ever saves time, so nothing else fails."""
         self._model_given_up = True
-        stats = self.stats
-        failures = stats.draft_failures + 1
-        self.stats = replace(stats, draft_failures=failures, fallback=failure.why)
-        if failure.pause:
-            self._shared.pause_draft(now, for_ever=failure.why == "vocabulary")
+        self._add(draft_failures=1)
+        self.stats = replace(self.stats, fallback=why)
+        if why != "refused":
+            self._shared.pause_draft(now, for_ever=why == "vocabulary")
 
     def _look_up(self) -> _Guess | None:
         progress, lengths = self._progress, self._lengths
@@ -334,7 +322,7 @@ class SpeculativeRounds:
         drafted = guess.draft.token_ids if guess else ()
         later = self._progress.generated > 0  # the first also reads the prompt
         shows_end = guess is not None and guess.draft.logits is not None and bool(drafted)
-        verdict = self._progress.take_round(
+        accepted, kept = self._progress.take_round(
             drafted, chunk.token_ids, chunk.finish_reason, shows_end=shows_end
         )
         self._round_over, self._draft_wait = now, 0.0
@@ -343,46 +331,35 @@ class SpeculativeRounds:
             times = shared.overlapped_times if self._early else shared.verify_times
             times.add(len(drafted), now - self._begun)
         if guess is not None:
-            self._count(guess, verdict.accepted)
+            self._count(guess, accepted)
         self.state = State.READY
         if self._early:
-            self.state = State.EARLY if verdict.accepted == len(drafted) else State.STALE
-        return self._entered(chunk, verdict.kept)
+            self.state = State.EARLY if accepted == len(drafted) else State.STALE
+        return self._entered(chunk, kept)
 
-    def refused(self, problem: str, now: float) -> None:
+    def refused(self, now: float) -> None:
         """The target takes no drafts; were it broken, plain decoding would say so now."""
         self._guess = None
         self._lookups.clear()
-        self._give_up_draft(DraftFailure("refused", problem, pause=False), now)
+        self._give_up_draft("refused", now)
         self.state = State.STALE if self._early else State.READY
 
     def _count(self, guess: _Guess, accepted: int) -> None:
         drafted, generated = len(guess.draft.token_ids), self._progress.generated
-        if drafted:
-            self._count_round(guess.source, drafted, accepted)
-            self._lengths.add_round(guess.source, drafted, accepted, generated)
-        else:  # the end itself was the guess
+        if not drafted:  # the end itself was the guess
             ended = self._progress.finish is FinishReason.END_ID
             self._lengths.add_round(guess.source, 1, int(ended), generated)
+            return
+        self._lengths.add_round(guess.source, drafted, accepted, generated)
+        self._add(rounds=1, drafted=drafted, accepted=accepted)
+        if guess.source is DraftSource.NGRAM:
+            self._add(ngram_drafted=drafted)
+        elif guess.source is DraftSource.PREDICTION:
+            self._add(predicted=drafted, predicted_accepted=accepted)
 
-    def _count_round(self, source: DraftSource, drafted: int, accepted: int) -> None:
-        stats, predicted = self.stats, source is DraftSource.PREDICTION
-        self.stats = replace(
-            stats,
-            rounds=stats.rounds + 1,
-            drafted=stats.drafted + drafted,
-            accepted=stats.accepted + accepted,
-            ngram_drafted=stats.ngram_drafted + drafted * (source is DraftSource.NGRAM),
-            predicted=stats.predicted + drafted * predicted,
-            predicted_accepted=stats.predicted_accepted + accepted * predicted,
-        )
-
-    def _count_overlap(self, *, used: bool) -> None:
-        stats = self.stats
-        if used:
-            self.stats = replace(stats, overlap_used=stats.overlap_used + 1)
-        else:
-            self.stats = replace(stats, overlap_wasted=stats.overlap_wasted + 1)
+    def _add(self, **counts: int) -> None:
+        sums = {name: getattr(self.stats, name) + count for name, count in counts.items()}
+        self.stats = replace(self.stats, **sums)
 
     # --- plain decoding -----------------------------------------------------------------------
 
@@ -434,36 +411,15 @@ class SpeculativeRounds:
         seconds = self._watch.seconds_per_token()
         if seconds is not None:
             self._shared.plain_times.add(0, seconds)
-        if self.state is State.DECODING:
-            self.state = State.READY
+        self.state = State.READY
 
     def _end_stretch(self, reason: FinishReason | None) -> None:
         """The target ended its request: find out whether it ended the answer."""
-        got, asked = self._watch.tokens, self._stretch
-        if got > 1:
-            self._shared.one_step = False
-        if self._progress.finish is not None:
-            return
         has_reason = reason not in (None, FinishReason.LENGTH)
-        if not has_reason and got == 1 < asked and self._shared.one_step is None:
-            self.state = State.PROBING
-        elif has_reason or got == 0 or (got < asked and not (got == 1 and self._shared.one_step)):
+        if self._progress.finish is None and (has_reason or self._watch.tokens < self._stretch):
             self._progress.finish = reason or FinishReason.END_ID
-
-    def probed(self, chunk: EngineChunk) -> EngineChunk:
-        """The target's answer to ``Probe``; the end of the answer, if it had ended after all."""
-        self._shared.one_step = len(chunk.token_ids) < 2
-        self.state = State.READY
-        if not self._shared.one_step:
-            self._progress.finish = FinishReason.END_ID
-        return self._entered(EngineChunk(token_ids=()), 0)
 
     # --- the answer ---------------------------------------------------------------------------
 
     def _entered(self, chunk: EngineChunk, kept: int) -> EngineChunk:
         return self._figures.add(chunk, kept, self._progress.finish, self.stats)
-
-
-def _without_first(draft: Draft) -> Draft:
-    logits = None if draft.logits is None else draft.logits[1:]
-    return Draft(token_ids=draft.token_ids[1:], logits=logits)

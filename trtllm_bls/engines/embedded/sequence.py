@@ -82,12 +82,7 @@ class Sequence:
         self._guide = guide
         self._sampler = TokenSampler(request, index, self._vocab_size, guide)
         room = length - len(self.tokens)
-        self._criteria = StoppingCriteria(
-            min(request.max_tokens, room),
-            min_tokens=request.sampling.min_tokens,
-            end_ids=(request.end_id,),
-            stop_sequences=request.stop_sequences,
-        )
+        self._criteria = StoppingCriteria.of(request, min(request.max_tokens, room))
         self._draft = request.draft.token_ids[:room] if request.draft else ()
         wants = request.wants
         wanted = wants.log_probs or wants.generation_logits or wants.context_logits

@@ -71,7 +71,7 @@ class DraftModel:
                 chunk = join_chunks([chunk async for chunk in stream])
             return _draft(request, chunk.token_ids, chunk.generation_logits)
         except InvalidRequest as error:  # of this request alone: others may draft on
-            return DraftFailure("refused", str(error), pause=False)
+            return DraftFailure("refused", str(error))
         except Exception as error:  # a draft engine may answer anything at all
             return DraftFailure("error", f"{type(error).__name__}: {error}")
 

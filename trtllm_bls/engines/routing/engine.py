@@ -17,18 +17,20 @@ from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
 from trtllm_bls.engines.routing.speculative import SpeculativeRun
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
 from trtllm_bls.speculative.options import SpeculationOptions
-from trtllm_bls.speculative.round_requests import check_speculative, one_step_probe
+from trtllm_bls.speculative.round_requests import check_speculative
 from trtllm_bls.speculative.shared import SpeculationShared
-from trtllm_bls.types import EngineCapacity, EngineRequest, SpeculationRequest, SpeculationStats
+from trtllm_bls.types import (
+    EngineCapacity,
+    EngineRequest,
+    Sampling,
+    SpeculationRequest,
+    SpeculationStats,
+)
 
 _NOT_ASKED = SpeculationRequest()
 _PLAIN = SpeculationOptions(num_draft_tokens=0)
 
 log = logging.getLogger(__name__)
-
-
-def _report_nothing(stats: SpeculationStats) -> None:
-    """For requests whose figures nobody wants."""
 
 
 class RoutingEngine:
@@ -46,12 +48,12 @@ class RoutingEngine:
         options: SpeculationOptions | None = None,
         *,
         by_default: bool = False,
-        on_end: Callable[[SpeculationStats], None] = _report_nothing,
+        on_end: Callable[[SpeculationStats], None] | None = None,
         shared: SpeculationShared | None = None,
     ) -> None:
         self.name = target.name
         self.shared = shared or SpeculationShared()
-        self.target = self._target = target
+        self.target = target
         self._draft = draft
         self._options = options or SpeculationOptions()
         self._by_default = by_default
@@ -63,7 +65,7 @@ class RoutingEngine:
 
     async def capacity(self) -> EngineCapacity:
         """The target's. One that may end every request after one step is tried, once."""
-        capacity = await self._target.capacity()
+        capacity = await self.target.capacity()
         self._verifies, self._speculates = capacity.max_draft_tokens != 0, capacity.speculates
         if capacity.one_step is not None:
             self.shared.one_step = capacity.one_step
@@ -79,17 +81,24 @@ class RoutingEngine:
             options = self._speculation(request)
         if options is None:
             if not self.shared.one_step or request.draft is not None:
-                return self._target.generate(request)
+                return self.target.generate(request)
             _check_one_step(request)
-            options, on_end = _PLAIN, _report_nothing
-        run = SpeculativeRun(request, self._target, self._draft, self.shared)
+            options, on_end = _PLAIN, None
+        run = SpeculativeRun(request, self.target, self._draft, self.shared)
         return TaskChunks(partial(run.run, options, on_end))
 
     async def _probe_steps(self) -> None:
         if self.shared.one_step is not None or self._probe_failed:
             return
+        two_tokens = EngineRequest(
+            request_id=f"{self.name}-steps",
+            input_ids=(0,),
+            max_tokens=2,
+            streaming=False,
+            sampling=Sampling(top_k=1),
+        )
         try:
-            async with aclosing(self._target.generate(one_step_probe(self.name, 0))) as stream:
+            async with aclosing(self.target.generate(two_tokens)) as stream:
                 tokens = sum([len(chunk.token_ids) async for chunk in stream])
         except (EngineUnavailable, Overloaded):
             return  # the next request tries again
@@ -129,7 +138,7 @@ class RoutingEngine:
 
     async def close(self) -> None:
         """Close both engines."""
-        engines = [self._target] if self._draft is None else [self._target, self._draft]
+        engines = [self.target] if self._draft is None else [self.target, self._draft]
         await asyncio.gather(*(engine.close() for engine in engines))
 
 

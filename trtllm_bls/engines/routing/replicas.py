@@ -1,9 +1,9 @@
 """Several engines of one model as one: each request goes to the one that runs the fewest sequences.
 
 Every engine has a circuit breaker, which is closed while the engine serves. An engine that cannot
-be reached or asked for its capacity, or that stalls, opens it: no request is sent there. After a
-pause, which doubles each time, the breaker is half-open: the engine is asked for its capacity in
-the background, and the answer closes the breaker or opens it again.
+be reached or asked for its capacity, or that stalls, opens it: no request is sent there. Every
+engine is asked for its capacity in the background, once a second, or after a pause that doubles
+while it does not answer. The answer closes the breaker.
 
 A request that has produced nothing is tried on the other engines, also when its engine's queue is
 full. One that has produced tokens ends with its engine's error, unless ``resume`` is on and the
@@ -19,12 +19,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 from trtllm_bls.engines.base import ChunkStream, Engine, QueuedChunks
-from trtllm_bls.engines.ends import SequenceEnds
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Overloaded
+from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, Wants
 
-_ASK_AGAIN_S = 1.0  # between questions for the capacity of an engine that serves
-_FIRST_OPEN_S, _LONGEST_OPEN_S = 1.0, 30.0  # until a breaker is half-open; doubled each time
+_ASK_AGAIN_S, _LONGEST_PAUSE_S = 1.0, 30.0  # the pause doubles while an engine does not answer
 _LOST = (EngineUnavailable, EngineStalled)
 
 log = logging.getLogger(__name__)
@@ -45,44 +44,45 @@ class _Replica:
             f"{engine.name}: not asked for its capacity yet"
         )
         self._asking: asyncio.Task[None] | None = None
-        self._asked_at = 0.0
-        self._half_opening: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
-    async def ask(self) -> None:
-        """Ask the engine for its capacity, which closes the breaker or opens it."""
-        self._asked_at = asyncio.get_running_loop().time()
+    def ask(self) -> asyncio.Task[None]:
+        """Ask the engine for its capacity, unless that is under way; from then on it is watched."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        return self._asking
+
+    def open_breaker(self, error: EngineError) -> None:
+        """Send no more requests there until the engine answers again."""
+        if self.capacity is not None or str(error) != str(self.error):
+            log.warning("%s; no request goes there until it answers again", error)
+        self.capacity, self.error = None, error
+
+    async def _ask(self) -> None:
         try:
-            self.capacity = await self.engine.capacity()
+            capacity = await self.engine.capacity()
         except EngineError as error:
             self.open_breaker(error)
         except Exception as error:  # bytes that are no message, say
             problem = f"{self.engine.name}: asking for its capacity failed: {error!r}"
             self.open_breaker(EngineUnavailable(problem))
+        else:
+            if self.capacity is None:
+                log.info("%s answers", self.engine.name)
+            self.capacity = capacity
 
-    def ask_now_and_then(self) -> None:
-        """Ask in the background: no request waits for one of several engines."""
-        idle = self._asking is None or self._asking.done()
-        if idle and asyncio.get_running_loop().time() - self._asked_at > _ASK_AGAIN_S:
-            self._asking = asyncio.create_task(self.ask())
-
-    def open_breaker(self, error: EngineError) -> None:
-        """Send no more requests there until the engine answers again."""
-        if self._half_opening is None or str(error) != str(self.error):
-            log.warning("%s; no request goes there until it answers again", error)
-        self.capacity, self.error = None, error
-        self._half_opening = self._half_opening or asyncio.create_task(self._try_to_close())
-
-    async def _try_to_close(self) -> None:
-        seconds = _FIRST_OPEN_S
-        while self.capacity is None:
-            await asyncio.sleep(seconds)
-            seconds = min(2 * seconds, _LONGEST_OPEN_S)
-            await self.ask()  # half-open
-        self._half_opening = None
-        log.info("%s answers again", self.engine.name)
+    async def _watch(self) -> None:
+        pause = _ASK_AGAIN_S
+        while True:
+            await asyncio.sleep(pause)
+            await asyncio.wait({self.ask()})
+            closed = self.capacity is not None
+            pause = _ASK_AGAIN_S if closed else min(2 * pause, _LONGEST_PAUSE_S)
 
     async def close(self) -> None:
-        for pending in (self._asking, self._half_opening):
+        for pending in (self._asking, self._watching):
             if pending is not None:
                 pending.cancel()
         await self.engine.close()
@@ -100,27 +100,16 @@ class ReplicatedEngine:
         self.name = ",".join(engine.name for engine in engines)
         self.resume = resume
         self._replicas = [_Replica(engine) for engine in engines]
-        self._opening: asyncio.Future[list[None]] | None = None
-        self._of: list[EngineCapacity] = []  # whose least is the next
-        self._least = EngineCapacity()
 
     async def capacity(self) -> EngineCapacity:
         """What every engine that can be reached can take. Raises ``EngineUnavailable`` if none
         can."""
-        known = self._known()
-        if not known:
-            if self._opening is None or self._opening.done():
-                self._opening = asyncio.gather(*(replica.ask() for replica in self._replicas))
-            await asyncio.shield(self._opening)
-            known = self._known()
+        if not any(replica.capacity for replica in self._replicas):
+            await asyncio.wait([replica.ask() for replica in self._replicas])
+        known = [each.capacity for each in self._replicas if each.capacity is not None]
         if not known:
             raise self._replicas[0].error
-        for replica in self._replicas:
-            if replica.capacity is not None:
-                replica.ask_now_and_then()
-        if known != self._of:
-            self._of, self._least = known, _least(known)
-        return self._least
+        return _least(known)
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""
@@ -128,8 +117,6 @@ class ReplicatedEngine:
 
     async def close(self) -> None:
         """Close all engines."""
-        if self._opening is not None:
-            self._opening.cancel()
         await asyncio.gather(*(replica.close() for replica in self._replicas))
 
     async def problems(self) -> dict[str, str]:
@@ -138,9 +125,6 @@ class ReplicatedEngine:
             await self.capacity()
         told = [(each.engine.name, each.capacity, each.error) for each in self._replicas]
         return {name: "" if capacity else str(error) for name, capacity, error in told}
-
-    def _known(self) -> list[EngineCapacity]:
-        return [each.capacity for each in self._replicas if each.capacity is not None]
 
     def choose(self, tried: Sequence[_Replica]) -> _Replica | None:
         """The least loaded engine whose breaker is closed and which was not ``tried``."""
@@ -208,10 +192,11 @@ class _ReplicaChunks(ChunkStream):
         if isinstance(error, EngineError) and replica is not None:
             replica.open_breaker(error)
         await self._stream.aclose()
-        end = SequenceEnds(self._request, 0).feed(tuple(self._ids))
-        if end.final and not self._ended:
+        _, reason = StoppingCriteria.of(self._request).feed(tuple(self._ids))
+        if reason is not None and not self._ended:
             self._stream = last = QueuedChunks()
-            last.put([replace(end, token_ids=())])  # all that is missing
+            end = EngineChunk(token_ids=(), final=True, finish_reason=reason)
+            last.put([end])  # all that is missing
             last.end()
             return
         stays = self._begun and (not self._remembers or self._ended)

@@ -7,6 +7,7 @@ reader goes. Decides nothing itself.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import aclosing
 
@@ -25,7 +26,6 @@ from trtllm_bls.speculative.rounds import (
     Decode,
     DropDraft,
     End,
-    Probe,
     SpeculativeRounds,
     Verify,
 )
@@ -35,11 +35,13 @@ from trtllm_bls.types import EngineChunk, EngineRequest, SpeculationStats
 # A full queue in the middle of an answer is waited for: seconds, doubled each time.
 _FIRST_RETRY_S, _LONGEST_RETRY_S, _RETRIES = 0.02, 1.0, 40
 
+log = logging.getLogger("trtllm_bls.speculation")
+
 
 class SpeculativeRun:
     """One request over ``target`` and, if there is one, ``draft``.
 
-    ``on_end`` is given the figures once, however the request ends.
+    ``on_end``, if any, is given the figures once, however the request ends.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class SpeculativeRun:
     async def run(
         self,
         options: SpeculationOptions,
-        on_end: Callable[[SpeculationStats], None],
+        on_end: Callable[[SpeculationStats], None] | None,
         chunks: QueuedChunks,
     ) -> None:
         """Fill ``chunks``. Raises what the target raises."""
@@ -75,7 +77,8 @@ class SpeculativeRun:
         finally:
             shared.in_flight -= 1
             shared.sending -= 1
-            on_end(rounds.stats)
+            if on_end is not None:
+                on_end(rounds.stats)
             await draft.cancel()
 
     async def _perform(
@@ -93,8 +96,6 @@ class SpeculativeRun:
                 await draft.cancel()
             elif isinstance(action, Decode):
                 await self._decode(action, rounds, chunks)
-            elif isinstance(action, Probe):
-                self._emit(rounds.probed(await self._whole(action.request)), chunks)
             elif isinstance(action, End):
                 break
         if self._collected:
@@ -108,7 +109,8 @@ class SpeculativeRun:
         except (InvalidRequest, EngineError) as error:
             if request.draft is None or isinstance(error, (EngineUnavailable, EngineStalled)):
                 raise
-            rounds.refused(str(error), _now())
+            log.warning("no drafts (refused), decoding plainly: %s", error)
+            rounds.refused(_now())
         else:
             self._emit(rounds.verified(chunk, _now()), chunks)
 

@@ -237,7 +237,7 @@ class ServiceChunks(CallChunks):
     ) -> None:
         self._engine = engine
         self._asked = asked
-        self._answer = ServiceAnswer(request, asked)
+        self._answer = ServiceAnswer(request, asked.message.request_id)
         super().__init__(engine.calls)
         self._call = engine.channel.open(
             messages.SERVICE + "Generate", self.on_messages, self._on_end, request.traceparent

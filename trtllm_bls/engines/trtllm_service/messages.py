@@ -2,7 +2,7 @@
 
 Generated code would bind the package to one range of protobuf releases, and the published stubs
 (``smg-grpc-proto``) need a newer one than tritonclient allows. A descriptor is read by all of them.
-``generate`` in this package compiles it.
+`make generate` compiles it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-PROTO = Path(__file__).with_name("trtllm_service.proto")
-DESCRIPTOR = PROTO.with_suffix(".binpb")  # a FileDescriptorSet of that one file
+DESCRIPTOR = Path(__file__).with_name("trtllm_service.binpb")  # FileDescriptorSet of one file
 _PACKAGE = "trtllm"
 SERVICE = f"/{_PACKAGE}.TrtllmService/"
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
-from trtllm_bls.engines.ends import end_id_of
+from trtllm_bls.engines.ends import end_id_of, sequence_ends
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import Unsupported
 from trtllm_bls.types import Array, EngineCapacity, EngineRequest
@@ -33,14 +33,9 @@ _GUIDE_TYPES = {kind: number for number, kind in enumerate(trtllm.GUIDE_TYPES, s
 
 @dataclass(frozen=True)
 class ServiceRequest:
-    """What is sent, and how its answer is to be read.
-
-    ``copies``: each sequence of the answer is so many of the request's, which are all equal.
-    ``ends_known``: the server knows every end of the request, so it ends by itself.
-    """
+    """What is sent. ``ends_known``: the server knows every end of it, so it ends by itself."""
 
     message: Any
-    copies: int
     ends_known: bool
 
 
@@ -53,14 +48,13 @@ def service_request(
     """
     refused = {name: _NOWHERE for name in request.extras if name not in _TAKEN} | _REFUSED
     trtllm.check(request, capacity, refused)
-    copies = trtllm.copies(request)
     sampling = trtllm.sampling_fields(request.sampling)
     message = messages.GenerateRequest(
         request_id=request_id,
         max_tokens=request.max_tokens,
         sampling_config={
             "beam_width": 1,
-            "num_return_sequences": request.num_return_sequences // copies,
+            "num_return_sequences": len(sequence_ends(request)),
             **sampling,
         },
         bad_token_ids=[words[0] for words in request.bad_sequences],
@@ -72,7 +66,7 @@ def service_request(
     # An answer that is ended from here is read while it grows.
     message.streaming = request.streaming or not known
     _add_extras(message, request.extras)
-    return ServiceRequest(message, copies, known)
+    return ServiceRequest(message, known)
 
 
 def _add_ends(message: Any, request: EngineRequest, eos_id: int | None) -> bool:
