@@ -5,7 +5,7 @@ shipped, plus renamed older spellings. The models, the client, validation and th
 ``config.pbtxt`` files (``make generate``) follow from there. Nothing else in the package spells a
 tensor's type, shape, bounds or releases.
 
-Encoder-decoder, multimodal and disaggregated-serving tensors are left out on purpose. Rows marked
+Multimodal and disaggregated-serving tensors are left out on purpose. Rows marked
 "ours" are additions: always optional, and outputs among them are harmless to a client that does
 not know them (docs/contract.md says when each one appears).
 """
@@ -263,6 +263,13 @@ ENGINE = Model(
         *_PROMPT_TABLE,
         Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True, since=(0, 13)),
         *_LORA,
+        # For models with an encoder, which none of ours is: preprocessing answers with them, as
+        # upstream's does, and upstream's clients hand them on.
+        *_since(
+            (0, 11),
+            Tensor("decoder_input_ids", "INT32", (-1,), ragged=True),
+            Tensor("decoder_input_lengths", "INT32", scalar=True),
+        ),
         *_since(
             (0, 17),
             Tensor("retention_token_range_starts", "INT32", (-1,), ragged=True),
@@ -330,6 +337,11 @@ PREPROCESSING = Model(
         Tensor("REQUEST_OUTPUT_LEN", "INT32", (-1,)),
         Tensor("OUT_END_ID", "INT32"),
         Tensor("OUT_PAD_ID", "INT32"),
+        *_since(
+            (0, 11),
+            Tensor("DECODER_INPUT_ID", "INT32", (-1,)),
+            Tensor("REQUEST_DECODER_INPUT_LEN", "INT32"),
+        ),
     ),
 )
 

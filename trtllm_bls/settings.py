@@ -311,7 +311,8 @@ class ServeSettings:
         bounds=(1, None),
     )
     decoupled: bool | None = setting(
-        "Whether tensorrt_llm_bls streams; false allows unary requests instead."
+        "Whether the models stream; false allows unary requests instead, to tensorrt_llm and the "
+        "ensemble too, whose answers then repeat the prompt, as TensorRT-LLM's models do."
     )
     open_control_apis: bool = setting(
         "Leave Triton's shared-memory, model-repository, logging and trace APIs open to clients.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +25,13 @@ from tests.helpers.fake_engine_server import (
 from tests.helpers.waiting import eventually
 from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.engines.triton.grpc import GrpcEngine
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
     EngineUnavailable,
     InvalidRequest,
     TrtllmBlsError,
+    Unsupported,
 )
 from trtllm_bls.types import EngineChunk, EngineMetrics, Wants
 from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
@@ -94,7 +93,7 @@ async def test_what_was_asked_for_comes_along() -> None:
         assert (chunk.log_probs, chunk.cum_log_prob) == ((-0.5,), -0.5)
         assert chunk.generation_logits is not None
         assert chunk.generation_logits.tolist() == [[1, 1, 1, 1]]
-        assert chunk.metrics == said.metrics
+        assert chunk.metrics is not None and chunk.metrics.arrival_time_ns == 5
         names = {output.name for output in triton.asked[0].outputs}
         assert {"output_log_probs", "generation_logits", "arrival_time_ns"} <= names
         assert not names & {"context_logits", "sequence_index", "num_input_tokens"}
@@ -216,61 +215,11 @@ async def test_a_server_that_does_not_answer_is_stalled(monkeypatch: pytest.Monk
         await triton.cancelled.wait()
 
 
-def test_a_model_that_is_not_decoupled_is_told_to_the_operator() -> None:
-    """What to change, and where."""
-    config = model_config(ENGINE, {})
-    config.model_transaction_policy.decoupled = False
-    assert "model_transaction_policy.decoupled" in str(failing(config=config))
-
-
-async def test_a_configuration_that_is_no_message_is_the_engines_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As from a server of another kind that answers everything."""
-
-    async def nonsense(*_: object) -> bytes:
-        return b"\xff"
-
-    engine = GrpcEngine("there:8001", "tensorrt_llm", 10)
-    monkeypatch.setattr(engine._channel, "unary", nonsense)
-    with pytest.raises(EngineError, match="tensorrt_llm at there:8001: its configuration cannot"):
-        await engine.capacity()
-    await engine.close()
-
-
-async def test_nobody_at_the_address() -> None:
-    """Unavailable, with the address."""
-    engine = GrpcEngine("127.0.0.1:1", "tensorrt_llm", vocab_size=50)
-    with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:1"):
-        await engine.capacity()
-    await engine.close()
-
-
-# --- leaving --------------------------------------------------------------------------------
-
-
-async def test_leaving_early_is_seen_by_the_engine() -> None:
-    """Closed after a chunk, or cancelled while waiting for one."""
-    async with reaching(Say((3,)), HOLD) as (engine, triton):
-        await engine.capacity()
-        async with aclosing(engine.generate(ASK)) as chunks:
-            await chunks.wait()
-        await triton.cancelled.wait()
-        triton.cancelled.clear()
-        reader = asyncio.create_task(read(engine))
-        await eventually(lambda: len(triton.asked) == 2)
-        reader.cancel()
-        await triton.cancelled.wait()
-        await asyncio.wait({reader})
-        assert reader.cancelled()
-
-
-async def test_leaving_after_the_last_chunk_cancels_nothing() -> None:
-    """A cancel around the final response leaks the request inside Triton 24.10."""
-    async with reaching(Say((3,)), Say((4,), final=True), LINGER) as (engine, triton):
-        await engine.capacity()
-        async with aclosing(engine.generate(ASK)) as chunks:
-            async for chunk in chunks:
-                if chunk.final:
-                    break
-    assert not triton.cancelled.is_set()
+async def test_a_model_that_is_not_decoupled_answers_in_one_piece() -> None:
+    """A streaming request is sent as one that is not; several sequences have no room."""
+    config = model_config(ENGINE, {"decoupled": "false"})
+    async with reaching(Say((3, 4), final=True), config=config) as (engine, triton):
+        assert [(c.token_ids, c.final) for c in await read(engine)] == [((3, 4), True)]
+        assert "streaming" not in {tensor.name for tensor in triton.asked[0].inputs}
+        with pytest.raises(Unsupported, match="num_return_sequences"):
+            await read(engine, replace(ASK, num_return_sequences=2))

@@ -103,16 +103,11 @@ async def test_bls_reads_in_the_repository_what_a_model_declares(tmp_path: Path)
         asked = replace(ASK, sampling=Sampling(seed=1))
         await engine.generate(asked).wait()
     await engine.close()
-    config.model_transaction_policy.decoupled = False
-    for text, problem in (
-        (text_format.MessageToString(config), "not decoupled"),
-        ("name: {", "config.pbtxt cannot be read"),
-    ):
-        path.write_text(text)
-        engine = triton_engine("tensorrt_llm", there)
-        with pytest.raises(EngineError, match=problem):
-            await engine.capacity()
-        await engine.close()
+    path.write_text("name: {")
+    engine = triton_engine("tensorrt_llm", there)
+    with pytest.raises(EngineError, match=r"config.pbtxt cannot be read"):
+        await engine.capacity()
+    await engine.close()
 
 
 def test_a_port_of_somebody_elses_server_is_known() -> None:
@@ -135,14 +130,11 @@ async def test_auto_does_not_speak_to_somebody_elses_server() -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "grpc"])
-@pytest.mark.parametrize("name", ["tensorrt_llm", "misspelt"])
-async def test_a_model_that_cannot_serve_us_is_an_error(name: str, transport: str) -> None:
-    """Not decoupled, or not there; the port is not to blame."""
-    config = model_config(ENGINE, {})
-    config.model_transaction_policy.decoupled = False
-    async with Triton(config=config) as triton:
-        engine = triton_engine(name, route(triton.url, transport))
-        with pytest.raises(EngineError, match=r"decoupled|misspelt") as caught:
+async def test_a_model_that_cannot_serve_us_is_an_error(transport: str) -> None:
+    """It is not there; the port is not to blame."""
+    async with Triton(config=model_config(ENGINE, {})) as triton:
+        engine = triton_engine("misspelt", route(triton.url, transport))
+        with pytest.raises(EngineError, match="misspelt") as caught:
             await engine.capacity()
         assert "engine_url" not in str(caught.value)
         await engine.close()

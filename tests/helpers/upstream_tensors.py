@@ -50,6 +50,8 @@ prompt_table_extra_ids UINT64 [-1] R
 lora_task_id UINT64 [1] s
 lora_weights FP16 [-1,-1] R
 lora_config INT32 [-1,3] R
+decoder_input_ids INT32 [-1] R
+decoder_input_lengths INT32 [1] s
 retention_token_range_starts INT32 [-1] R
 retention_token_range_ends INT32 [-1] R
 retention_token_range_priorities INT32 [-1] R
@@ -112,6 +114,8 @@ EMBEDDING_BIAS FP32 [-1]
 REQUEST_OUTPUT_LEN INT32 [-1]
 OUT_END_ID INT32 [1]
 OUT_PAD_ID INT32 [1]
+DECODER_INPUT_ID INT32 [-1]
+REQUEST_DECODER_INPUT_LEN INT32 [1]
 """
 
 POSTPROCESSING_INPUTS = """

@@ -188,15 +188,16 @@ def test_the_release_is_the_engines_unless_it_is_named(demo: Demo, tmp_path: Pat
 # --- how tensorrt_llm_bls serves ------------------------------------------------------------
 
 
-def test_unary_requests_are_a_choice_for_the_bls_model_alone(demo: Demo) -> None:
-    """The engine answers in streams whatever its callers do, and so does the ensemble of it."""
+def test_unary_requests_are_a_choice_for_all_models(demo: Demo) -> None:
+    """Each answers once, with the prompt in front, as TensorRT-LLM's models do then."""
+    names = ("tensorrt_llm_bls", "tensorrt_llm")
     demo.write("--decoupled", "false", "--bls-instances", "3")
-    assert not demo.config("tensorrt_llm_bls").model_transaction_policy.decoupled
-    assert demo.config("tensorrt_llm").model_transaction_policy.decoupled
+    assert [demo.config(name).model_transaction_policy.decoupled for name in names] == [False] * 2
+    assert [demo.values(name)["exclude_input_in_output"] for name in names] == ["false"] * 2
     counts = {m.name: demo.config(m.name).instance_group[0].count for m in (BLS, ENGINE)}
     assert counts == {"tensorrt_llm_bls": 3, "tensorrt_llm": 1}
     demo.write("--force")
-    assert demo.config("tensorrt_llm_bls").model_transaction_policy.decoupled
+    assert [demo.config(name).model_transaction_policy.decoupled for name in names] == [True] * 2
     demo.write("--force", "--set", "tensorrt_llm_bls.decoupled=false")
     assert not demo.config("tensorrt_llm_bls").model_transaction_policy.decoupled
 

@@ -123,7 +123,10 @@ def test_an_override_of_an_unknown_model_lists_the_models(repository: Path, tmp_
 @pytest.mark.parametrize(
     ("override", "mend"),
     [
-        (Override("tensorrt_llm", "nosuch", "1"), "there are: engine, exclude_input_in_output"),
+        (
+            Override("tensorrt_llm", "nosuch", "1"),
+            "there are: decoupled, engine, exclude_input",
+        ),
         (Override("tensorrt_llm", "max_bach", "1"), "did you mean max_batch?"),
         (Override("tensorrt_llm", "max_batch", "many"), "use a whole number of at least 0"),
         (Override("tensorrt_llm_bls", "decoupled", "maybe"), "use true or false"),
@@ -226,6 +229,27 @@ def test_unary_requests_instead_of_streams(bls: Path, tmp_path: Path) -> None:
     settings = ServeSettings(decoupled=False)
     served = workdir.prepare_models(tmp_path, bls, settings, with_draft=False)
     assert not config_of(served, "tensorrt_llm_bls").model_transaction_policy.decoupled
+
+
+def test_engines_answer_unary_requests_too(tmp_path: Path) -> None:
+    """Ours and the C++ backend; an engine that nobody knows is left as it is."""
+    cpp, other = tmp_path / "cpp" / "models", tmp_path / "other" / "models"
+    for models in (cpp, other):
+        shutil.copytree(REPOSITORY, models)
+    file = cpp / "tensorrt_llm" / "config.pbtxt"
+    file.write_text(
+        'name: "tensorrt_llm" backend: "tensorrtllm" model_transaction_policy { decoupled: true }'
+        'parameters { key: "gpt_model_type" value { string_value: "inflight_batching" } }'
+    )
+    (other / "tensorrt_llm" / "1" / "model.py").write_text("# somebody's")
+    for models, unary in ((cpp, True), (REPOSITORY, True), (other, False)):
+        workdir_of = tmp_path / models.parent.name / "work"
+        workdir_of.mkdir(parents=True)
+        served = workdir.prepare_models(workdir_of, models, ServeSettings(decoupled=False), False)
+        config = config_of(served, "tensorrt_llm")
+        assert config.model_transaction_policy.decoupled != unary
+        excluded = config.parameters["exclude_input_in_output"].string_value
+        assert excluded == ("false" if unary else "true")
 
 
 @pytest.mark.parametrize(("cores", "count"), [(1, 1), (4, 1), (8, 2), (16, 4), (128, 4)])

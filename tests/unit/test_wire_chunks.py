@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -77,8 +77,15 @@ def first_chunk(arrays: dict[str, Any], request: EngineRequest, last: bool = Fal
     return next(ResponseReader(request, LAST_FORM).chunks(arrays, last))
 
 
+def with_zeros(metrics: EngineMetrics | None) -> EngineMetrics:
+    names = [field.name for field in fields(EngineMetrics)]
+    return EngineMetrics(**{name: getattr(metrics, name, None) or 0 for name in names})
+
+
 def assert_same(received: list[EngineChunk], chunks: list[EngineChunk]) -> None:
     for got, want in zip(received, chunks, strict=True):
+        if got.metrics is not None:  # all of them, with zeros for what is not known
+            want = replace(want, metrics=with_zeros(want.metrics))
         bare = {"context_logits": None, "generation_logits": None}
         assert replace(got, **bare) == replace(want, **bare)
         for name in bare:
@@ -161,18 +168,19 @@ def test_counts_and_rows_are_told_when_asked() -> None:
 
 
 def test_metrics_keep_their_types_and_give_the_rate() -> None:
-    """What the engine does not tell is left out; no drafts, no division by zero."""
+    """What the engine does not tell is 0; no drafts, no division by zero."""
+    asking = replace(ASK, wants=Wants(perf_metrics=True))
     metrics = EngineMetrics(
         arrival_time_ns=2**40, total_draft_tokens=4, total_accepted_draft_tokens=3
     )
-    arrays = ChunkWriter(EngineCall(ASK, None), True, None).arrays(
+    arrays = ChunkWriter(EngineCall(asking, None), True, None).arrays(
         EngineChunk(token_ids=(), final=True, metrics=metrics)
     )
     assert arrays["arrival_time_ns"].dtype == np.int64
     assert arrays["acceptance_rate"].tolist() == [[0.75]]
-    assert "first_token_time_ns" not in arrays
+    assert arrays["first_token_time_ns"].tolist() == [[0]]
     none = replace(metrics, total_draft_tokens=0, total_accepted_draft_tokens=0)
-    arrays = ChunkWriter(EngineCall(ASK, None), True, None).arrays(
+    arrays = ChunkWriter(EngineCall(asking, None), True, None).arrays(
         EngineChunk(token_ids=(), final=True, metrics=none)
     )
     assert arrays["acceptance_rate"].tolist() == [[0.0]]
@@ -266,7 +274,7 @@ def test_metrics_survive_a_wire_that_does_not_mark_the_last_response() -> None:
     arrays, _ = sent(request, [replace(scored(5), metrics=metrics)])
     responses = ResponseReader(request, LAST_FORM)
     chunks = [*responses.chunks(arrays[0], last=False), *responses.rest()]
-    assert chunks[-1].final and chunks[-1].metrics == metrics
+    assert chunks[-1].final and chunks[-1].metrics == with_zeros(metrics)
 
 
 # --- text -----------------------------------------------------------------------------------
@@ -312,4 +320,8 @@ def test_a_text_chunk_fills_the_outputs_it_can() -> None:
     open_chunk = text_arrays(replace(chunk, ending=None), request, row=None)
     assert not open_chunk.keys() & {"finish_reason", "num_input_tokens", "seed", "batch_index"}
     assert open_chunk["total_draft_tokens"].tolist() == [[1]]
+    assert "kv_cache_reused_blocks" not in open_chunk
+    asking = replace(request, wants=Wants(perf_metrics=True))
+    filled = text_arrays(replace(chunk, ending=None), asking, row=None)
+    assert filled["kv_cache_reused_blocks"].tolist() == [[0]]
     assert open_chunk["context_logits"].shape == (1, 3, 4)

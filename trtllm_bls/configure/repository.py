@@ -92,7 +92,8 @@ class ConfigureOptions:
         "TensorRT-LLM release of the container, from 0.9 on, or last.  [default: the engine's]", ""
     )
     decoupled: bool = setting(
-        "false: tensorrt_llm_bls answers unary infer, one response per request, and no streams.",
+        "false: all models answer unary infer, one response per request that repeats the prompt, "
+        "and no streams.",
         True,
     )
     bls_instances: int = setting("Processes of tensorrt_llm_bls.", 1, type=click.IntRange(1))
@@ -341,11 +342,14 @@ def _parameters(
     tokenizer = str(options.tokenizer_dir.absolute())
     for name in (PREPROCESSING.name, POSTPROCESSING.name, BLS.name):
         values[name]["tokenizer_dir"] = tokenizer
-    values[BLS.name]["decoupled"] = str(options.decoupled).lower()
     for name, engine in engines.items():
         values[name] = engine_parameters(engine, version, options.batch_scheduler_policy)
         if name in launch.participants:
             values[name]["participant_ids"] = launch.participants[name]
+    # A model that answers once repeats the prompt, as TensorRT-LLM's own does.
+    text = str(options.decoupled).lower()
+    for name in (BLS.name, *engines):
+        values[name] |= {"decoupled": text, "exclude_input_in_output": text}
     if DRAFT in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
     for named, override in _overrides(options):

@@ -9,7 +9,7 @@ import filecmp
 import os
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def prepare_models(
     its own. Raises ``SettingsError`` for an unknown model or a broken configuration.
     """
     with_draft = with_draft and not settings.engine_is_elsewhere and _can_add_draft(repository)
-    changes = _changes(settings, with_draft)
+    changes = _changes(repository, settings, with_draft)
     if not changes and is_plain(repository):
         return repository
     surroundings = _links(workdir / "repository", set(repository.parent.iterdir()) - {repository})
@@ -156,14 +156,15 @@ def _can_add_draft(repository: Path) -> bool:
     return embedded and BLS in names and _DRAFT not in names
 
 
-def _changes(settings: ServeSettings, with_draft: bool) -> list[tuple[str, Override]]:
+def _changes(
+    repository: Path, settings: ServeSettings, with_draft: bool
+) -> list[tuple[str, Override]]:
     """The changes to configurations, each with the option that asked for it."""
     instances: object = settings.bls_instances
     if instances == "auto":
         instances = auto_instances(len(os.sched_getaffinity(0)))
     options = (
         ("--bls-instances", _INSTANCES, instances),
-        ("--decoupled", "decoupled", settings.decoupled),
         ("--engine", "engine", settings.engine),
     )
     overrides = (*(_DRAFT_OVERRIDES if with_draft else ()), *settings.overrides)
@@ -173,8 +174,28 @@ def _changes(settings: ServeSettings, with_draft: bool) -> list[tuple[str, Overr
             for name, key, value in options
             if value is not None
         ),
+        *(("--decoupled", each) for each in _policies(repository, settings, with_draft)),
         *((f"--set {each.model}.{each.parameter}", each) for each in overrides),
     ]
+
+
+def _policies(repository: Path, settings: ServeSettings, with_draft: bool) -> Iterator[Override]:
+    """Of ``--decoupled``. Where the orchestrator answers once to a request, so does each engine
+    that is known to be able to, and both repeat the prompt: as TensorRT-LLM's models do."""
+    if settings.decoupled is None:
+        return
+    engines = {} if settings.engine_is_elsewhere else {ENGINE: ENGINE, _DRAFT: _DRAFT}
+    if with_draft:
+        engines[_DRAFT] = ENGINE
+    known = [
+        name
+        for name, source in engines.items()
+        if _our_model(repository / source, "") or parameter(repository, source, "gpt_model_type")
+    ]
+    for name in (BLS, *known):
+        yield Override(name, "decoupled", str(settings.decoupled))
+        if not settings.decoupled:
+            yield Override(name, "exclude_input_in_output", "false")
 
 
 def auto_instances(cores: int) -> int:
@@ -206,9 +227,10 @@ def _rewrite(file: Path, option: str, change: Override) -> None:
 def _check_parameter(directory: Path, config: Any, override: Override) -> None:
     """Raises ``SettingsError`` for what our own models or the C++ backend would not understand."""
     try:
-        if config.backend == "tensorrtllm":
+        cpp = config.backend == "tensorrtllm"
+        if cpp and override.parameter != "decoupled":
             check_backend(override.parameter, override.value)
-        elif ours := _our_model(directory, config.platform):
+        elif ours := ENGINE if cpp else _our_model(directory, config.platform):
             check(ours, override.parameter, override.value)
     except SettingsError as error:
         raise SettingsError(f"--set {override}: {error}") from None

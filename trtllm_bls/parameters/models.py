@@ -38,6 +38,7 @@ THREADS = "TRTLLM_BLS_ENGINE_THREADS"
 STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
 ENGINE_TLS_PIN = "TRTLLM_BLS_ENGINE_TLS_PIN"
 ENGINE_TRANSPORT = "TRTLLM_BLS_ENGINE_TRANSPORT"
+EXPOSE_METRICS = "TRTLLM_BLS_EXPOSE_KV_CACHE_METRICS"
 
 _DEMO_MODEL = "../assets/demo/target"
 _BYTES = count(1, "bytes")
@@ -122,8 +123,18 @@ class _Generating(ModelParameters):
     expose_kv_cache_metrics: bool = parameter(
         FLAG,
         "Answer `return_perf_metrics` also with how many KV-cache blocks were new and how many "
-        "were reused. That tells a caller whether another prompt began with the same text.",
+        "were reused, in place of zeros. That tells a caller whether another prompt began with "
+        "the same text.",
         "false",
+        env=EXPOSE_METRICS,
+    )
+    decoupled: bool = parameter(
+        FLAG,
+        "Answer in streams. `false`: each request gets exactly one response, so unary `infer` "
+        "works and streams are refused. Written in `model_transaction_policy`, not in "
+        "`parameters`.",
+        "false",
+        shipped="true",
     )
 
 
@@ -244,6 +255,11 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
 
     accumulate_tokens: bool = parameter(
         FLAG, "Each response of a stream holds all text so far, not only the new text.", "false"
+    )
+    exclude_input_in_output: bool = parameter(
+        FLAG,
+        "Leave the prompt out of an answer that is not streamed, where the request does not say.",
+        "true",
     )
     engine: EngineChoice | None = parameter(
         ENGINE,
@@ -373,14 +389,6 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     )
     log_format: str = parameter(choice("logfmt", "json"), "Form of that line.", "logfmt")
     log_prompts: bool = parameter(FLAG, "Log the prompt too, cut to 900 characters.", "false")
-    decoupled: bool = parameter(
-        FLAG,
-        "Answer in streams. `false`: each request gets exactly one response, so unary `infer` "
-        "works and streams are refused. Written in `model_transaction_policy`, not in "
-        "`parameters`.",
-        "false",
-        shipped="true",
-    )
 
     # What Triton says of this process; a directory and numbers, not parameters.
     repository: Path | None = None  # the directory of all models; None outside Triton

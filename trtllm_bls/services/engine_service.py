@@ -14,7 +14,7 @@ from trtllm_bls.admission import RequestLimits
 from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.python_backend import Call
-from trtllm_bls.services.batch import run_rows
+from trtllm_bls.services.batch import check_one_response, run_rows
 from trtllm_bls.status import STEPS_LABEL
 from trtllm_bls.types import EngineChunk, EngineRequest
 from trtllm_bls.wire.engine_server import ChunkWriter, engine_requests, is_stop
@@ -24,7 +24,8 @@ class EngineService:
     """Answers calls with ``engine``; ``exclude_input`` is the model's default for that option.
 
     ``limits``: the sizes that a request may have. ``expose_kv_cache_metrics``: report how much of a
-    prompt was in the KV cache already.
+    prompt was in the KV cache already. ``decoupled``: the model may send any number of responses to
+    one request.
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class EngineService:
         exclude_input: bool,
         limits: RequestLimits | None = None,
         expose_kv_cache_metrics: bool = False,
+        decoupled: bool = True,
     ) -> None:
         self._chunks = self._rows = self._begun = 0  # rows that run, and those with a token
         self._engine = engine
         self._exclude_input = exclude_input
         self._limits = limits or RequestLimits()
         self._expose = expose_kv_cache_metrics
+        self._decoupled = decoupled
         # By the client's request id; of several with one id only the newest can be stopped.
         self._running: dict[str, _RunningCall] = {}
 
@@ -58,6 +61,11 @@ class EngineService:
                 raise InvalidRequest(output, "must be among the requested outputs")
         capacity = await self._engine.capacity()
         rows = engine_requests(call.arrays, call.id, capacity.vocab_size, self._limits)
+        if not self._decoupled:
+            first = rows[0].request
+            check_one_response(
+                streaming=first.streaming, input_ids=len(rows), sequences=first.num_return_sequences
+            )
         for row in rows:
             self._limits.check_output_tokens("request_output_len", row.request.max_tokens)
             self._limits.check_guide(row.request.extras)

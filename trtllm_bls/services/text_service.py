@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from trtllm_bls.admission import RequestLimits
-from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.python_backend import Call
-from trtllm_bls.services.batch import run_rows
+from trtllm_bls.services.batch import check_one_response, run_rows
 from trtllm_bls.types import FinishReason, TextChunk, TextRequest
 from trtllm_bls.wire.text import text_arrays, text_requests, with_callers_name
 
@@ -24,7 +24,8 @@ class TextService:
     """Answers calls with ``orchestrator``; the rows of a batch run side by side.
 
     ``decoupled``: the model may send any number of responses to one request. ``limits``: sizes of
-    inputs; ``None`` = any.
+    inputs; ``None`` = any. ``exclude_input``: leave the prompt out of an answer that is not
+    streamed, where the request does not say.
     """
 
     def __init__(
@@ -33,9 +34,11 @@ class TextService:
         *,
         decoupled: bool = True,
         limits: RequestLimits | None = None,
+        exclude_input: bool = True,
     ) -> None:
         self._orchestrator = orchestrator
         self._limits = limits
+        self._exclude_input = exclude_input
         self._decoupled = decoupled
         self._read_ahead: dict[Call, list[TextRequest]] = {}
 
@@ -55,14 +58,20 @@ class TextService:
         self._read_ahead |= found
 
     def _requests(self, call: Call) -> list[TextRequest]:
-        return text_requests(call.arrays, call.id, self._limits, call.parameters)
+        return text_requests(
+            call.arrays, call.id, self._limits, call.parameters, self._exclude_input
+        )
 
     async def handle(self, call: Call) -> None:
         """Answer one call; Triton's final flag is on the last chunk of the last sequence."""
         try:
             requests = self._read_ahead.pop(call, None) or self._requests(call)
             if not self._decoupled:
-                _check_single(requests)
+                check_one_response(
+                    stream=any(request.stream for request in requests),
+                    text_input=len(requests),
+                    sequences=requests[0].num_return_sequences,
+                )
         except InvalidRequest as error:
             self._orchestrator.refused(call.id, error)
             raise
@@ -94,14 +103,3 @@ class _RowSink:
     def send(self, chunk: TextChunk) -> None:
         ended = chunk.ending is not None and chunk.ending.finish_reason not in _FOLLOWED
         self._call.send(text_arrays(chunk, self._request, self._row), final=ended)
-
-
-def _check_single(requests: list[TextRequest]) -> None:
-    """Without the decoupled policy Triton takes one response per request."""
-    why = "this deployment of tensorrt_llm_bls is not decoupled and answers once per request"
-    if any(request.stream for request in requests):
-        raise Unsupported("stream", f"true: {why}; send false, or deploy it decoupled")
-    if len(requests) > 1:
-        raise Unsupported("text_input", f"{len(requests)} rows: {why}; send one row")
-    if requests[0].num_return_sequences > 1:
-        raise Unsupported("num_return_sequences", f"above 1: {why}; send several requests")

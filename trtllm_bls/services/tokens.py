@@ -33,6 +33,7 @@ class Preprocessor:
         """All outputs for all batch rows; shorter rows are padded on the right."""
         requests = prompt_requests(inputs, self._limits)
         prompts = [self._prompts.make(request) for request in requests]
+        pads = _column([prompt.pad_id or 0 for prompt in prompts])
         return {
             "INPUT_ID": self._padded([prompt.ids for prompt in prompts]),
             "REQUEST_INPUT_LEN": _column([len(prompt.ids) for prompt in prompts]),
@@ -41,7 +42,10 @@ class Preprocessor:
             "EMBEDDING_BIAS": self._bias(prompts),
             "REQUEST_OUTPUT_LEN": _column([request.max_tokens or 0 for request in requests]),
             "OUT_END_ID": _column([prompt.end_id for prompt in prompts]),
-            "OUT_PAD_ID": _column([prompt.pad_id or 0 for prompt in prompts]),
+            "OUT_PAD_ID": pads,
+            # What upstream's sends for a request without text for a decoder.
+            "DECODER_INPUT_ID": pads,
+            "REQUEST_DECODER_INPUT_LEN": np.ones_like(pads),
         }
 
     def _padded(self, rows: Sequence[PromptIds]) -> Array:

@@ -12,7 +12,7 @@ import secrets
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from tritonclient.utils import (
 )
 
 from trtllm_bls.contract import ENGINE, NUMPY_TYPES
-from trtllm_bls.errors import EngineError, InvalidRequest
+from trtllm_bls.errors import EngineError, InvalidRequest, Unsupported
 from trtllm_bls.parameters import is_true
 from trtllm_bls.types import (
     Array,
@@ -174,15 +174,11 @@ class DeployedModel:
     inputs: Mapping[str, str] = field(default_factory=lambda: _LAST_FORM)
     outputs: frozenset[str] = field(default_factory=lambda: frozenset(ENGINE.output_named))
     parameters: Mapping[str, str] = field(default_factory=dict)
+    decoupled: bool = True  # otherwise it answers each request with one response
 
     @classmethod
     def of(cls, config: Any) -> DeployedModel:
-        """From Triton's ``ModelConfig`` message. Raises ``EngineError`` if not decoupled."""
-        if not config.model_transaction_policy.decoupled:
-            raise EngineError(
-                f"model {config.name} is not decoupled; set model_transaction_policy.decoupled "
-                "to true in its config.pbtxt"
-            )
+        """From Triton's ``ModelConfig`` message."""
         parameters = {key: value.string_value for key, value in config.parameters.items()}
         types = config.DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_number
         inputs = {
@@ -193,7 +189,15 @@ class DeployedModel:
         }
         if is_true(parameters.get("exclude_input_in_output", "")):
             inputs.pop("exclude_input_in_output", None)  # nothing to ask for: it is so by default
-        return cls(inputs, frozenset(tensor.name for tensor in config.output), parameters)
+        outputs = frozenset(tensor.name for tensor in config.output)
+        return cls(inputs, outputs, parameters, config.model_transaction_policy.decoupled)
+
+    def in_one_piece(self, request: EngineRequest) -> EngineRequest:
+        """The request as a model answers it that is not decoupled. Raises ``Unsupported``."""
+        if request.num_return_sequences > 1:
+            problem = f"{request.num_return_sequences}; the engine's model is not decoupled and"
+            raise Unsupported("num_return_sequences", f"{problem} answers once; send 1")
+        return replace(request, streaming=False)
 
     @cached_property
     def input_names(self) -> frozenset[str]:

@@ -59,6 +59,10 @@ def _engine_call(
         raise InvalidRequest(
             "input_lengths", f"{length} is not allowed; input_ids holds {len(ids)} ids"
         )
+    if len(row.get("decoder_input_ids", ())) > 1:
+        raise InvalidRequest(
+            "decoder_input_ids", "the model has no encoder; send the text as input_ids"
+        )
     request = EngineRequest(
         request_id=request_id,
         input_ids=tuple(ids[:length].tolist()),
@@ -140,8 +144,8 @@ class ChunkWriter:
             arrays["num_input_tokens"] = _one(len(self._request.input_ids))
         if self._request.wants.num_output_tokens:
             arrays["num_output_tokens"] = _one(len(ids))
-        if chunk.metrics is not None:
-            arrays |= metrics_arrays(chunk.metrics)
+        if self._request.wants.perf_metrics:
+            arrays |= metrics_arrays(chunk.metrics, filled=True)
         return arrays
 
 

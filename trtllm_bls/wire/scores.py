@@ -44,15 +44,17 @@ def score_arrays(
     return arrays
 
 
-def metrics_arrays(metrics: EngineMetrics) -> dict[str, Array]:
-    """The performance outputs that are known, each ``[1, 1]``."""
-    arrays: dict[str, Array] = {
+def metrics_arrays(metrics: EngineMetrics | None, filled: bool) -> dict[str, Array]:
+    """The performance outputs that are known, each ``[1, 1]``; where ``filled``, 0 for the others.
+
+    TensorRT-LLM's own models send all of them on each response, and its client reads all.
+    """
+    found = {name: getattr(metrics, name, None) for name in METRICS}
+    values = {name: value or 0 for name, value in found.items() if filled or value is not None}
+    drafted, accepted = found["total_draft_tokens"], found["total_accepted_draft_tokens"]
+    if filled or (drafted is not None and accepted is not None):
+        values["acceptance_rate"] = (accepted or 0) / drafted if drafted else 0.0
+    return {
         name: np.array([[value]], dtype=ENGINE.output_named[name].numpy_type)
-        for name in METRICS
-        if (value := getattr(metrics, name)) is not None
+        for name, value in values.items()
     }
-    drafted, accepted = metrics.total_draft_tokens, metrics.total_accepted_draft_tokens
-    if drafted is not None and accepted is not None:
-        rate = accepted / drafted if drafted else 0.0
-        arrays["acceptance_rate"] = np.array([[rate]], dtype=np.float32)
-    return arrays

@@ -47,7 +47,7 @@ _OPENED = {
     *("input_ids", "input_lengths", "max_tokens", "streaming", "num_return_sequences"),
     *("end_id", "pad_id", "stop_sequences", "bad_sequences", "embedding_bias"),
     *("draft_input_ids", "draft_logits", "draft_acceptance_threshold"),
-    *("exclude_input_in_output", "stop"),
+    *("exclude_input_in_output", "stop", "decoder_input_ids", "decoder_input_lengths"),
 }
 EXTRAS = tuple(tensor for tensor in ENGINE.inputs if tensor.key not in _OPENED)
 _EXTRA_KEYS = frozenset(tensor.key for tensor in EXTRAS)
@@ -198,12 +198,15 @@ def text_requests(
     request_id: str,
     limits: RequestLimits | None = None,
     parameters: str = "{}",
+    exclude_input: bool = True,
 ) -> list[TextRequest]:
     """One request per batch row. ``parameters`` are Triton's of the request, as JSON.
 
-    Raises ``InvalidRequest`` naming the tensor.
+    ``exclude_input`` holds for a request that does not say. Raises ``InvalidRequest`` naming the
+    tensor.
     """
-    requests = [_text_request(row, request_id) for row in read_rows(BLS, arrays, limits)]
+    rows = read_rows(BLS, arrays, limits)
+    requests = [_text_request(row, request_id, exclude_input) for row in rows]
     if '"traceparent"' in parameters:  # of few requests
         value = json.loads(parameters).get("traceparent")
         if isinstance(value, str) and _TRACEPARENT.fullmatch(value):
@@ -218,7 +221,7 @@ def prompt_requests(
     return [_text_request(row, "") for row in read_rows(PREPROCESSING, arrays, limits)]
 
 
-def _text_request(row: Fields, request_id: str) -> TextRequest:
+def _text_request(row: Fields, request_id: str, exclude_input: bool = True) -> TextRequest:
     if "max_tokens" not in row:
         raise InvalidRequest("max_tokens", "is missing")
     speculation = {name: row[name] for name in _SPECULATION if name in row}
@@ -234,7 +237,7 @@ def _text_request(row: Fields, request_id: str) -> TextRequest:
         include_stop=row.get("include_stop", False),
         bad_words=tuple(filter(None, row.get("bad_words", ()))),
         embedding_bias=_bias(row) if biased else (),
-        exclude_input_in_output=row.get("exclude_input_in_output", True),
+        exclude_input_in_output=row.get("exclude_input_in_output", exclude_input),
         add_special_tokens=row.get("add_special_tokens"),
         skip_special_tokens=row.get("skip_special_tokens"),
         speculation=SpeculationRequest(**speculation) if speculation else _NO_SPECULATION,
@@ -315,8 +318,8 @@ def text_arrays(chunk: TextChunk, request: TextRequest, row: int | None) -> dict
             chunk.generation_logits,
             streaming=request.stream,
         )
-    if chunk.metrics is not None:
-        arrays |= metrics_arrays(chunk.metrics)
+    if chunk.metrics is not None or request.wants.perf_metrics:
+        arrays |= metrics_arrays(chunk.metrics, filled=request.wants.perf_metrics)
     if chunk.ending is not None:
         arrays |= _ending_arrays(chunk, request)
     return arrays
@@ -340,7 +343,8 @@ def _ending_arrays(chunk: TextChunk, request: TextRequest) -> dict[str, Array]:
         arrays |= metrics_arrays(
             EngineMetrics(
                 total_draft_tokens=done.drafted, total_accepted_draft_tokens=done.accepted
-            )
+            ),
+            filled=False,
         )
     return arrays
 

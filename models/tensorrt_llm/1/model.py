@@ -37,10 +37,15 @@ class TritonPythonModel:
             parameters.exclude_input_in_output,
             parameters.limits,
             parameters.expose_kv_cache_metrics,
+            parameters.decoupled,
         )
         self._steps = EngineSteps(pb_utils, args, service.figures)
         self._server = RequestServer(
-            pb_utils, service.handle, senders=1, before_error_status=StreamThread().has_returned
+            pb_utils,
+            service.handle,
+            decoupled=parameters.decoupled,
+            senders=1,
+            before_error_status=StreamThread().has_returned,
         )
         self.execute = self._server.accept  # Triton calls it with its requests
         told = tell_longest(self._engine, args["model_name"])

@@ -25,6 +25,7 @@ class TritonPythonModel:
             self._deployment.orchestrator,
             decoupled=parameters.decoupled,
             limits=parameters.limits,
+            exclude_input=parameters.exclude_input_in_output,
         )
         self._server = RequestServer(
             pb_utils,

@@ -87,6 +87,8 @@ class BlsEngine:
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""
+        if not self._model.decoupled:
+            request = self._model.in_one_piece(request)
         return GeneratedChunks(self._chunks(request))
 
     async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:

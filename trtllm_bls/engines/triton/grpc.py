@@ -157,6 +157,8 @@ class GrpcChunks(CallChunks):
     """One request over one call of the engine's pool."""
 
     def __init__(self, engine: GrpcEngine, request: EngineRequest, model: DeployedModel) -> None:
+        if not model.decoupled:
+            request = model.in_one_piece(request)
         self._engine = engine
         self._id = wire_id(request)
         self._reader = ResponseReader(request, model)
