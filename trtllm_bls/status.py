@@ -184,10 +184,12 @@ class StatusDirectory:
         return None
 
     def forget_drain(self) -> None:
-        """Remove an earlier server's drain file, and make the one to be renamed.
+        """Remove an earlier server's drain file, and make the one to be renamed. Makes the
+        directory if it is missing.
 
         Raises ``OSError``.
         """
+        self.path.mkdir(parents=True, exist_ok=True)
         (self.path / DRAIN).unlink(missing_ok=True)
         (self.path / f"{DRAIN}.new").touch()
 

@@ -16,12 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 import trustme
+from click.testing import CliRunner
 
 from tests.helpers.openai_server import MODEL
 from tests.helpers.scripted_text import PROMPT
 from tests.helpers.small_tokenizers import directory
 from tests.helpers.waiting import until, until_ended
 from tests.openai.conftest import Connect
+from trtllm_bls.cli import main
+from trtllm_bls.status import StatusDirectory
 
 NOWHERE = "localhost:1"
 
@@ -229,3 +232,27 @@ def test_old_and_careful_clients_are_answered(connect: Connect) -> None:
                 assert part, "closed in the middle of an answer"
                 read += part
             assert b"[DONE]" in read
+
+
+def test_who_starts_on_the_directory_of_a_drained_server_is_not_drained(tmp_path: Path) -> None:
+    """A container that is started again finds what the one before left in its volume."""
+    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0"]
+    command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
+    command += ["--status-dir", str(tmp_path / "status"), "--workers", "2"]
+    for _ in range(2):
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as running:
+            try:
+                assert running.stdout and running.stderr
+                assert running.stdout.readline()
+                files = StatusDirectory(tmp_path / "status")
+                until(lambda: sum(status.loop_at > 0 for status in files.read()) == 2)
+                assert files.drain_deadline() is None
+                assert not any(status.handed_over for status in files.read())
+                drained = CliRunner().invoke(main, ["drain", "--dir", str(files.path)])
+                assert drained.exit_code == 0, drained.output
+                running.terminate()
+                assert running.wait(60) == 0
+                assert "draining" in running.stderr.read()
+            finally:
+                running.kill()

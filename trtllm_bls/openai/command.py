@@ -16,6 +16,7 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import BlsParameters, Parameters, parameters_in
 from trtllm_bls.parameters.declaration import DIRECTORY, FILE
 from trtllm_bls.settings import ServeSettings, is_loopback, options_of
+from trtllm_bls.status import StatusDirectory
 
 MODEL = "tensorrt_llm_bls"
 # They shape what Triton's tensors carry, or choose how to call the engine from inside Triton.
@@ -90,6 +91,11 @@ def main(context: click.Context, /, **options: Any) -> None:
     parameters = None
     if not (front and front.alone):
         parameters = read_parameters(options["model_repository"], given, options["workers"])
+    if parameters and parameters.status_dir and not front:  # else ``serve`` has done so
+        try:
+            StatusDirectory(parameters.status_dir).forget_drain()
+        except OSError as error:
+            raise SettingsError(f"status_dir {parameters.status_dir}: {error.strerror}") from error
     api = ApiSettings(
         model_names=options["names"] or (parameters.tokenizer_dir.name if parameters else "",),
         keys=keys,

@@ -55,9 +55,8 @@ class Serving(Protocol):
 class Lifecycle:
     """A thread that writes the process's status file in ``directory`` and obeys its drain file.
 
-    Makes ``directory`` if it is missing. ``first``: this process is the first of its server, so a
-    drain file that is there was left by an earlier server, and is removed. Raises ``OSError`` if
-    the directory cannot be written.
+    ``first``: this process is the first of its server, so a drain file that is there was left by an
+    earlier server, and is removed. Raises ``OSError`` if the directory cannot be written.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class Lifecycle:
         self._told: Future[None] | None = None  # done once the sender knows that it drains
         self._engines: dict[str, str] = {}
         self._closing = threading.Event()
-        self._files.path.mkdir(parents=True, exist_ok=True)
         if first:
             self._files.forget_drain()
         self._write()
