@@ -239,13 +239,13 @@ def test_who_starts_on_the_directory_of_a_drained_server_is_not_drained(tmp_path
     command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0"]
     command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
     command += ["--status-dir", str(tmp_path / "status"), "--workers", "2"]
+    files = StatusDirectory(tmp_path / "status")
     for _ in range(2):
         pipe = subprocess.PIPE
         with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as running:
             try:
                 assert running.stdout and running.stderr
                 assert running.stdout.readline()
-                files = StatusDirectory(tmp_path / "status")
                 until(lambda: sum(status.loop_at > 0 for status in files.read()) == 2)
                 assert files.drain_deadline() is None
                 assert not any(status.handed_over for status in files.read())
