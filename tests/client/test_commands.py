@@ -105,6 +105,21 @@ def test_every_kind_of_failure_has_its_exit_code(
     assert (outcomes[name].code, words in outcomes[name].err) == (code, True)
 
 
+def test_a_server_that_is_not_there_is_all_that_is_told(outcomes: Mapping[str, Outcome]) -> None:
+    """No figures of an answer that never began, and what to do."""
+    for name in ("nobody there", "ids, nobody there"):
+        (line,) = outcomes[name].err.splitlines()
+        assert line.endswith("; nothing listens there: `trtllm-bls serve` starts a server")
+
+
+def test_an_http_port_is_told_by_name(outcomes: Mapping[str, Outcome]) -> None:
+    """It answers gRPC with a closed connection, which says nothing to who mixed up two ports."""
+    outcome = outcomes["http port"]
+    assert outcome.code == 3
+    (line,) = outcome.err.splitlines()
+    assert "; this is an HTTP port: give --url the gRPC port, which is --grpc-port of serve" in line
+
+
 def test_ctrl_c_cancels_on_the_server(outcomes: Mapping[str, Outcome]) -> None:
     """The summary still comes, and the exit code is the shell's for an interrupt."""
     outcome = outcomes["interrupted"]
@@ -215,8 +230,6 @@ def test_characters_the_terminal_lacks_are_escaped(outcomes: Mapping[str, Outcom
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("latin-1 argument", r"Invalid value for '[PROMPT]': 'caf\udce9' is not UTF-8."),
-        ("latin-1 stop word", r"Invalid value for '--stop-words': 'caf\udce9' is not UTF-8."),
         ("no stdin", "No prompt: give it as argument, with --file or on standard input."),
         ("unreadable stdin", "The prompt cannot be read: Bad file descriptor."),
     ],
@@ -229,9 +242,16 @@ def test_what_cannot_be_read_is_wrong_usage(
     assert (outcome.code, words in outcome.err, outcome.inputs) == (2, True, []), outcome.err
 
 
-def test_utf_8_arguments_need_no_utf_8_locale(outcomes: Mapping[str, Outcome]) -> None:
-    """In the C locale too the prompt is what was typed."""
-    assert outcomes["utf-8 in the C locale"].inputs[0]["text_input"] == [["café"]]
+@pytest.mark.parametrize(
+    ("name", "field"), [("latin-1 argument", "text_input"), ("latin-1 stop word", "stop_words")]
+)
+def test_an_argument_that_is_not_utf_8_is_refused(
+    outcomes: Mapping[str, Outcome], name: str, field: str
+) -> None:
+    """By the name of its input; nothing is sent."""
+    outcome = outcomes[name]
+    assert (outcome.code, outcome.inputs) == (1, [])
+    assert outcome.err.startswith(rf"error: {field}: '\udce9' at character 3 ")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import grpc
@@ -71,7 +74,6 @@ HELLO = [
 HINDI = [text("नमस्ते 😀", final=True)]
 DISK_FULL = ">/dev/full"
 LATIN_1 = {"PYTHONIOENCODING": "latin-1"}
-C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 def stopped_by_request() -> Script:
@@ -109,6 +111,10 @@ def scenes(files: Path) -> dict[str, Scene]:
         ),
         "error in mid-stream": text_scene("Hi", script=[text("Hel"), Fail("INTERNAL: broken")]),
         "nobody there": Scene("streaming_client.py", ("Hi", "-u", "127.0.0.1:1")),
+        "ids, nobody there": Scene(
+            "inflight_batcher_llm_client.py", (*ids, "-u", "127.0.0.1:1"), ()
+        ),
+        "http port": Scene("streaming_client.py", ("Hi", "-u", "{http}")),
         "deadline": text_scene(
             *("Hi", "-t", "60"),
             script=[text("Hel"), Abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")],
@@ -148,7 +154,6 @@ def scenes(files: Path) -> dict[str, Scene]:
         "latin-1 json": text_scene("Hi", "--json", script=HINDI, env=LATIN_1),
         "latin-1 argument": text_scene("caf\udce9"),
         "latin-1 stop word": text_scene("Hi", "--stop-words", "caf\udce9"),
-        "utf-8 in the C locale": text_scene("café", script=HELLO, env=C_LOCALE),
         "no stdin": text_scene(redirected="<&-"),
         "unreadable stdin": text_scene(redirected="0>/dev/null"),
         "disk full": text_scene("Hi", script=[text("Hel"), Hold()], redirected=DISK_FULL),
@@ -167,27 +172,37 @@ def scenes(files: Path) -> dict[str, Scene]:
     }
 
 
+@contextmanager
+def an_http_server() -> Iterator[str]:
+    """The address of the standard library's, which knows nothing of gRPC."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 async def play(scene: Scene) -> Outcome:
-    async with FakeGrpcServer(scene.script) as server:
-        process = await asyncio.create_subprocess_exec(
-            *("/bin/sh", "-c", f'exec "$@" {scene.redirected}', "sh", sys.executable),
-            str(ROOT / "client" / scene.program),
-            *(argument.replace("{url}", server.url) for argument in scene.arguments),
-            env={**os.environ, "PYTHONPATH": str(ROOT), **scene.env},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        assert process.stdout is not None
-        first = b""
-        if scene.interrupted:
-            first = await process.stdout.readline()
-            process.send_signal(signal.SIGINT)
-        out, err = await process.communicate(scene.stdin.encode())
-        if scene.interrupted or (scene.redirected == DISK_FULL and server.asked):
-            await server.cancelled.wait()
-        inputs = [inputs_of(request) for request in server.asked]
-        outputs = [[output.name for output in request.outputs] for request in server.asked]
+    with an_http_server() as http:
+        async with FakeGrpcServer(scene.script) as server:
+            process = await asyncio.create_subprocess_exec(
+                *("/bin/sh", "-c", f'exec "$@" {scene.redirected}', "sh", sys.executable),
+                str(ROOT / "client" / scene.program),
+                *(a.replace("{url}", server.url).replace("{http}", http) for a in scene.arguments),
+                env={**os.environ, "PYTHONPATH": str(ROOT), **scene.env},
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            assert process.stdout is not None
+            first = b""
+            if scene.interrupted:
+                first = await process.stdout.readline()
+                process.send_signal(signal.SIGINT)
+            out, err = await process.communicate(scene.stdin.encode())
+            if scene.interrupted or (scene.redirected == DISK_FULL and server.asked):
+                await server.cancelled.wait()
+            inputs = [inputs_of(request) for request in server.asked]
+            outputs = [[output.name for output in request.outputs] for request in server.asked]
     code = process.returncode
     assert code is not None
     return Outcome(code, (first + out).decode(), err.decode(), inputs, outputs, server.cancels)

@@ -112,7 +112,7 @@ def test_one_server_has_a_table_and_ends_well(triton: FakeGrpcServer) -> None:
     ("words", "code", "told"),
     [
         (("--json", "/nowhere/x.json"), 2, "error: --json /nowhere/x.json: there is no such"),
-        (("--json", "/"), 2, "error: --json /: is a directory"),
+        (("--json", "/"), 2, "Error: Invalid value for '--json': File '/' is a directory."),
         (("--url", "http://host:99999/v1"), 2, "error: --url http://host:99999/v1: write http://"),
         (("--url", "http://[::1/v1"), 2, "error: --url http://[::1/v1: write http://HOST:PORT/v1"),
         (("--prompts", "/nowhere.txt"), 2, "error: --prompts /nowhere.txt: cannot be read"),

@@ -87,6 +87,8 @@ def answers(request: Any) -> list[Step]:
         return [Fail("INVALID_ARG: prompt: is not liked")]
     said = f"**{len(messages)}** messages, the last of {len(asked.splitlines())} lines"
     counts = {"num_input_tokens": 3, "num_output_tokens": 7}
+    if asked == "code":
+        said = "It is **this**:\nx = 1\n\ndef f():\n    return 1\n\nDone."
     return [text(said, finish_reason="end_id", **counts), Say(final=True)]
 
 
@@ -172,6 +174,15 @@ def test_a_pasted_text_is_one_message_and_markdown_is_rendered(
     child.expect(pexpect.EOF)
     assert said(triton)[-1]["content"] == "one\ntwo\nthree"
     assert len(triton.asked) == 1
+
+
+def test_lines_stay_lines(triton: FakeGrpcServer, start: Start) -> None:
+    """Markdown would join them, and take the indentation of code that has no fence."""
+    child = start("--url", triton.url)
+    child.sendline("code")
+    child.expect(r"It is \S*this\S*: *\r\n *x = 1 ")
+    child.expect(r"def[^\r]* f[^\r]*\r\n[^\r]*    [^\r]*return")
+    child.expect("Done.")
 
 
 def test_ctrl_c_with_an_openai_api(start: Start) -> None:

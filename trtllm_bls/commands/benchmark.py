@@ -28,7 +28,7 @@ from rich.text import Text
 
 from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.servers import Question, Server, server_at
-from trtllm_bls.commands.terminal import Exit, Program, assignments, run
+from trtllm_bls.commands.terminal import Exit, assignments, program, run
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 from trtllm_bls.settings import TlsConnection, options_of
 
@@ -48,7 +48,7 @@ _PROMPTS = (
 _FINISH_REASONS = {"stop", "length", "end_id", "tool_calls", None}
 
 
-@click.command(cls=Program)
+@program()
 @click.option("-u", "--url", "urls", multiple=True, help="Repeatable; localhost:8001 by default.")
 @click.option("--model", "models", multiple=True, help="Repeatable; each is asked at each --url.")
 @click.option(
@@ -93,7 +93,7 @@ _FINISH_REASONS = {"stop", "length", "end_id", "tool_calls", None}
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(path_type=Path),
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Write all figures and every request to this file.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
@@ -111,31 +111,26 @@ def main(**given: Any) -> None:
 
     \b
     Examples:
-      PROGRAM
-      PROGRAM --mode batch --requests 128 --max-tokens 64 --ignore-eos
-      PROGRAM --mode latency --requests 50
-      PROGRAM --prompts prompts.jsonl --chat --max-tokens 128
-      PROGRAM --url http://127.0.0.1:9000/v1 --url 127.0.0.1:8001 --json both.json
-      PROGRAM --url http://a:8000/v1 --url http://b:8000/v1 --chat --field top_k=1
+      trtllm-bls benchmark
+      trtllm-bls benchmark --mode batch --requests 128 --max-tokens 64 --ignore-eos
+      trtllm-bls benchmark --mode latency --requests 50
+      trtllm-bls benchmark --prompts prompts.jsonl --chat --max-tokens 128
+      trtllm-bls benchmark --url http://127.0.0.1:9000/v1 --url 127.0.0.1:8001 --json both.json
+      trtllm-bls benchmark --url http://a:8000/v1 --url http://b:8000/v1 --chat --field top_k=1
     """
     run(lambda: asyncio.run(_measure(given)))
 
 
 async def _measure(given: dict[str, Any]) -> Exit:
     json_file: Path | None = given["json_file"]
-    if json_file is not None:  # refused now rather than after the measurement
-        if not json_file.absolute().parent.is_dir():
-            raise SettingsError(f"--json {json_file}: there is no such directory")
-        if json_file.is_dir():
-            raise SettingsError(f"--json {json_file}: is a directory")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise SettingsError(f"--json {json_file}: there is no such directory")
     modes = ["batch", "latency"] if given["mode"] == "both" else [given["mode"]]
     questions = {mode: _questions(given, mode) for mode in modes}
     async with AsyncExitStack() as stack:
         targets = [*itertools.product(given["urls"] or [_URL], given["models"] or [None])]
-        servers = [server_at(url, model, given) for url, model in targets]
-        for server in servers:
-            stack.push_async_callback(server.close)
-            await server.open()
+        at = [server_at(url, model, given) for url, model in targets]
+        servers = [await stack.enter_async_context(server) for server in at]
         names = [f"{s.model} at {url}" for s, (url, _) in zip(servers, targets, strict=True)]
         names = [
             f"{name} ({n})" if names.count(name) > 1 else name for n, name in enumerate(names, 1)
@@ -149,10 +144,7 @@ async def _measure(given: dict[str, Any]) -> Exit:
         conditions |= {"prompts": str(given["prompts"] or "built in")}
         conditions |= {"at": time.strftime("%F %T%z")}
         text = json.dumps({"conditions": conditions, "runs": runs}, indent=1)
-        try:
-            json_file.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise SettingsError(f"--json {json_file}: {error.strerror}") from error
+        json_file.write_text(text + "\n", encoding="utf-8")
     failed = any(each["failed"] for measured in runs for each in measured["servers"])
     return Exit.FAILED if failed else Exit.FINISHED
 

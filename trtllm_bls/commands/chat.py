@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,16 @@ from trtllm_bls.commands.servers import Question, Server, server_at
 from trtllm_bls.commands.terminal import (
     Exit,
     Interruption,
-    Program,
     complain,
     connection_options,
+    program,
     run,
 )
 from trtllm_bls.errors import TrtllmBlsError
 
 # A model's text may not move the cursor, clear the screen or set the title.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_INDENTED = re.compile(r"\n\s").search
 _COMMANDS = """/help           this list
 /system [TEXT]  set the system prompt; without a text, take it away
 /stats          figures of the last answer and of the conversation
@@ -46,7 +48,7 @@ _COMMANDS = """/help           this list
 Ctrl-C interrupts an answer and keeps its text. A pasted text may have several lines."""
 
 
-@click.command(cls=Program)
+@program()
 @click.option("--model", help="The model to ask (tensorrt_llm_bls, or the API's first).")
 @click.option("--system", help="The system prompt.")
 @click.option("-o", "--max-tokens", type=click.IntRange(1), default=512, show_default=True)
@@ -54,7 +56,9 @@ Ctrl-C interrupts an answer and keeps its text. A pasted text may have several l
 @click.option("--top-p", type=float, help="Choose among the likeliest tokens of this probability.")
 @click.option("--top-k", type=int, help="Choose among so many tokens.")
 @click.option("--seed", type=int, help="Same seed, same text.")
-@click.option("--draft-source", help="Speculation: where drafts come from (off, model, ngram, …).")
+@click.option(
+    "--draft-source", help="Speculation: where drafts come from (off, model, ngram, ...)."
+)
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="Of the OpenAI API.", show_envvar=True)
 @click.option("--plain", is_flag=True, help="Show answers as they come, without Markdown.")
 @connection_options()
@@ -66,21 +70,22 @@ def main(**given: Any) -> None:
 
     \b
     Examples:
-      PROGRAM
-      PROGRAM --url http://127.0.0.1:9000/v1 --system "Answer briefly."
-      PROGRAM --temperature 0 --draft-source model --plain
+      trtllm-bls chat
+      trtllm-bls chat --url http://127.0.0.1:9000/v1 --system "Answer briefly."
+      trtllm-bls chat --temperature 0 --draft-source model --plain
     """
     run(lambda: _talk(given))
 
 
 def _talk(given: dict[str, Any]) -> Exit:
-    server = server_at(given["url"], given["model"], given)
+    opened = contextlib.AsyncExitStack()
     with contextlib.closing(asyncio.new_event_loop()) as loop:
+        at = server_at(given["url"], given["model"], given)
+        server = loop.run_until_complete(opened.enter_async_context(at))
         try:
-            loop.run_until_complete(server.open())
             return Conversation(server, given, loop).talk()
         finally:
-            loop.run_until_complete(server.close())
+            loop.run_until_complete(opened.aclose())
 
 
 class Conversation:
@@ -183,7 +188,7 @@ class Conversation:
             return
         with Live(console=self._console, transient=True, auto_refresh=False) as live:
             yield lambda _: live.update(_tail(reply.text, self._console), refresh=True)
-        self._console.print(Markdown(_CONTROLS.sub("", reply.text)))
+        self._console.print(_markdown(_CONTROLS.sub("", reply.text)))
 
     # --- commands -----------------------------------------------------------------------------
 
@@ -220,6 +225,28 @@ class Conversation:
             self._say(f"{name}: cannot be written: {error.strerror}")
         else:
             self._say(f"{len(messages)} messages are in {name}")
+
+
+def _markdown(text: str) -> Markdown:
+    """``text`` rendered, with its line ends: models seldom mean Markdown's long lines.
+
+    A paragraph with indented lines is code without a fence, and shown as it is.
+    """
+    shown = Markdown(text)
+    kept: list[Any] = []
+    for token in shown.parsed:
+        if (
+            token.type == "inline"
+            and kept[-1].type == "paragraph_open"
+            and _INDENTED(token.content)
+        ):
+            kept[-1] = replace(token, type="code_block", tag="code", children=None)
+        elif token.type != "paragraph_close" or kept[-1].type != "code_block":
+            kept.append(token)
+        for part in token.children or ():
+            part.type = part.type.replace("softbreak", "hardbreak")
+    shown.parsed = kept
+    return shown
 
 
 def _lines(tty: bool) -> Iterator[str]:

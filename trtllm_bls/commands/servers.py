@@ -1,6 +1,5 @@
-"""One interface to both APIs: ``host:port`` is Triton's gRPC, ``http://…`` OpenAI's.
-
-``TritonTextModel`` and ``OpenAIModel`` answer the same ``Question`` with the same events.
+"""One interface to both APIs: ``TritonTextModel`` and ``OpenAIModel`` answer the same ``Question``
+with the same events. ``server_at`` opens either.
 """
 
 from __future__ import annotations
@@ -8,15 +7,15 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from trtllm_bls import __version__
-from trtllm_bls.client import BLS, Client, Event, Tls
+from trtllm_bls.client import BLS, Client, Event
+from trtllm_bls.commands.terminal import open_client
 from trtllm_bls.errors import (
     ConnectionFailed,
     EngineError,
@@ -48,19 +47,13 @@ class Question:
 class TritonTextModel:
     """``tensorrt_llm_bls``, or another model with its tensors, over gRPC.
 
-    Like ``OpenAIModel`` used in one event loop. ``open`` raises ``TrtllmBlsError`` where that
-    already shows what is wrong. ``ask`` has the answer as it comes, and raises what went wrong;
-    closing it ends the server's work.
+    ``ask`` has the answer as it comes, and raises what went wrong; closing it ends the server's
+    work.
     """
 
-    def __init__(self, client: Client, model: str | None) -> None:
-        self.model = model or BLS.name
+    def __init__(self, client: Client, model: str) -> None:
+        self.model = model
         self._client = client
-
-    async def open(self) -> None:
-        await self._client.__aenter__()
-        if not self._client.retries:  # else the first request may wait for the server
-            await self._client.model_ready(self.model, _READY_S)
 
     async def ask(self, question: Question) -> AsyncGenerator[Event, None]:
         given = question.given
@@ -78,50 +71,25 @@ class TritonTextModel:
             async for event in stream:
                 yield event
 
-    async def close(self) -> None:
-        await self._client.close()
-
 
 class OpenAIModel:
-    """A model behind OpenAI's API, ours or another's; ``url`` is its base, ``http://HOST:9000/v1``.
+    """A model behind OpenAI's API, ours or another's.
 
-    ``open`` and ``ask`` raise ``InvalidRequest``, ``Overloaded`` and ``EngineError`` as the server
-    answers, ``ConnectionFailed`` where it cannot be reached or ends before its last event.
+    ``ask`` raises ``InvalidRequest``, ``Overloaded`` and ``EngineError`` as the server answers,
+    ``ConnectionFailed`` where it cannot be reached or ends before its last event.
     """
 
-    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
-        self.model = model or ""  # the first that the server names, once it is open
+    def __init__(self, http: httpx.AsyncClient, url: str, model: str) -> None:
+        self.model = model
+        self._http = http
         self._url = url
-        headers = {
-            "user-agent": f"trtllm-bls/{__version__}",
-            "accept-encoding": "identity",  # a compressed stream would arrive in larger pieces
-            "content-type": "application/json",
-        }
-        if api_key:
-            headers["authorization"] = f"Bearer {api_key}"
-        try:
-            base = httpx.URL(url)
-            usable = base.scheme in ("http", "https") and base.host and (base.port or 0) < 65536
-        except httpx.InvalidURL:
-            usable = False
-        if not usable:
-            raise SettingsError(f"--url {url}: write http://HOST:PORT/v1, or HOST:PORT for gRPC")
-        self._http = httpx.AsyncClient(
-            base_url=base,
-            headers=headers,
-            verify=ssl.create_default_context(),
-            trust_env=False,  # no proxy stands between the clock and the server
-            timeout=None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        )
 
-    async def open(self) -> None:
-        if self.model:
-            return
+    async def first_model(self) -> str:
+        """The first model that the server names."""
         async with aclosing(self._exchange("GET", "models")) as parts:
             body = b"".join([part async for part in parts])
         try:
-            self.model = str(json.loads(body)["data"][0]["id"])
+            return str(json.loads(body)["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError):
             raise EngineError(f"{self._url}/models: names no model") from None
 
@@ -147,22 +115,17 @@ class OpenAIModel:
                     yield event
         raise ConnectionFailed(f"{self._url}: the answer ended before its last event")
 
-    async def close(self) -> None:
-        await self._http.aclose()
-
     def _event(self, data: bytes) -> Event:
         now = time.perf_counter()
         try:
             event = json.loads(data)
-        except ValueError:
-            raise EngineError(f"{self._url}: an event is not JSON: {data[:80]!r}") from None
-        if not isinstance(event, dict):
-            raise EngineError(f"{self._url}: an event is no object: {data[:80]!r}")
-        if event.get("error"):
-            raise _refusal(500, data)
-        usage = event.get("usage") or {}
-        choice: Mapping[str, Any] = next(iter(event.get("choices") or ()), {})
-        text = (choice.get("delta") or {}).get("content") or choice.get("text") or ""
+            if event.get("error"):
+                raise _refusal(500, data)
+            usage = event.get("usage") or {}
+            choice: Mapping[str, Any] = next(iter(event.get("choices") or ()), {})
+            text = (choice.get("delta") or {}).get("content") or choice.get("text") or ""
+        except (ValueError, AttributeError):
+            raise EngineError(f"{self._url}: an event cannot be read: {data[:80]!r}") from None
         return Event(
             texts=(text,),
             received_at=now,
@@ -193,11 +156,9 @@ class OpenAIModel:
 def _refusal(status: int, body: bytes) -> TrtllmBlsError:
     """What the server says, as one of our errors."""
     message, field = f"the server answered {status}", "request"
-    try:
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
         error = json.loads(body)["error"]
         message, field = str(error["message"]), str(error.get("param") or field)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
     if status in (429, 503):
         return Overloaded(message)
     if 400 <= status < 500:
@@ -208,9 +169,40 @@ def _refusal(status: int, body: bytes) -> TrtllmBlsError:
 Server = TritonTextModel | OpenAIModel
 
 
-def server_at(url: str, model: str | None, given: Mapping[str, Any]) -> Server:
-    """The server at ``url``, with the API key, the TLS and the retries that a command was given."""
-    if "://" in url:
-        return OpenAIModel(url, model, given["api_key"])
-    client = Client(url, tls=Tls.of_options(given), retries=given.get("retries", 0))
-    return TritonTextModel(client, model)
+@asynccontextmanager
+async def server_at(url: str, model: str | None, given: Mapping[str, Any]) -> AsyncIterator[Server]:
+    """The server at ``url``, with the API key, the TLS and the retries that a command was given.
+
+    ``host:port`` is Triton's gRPC, ``http://HOST:PORT/v1`` an OpenAI API's base. The default of
+    ``model`` is ``tensorrt_llm_bls``, or the first that an API names. Opening raises
+    ``TrtllmBlsError`` where that already shows what is wrong. For use in one event loop.
+    """
+    if "://" not in url:
+        async with open_client(url, given) as client:
+            served = TritonTextModel(client, model or BLS.name)
+            if not client.retries:  # else the first request may wait for the server
+                await client.model_ready(served.model, _READY_S)
+            yield served
+        return
+    # A compressed stream would arrive in larger pieces.
+    headers = {"accept-encoding": "identity", "content-type": "application/json"}
+    if given["api_key"]:
+        headers["authorization"] = f"Bearer {given['api_key']}"
+    try:
+        base = httpx.URL(url)
+        usable = base.scheme in ("http", "https") and base.host and (base.port or 0) < 65536
+    except httpx.InvalidURL:
+        usable = False
+    if not usable:
+        raise SettingsError(f"--url {url}: write http://HOST:PORT/v1, or HOST:PORT for gRPC")
+    async with httpx.AsyncClient(
+        base_url=base,
+        headers=headers,
+        verify=ssl.create_default_context(),
+        trust_env=False,  # no proxy stands between the clock and the server
+        timeout=None,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+    ) as http:
+        api = OpenAIModel(http, url, model or "")
+        api.model = model or await api.first_model()
+        yield api

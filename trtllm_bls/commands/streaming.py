@@ -6,9 +6,9 @@ Owns options and output; ``trtllm_bls.client`` owns the wire.
 from __future__ import annotations
 
 import asyncio
-import codecs
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from trtllm_bls.commands.reply import Reply
 from trtllm_bls.commands.terminal import (
     Exit,
     Interruption,
-    Program,
     assignments,
     complain,
     connection_options,
     open_client,
     other_inputs_option,
+    program,
     run,
     tensor_options,
 )
@@ -70,7 +70,7 @@ _FIELDS = (
 _FAILED = {Exit.DEADLINE: "deadline", Exit.UNREACHABLE: "connection lost"}
 
 
-@click.command(cls=Program)
+@program()
 @click.argument("prompt", required=False)
 @click.option("-p", "--prompt", "prompt_option", help="The prompt, for those used to the option.")
 @click.option(
@@ -123,11 +123,11 @@ def main(**given: Any) -> None:
 
     \b
     Examples:
-      PROGRAM "Once upon a time" -o 64
-      PROGRAM --chat --system "Answer briefly." "What is a B-tree?" --temperature 0.7
-      PROGRAM "1, 2, 3," --stop-words "10" --stop-words $'\\n'
-      git diff | PROGRAM --json -o 200 | jq -r .text
-      PROGRAM "Count to a thousand:" -o 1000 --stop-after-ms 500
+      trtllm-bls generate "Once upon a time" -o 64
+      trtllm-bls generate --chat --system "Answer briefly." "What is a B-tree?" --temperature 0.7
+      trtllm-bls generate "1, 2, 3," --stop-words "10" --stop-words $'\\n'
+      git diff | trtllm-bls generate --json -o 200 | jq -r .text
+      trtllm-bls generate "Count to a thousand:" -o 1000 --stop-after-ms 500
     """
     run(lambda: asyncio.run(_ask(given, _fields(given))))
 
@@ -179,32 +179,34 @@ async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
         display = JsonDisplay()
     elif given["echo"] and fields["stream"]:
         click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
-    model, timeout, stop_after_ms = given["model_name"], given["timeout"], given["stop_after_ms"]
-    interruption, failure = Interruption(), None
-    async with open_client(given) as client:
-        stream = client.stream(model, deadline_s=timeout, request_id=given["request_id"], **fields)
-        reply = Reply(fields["max_tokens"])
-        try:
-            async with stream:
-                with interruption.cancels(stream):
-                    if stop_after_ms is not None:
-                        loop = asyncio.get_running_loop()
-                        loop.call_later(stop_after_ms / 1000, stream.cancel)
-                    async for event in stream:
-                        reply.add(event)
-                        display.event(event, (event.received_at - reply.sent) * 1000)
-        except TrtllmBlsError as error:
-            failure = error
-            reply.ended_here = _FAILED.get(Exit.of(error), "error")
-    if stream.cancelled and failure is None:
-        stopped = f"stopped after {stop_after_ms} ms"
-        reply.ended_here = "interrupted" if interruption.happened else stopped
+    how = {"deadline_s": given["timeout"], "request_id": given["request_id"]}
+    stop_after_ms = given["stop_after_ms"]
+    reply, interruption, failure = Reply(fields["max_tokens"]), Interruption(), None
+    try:
+        async with (
+            open_client(given["url"], given) as client,
+            client.stream(given["model_name"], **how, **fields) as stream,
+        ):
+            reply.sent = time.perf_counter()
+            with interruption.cancels(stream):
+                if stop_after_ms is not None:
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(stop_after_ms / 1000, stream.cancel)
+                async for event in stream:
+                    reply.add(event)
+                    display.event(event, (event.received_at - reply.sent) * 1000)
+        if stream.cancelled:
+            stopped = f"stopped after {stop_after_ms} ms"
+            reply.ended_here = "interrupted" if interruption.happened else stopped
+    except TrtllmBlsError as error:
+        failure = error
+        reply.ended_here = _FAILED.get(Exit.of(error), "error")
     display.end(reply, failure)
-    if not given["quiet"]:
+    if not given["quiet"] and (failure is None or reply.arrivals):
         click.echo("\n".join(reply.lines()), err=True)
     if failure is not None:
         return complain(failure)
-    return Exit.INTERRUPTED if stream.cancelled and interruption.happened else Exit.FINISHED
+    return Exit.INTERRUPTED if reply.ended_here == "interrupted" else Exit.FINISHED
 
 
 class TextDisplay:
@@ -253,9 +255,8 @@ class JsonDisplay:
         self._line(type="summary", **reply.figures(), error=failure and str(failure))
 
     def _line(self, **values: Any) -> None:
-        encoding = getattr(sys.stdout, "encoding", None)
-        any_character = encoding is not None and codecs.lookup(encoding).name == "utf-8"
-        click.echo(json.dumps(values, ensure_ascii=not any_character, allow_nan=False))
+        ascii = sys.stdout.encoding != "utf-8"  # every escape must be JSON's
+        click.echo(json.dumps(values, ensure_ascii=ascii, allow_nan=False))
 
 
 def _plain(array: NDArray[Any]) -> Any:

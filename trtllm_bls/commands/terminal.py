@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import io
 import json
 import os
-import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -20,8 +18,6 @@ import click
 from trtllm_bls.client import Client, Model, Stream, Tls
 from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SetupError, TrtllmBlsError
 from trtllm_bls.settings import TlsConnection, options_of
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -56,62 +52,10 @@ class Exit(IntEnum):
         return next((code for kind, code in kinds.items() if isinstance(error, kind)), cls.FAILED)
 
 
-class Program(click.Command):
-    """A command that works on any terminal, as a script of its own or as a subcommand.
-
-    Its examples show it as it was called (``PROGRAM`` in its help), and exit codes follow them.
-    Characters that standard output cannot encode are written as ``\\uXXXX``. Arguments must be
-    UTF-8; output that cannot be written is one line and exit code 1.
-    """
-
-    def __init__(self, *, help: str | None, **more: Any) -> None:
-        more["context_settings"] = {"help_option_names": ["-h", "--help"]}
-        super().__init__(help=f"{inspect.cleandoc(help or '')}\n\n{_EXIT_CODES}", **more)
-
-    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        assert self.help is not None
-        self.help = self.help.replace("PROGRAM", ctx.command_path)
-        super().format_help_text(ctx, formatter)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
-        with _output_failures():  # --help writes too
-            remaining = super().parse_args(ctx, args)
-        for parameter in self.params:
-            name = parameter.name or ""
-            ctx.params[name] = _in_utf8(ctx, parameter, ctx.params[name])
-        return remaining
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with _output_failures():
-            return super().invoke(ctx)
-
-
-def _in_utf8(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """The text of an argument as UTF-8, whatever the locale's encoding is."""
-    if isinstance(value, tuple):
-        return tuple(_in_utf8(ctx, parameter, item) for item in value)
-    if not isinstance(value, str):
-        return value  # a path may have any bytes
-    try:  # Python stands surrogates in for bytes that it cannot decode
-        return os.fsencode(value).decode() if _SURROGATE.search(value) else value
-    except UnicodeError:
-        raise click.BadParameter(f"{value!a} is not UTF-8.", ctx, parameter) from None
-
-
-@contextlib.contextmanager
-def _output_failures() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:  # click leaves quietly
-        raise
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            # Python flushes its buffer at exit, which would fail again with a traceback.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        click.echo(f"error: cannot write the output: {error.strerror}", err=True)
-        sys.exit(Exit.FAILED)
+def program() -> Callable[[Callable[..., Any]], click.Command]:
+    """Makes a client's command of a function; exit codes follow its help."""
+    settings = {"help_option_names": ["-h", "--help"]}
+    return click.command(epilog=_EXIT_CODES, context_settings=settings)
 
 
 def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -141,10 +85,33 @@ def connection_options(*key_flags: str) -> Callable[[Command], Command]:
     )
 
 
-def open_client(given: Mapping[str, Any], compression: str | None = None) -> Client:
-    """The client that ``connection_options`` describe."""
-    tls = Tls.of_options(given)
-    return Client(given["url"], tls=tls, compression=compression, retries=given["retries"])
+@contextlib.asynccontextmanager
+async def open_client(
+    url: str, given: Mapping[str, Any], compression: str | None = None
+) -> AsyncIterator[Client]:
+    """The client that ``connection_options`` describe, while it is open.
+
+    Where a request in this block finds no gRPC server, its error says what to do.
+    """
+    tls, retries = Tls.of_options(given), given.get("retries", 0)
+    async with Client(url, tls=tls, compression=compression, retries=retries) as client:
+        try:
+            yield client
+        except ConnectionFailed as error:
+            raise ConnectionFailed(f"{error}{await _mend(url, str(error))}") from error
+
+
+async def _mend(url: str, problem: str) -> str:
+    if "Connection refused" in problem:
+        return "; nothing listens there: `trtllm-bls serve` starts a server"
+    import httpx  # takes a while
+
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=2.0) as http:
+            await http.get(f"http://{url}/")
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return ""
+    return "; this is an HTTP port: give --url the gRPC port, which is --grpc-port of serve (8001)"
 
 
 def tensor_options(model: Model, rows: Sequence[tuple[str, str]]) -> Callable[[Command], Command]:
@@ -221,11 +188,25 @@ def complain(error: TrtllmBlsError) -> Exit:
 
 
 def run(work: Callable[[], Exit]) -> None:
-    """Do ``work`` and leave the process with its exit code."""
+    """Do ``work`` and leave the process with its exit code.
+
+    Characters that standard output cannot encode are written as ``\\uXXXX``. Output that cannot be
+    written is an error of one line.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = work()
     except TrtllmBlsError as error:
         code = complain(error)
     except KeyboardInterrupt:
         code = Exit.INTERRUPTED
+    except BrokenPipeError:  # click leaves quietly
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            # Python flushes its buffer at exit, which would fail again with a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        click.echo(f"error: cannot write the output: {error.strerror}", err=True)
+        code = Exit.FAILED
     sys.exit(code)

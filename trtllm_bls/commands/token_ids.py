@@ -7,10 +7,9 @@ Has the flags and the messages of the client that users of TensorRT-LLM's Triton
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import csv
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,12 @@ from trtllm_bls.client import ENGINE, Client, Event, Model, Stream
 from trtllm_bls.commands.terminal import (
     Exit,
     Interruption,
-    Program,
     assignments,
     complain,
     connection_options,
     open_client,
-    options,
     other_inputs_option,
+    program,
     run,
     tensor_options,
 )
@@ -51,12 +49,14 @@ _FIELDS = (
         "exclude_input_in_output",
         "Whole answers without the prompt; the server decides when not given.",
     ),
+    *((name, "") for name in ENGINE.input_named if name.startswith("return_")),
 )
-_FLAGS = tuple(name for name in ENGINE.input_named if name.startswith("return_"))
-_LOOKAHEAD = ("window_size", "ngram_size", "verification_set_size")
+_LOOKAHEAD = [
+    f"lookahead_{part}" for part in ("window_size", "ngram_size", "verification_set_size")
+]
 
 
-@click.command(cls=Program)
+@program()
 @click.option("-v", "--verbose", is_flag=True, help="Show the request on standard error.")
 @click.option("--text", default="Once upon a time", show_default=True)
 @click.option("--input-tokens-csv", type=_FILE, help="First row: prompt ids; no tokenizer needed.")
@@ -90,7 +90,6 @@ _LOOKAHEAD = ("window_size", "ngram_size", "verification_set_size")
     help="Stop by cancelling the request instead.",
 )
 @click.option("--request-id", help="Made up when absent.")
-@options(*(click.option("--" + name.replace("_", "-"), is_flag=True) for name in _FLAGS))
 @click.option(
     "--requested-outputs", multiple=True, help="Repeatable; must have output_ids. Default: all."
 )
@@ -116,10 +115,12 @@ def main(**given: Any) -> None:
 
     \b
     Examples:
-      PROGRAM --tokenizer-dir ./tokenizer --text "Once upon" --streaming
-      PROGRAM --input-tokens-csv in.csv --output-tokens-csv out.csv -c
-      PROGRAM --input-tokens-csv in.csv -S --stop-after-ms 200 \\
-          --request-output-len 500
+      client/inflight_batcher_llm_client.py --tokenizer-dir ./tokenizer \\
+          --text "Once upon" --streaming
+      client/inflight_batcher_llm_client.py --input-tokens-csv in.csv \\
+          --output-tokens-csv out.csv -c
+      client/inflight_batcher_llm_client.py --input-tokens-csv in.csv -S \\
+          --stop-after-ms 200 --request-output-len 500
     """
     if given["check_output"] and not given["output_tokens_csv"]:
         raise click.UsageError("--check-output needs --output-tokens-csv.")
@@ -150,64 +151,47 @@ async def _ask(given: dict[str, Any]) -> Exit:
     outputs = given["requested_outputs"]
     if outputs:  # ids are padded to this length
         outputs = tuple(dict.fromkeys((*outputs, "sequence_length")))
-    async with open_client(given, given["grpc_compression_algorithm"]) as client:
-        stream = client.stream(
-            replace(ENGINE, name=given["model_name"]),
-            deadline_s=given["stream_timeout"],
-            request_id=given["request_id"],
-            outputs=outputs,
-            **fields,
-        )
-        interruption = Interruption()
-        async with stream:
-            with interruption.cancels(stream):
-                events = await _receive(client, stream, given, answer)
-    _show(answer, events, tokenizer, prompt)
+    model, interruption = replace(ENGINE, name=given["model_name"]), Interruption()
+    how = {"deadline_s": given["stream_timeout"], "request_id": given["request_id"]}
+    async with (
+        open_client(given["url"], given, given["grpc_compression_algorithm"]) as client,
+        client.stream(model, **how, outputs=outputs, **fields) as stream,
+    ):
+        with interruption.cancels(stream):
+            await _receive(client, stream, model, given, answer)
+    _show(answer, tokenizer, prompt)
     if stream.cancelled and interruption.happened:
         return Exit.INTERRUPTED
-    return _verdict(given, answer, events)
+    return _verdict(given, answer)
 
 
 async def _receive(
-    client: Client, stream: Stream, given: dict[str, Any], answer: TokenAnswer
-) -> list[Event]:
-    """Show new ids as they come; stop the request when its time has come."""
-    events = []
-    async with _stopped_in_time(client, stream, given):
-        async for event in stream:
-            events.append(event)
-            came = answer.add(event)
-            if given["streaming"]:
-                click.echo("".join(f"{ids}\n" for ids in came.values() if ids), nl=False)
-            elif came:
-                click.echo("Got completed request")
-    if stream.cancelled:
-        click.echo("Request is cancelled")
-    return events
-
-
-@contextlib.asynccontextmanager
-async def _stopped_in_time(
-    client: Client, stream: Stream, given: dict[str, Any]
-) -> AsyncIterator[None]:
-    """Within this block, stop the request after ``--stop-after-ms`` if it still runs."""
+    client: Client, stream: Stream, model: Model, given: dict[str, Any], answer: TokenAnswer
+) -> None:
+    """Show new ids as they come; stop the request after ``--stop-after-ms`` if it still runs."""
     begun: list[asyncio.Task[None]] = []
 
     def stop() -> None:
         if given["cancels"]:
             stream.cancel()
         else:
-            model = replace(ENGINE, name=given["model_name"])
             begun.append(asyncio.create_task(_send_stop(client, stream.request_id, model)))
 
     delay = given["stop_after_ms"] / 1000
     timer = asyncio.get_running_loop().call_later(delay, stop) if delay else None
     try:
-        yield
+        async for event in stream:
+            came = answer.add(event)
+            if given["streaming"]:
+                click.echo("".join(f"{ids}\n" for ids in came.values() if ids), nl=False)
+            elif came:
+                click.echo("Got completed request")
     finally:
         if timer:
             timer.cancel()
         await asyncio.gather(*begun)
+    if stream.cancelled:
+        click.echo("Request is cancelled")
 
 
 async def _send_stop(client: Client, request_id: str, model: Model) -> None:
@@ -236,13 +220,16 @@ def _fields(
         "pad_id": pad_id,
         **{name: given[name] for name in named},
         **{name: given[name] for name in optional if given[name] is not None},
-        **{name: True for name in _FLAGS if given[name]},
     }
     if given["draft_tokens_csv"]:
         fields["draft_input_ids"] = _first_row(given["draft_tokens_csv"])
     fields |= _prompt_table(given, prompt) | _lora(given["lora_path"])
     if given["lookahead_config"]:
-        fields |= _lookahead(given["lookahead_config"])
+        try:
+            fields |= zip(_LOOKAHEAD, json.loads(given["lookahead_config"]), strict=True)
+        except (ValueError, TypeError) as error:
+            problem = f"{given['lookahead_config']!r} is not [W,N,G]"
+            raise SettingsError(f"--lookahead-config: {problem}") from error
     return fields | assignments("--set", given["other_inputs"])
 
 
@@ -292,18 +279,7 @@ def _numpy_file(path: Path, dtype: type) -> NDArray[Any]:
         raise SettingsError(f"{path}: cannot be read as a numpy array") from error
 
 
-def _lookahead(config: str) -> dict[str, int]:
-    try:
-        window, ngram, verification = json.loads(config)
-    except (ValueError, TypeError) as error:
-        raise SettingsError(f"--lookahead-config: {config!r} is not [W,N,G]") from error
-    values = (window, ngram, verification)
-    return {f"lookahead_{name}": value for name, value in zip(_LOOKAHEAD, values, strict=True)}
-
-
-def _show(
-    answer: TokenAnswer, events: list[Event], tokenizer: Tokenizer | None, prompt: list[int]
-) -> None:
+def _show(answer: TokenAnswer, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
     several = len({sequence for sequence, _ in answer.sequences}) > 1
     if tokenizer is not None:
         click.echo(f"Input: {tokenizer.decode(prompt)}")
@@ -312,29 +288,15 @@ def _show(
             click.echo(f"Output {label}: {tokenizer.decode(ids)}")
     for ids in answer.sequences.values():
         click.echo(f"Output sequence: {ids}")
-    for name, values in _other_outputs(events).items():
-        # Logits of a whole vocabulary are unreadable; their shape and numpy's summary are not.
-        click.echo(f"{name} {list(values.shape)}: {values if values.size > 1 else values.item()}")
+    for name, values in answer.outputs.items():
+        if name not in ("output_ids", "sequence_length"):
+            # Logits of a whole vocabulary are unreadable; their shape and numpy's summary are not.
+            shown = values if values.size > 1 else values.item()
+            click.echo(f"{name} {list(values.shape)}: {shown}")
 
 
-def _other_outputs(events: list[Event]) -> dict[str, NDArray[Any]]:
-    """Every further output; logits of streamed steps joined, anything else as last sent."""
-    found: dict[str, NDArray[Any]] = {}
-    for event in events:
-        for name, values in event.outputs.items():
-            if name == "generation_logits" and name in found:
-                found[name] = np.concatenate([found[name], values], axis=1)
-            elif name not in ("output_ids", "sequence_length"):
-                found[name] = values
-        for name in ("num_input_tokens", "num_output_tokens"):
-            if getattr(event, name) is not None:
-                found[name] = np.array(getattr(event, name))
-    return found
-
-
-def _verdict(given: dict[str, Any], answer: TokenAnswer, events: list[Event]) -> Exit:
-    came = {name for event in events for name in event.outputs} | set(_other_outputs(events))
-    missing = [name for name in given["requested_outputs"] if name not in came]
+def _verdict(given: dict[str, Any], answer: TokenAnswer) -> Exit:
+    missing = [name for name in given["requested_outputs"] if name not in answer.outputs]
     if missing:
         raise EngineError(f"the answer lacks requested outputs: {', '.join(missing)}")
     generated = list(answer.generated.values())
@@ -357,7 +319,8 @@ class TokenAnswer:
 
     What a response holds depends on what was asked for: streaming with one beam brings new ids;
     streaming with several brings each beam anew, because beams may be rewritten; not streaming
-    brings everything, the prompt included unless it was ``excluded``.
+    brings everything, the prompt included unless it was ``excluded``. ``outputs`` are all tensors
+    that came: logits of streamed steps joined, anything else as last sent.
     """
 
     def __init__(
@@ -368,9 +331,16 @@ class TokenAnswer:
         self._appends = streaming and beam_width == 1
         self._prompt_in_output = [] if excluded else self._prompt
         self._generated: dict[Key, list[int]] = {}
+        self.outputs: dict[str, NDArray[Any]] = {}
 
     def add(self, event: Event) -> Mapping[Key, list[int]]:
         """Take one response in; the ids it brought, by sequence and beam."""
+        counts = {name: getattr(event, name) for name in ("num_input_tokens", "num_output_tokens")}
+        told = {name: np.array(count) for name, count in counts.items() if count is not None}
+        for name, values in {**event.outputs, **told}.items():
+            if name == "generation_logits" and name in self.outputs:
+                values = np.concatenate([self.outputs[name], values], axis=1)
+            self.outputs[name] = values
         if "output_ids" not in event.outputs:
             return {}
         beams = event.outputs["output_ids"][0].tolist()
