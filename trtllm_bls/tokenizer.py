@@ -12,6 +12,7 @@ splits the finished prompt there and sees plain text on both sides.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import inspect
 import itertools
@@ -24,7 +25,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,9 +87,8 @@ class ChatGuard:
         self._everywhere = _Spellings(self._all, normalize)
         self._by_assistant = _Spellings(special, normalize)
 
-    def messages(self, messages: Any) -> list[dict[str, Any]]:
-        """The checked messages; their own texts are as they were unless they spell a token."""
-        check_messages(messages)
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages; their own texts are as they were unless they spell a token."""
         for index, message in enumerate(messages):
             self._check_role(index, message["role"])
         return [self._message(message) for message in messages]
@@ -99,10 +99,21 @@ class ChatGuard:
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         spelled = self._by_assistant if message["role"] == "assistant" else self._everywhere
-        return {
+        guarded = {
             key: value if key == "role" else self._guarded("messages", value, spelled)
             for key, value in message.items()
         }
+        if isinstance(parts := guarded.get("content"), list):
+            texts = {
+                place: text
+                for place, part in enumerate(parts)
+                if isinstance(text := part.get("text") if isinstance(part, dict) else part, str)
+            }
+            apart = spelled.guard_between("messages", list(texts.values()))
+            for place, text in zip(texts, apart, strict=True):
+                part = parts[place]
+                parts[place] = {**part, "text": text} if isinstance(part, dict) else text
+        return guarded
 
     def _check_role(self, index: int, role: str) -> None:
         if role in _ROLES:
@@ -143,11 +154,32 @@ class _Spellings:
             if len(found[0]) == 1:
                 raise InvalidRequest(field, f"spells the control token {found[0]}")
             text = self._written.sub(lambda match: match[0][0] + GUARD + match[0][1:], text)
+        self._check_normalized(field, text)
+        return text
+
+    def guard_between(self, field: str, guarded: Sequence[str]) -> list[str]:
+        """Guarded texts, with ``GUARD`` in front of each that completes a spelling.
+
+        For texts that a template writes one after the other, some without the white space around.
+        """
+        texts = list(guarded)
+        for shown in (str, str.strip) if len(texts) > 1 else ():
+            found = {0}
+            while found:
+                starts = [0, *itertools.accumulate(len(shown(text)) for text in texts)]
+                joined = "".join(map(shown, texts))
+                ends = (match.end() for match in self._written.finditer(joined))
+                found = {bisect.bisect_left(starts, end) - 1 for end in ends}
+                for place in found:
+                    texts[place] = GUARD + texts[place]
+            self._check_normalized(field, "".join(map(shown, texts)))
+        return texts
+
+    def _check_normalized(self, field: str, text: str) -> None:
         hidden = self._normalize and self._normalized.search(self._normalize(text))
         if hidden:
             problem = f"spells the control token {hidden[0]} in other characters"
             raise InvalidRequest(field, problem)
-        return text
 
 
 def check_messages(messages: object) -> None:
@@ -162,6 +194,61 @@ def check_messages(messages: object) -> None:
         if not isinstance(content, (str, list, type(None))):
             problem = f"the content of message {index} must be text or a list of parts"
             raise InvalidRequest("messages", problem)
+
+
+# How a template wants an assistant's calls: whether their arguments are JSON text, and whether the
+# content beside them is null. The usual form comes first.
+_CALL_FORMS = ((False, False), (True, False), (False, True), (True, True))
+_PROBE_CALL = {
+    "id": "probecall",  # some templates want nine characters
+    "type": "function",
+    "function": {"name": "probe_name", "arguments": {"probe_key": "probe_value"}},
+}
+_PROBE = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
+    {"role": "tool", "name": "probe_name", "tool_call_id": "probecall", "content": "b"},
+)
+_PROBE_TOOL = {"type": "function", "function": {"name": "probe_name", "parameters": {}}}
+
+
+def _shows_call(prompt: str) -> bool:
+    """Whether the prompt has the call of ``_PROBE``, and its arguments neither escaped nor in
+    Python's spelling."""
+    spelled_otherwise = '\\"probe_key' in prompt or "'probe_key'" in prompt
+    return all(word in prompt for word in ("probe_name", "probe_value")) and not spelled_otherwise
+
+
+def _calls_in_form(
+    messages: Iterable[Mapping[str, Any]], form: tuple[bool, bool]
+) -> Iterator[Mapping[str, Any]]:
+    """The messages with calls in one of ``_CALL_FORMS``; content that must be null comes before."""
+    as_text, without_content = form
+    for message in messages:
+        calls = message.get("tool_calls")
+        if message["role"] != "assistant" or not isinstance(calls, list):
+            yield message
+            continue
+        content = message.get("content") or ""
+        if content and without_content:
+            yield {key: value for key, value in message.items() if key != "tool_calls"}
+        shown = None if without_content else content
+        formed = [_call_in_form(call, as_text) for call in calls]
+        yield {**message, "content": shown, "tool_calls": formed}
+
+
+def _call_in_form(call: Any, as_text: bool) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call
+    given = arguments = function["arguments"]
+    if as_text and not isinstance(given, str):
+        arguments = json.dumps(given, ensure_ascii=False)
+    elif isinstance(given, str) and not as_text:
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(given)
+            arguments = parsed if isinstance(parsed, dict) else given
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _looked_for(token: str, template: str) -> bool:
@@ -375,20 +462,47 @@ class Tokenizer:
         }
         if options.continue_final_message:
             further["continue_final_message"] = True
+        check_messages(messages)
+        if any("tool_calls" in message for message in messages):
+            messages = list(_calls_in_form(messages, self._call_form))
         conversation = guard.messages(messages)
+        further["add_generation_prompt"] = options.add_generation_prompt
         known_tools = None if tools is None else guard.value("tools", list(tools))
         try:
-            prompt = self._hf.apply_chat_template(
-                conversation,
-                tools=known_tools,
-                add_generation_prompt=options.add_generation_prompt,
-                tokenize=False,
-                **further,
-            )
+            return self._written_by_template(conversation, known_tools, further)
         except Exception as error:  # a template is a program: it may raise anything
             problem = f"the chat template refuses them: {one_line(error)}"
             raise InvalidRequest("messages", problem) from error
+
+    def _written_by_template(
+        self, conversation: list[Any], tools: Any, further: Mapping[str, Any]
+    ) -> str:
+        from transformers.utils import chat_template_utils
+
+        render = getattr(chat_template_utils, "render_jinja_template", None)
+        if render is None or all(
+            message.get("content", "") is not None for message in conversation
+        ):
+            hf = self._hf
+            return str(hf.apply_chat_template(conversation, tools=tools, tokenize=False, **further))
+        # The same but for what newer releases drop: null, which a template looks for.
+        ((prompt,), _) = render(
+            [conversation],
+            tools=tools,
+            chat_template=self._hf.get_chat_template(None, tools),
+            **{**self._hf.special_tokens_map, **further},
+        )
         return str(prompt)
+
+    @cached_property
+    def _call_form(self) -> tuple[bool, bool]:
+        """The first of ``_CALL_FORMS`` in which the template shows a call."""
+        for form in _CALL_FORMS:
+            with suppress(Exception):  # a template is a program: it may raise anything
+                probe = list(_calls_in_form(_PROBE, form))
+                if _shows_call(self._written_by_template(probe, [_PROBE_TOOL], {})):
+                    return form
+        return _CALL_FORMS[0]
 
     @cached_property
     def _chat_guard(self) -> ChatGuard:

@@ -247,18 +247,6 @@ def test_templates_find_earlier_reasoning_by_either_name(name: str) -> None:
     assert (message["reasoning"], message["reasoning_content"]) == ("2+2", "2+2")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown"), [('{"a": 1}', {"a": 1}), ("[1]", "[1]"), ("{", "{"), ({}, {})]
-)
-def test_templates_get_arguments_as_an_object(arguments: object, shown: object) -> None:
-    """Anything else stays as the client sent it."""
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    *_, message = json.loads(
-        text_request(messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}]).messages or ""
-    )
-    assert message["tool_calls"][0]["function"]["arguments"] == shown
-
-
 def test_a_chat_has_at_most_max_completion_tokens() -> None:
     """``max_tokens`` is the older name."""
     assert text_request(max_tokens=9).max_tokens == 9

@@ -6,8 +6,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from trtllm_bls.chat_parsing import Arguments, ChatParser, Content, Event, Reasoning, ToolCall
 from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, with_allowed_tools
 from trtllm_bls.openai.errors import as_json, invalid
@@ -206,7 +204,7 @@ def _options(request: ChatRequest) -> ChatOptions:
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates expect it: text for parts, objects for calls' arguments."""
+    """A message as chat templates expect it: with text for parts, and without null."""
     field = f"messages[{index}]"
     role = message.get("role")
     if role not in _ROLES:
@@ -225,7 +223,7 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     else:
         raise invalid(f"{field}.content", "must be text or a list of parts")
     if "tool_calls" in plain:
-        plain["tool_calls"] = _calls(f"{field}.tool_calls", plain["tool_calls"])
+        _check_calls(f"{field}.tool_calls", plain["tool_calls"])
     for own, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
         if own in plain:
             plain.setdefault(other, plain[own])
@@ -245,23 +243,10 @@ def _part(field: str, part: object) -> str:
     return text
 
 
-def _calls(field: str, calls: object) -> list[dict[str, Any]]:
+def _check_calls(field: str, calls: object) -> None:
     if not isinstance(calls, list):
         raise invalid(field, "must be a list")
-    found = []
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid(f"{field}[{index}].function", "must be an object with a name")
-        arguments = function.get("arguments")
-        found.append({**call, "function": {**function, "arguments": _parsed(arguments)}})
-    return found
-
-
-def _parsed(arguments: object) -> object:
-    """A call's arguments as an object, which templates write as JSON themselves."""
-    try:
-        parsed = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
-    except (msgspec.DecodeError, RecursionError, UnicodeError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
