@@ -235,9 +235,10 @@ export REPOSITORY={shlex.quote(str(repository.absolute()))}
 srun --mpi=pmix --kill-on-bad-exit=1 bash -c '
   role=""
   [ "$SLURM_PROCID" = 0 ] || role="--model-control-mode=explicit {loads}"
-  # Without a key every client could read other requests or switch the log off.
-  key="$(cat /proc/sys/kernel/random/uuid)"
-  rule="shared-memory,model-repository,logging,trace:trtllm-bls-control=$key"
+  # Any client could otherwise read other requests or switch the log off. Triton asks for a header
+  # that nobody can send: its name has blanks, its value a line feed.
+  rule="shared-memory,model-repository,logging,trace:closed by serve=closed
+by serve"
   exec "$SERVER" --model-repository="$REPOSITORY" --disable-auto-complete-config \\
     --http-restricted-api="$rule" --grpc-restricted-protocol="$rule" \\
     --grpc-header-forward-pattern="traceparent|triton_grpc_error" \\
