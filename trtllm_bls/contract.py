@@ -143,7 +143,8 @@ _TEXT_SAMPLING = (
     Tensor("random_seed", "UINT64", field="seed", bounds=_UNSIGNED, until=_BEFORE_RENAMED),
 )
 # Upstream only tensorrt_llm has these; our tensorrt_llm_bls has them too, under the same names. The
-# C++ backend looks for runtime_top_p_min under another name, so no release has it.
+# C++ backend looks for runtime_top_p_min under another name, so no release has it, nor min_p. It
+# reads no_repeat_ngram_size, which upstream's configuration does not declare.
 _FINE_SAMPLING = (
     Tensor("runtime_top_p_min", "FP32", field="top_p_min", bounds=_SHARE, since=_NEVER),
     Tensor("runtime_top_p_decay", "FP32", field="top_p_decay", bounds=_SHARE, since=(0, 10)),
@@ -154,6 +155,8 @@ _FINE_SAMPLING = (
         bounds=_NOT_NEGATIVE,
         since=(0, 10),
     ),
+    Tensor("min_p", "FP32", bounds=Bounds(low=0, high=1), since=_NEVER),
+    Tensor("no_repeat_ngram_size", "INT32", bounds=_NOT_NEGATIVE, since=(0, 14)),
     Tensor("early_stopping", "BOOL", since=(0, 10)),
     Tensor("beam_search_diversity_rate", "FP32", bounds=_NOT_NEGATIVE, since=(0, 10)),
 )

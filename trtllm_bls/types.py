@@ -62,6 +62,7 @@ class Sampling:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
     min_tokens: int | None = None
     seed: int | None = None
     beam_width: int | None = None

@@ -111,6 +111,18 @@ async def test_what_is_sent_is_said_aloud(api: Any, monkeypatch: pytest.MonkeyPa
             engine.generate(replace(ASK, extras={"lora_weights": np.zeros(1)}))
 
 
+async def test_a_parameter_that_this_release_lacks_is_refused_by_name(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters came one by one."""
+    known = {name: None for name in api.SamplingParams.__dataclass_fields__ if name != "min_p"}
+    older = type("SamplingParams", (), {"__dataclass_fields__": known})
+    async with opened(api, monkeypatch) as (engine, _):
+        monkeypatch.setattr(api, "SamplingParams", older)
+        with pytest.raises(Unsupported, match=r"^min_p: the LLM API of this TensorRT-LLM"):
+            engine.generate(replace(ASK, sampling=Sampling(top_p=0.9, min_p=0.1)))
+
+
 async def test_leaving_aborts(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever leaves, and a stop that the engine does not know of."""
     script = Script(step_seconds=0.002)

@@ -236,4 +236,4 @@ def test_an_old_server_is_warned_about(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         answered(version=version)
-    assert ("in silence" in caplog.text) is warned
+    assert ("may ignore penalties" in caplog.text) is warned

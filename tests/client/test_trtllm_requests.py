@@ -136,6 +136,8 @@ SAMPLING: dict[str, Any] = {
     "top_k": 5,
     "top_p": 0.5,
     "top_p_min": 0.1,
+    "min_p": 0.2,
+    "no_repeat_ngram_size": 3,
     "top_p_reset_id": 7,
     "top_p_decay": 0.9,
     "temperature": 0.5,

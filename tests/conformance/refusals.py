@@ -21,6 +21,7 @@ from doubles.scripted_tokens import hashed
 from tests.conformance.engines import LLM_API
 from tests.helpers.scripted_services import EOS, reaching
 from tests.helpers.server_settings import DEMO
+from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.llm_api import LlmApiEngine
@@ -43,9 +44,12 @@ PROBES: dict[str, dict[str, Any]] = {
     "`repetition_penalty`, `presence_penalty`, `frequency_penalty`": {
         "sampling": Sampling(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1)
     },
-    "`runtime_top_p_decay`, `_min`, `_reset_ids`": {
-        "sampling": Sampling(top_p=0.9, top_p_decay=0.9, top_p_min=0.1, top_p_reset_id=3)
+    "`runtime_top_p_decay`, `runtime_top_p_reset_ids`": {
+        "sampling": Sampling(top_p=0.9, top_p_decay=0.9, top_p_reset_id=3)
     },
+    "`runtime_top_p_min`": {"sampling": Sampling(top_p=0.9, top_p_decay=0.9, top_p_min=0.1)},
+    "`min_p`": {"sampling": Sampling(top_p=0.9, min_p=0.1)},
+    "`no_repeat_ngram_size`": {"sampling": Sampling(no_repeat_ngram_size=3)},
     "`min_tokens`": {"sampling": Sampling(min_tokens=2)},
     "`min_tokens` with another `end_id` than the model's": {
         "end_id": EOS + 1,
@@ -90,8 +94,10 @@ async def _answer(engine: Engine, request: EngineRequest) -> str:
 
 
 def _cpp_backend(request: EngineRequest) -> str:
+    last = {each.name for each in ENGINE.inputs if each.since < (99, 99) == each.until}
+    inputs = {name: kind for name, kind in DeployedModel().inputs.items() if name in last}
     try:
-        request_inputs(request, DeployedModel(), 100)
+        request_inputs(request, DeployedModel(inputs), 100)
     except InvalidRequest as error:
         return error.problem
     return ""

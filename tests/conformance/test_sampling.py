@@ -6,6 +6,7 @@ stay greedy.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -75,6 +76,22 @@ def test_top_k_limits_what_can_be_drawn(
     rows = answer.last.outputs["generation_logits"][0, 0, :LENGTH, : deployment.vocab_size]
     places = [int((row > row[token]).sum()) for row, token in zip(rows, answer.ids, strict=True)]
     assert set(places) <= {0, 1}
+
+
+def test_min_p_leaves_the_likeliest(engine: Engine, story: Story, deployment: Deployment) -> None:
+    """At 1 it leaves nothing else; at 0, everything."""
+    name = engine.spelling("seed", "random_seed")
+    rules = {"runtime_top_p": 1.0, "temperature": 5.0, name: 3}
+    assert engine.ask(story.prompt, LENGTH, **rules, min_p=1.0).ids == story.tokens
+    assert engine.ask(story.prompt, LENGTH, **rules, min_p=0.0).ids != story.tokens
+
+
+def test_no_ngram_comes_twice(engine: Engine, deployment: Deployment) -> None:
+    """Neither in the answer nor in prompt and answer together."""
+    text = scattered(deployment.vocab_size, 53, 6)
+    text += engine.ask(text, LENGTH, no_repeat_ngram_size=2).ids
+    pairs = list(pairwise(text))
+    assert len(set(pairs)) == len(pairs)
 
 
 def test_repetition_penalty_changes_an_answer_that_repeats(

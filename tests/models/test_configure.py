@@ -25,7 +25,7 @@ CHECKOUT = Path(__file__).parents[2] / "models"
 
 OLD_SPELLINGS = {"min_length", "random_seed"}
 GONE = {
-    "tensorrt_llm": OLD_SPELLINGS | {"runtime_top_p_min"},
+    "tensorrt_llm": OLD_SPELLINGS | {"runtime_top_p_min", "min_p"},
     "ensemble": OLD_SPELLINGS,
     "preprocessing": {"MIN_LENGTH"},
 }

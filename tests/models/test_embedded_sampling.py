@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tests.helpers.embedded_steps import Steps, generated, prompt, request
 from trtllm_bls.engines.sampling import TokenSampler, log_prob
@@ -77,6 +82,39 @@ def test_the_limits_are_those_of_transformers(top_k: int | None, top_p: float | 
         for seed in range(3000)
     }
     assert drawn == set(kept[0].isfinite().nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize(("min_p", "top_p"), [(0.05, 1.0), (0.3, 1.0), (1.0, 1.0), (0.1, 0.6)])
+def test_min_p_is_that_of_transformers(min_p: float, top_p: float) -> None:
+    """After the temperature, and before top-p."""
+    scores = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
+    kept = TopPLogitsWarper(top_p)(None, MinPLogitsWarper(min_p)(None, scores / 0.8))
+    rules = {"temperature": 0.8, "top_p": top_p, "min_p": min_p}
+    row = scores[0].numpy()
+    drawn = {sampler(seed=seed, **rules).choose(row) for seed in range(3000)}
+    assert drawn == set(kept[0].isfinite().nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_no_run_of_tokens_is_repeated(size: int) -> None:
+    """What transformers bars is barred, however a text is split into prompt and answer."""
+    chance = np.random.default_rng(size)
+    barred = 0
+    for length in range(1, 40):
+        text = chance.integers(0, len(ROW), length).tolist()
+        begun = int(chance.integers(1, length + 1))
+        picker = sampler(tuple(text[:begun]), no_repeat_ngram_size=size)
+        for token in text[begun:]:
+            picker.push(token)
+        row = torch.from_numpy(ROW)[None].clone()
+        expected = NoRepeatNGramLogitsProcessor(size)(torch.tensor([text]), row)
+        if not expected.isfinite().any():
+            with pytest.raises(EngineError, match="no token"):
+                picker.processed(ROW)
+            continue
+        np.testing.assert_array_equal(picker.processed(ROW), expected[0].numpy())
+        barred += int((~expected.isfinite()).sum())
+    assert barred
 
 
 def test_top_p_decays_down_to_its_floor_and_is_reset() -> None:

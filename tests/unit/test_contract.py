@@ -28,8 +28,9 @@ OURS = {
         "timeout_ms",
         "stream_interval",
         *("runtime_top_p_min", "runtime_top_p_decay", "runtime_top_p_reset_ids"),
-        *("early_stopping", "beam_search_diversity_rate"),
+        *("early_stopping", "beam_search_diversity_rate", "min_p", "no_repeat_ngram_size"),
     },
+    ("tensorrt_llm", "inputs"): {"min_p", "no_repeat_ngram_size"},
     ("tensorrt_llm_bls", "outputs"): {"finish_reason", "stop_reason", "seed", "num_draft_rounds"},
 }
 # Required there, optional here: a conversation may take the prompt's place; and an ensemble ends

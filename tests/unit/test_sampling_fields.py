@@ -37,6 +37,7 @@ VALUES: dict[str, Any] = {
     "repetition_penalty": 1.2,
     "presence_penalty": 0.3,
     "frequency_penalty": 0.4,
+    "no_repeat_ngram_size": 2,
     "min_tokens": 2,
     "seed": 7,
     "beam_width": 2,

@@ -40,6 +40,8 @@ _FIELDS = (
     ("runtime_top_p_min", "Lower bound of a decaying top-p."),
     ("runtime_top_p_decay", "Factor on top-p after each token."),
     ("runtime_top_p_reset_ids", "Token id that resets the decay."),
+    ("min_p", "Leave out tokens less likely than this share of the likeliest's probability."),
+    ("no_repeat_ngram_size", "Never repeat so many tokens in a row."),
     ("repetition_penalty", "Above 1 discourages tokens that were seen."),
     ("presence_penalty", "Subtracted from tokens that were generated."),
     ("frequency_penalty", "Subtracted for each time a token was generated."),

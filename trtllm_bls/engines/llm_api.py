@@ -17,7 +17,13 @@ from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.engines.ends import SequenceEnds, end_id_of, sequence_ends
-from trtllm_bls.errors import EngineError, EngineUnavailable, SetupError, TrtllmBlsError
+from trtllm_bls.errors import (
+    EngineError,
+    EngineUnavailable,
+    SetupError,
+    TrtllmBlsError,
+    Unsupported,
+)
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason
 
 _NOWHERE = "this package does not pass it on to the LLM API"
@@ -46,7 +52,7 @@ def open_llm(
         raise SetupError(f"engine llm_api needs TensorRT-LLM in this Python: {error}") from error
     names = {"max_batch": "max_batch_size", "max_sequence_tokens": "max_seq_len"}
     options = {names[key]: value for key, value in sizes.items() if key in names}
-    llm = api.LLM(model=str(model_dir), **options)
+    llm = api.LLM(model=str(model_dir), guided_decoding_backend="xgrammar", **options)
     capacity = EngineCapacity(
         vocab_size=vocab_size(),  # not before: a tokenizer that is loaded first hides torch
         max_sequence_tokens=sizes.get("max_sequence_tokens"),
@@ -101,6 +107,9 @@ class LlmApiEngine:
             how = {kind: guide.text} if kind else {"json_object": True}
             given["guided_decoding"] = self._guided_decoding_params()(**how)
         end = -1 if end_id is None else end_id
+        known = getattr(self._api.SamplingParams, "__dataclass_fields__", given)
+        for name in given.keys() - known.keys():
+            raise Unsupported(name, "the LLM API of this TensorRT-LLM has no such parameter")
         return self._api.SamplingParams(
             max_tokens=request.max_tokens,
             n=len(sequence_ends(request)),
@@ -127,7 +136,8 @@ class LlmApiEngine:
         try:
             async for step in result:
                 for output in step.outputs:
-                    chunks.put(_read(output, sequences[output.index], request.wants.log_probs))
+                    sequence = sequences[output.index]
+                    chunks.put(_read(output, sequence, request.wants.log_probs, step.finished))
                 if all(sequence.done for sequence in sequences):
                     return
             raise EngineError(f"{self.name} ended its stream before its last token")
@@ -136,17 +146,24 @@ class LlmApiEngine:
         except Exception as error:  # of an API that is not ours
             raise EngineError(f"{self.name}: {error}") from error
         finally:
-            result.abort()  # nothing happens to one that has ended
+            if not result.finished:
+                result.abort()
 
 
-def _read(output: Any, sequence: SequenceEnds, scored: bool) -> list[EngineChunk]:
-    """The chunks of what is new in an output, which the LLM API repeats as it grows."""
+def _read(output: Any, sequence: SequenceEnds, scored: bool, finished: bool) -> list[EngineChunk]:
+    """The chunks of what is new in an output, which the LLM API repeats as it grows.
+
+    ``finished``: all sequences have ended. The LLM API may tell only the last one why.
+    """
     if sequence.done:
         return []
     num_read = sequence.received
     ids = tuple(output.token_ids[num_read:])
     scores = _log_probs(ids, output.logprobs[num_read:]) if scored else None
-    reason, ended = trtllm.REASONS.get(output.finish_reason), output.finish_reason is not None
+    reason, ended = (
+        trtllm.REASONS.get(output.finish_reason),
+        output.finish_reason is not None or finished,
+    )
     if reason is FinishReason.END_ID and output.stop_reason in sequence.stop_ids:
         reason = FinishReason.STOP
     return sequence.feed(ids, scores, ended=ended, reason=reason)

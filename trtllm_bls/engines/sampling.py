@@ -7,11 +7,12 @@ The rules, in the order in which they act on a row:
 3. repetition, presence and frequency penalty, over prompt and generated tokens together, as
    TensorRT-LLM's kernel counts them: a request split into several means the same;
 4. the end token is barred until ``min_tokens`` tokens are generated; bad sequences are barred
-   where the text (prompt included) ends with all but their last token; what a guide (a grammar
-   that the answer must follow) does not allow is barred;
+   where the text (prompt included) ends with all but their last token; so are tokens that would
+   repeat ``no_repeat_ngram_size`` tokens of the text, and what a guide (a grammar that the answer
+   must follow) does not allow;
 5. greedy (neither top-k nor top-p given, whatever the temperature, as in TensorRT-LLM; or
-   temperature 0; or top-k 1): the best token. Otherwise top-k, then top-p within what is left,
-   then a draw.
+   temperature 0; or top-k 1): the best token. Otherwise tokens less likely than ``min_p`` times
+   the likeliest are left out; top-k; top-p within what is left; then a draw.
 
 A draw uses one uniform number that is a function of seed, sequence and the token's *position* in
 the text, so results depend neither on the batch nor on how a text is split into requests, and
@@ -35,8 +36,9 @@ from trtllm_bls.types import Array, EngineRequest
 # ``check_request`` refuses more than one beam.
 HONOURED = frozenset(
     (
-        *("temperature", "top_k", "top_p", "top_p_min", "top_p_decay", "top_p_reset_id"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "seed"),
+        *("temperature", "top_k", "top_p", "top_p_min", "top_p_decay", "top_p_reset_id", "min_p"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+        *("min_tokens", "seed"),
         *("beam_width", "length_penalty", "early_stopping", "beam_search_diversity_rate"),
     )
 )
@@ -69,8 +71,15 @@ class TokenSampler:
         penalised = penalised or s.frequency_penalty
         # Occurrences of each token in the text.
         self._counts = np.bincount(self._text, minlength=vocab_size) if penalised else None
+        self._ngram = s.no_repeat_ngram_size or 0
+        # What has followed each run of ``_ngram - 1`` tokens of the text.
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+        if self._ngram:
+            for end in range(self._ngram, len(self._text) + 1):
+                self._note_follower(end)
         self._bias = np.asarray(request.embedding_bias, dtype=np.float64).reshape(-1, 2)
         altered = penalised or request.embedding_bias or request.bad_sequences or s.min_tokens
+        altered = altered or self._ngram
         by_logits = request.draft is not None and request.draft.logits is not None
         # Whether another token than the highest may be due, were it only greedy.
         self.alters = bool(altered or by_logits or guide is not None)
@@ -105,6 +114,8 @@ class TokenSampler:
             self._guide.push(token)
         if self._counts is not None:
             self._counts[token] += 1
+        if 0 < self._ngram <= len(self._text):
+            self._note_follower(len(self._text))
         if self._top_p is not None and self._sampling.top_p_decay is not None:
             decayed = self._top_p * self._sampling.top_p_decay
             reset = token == self._sampling.top_p_reset_id
@@ -131,10 +142,13 @@ class TokenSampler:
         for *before, last in self._request.bad_sequences:
             if self._text[len(self._text) - len(before) :] == before:
                 row[last] = -np.inf
+        if self._ngram:
+            tail = tuple(self._text[len(self._text) - self._ngram + 1 :])
+            row[self._followers.get(tail, [])] = -np.inf
         if self._guide is not None:
             self._guide.mask(row)
         if row.max() == -np.inf:
-            raise EngineError("bias, bad words and guide leave no token to choose")
+            raise EngineError("bias, bad words, n-grams and guide leave no token to choose")
         return row
 
     def _distribution(self, row: Array) -> Array:
@@ -145,6 +159,7 @@ class TokenSampler:
             certain[scores.argmax()] = 1
             return certain
         weights: Array = np.exp(scores - scores.max(), dtype=np.float64)
+        weights[weights < (self._sampling.min_p or 0)] = 0  # the likeliest weighs 1
         top_k = self._sampling.top_k
         if top_k and top_k < len(weights):
             weights[weights < np.partition(weights, -top_k)[-top_k]] = 0
@@ -153,6 +168,10 @@ class TokenSampler:
             weights[weights < _nucleus_edge(weights, self._top_p)] = 0
             weights /= weights.sum()
         return weights
+
+    def _note_follower(self, end: int) -> None:
+        *before, last = self._text[end - self._ngram : end]
+        self._followers.setdefault(tuple(before), []).append(last)
 
     def _uniform(self, stream: int) -> float:
         """In [0, 1); one number per seed, sequence, stream and position."""

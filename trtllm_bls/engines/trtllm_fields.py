@@ -35,6 +35,8 @@ _NEUTRAL = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "top_p_decay": 1.0,
+    "min_p": 0.0,
+    "no_repeat_ngram_size": 0,
 }
 
 

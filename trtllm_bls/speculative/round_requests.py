@@ -81,6 +81,7 @@ class RoundRequests:
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
+            no_repeat_ngram_size=sampling.no_repeat_ngram_size,
             min_tokens=sampling.min_tokens,
         )
         # The prompt's logits come with the first round.

@@ -198,7 +198,7 @@ class TrtllmServiceEngine:
             log.info("%s: TensorRT-LLM %s, %s", self.name, server.version, model.model_id)
             if not _is_read(server.version):
                 log.warning(
-                    "%s: TensorRT-LLM %s may ignore bad words, penalties and seeds in silence",
+                    "%s: TensorRT-LLM %s may ignore penalties, bad words, n-grams and seeds",
                     self.name,
                     server.version or "of an unknown version",
                 )

@@ -29,6 +29,8 @@ _SAMPLING = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "no_repeat_ngram_size",
+    "min_p",
 )
 
 
@@ -58,6 +60,8 @@ class SamplingParams:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     length_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    min_p: float | None = None
     early_stopping: int | None = None
     logprobs: int | None = None
     guided_decoding: GuidedDecodingParams | None = None
@@ -92,7 +96,8 @@ class RequestOutput:
 
     def __init__(self, engine: Engine, request: EngineRequest, params: SamplingParams) -> None:
         self.outputs = [CompletionOutput(index) for index in range(params.n)]
-        self.aborted = False
+        self.aborted = self.finished = False
+        self._ended = 0
         self._params = params
         self._steps: asyncio.Queue[Exception | bool] = asyncio.Queue()
         self._task = asyncio.ensure_future(self._run(engine, request))
@@ -118,13 +123,16 @@ class RequestOutput:
         if self._params.logprobs:
             pairs = zip(ids, scores, strict=True)
             output.logprobs += [{token: Logprob(value, 1)} for token, value in pairs]
-        if chunk.final:
+        self._ended += chunk.final
+        self.finished = self._ended == len(self.outputs)
+        if self.finished:  # a sequence that ends before is never told why
             reasons = {FinishReason.LENGTH: "length"}
             output.finish_reason = reasons.get(chunk.finish_reason, "stop")
             if chunk.finish_reason is FinishReason.STOP:
                 output.stop_reason = output.token_ids[-1]
 
     def abort(self) -> None:
+        assert not self.finished, "the worker logs a warning"
         self.aborted = True
         self._task.cancel()
 
@@ -148,7 +156,9 @@ class LLM:
         *,
         max_batch_size: int = 32,
         max_seq_len: int | None = None,
+        guided_decoding_backend: str | None = None,
     ) -> None:
+        self._guides = guided_decoding_backend is not None
         self.requests: list[RequestOutput] = []
         self.engine = ENGINE or _embedded(model, max_batch_size)
 
@@ -164,6 +174,8 @@ class LLM:
         if params.end_id is None:
             raise ValueError("tokenizer is required to reset end_id if it is None")
         assert streaming
+        if params.guided_decoding is not None and not self._guides:
+            raise ValueError("Guided decoding is not enabled")
         given = {name: getattr(params, name) for name in _SAMPLING}
         request = EngineRequest(
             request_id=str(len(self.requests)),
