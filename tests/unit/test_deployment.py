@@ -57,7 +57,7 @@ def deployed(**more: Any) -> Deployment:
 def test_engines_are_sent_a_bias_for_each_of_the_models_logits() -> None:
     """Which may be more than the tokenizer has tokens."""
     made: Any = deployed(tokenizer_dir=padded_model()).engine
-    assert made._target.vocab_size == tokenizer().vocab_size + 64
+    assert made.target.vocab_size == tokenizer().vocab_size + 64
 
 
 async def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not(
@@ -224,7 +224,7 @@ def test_tls_that_is_half_configured_is_refused_at_load(tmp_path: Path) -> None:
 def test_engines_are_looked_up_in_the_models_own_repository(tmp_path: Path) -> None:
     """Where one cannot be asked what it declares."""
     made: Any = deployed(repository=tmp_path, engine_transport="bls").engine
-    assert made._target._repository == tmp_path
+    assert made.target._repository == tmp_path
 
 
 def test_a_draft_with_another_vocabulary_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
