@@ -15,9 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -54,13 +53,7 @@ class ServerFailed(SetupError):
 
 
 class _StartAgain(ServerFailed):
-    """The start failed by an accident of timing; ``attempts`` starts in all are worth it."""
-
-    def __init__(
-        self, problem: str, log_lines: tuple[str, ...] = (), attempts: int = START_ATTEMPTS
-    ) -> None:
-        super().__init__(problem, log_lines)
-        self.attempts = attempts
+    """The start failed by an accident of timing; another one may not."""
 
 
 class Stopped(SetupError):
@@ -86,26 +79,24 @@ class Listener:
         """One more model is ready; ``ready`` counts them."""
 
 
-@dataclass
-class _RunningServer:
-    """One start of the server, with all that belongs to it."""
-
-    ports: Ports
-    repository: Path
-    environment: dict[str, str]
-    models: tuple[str, ...]
-    scratch: Scratch
-    book: LogBook
-    process: GuardedProcess
-
-
 class TritonServer:
     """One server process. ``start`` returns when every model is ready; ``stop`` drains.
 
     ``behind_http``: a program of ours answers HTTP at ``http_port``, and Triton's own HTTP port is
     for that program. ``request_stop`` may be called from a signal handler; everything else belongs
-    to one thread.
+    to one thread. What is declared below is of the latest start.
     """
+
+    ports: Ports
+    http_url: str  # Triton's own HTTP port, reachable from this machine
+    grpc_url: str  # host:port
+    metrics_url: str
+    repository: Path  # the model repository as it is served
+    environment: dict[str, str]  # the models', whose variables may override their parameters
+    models: tuple[str, ...]
+    status_dir: Path  # where the models write their status; see ``trtllm_bls.status``
+    region_prefix: str  # how the names of all its files in /dev/shm begin
+    unloaded: set[str]  # the models that a stopping server has unloaded
 
     def __init__(
         self,
@@ -116,9 +107,12 @@ class TritonServer:
     ) -> None:
         self.settings = settings
         self.behind_http = behind_http
+        self.host = reachable(settings.host)
         self._listener = listener or Listener()
         self._logged = threading.Event()  # set by every log line
-        self._run: _RunningServer | None = None
+        self._scratch: Scratch
+        self._book: LogBook
+        self._process: GuardedProcess | None = None
         self._stop_requests = 0
         self._failure: str | None = None
 
@@ -130,11 +124,6 @@ class TritonServer:
         self.stop()
 
     @property
-    def http_url(self) -> str:
-        """Triton's own HTTP port: ``http://host:port``, reachable from this machine."""
-        return self._running.ports.http_url
-
-    @property
     def public_http_url(self) -> str:
         """Where clients reach Triton's HTTP API."""
         if not self.behind_http:
@@ -143,57 +132,23 @@ class TritonServer:
         return f"{scheme}://{self.host}:{self.settings.http_port}"
 
     @property
-    def host(self) -> str:
-        return reachable(self.settings.host)
-
-    @property
-    def repository(self) -> Path:
-        """The model repository as it is served."""
-        return self._running.repository
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment of the models, whose variables may override their parameters."""
-        return self._running.environment
-
-    @property
-    def grpc_url(self) -> str:
-        """``host:port``."""
-        return self._running.ports.grpc_url
-
-    @property
-    def metrics_url(self) -> str:
-        return self._running.ports.metrics_url
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        return self._running.models
-
-    @property
-    def unloaded(self) -> set[str]:
-        """The models that a stopping server has unloaded."""
-        return self._running.book.unloaded
-
-    @property
     def process(self) -> psutil.Process | None:
         """tritonserver's own; ``None`` when it has ended."""
-        return self._running.process.server
-
-    @property
-    def running(self) -> bool:
-        """Whether it has been started and has not ended. Any thread may ask."""
-        run = self._run
-        return run is not None and run.process.running
+        return self._process.server if self._process else None
 
     @property
     def guard(self) -> psutil.Process | None:
         """The parent of tritonserver; ``None`` when it has ended."""
-        return self._running.process.guard
+        return self._process.guard if self._process else None
 
     @property
-    def status_dir(self) -> Path:
-        """Where its models write their status; see ``trtllm_bls.status``."""
-        return self._running.scratch.status
+    def running(self) -> bool:
+        """Whether it has been started and has not ended. Any thread may ask."""
+        return self._process is not None and self._process.running
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop_requests > 0
 
     def probe(self) -> Probe | None:
         """A client for health checks; ``None`` if the server asks for a certificate and there is
@@ -201,22 +156,7 @@ class TritonServer:
         tls = own_tls(self.settings)
         if self.settings.tls_client_ca is not None and not (tls and tls.private_key):
             return None
-        return Probe(self.grpc_url, self._running.scratch.canary_id, tls, local=True)
-
-    @property
-    def stop_requested(self) -> bool:
-        return self._stop_requests > 0
-
-    @property
-    def region_prefix(self) -> str:
-        """How the names of all its files in ``/dev/shm`` begin."""
-        return self._running.scratch.region_prefix
-
-    @property
-    def _running(self) -> _RunningServer:
-        if self._run is None:
-            raise RuntimeError("the server has not been started")
-        return self._run
+        return Probe(self.grpc_url, self._scratch.canary_id, tls, local=True)
 
     def start(self) -> None:
         """Start and return when every model is ready.
@@ -227,12 +167,12 @@ class TritonServer:
         server = self._checked_installation()
         for attempt in itertools.count(1):
             try:
-                self._run = self._launch(server)
-                self._wait_until_ready(self._run)
+                self._launch(server)
+                self._wait_until_ready()
                 return
             except BaseException as error:
                 self.discard()
-                if not isinstance(error, _StartAgain) or attempt >= error.attempts:
+                if not isinstance(error, _StartAgain) or attempt >= START_ATTEMPTS:
                     raise
                 self._listener.warning(f"{error}; starting again")
 
@@ -243,14 +183,13 @@ class TritonServer:
         """
         self._stop_requests += 1
         force = self._stop_requests > 1
-        if self._run is not None:
-            process = self._run.process
-            process.kill() if force else process.stop()
+        if self._process is not None:
+            self._process.kill() if force else self._process.stop()
         return force
 
     def keep_ports(self) -> None:
         """Start again where it is now: ports that were free to choose are no more."""
-        ports = self._running.ports
+        ports = self.ports
         self.settings = replace(self.settings, grpc_port=ports.grpc, metrics_port=ports.metrics)
         if not self.behind_http:
             self.settings = replace(self.settings, http_port=ports.http)
@@ -259,16 +198,16 @@ class TritonServer:
 
     def fail(self, problem: str) -> None:
         """Kill the server, which ends all its requests; ``wait`` raises. Any thread may call it."""
-        run = self._run
-        server = run and run.process.server
+        process, server = self._process, self.process
         with suppress(psutil.Error):
-            if run and server and server.status() != psutil.STATUS_ZOMBIE:
+            if process and server and server.status() != psutil.STATUS_ZOMBIE:
                 self._failure = problem  # otherwise it has ended by itself
-                run.process.kill()
+                process.kill()
 
     def end_unloading(self) -> None:
         """Kill a server that is stopping and has no requests left; ``wait`` then returns."""
-        self._running.process.kill()
+        if self._process is not None:
+            self._process.kill()
 
     def wait(self) -> bool:
         """Return when the server has ended as requested: whether requests were cut off.
@@ -276,14 +215,14 @@ class TritonServer:
         Raises ``ServerFailed`` if it ended by itself or failed. Its files stay until it is stopped
         or discarded: other processes may use them.
         """
-        run = self._running
-        code = run.process.wait()
+        assert self._process is not None, "the server has not been started"
+        code, book = self._process.wait(), self._book
         if not self._stop_requests:
             problem, self._failure = self._failure, None
             raise ServerFailed(
-                problem or f"the server ended by itself ({describe_exit(code)})", run.book.tail()
+                problem or f"the server ended by itself ({describe_exit(code)})", book.tail()
             )
-        if code and run.book.drained and self._stop_requests == 1:
+        if code and book.drained and self._stop_requests == 1:
             # Triton keeps a refused request whose client disconnected, and the model with it.
             self._listener.warning("all requests had ended; a model did not unload in time")
             return False
@@ -291,11 +230,11 @@ class TritonServer:
 
     def stop(self) -> None:
         """Let running requests end, at most ``exit_timeout`` seconds, and clean up."""
-        if self._run is not None:
+        if self._process is not None:
             if not self._stop_requests:
                 self.request_stop()
             with suppress(TimeoutExpired):
-                self._run.process.wait(self.settings.exit_timeout + 2 * GRACE_MARGIN)
+                self._process.wait(self.settings.exit_timeout + 2 * GRACE_MARGIN)
             self.discard()
             self._stop_requests = 0
 
@@ -310,7 +249,7 @@ class TritonServer:
             self._listener.warning(warning)
         return server
 
-    def _launch(self, server: Installation) -> _RunningServer:
+    def _launch(self, server: Installation) -> None:
         ports = choose(self.settings, self.behind_http)
         repository = command.model_repository(self.settings)
         scratch = Scratch()
@@ -335,80 +274,82 @@ class TritonServer:
                 environment.get(STATUS_DIR) or workdir.parameter(served, workdir.BLS, "status_dir")
             )
             environment[STATUS_DIR] = str(scratch.status)
-            models = workdir.model_names(served)
+            self.models = workdir.model_names(served)
             if sends_only := workdir.sends_only(served, self.settings):
                 environment[ENGINE_TRANSPORT] = "grpc"
             order = command.server_command(
                 server, self.settings, ports, served, backends, scratch.region_prefix, sends_only
             )
-            book = LogBook()
-            process = GuardedProcess(
-                order, environment, scratch, self.settings.exit_timeout, self._hear(book)
+            self._book = book = LogBook()
+
+            def on_line(raw: str) -> None:
+                self._listener.log(book.add(raw))
+                self._logged.set()
+
+            self._process = GuardedProcess(
+                order, environment, scratch, self.settings.exit_timeout, on_line
             )
         except BaseException:
             scratch.remove()
             raise
-        return _RunningServer(ports, served, environment, models, scratch, book, process)
+        self.ports, self.repository, self.environment = ports, served, environment
+        self.http_url, self.grpc_url = ports.http_url, ports.grpc_url
+        self.metrics_url = ports.metrics_url
+        self.status_dir, self.region_prefix = scratch.status, scratch.region_prefix
+        self.unloaded, self._scratch = book.unloaded, scratch
 
-    def _hear(self, book: LogBook) -> Callable[[str], None]:
-        def on_line(raw: str) -> None:
-            self._listener.log(book.add(raw))
-            self._logged.set()
-
-        return on_line
-
-    def _wait_until_ready(self, run: _RunningServer) -> None:
+    def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout
-        readiness, progress = Readiness(run.ports, run.models), StartProgress()
+        book, missing, progress = self._book, list(self.models), StartProgress()
         told = 0
-        self._listener.starting(run.models)
+        self._listener.starting(self.models)
         while True:
             self._logged.wait(POLL_S)
             self._logged.clear()
             if self._stop_requests:
                 raise Stopped("stopped before the models were ready")
-            self._raise_failure(run)
+            self._raise_failure()
             # Before a port is open: a region exists from the start of its model's process on.
-            run.scratch.hide_regions()
-            for model in run.book.loaded[told:]:
+            self._scratch.hide_regions()
+            for model in book.loaded[told:]:
                 told += 1
                 self._listener.model_ready(model, told)
-            if readiness.complete():
+            if is_ready(self.ports, missing):
                 return
-            missing = ", ".join(readiness.missing)
-            progress.look(run.process.server, run.book.lines)
+            progress.look(self.process, book.lines)
             if progress.stuck:
-                problem = f"nothing has moved for {progress.stuck_s:.0f} s while loading: {missing}"
-                raise _StartAgain(problem, run.book.tail())
+                problem = f"nothing has moved for {progress.stuck_s:.0f} s while loading: "
+                raise _StartAgain(problem + ", ".join(missing), book.tail())
             if time.monotonic() > deadline:
                 raise ServerFailed(
-                    f"not ready after {self.settings.ready_timeout} s, still loading: {missing}; "
-                    "allow more with --ready-timeout",
-                    run.book.tail(),
+                    f"not ready after {self.settings.ready_timeout} s, still loading: "
+                    f"{', '.join(missing)}; allow more with --ready-timeout",
+                    book.tail(),
                 )
 
-    def _raise_failure(self, run: _RunningServer) -> None:
-        ended = not run.process.running
-        code = run.process.wait() if ended else None  # also reads the log to its end
-        if run.book.lock_exception and (ended or run.book.failures):
+    def _raise_failure(self) -> None:
+        book, process = self._book, self._process
+        ended = process is None or not process.running
+        code = process.wait() if process and ended else 0  # also reads the log to its end
+        if book.lock_exception and (ended or book.failures):
             problem = "tritonserver's Python backend died of boost's lock_exception while starting"
-            raise _StartAgain(problem, run.book.tail(), attempts=2)
-        if run.book.failures:
-            raise ServerFailed(run.book.failure_summary(), run.book.failure_details())
-        if run.book.port_taken:
+            raise _StartAgain(problem, book.tail())
+        if book.failures:
+            raise ServerFailed(book.failure_summary(), book.failure_details())
+        if book.port_taken:
             settings = self.settings
             ports = (settings.http_port, settings.grpc_port, settings.metrics_port)
             kind = _StartAgain if 0 in ports or self.behind_http else ServerFailed
-            raise kind(f"the {run.book.port_taken} port was taken meanwhile, try again")
-        if code is not None:
-            raise ServerFailed(f"the server did not start ({describe_exit(code)})", run.book.tail())
+            raise kind(f"the {book.port_taken} port was taken meanwhile, try again")
+        if ended:
+            raise ServerFailed(f"the server did not start ({describe_exit(code)})", book.tail())
 
     def discard(self) -> None:
         """Kill the server in whatever state it is; no process and no file of it remains."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.process.kill()
-            run.process.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.close()
 
 
 _ANSWER_S = 2.0
@@ -419,29 +360,22 @@ LEAST_BYTES = 2**20
 LOOK_S = 5.0
 
 
-class Readiness:
-    """Whether a starting server serves: models over HTTP, then the gRPC and the metrics port.
+def is_ready(ports: Ports, missing: list[str]) -> bool:
+    """Whether a starting server serves. Removes those models from ``missing`` that do.
 
-    The server listens only after all models have loaded. ``missing``: models not known to be ready.
+    Models are asked for over HTTP; then the gRPC and the metrics port must accept a connection. The
+    server listens only after all models have loaded.
     """
-
-    def __init__(self, ports: Ports, models: tuple[str, ...]) -> None:
-        self.missing = list(models)
-        self._ports = ports
-
-    def complete(self) -> bool:
-        """Ask about the missing models; true if none is missing and every port accepts."""
-        ports = self._ports
-        with suppress(OSError):
-            while self.missing:
-                url = f"{ports.http_url}/v2/models/{quote(self.missing[0])}/ready"
-                if ask(url, _ANSWER_S)[0] != HTTPStatus.OK:
-                    return False
-                self.missing.pop(0)
-            for address in ((ports.host, ports.grpc), (ports.plain_host, ports.metrics)):
-                socket.create_connection(address, timeout=_ANSWER_S).close()
-            return True
-        return False
+    with suppress(OSError):
+        while missing:
+            url = f"{ports.http_url}/v2/models/{quote(missing[0])}/ready"
+            if ask(url, _ANSWER_S)[0] != HTTPStatus.OK:
+                return False
+            missing.pop(0)
+        for address in ((ports.host, ports.grpc), (ports.plain_host, ports.metrics)):
+            socket.create_connection(address, timeout=_ANSWER_S).close()
+        return True
+    return False
 
 
 class StartProgress:
