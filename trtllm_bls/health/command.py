@@ -101,6 +101,6 @@ async def _asked(
             return (), str(error), CANARY_FAILURES
         if canary and not missing:
             answer = await probe.canary(timeout)
-            if answer.outcome != "answered":
+            if answer.outcome in ("late", "failed"):  # a full server is at work
                 return (), answer.error, CANARY_FAILURES
         return missing, "", 0

@@ -24,11 +24,12 @@ TEXT_MODEL = "tensorrt_llm_bls"
 class Canary:
     """The result of a request for one token.
 
-    ``answered``: a token, or a refusal that only a working server gives. ``late``: no answer in
-    time, or a refusal because the server is full. ``failed``: an error.
+    ``answered``: a token, or a refusal that only a working server gives. ``full``: a refusal
+    because the server has as many requests as it may, which does not show that they progress.
+    ``late``: no answer in time. ``failed``: an error.
     """
 
-    outcome: Literal["answered", "late", "failed"]
+    outcome: Literal["answered", "full", "late", "failed"]
     error: str = ""
 
 
@@ -76,7 +77,7 @@ class Probe(Client):
         except (ConnectionFailed, DeadlineExceeded) as error:
             return Canary("late", str(error))
         except Overloaded as error:  # or an engine that cannot be reached
-            return Canary("late" if is_for_room(error) else "failed", str(error))
+            return Canary("full" if is_for_room(error) else "failed", str(error))
         except TrtllmBlsError as error:
             return Canary("failed", str(error))
         return Canary("answered")
