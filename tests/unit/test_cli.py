@@ -17,9 +17,7 @@ from rich.console import Console
 
 from trtllm_bls import __version__
 from trtllm_bls.cli import main
-from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher import ServerFailed
-from trtllm_bls.launcher.demo import prompts
 from trtllm_bls.launcher.logs import LinePace, parse
 from trtllm_bls.launcher.terminal import Terminal, show_error
 from trtllm_bls.settings import ServeSettings
@@ -295,23 +293,3 @@ def test_lines_of_our_own_have_a_time_and_are_in_the_log_file() -> None:
     assert [line.readable[:8] for line in kept] == [
         line[:8] for line in shown.getvalue().splitlines()
     ]
-
-
-# --- the demo's prompts ---------------------------------------------------------------------
-
-
-def test_demo_prompts_come_from_a_file(tmp_path: Path) -> None:
-    """The package brings three."""
-    assert len(prompts()) == 3
-    file = tmp_path / "prompts.json"
-    file.write_text('{"demo": ["one", "zwei", "三"], "other": []}', encoding="utf-8")
-    assert prompts(file) == ("one", "zwei", "三")
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"demo": 3}'])
-def test_an_unusable_prompts_file_is_named(tmp_path: Path, content: str) -> None:
-    """It says what the file has to hold."""
-    file = tmp_path / "prompts.json"
-    file.write_text(content)
-    with pytest.raises(SettingsError, match=r"prompts\.json: needs a list of prompts under 'demo'"):
-        prompts(file)

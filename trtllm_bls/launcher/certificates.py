@@ -32,24 +32,22 @@ def own_tls(settings: ServeSettings) -> Tls | None:
         if settings.tls_client_ca is not None and parameter in named
     }
     try:
-        server_context(settings)
-        return Tls(root_certificates=cert, server_name=_named_by(cert, key), **client_files)
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.load_cert_chain(cert, key)
+        if settings.tls_client_ca is not None:
+            server.load_verify_locations(settings.tls_client_ca)
+        peer = _handshake(server, trusting(cert)).getpeercert() or {}
     except (OSError, ValueError) as error:  # of which ssl's own are kinds
         ca = settings.tls_client_ca
         files = f"--tls-cert {cert}, --tls-key {key}" + (f", --tls-client-ca {ca}" if ca else "")
         raise SettingsError(f"{files}: not usable: {error}") from error
-
-
-def server_context(settings: ServeSettings) -> ssl.SSLContext:
-    """The server's side of TLS. Raises ``OSError`` or ``ValueError`` for unusable files."""
-    assert settings.tls_cert is not None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.options |= ssl.OP_NO_RENEGOTIATION
-    context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    if settings.tls_client_ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(settings.tls_client_ca)
-    return context
+    # A name in the certificate, since the address that the server listens at need not be one.
+    alternatives: Any = peer.get("subjectAltName", ())
+    subject: Any = peer.get("subject", ())
+    names = [name for _, name in alternatives]
+    names += [name for part in subject for kind, name in part if kind == "commonName"]
+    named_by = names[0].replace("*", "any") if names else None
+    return Tls(root_certificates=cert, server_name=named_by, **client_files)
 
 
 def client_context(settings: ServeSettings) -> ssl.SSLContext | None:
@@ -68,18 +66,6 @@ def curl_tls(settings: ServeSettings) -> str:
     if settings.tls_cert is None:
         return ""
     return " -k" if settings.tls_client_ca is None else ' -k --cert "$CERT" --key "$CERT_KEY"'
-
-
-def _named_by(cert: Path, key: Path) -> str | None:
-    """A name in the certificate, since the address that the server listens at need not be one."""
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(cert, key)
-    peer: dict[str, Any] = _handshake(server, trusting(cert)).getpeercert() or {}
-    names = [name for _, name in peer.get("subjectAltName", ())]
-    names += [
-        name for part in peer.get("subject", ()) for kind, name in part if kind == "commonName"
-    ]
-    return str(names[0]).replace("*", "any") if names else None
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLObject:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -16,33 +15,23 @@ from rich.text import Text
 from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.client import Client
 from trtllm_bls.commands.reply import Reply
-from trtllm_bls.errors import SettingsError
 from trtllm_bls.launcher.http_process import chat_curl
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.terminal import Terminal
 from trtllm_bls.settings import ServeSettings
 
-PROMPTS_FILE = DEMO / "prompts.json"
-
-
-def prompts(file: Path = PROMPTS_FILE) -> tuple[str, ...]:
-    """The demo's prompts; raises ``SettingsError`` for a file without any."""
-    try:
-        return tuple(str(prompt) for prompt in json.loads(file.read_text(encoding="utf-8"))["demo"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"{file}: needs a list of prompts under 'demo'") from error
+PROMPTS = json.loads((DEMO / "prompts.json").read_text(encoding="utf-8"))["demo"]
 
 
 def demo(settings: ServeSettings, *, max_tokens: int, verbose: bool = False) -> int:
     """Run it; returns 0, or 1 if any answer was empty. Raises what server and client raise."""
-    asked = prompts()
     progress = Terminal(Console(stderr=True), verbose=verbose)
     server = TritonServer(settings, progress)
     try:
         with progress.progress(), progress.lines_of_failure():
             server.start()
         progress.problems_only = True  # no line of the log between a prompt and its answer
-        answers = asyncio.run(ask(server.grpc_url, asked, max_tokens, Console()))
+        answers = asyncio.run(ask(server.grpc_url, PROMPTS, max_tokens, Console()))
     finally:
         server.stop()
     url = f"http://{settings.host}:{ServeSettings.openai_port}"
@@ -59,7 +48,13 @@ async def ask(
     async with Client(url) as client:
         answers = tuple([await _answer(client, prompt, max_tokens, console) for prompt in asked])
     for prompt, answer in zip(asked, answers, strict=True):
-        console.print(Text(_figures(prompt, answer), style="green" if answer.text else "red"))
+        found, told = answer.figures(), "no text came back"
+        if answer.arrivals:
+            told = (
+                f"{found['num_output_tokens'] or '?'} tokens in {found['duration_ms'] / 1000:.2f} "
+                f"s, the first after {found['ttft_ms']:.0f} ms; ended: {found['ended']}"
+            )
+        console.print(Text(f"{prompt!r}: {told}", style="green" if answer.text else "red"))
     return answers
 
 
@@ -74,14 +69,3 @@ async def _answer(client: Client, prompt: str, max_tokens: int, console: Console
             console.out(event.text, end="", highlight=False)
     console.print("\n")
     return reply
-
-
-def _figures(prompt: str, answer: Reply) -> str:
-    if not answer.arrivals:
-        return f"{prompt!r}: no text came back"
-    found = answer.figures()
-    tokens = "?" if answer.completion_tokens is None else answer.completion_tokens
-    return (
-        f"{prompt!r}: {tokens} tokens in {found['duration_ms'] / 1000:.2f} s, "
-        f"the first after {found['ttft_ms']:.0f} ms; ended: {found['ended']}"
-    )

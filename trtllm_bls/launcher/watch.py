@@ -229,19 +229,14 @@ class Watch:
                 self._not_ready = missing
             quiet = time.monotonic() - self._progress_at >= self._pace.canary_s - self._pace.look_s
             if self._has_canary and (quiet or self._failures):
-                self._look_at_steps()
+                # Steps of the engine are progress. Requests that do not stream send nothing until
+                # they end. If they fill the engine's batch, a canary has to wait, and only the
+                # engine's count of steps tells work from a standstill.
+                before, self._steps = self._steps, self._steps_told
+                if self._steps > before:
+                    self._progress_at = time.monotonic()
                 await self._send_canary(probe)
             await asyncio.sleep(self._pace.canary_s / (5 if self._failures else 1))
-
-    def _look_at_steps(self) -> None:
-        """Count steps of the engine as progress.
-
-        Requests that do not stream send nothing until they end. If they fill the engine's batch, a
-        canary has to wait, and only the engine's count of steps tells work from a standstill.
-        """
-        before, self._steps = self._steps, self._steps_told
-        if self._steps > before:
-            self._progress_at = time.monotonic()
 
     async def _send_canary(self, probe: Probe) -> None:
         canary = await probe.canary(self._pace.answer_s)

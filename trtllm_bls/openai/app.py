@@ -54,10 +54,9 @@ from trtllm_bls.openai.schema import (
     decode,
 )
 from trtllm_bls.services.deployment import Deployment
-from trtllm_bls.services.engine_steps import told_longest
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.status import common_problem, engines_up
+from trtllm_bls.status import StatusDirectory, common_problem, engines_up
 from trtllm_bls.types import TextChunk, TextRequest
 
 # Parsing 256 KiB takes a few ms. A larger body is parsed in a thread, so that streams go on.
@@ -219,7 +218,9 @@ class _Api:
             capacity = await self.backend.engine.capacity()
             if longest := capacity.max_sequence_tokens or capacity.max_prompt_tokens:
                 return longest
-        return told_longest(self.settings.status_dir, self.backend.engine.name)
+        if not (directory := self.settings.status_dir):
+            return None
+        return StatusDirectory(directory).longest(self.backend.engine.name)
 
     async def models(self, request: Request) -> Response:
         cards = [await self._card(name) for name in self.settings.model_names]

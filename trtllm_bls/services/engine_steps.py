@@ -32,19 +32,12 @@ log = logging.getLogger(__name__)
 async def tell_longest(engine: Engine, model: str) -> None:
     """Write the engine's longest sequence, in tokens, for the other processes of ``serve``."""
     try:
-        directory, longest = (
-            os.environ.get(STATUS_DIR),
-            (await engine.capacity()).max_sequence_tokens,
-        )
+        directory = os.environ.get(STATUS_DIR)
+        longest = (await engine.capacity()).max_sequence_tokens
         if directory and longest:
             StatusDirectory(directory).tell_longest(model, longest)
     except (EngineError, OSError) as error:
         log.warning("%s: /v1/models does not tell its longest sequence: %s", model, error)
-
-
-def told_longest(directory: str, model: str) -> int | None:
-    """The longest sequence of ``model`` in tokens, if it is in the status directory."""
-    return StatusDirectory(directory).longest(model) if directory else None
 
 
 class EngineSteps:
