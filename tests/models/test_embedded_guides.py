@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,14 +21,21 @@ from openai.types import Batch, Completion, FileObject, Image, Model, Moderation
 
 from tests.helpers.embedded_steps import answers, checkpoint
 from tests.helpers.tools import ping_and_set_tree
-from trtllm_bls.chat_parsing import FORCED, Arguments, ChatParser, ToolCall, forced_calls
+from trtllm_bls.chat_parsing import (
+    FORCED,
+    TOOL_FORMATS,
+    Arguments,
+    ChatParser,
+    ToolCall,
+    forced_calls,
+)
 from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.embedded.guides import Guides
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.openai.constraints import guided_decoding
-from trtllm_bls.openai.schema import CompletionRequest
+from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, guided_decoding
+from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 from trtllm_bls.types import (
     Draft,
@@ -253,6 +261,46 @@ def test_a_choice_is_answered_as_it_is_written(tokenizer: Tokenizer, choice: str
     assert not allows(tokenizer, guide.kind, guide.text, choice + "a")
 
 
+# A call as each family writes it.
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+    "pythonic": "[f(a=1)]",
+    "llama3_json": '{"name": "f", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+}
+
+
+@pytest.mark.parametrize("family", TOOL_FORMATS)
+def test_an_answer_obeys_the_schema_or_is_a_call(tokenizer: Tokenizer, family: str) -> None:
+    """Of tools that may be called, in the form of the model's own calls."""
+    form = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
+    request = msgspec.convert(
+        {
+            "model": "",
+            "messages": [{}],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "response_format": form,
+        },
+        ChatRequest,
+    )
+    guide = AnswerForm(request, ChatFormats(TOOL_FORMATS[family]), tokenizer).guide
+    assert guide is not None and guide.field == "response_format"
+    told = [CALLS[family], '{"name": "Ada", "age": 7}', '{"name": "Ada"}', "Ada", ""]
+    allowed = [allows(tokenizer, guide.kind, guide.text, text) for text in told]
+    assert allowed == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("marker", ["<|user|>", "<|use"])
+def test_a_call_may_begin_with_a_control_token(tokenizer: Tokenizer, marker: str) -> None:
+    """Some families' markers are one; others spell theirs."""
+    parts = [{"type": "const_string", "value": marker}, {"type": "any_text"}]
+    guide = json.dumps({"format": {"type": "sequence", "elements": parts}})
+    assert allows(tokenizer, "structural_tag", guide, marker + " and <|system|> more")
+    assert not allows(tokenizer, "structural_tag", guide, "<|system|>")
+
+
 @pytest.mark.parametrize("forced", [False, True])
 def test_published_schemas_are_kept(tokenizer: Tokenizer, forced: bool) -> None:
     """Somebody else's types: as the form of an answer, and as the parameters of a tool."""
@@ -339,6 +387,13 @@ def test_drafts_that_the_guide_forbids_are_rejected(
         ("regex", "[[:alpha:]]", "guided_decoding_guide", r"is no regex: \[ inside \[\]"),
         ("regex", "[a&&b]", "guided_decoding_guide", r"&& inside \[\]"),
         ("ebnf_grammar", "root", "guided_decoding_guide", "is no ebnf_grammar"),
+        ("structural_tag", "[]", "guided_decoding_guide", "is an object"),
+        (
+            "structural_tag",
+            '{"format": {"type": "x"}}',
+            "guided_decoding_guide",
+            "only or, sequence",
+        ),
         ("ebnf_grammar", 'start: %json {"enum": [1]}', "guided_decoding_guide", "%json is not"),
         ("xml", "a", "guided_decoding_guide_type", "'xml' is unknown"),
         ("regex", None, "guided_decoding_guide", "is missing"),

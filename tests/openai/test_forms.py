@@ -20,6 +20,7 @@ from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.constraints import ChatFormats
+from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.openai.responses import Head
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.tokenizer import load_tokenizer
@@ -290,7 +291,7 @@ def real() -> Iterator[openai.OpenAI]:
     sizes = EmbeddedSettings(max_batch=4, max_sequence_tokens=512, threads=1)
     engine = RoutingEngine(EmbeddedEngine(DEMO, sizes))
     backend = ScriptedBackend(engine, tokenizer=load_tokenizer(DEMO))
-    with serving(engine, backend) as api:
+    with serving(engine, backend, tool_parser="hermes") as api:
         client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0)
         with client:
             yield client
@@ -367,6 +368,27 @@ def test_of_several_tools_one_is_called_once_its_name_is_there(
     assert called(real, stream, max_tokens=3, **asked) == (None, "", "", "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_beside_tools_keeps_the_schema(real: openai.OpenAI, stream: bool) -> None:
+    """The model may call, in its own form; this one does not."""
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    asked: Any = {"tools": [WEATHER], "response_format": form, "max_tokens": 100}
+    name, _, content, reason = called(real, stream, **asked)
+    assert (name, reason) == (None, "stop")
+    jsonschema.validate(json.loads(content), PERSON)
+
+
+def test_only_json_can_stand_beside_tools() -> None:
+    """No engine's structural tag has our grammars."""
+    with pytest.raises(ApiError, match="structured_outputs: cannot be combined with tools"):
+        response_to(
+            ChatFormats(TOOL_FORMATS["hermes"]),
+            tokenizer(),
+            tools=[WEATHER],
+            structured_outputs={"regex": "a"},
+        )
+
+
 def test_a_schema_is_kept(real: openai.OpenAI) -> None:
     """In every choice, sampled at any temperature, streamed or not."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
@@ -439,7 +461,6 @@ def test_json_is_an_object(real: openai.OpenAI) -> None:
             "tool_choice.allowed_tools.tools",
         ),
         ({"tool_choice": allowing("auto", "ping")}, "tool_choice.allowed_tools.tools"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
         ({"prediction": {"type": "content"}}, "prediction.content"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"extra_body": {"structured_outputs": {"xml": "a"}}}, "structured_outputs"),

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KINDS = ("json", "json_schema", "regex", "ebnf_grammar")
+KINDS = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
 ENGINE_STACK_BYTES = 32 * 2**20  # of the thread that compiles in the engine's process
 _TRIAL_STACK_BYTES = 8 * 2**20
 _MEMORY_BYTES = 2 * 2**30  # of the child's address space, of which it needs a tenth
@@ -136,7 +136,7 @@ def compiled(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        grammar = _grammar(kind, text)
+        grammar = _grammar(tokenizer, kind, text)
     except ValueError as error:
         raise ValueError(f"is no {kind}: {first_line(str(error))}") from None
     limits = LLParserLimits(verbose_errors=False)
@@ -159,7 +159,7 @@ def first_line(text: str) -> str:
     return "no text fits it" if lines[0] == "NoExtensionBias" else lines[0][:300]
 
 
-def _grammar(kind: str, text: str) -> str:
+def _grammar(tokenizer: LLTokenizer, kind: str, text: str) -> str:
     """The guide in llguidance's form. Raises ``ValueError`` for one that is not of its kind."""
     from llguidance import LLMatcher, grammar_from
 
@@ -171,17 +171,54 @@ def _grammar(kind: str, text: str) -> str:
             raise ValueError("%json is not allowed in it; send a json_schema")
         return grammar
     try:
-        schema = _schema(text) if kind == "json_schema" else {"type": "object"}
+        read = _read(text) if kind != "json" else {"type": "object"}
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(schema, (dict, bool)):
-        raise ValueError("a schema is an object or a boolean")
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
+    if kind == "structural_tag":
+        return _of_tag(tokenizer, read)
     return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema),
+        json.dumps(_schema(read)),
         overrides=_JSON_RULES,  # type: ignore[arg-type]
     )
+
+
+def _schema(read: Any) -> dict[str, Any]:
+    if not isinstance(read, (dict, bool)):
+        raise ValueError("a schema is an object or a boolean")
+    if isinstance(read, bool):
+        return {} if read else {"enum": []}
+    return read
+
+
+def _of_tag(tokenizer: LLTokenizer, tag: Any) -> str:
+    """A structural tag, as xgrammar describes it, in llguidance's form: what the OpenAI API needs
+    of it, for a text that is a JSON document or begins a call."""
+    special = {
+        tokenizer.decode_str([token]): token
+        for token in range(tokenizer.vocab_size)
+        if tokenizer.is_special_token(token)
+    }
+    rules: list[str] = []
+
+    def written(part: Any) -> str:
+        match part:
+            case {"type": "json_schema", "json_schema": schema}:
+                rules.append(json.dumps({**_schema(schema), "x-guidance": _JSON_RULES}))
+                return f"schema{len(rules)}"
+            case {"type": "const_string", "value": str(value)}:
+                token = f" | <[{special[value]}]>" if value in special else ""
+                return f"({json.dumps(value, ensure_ascii=False)}{token})"
+            case {"type": "any_text"}:
+                return "<[*]>*"
+            case {"type": "or" | "sequence" as kind, "elements": list(parts)} if parts:
+                return f"({(' | ' if kind == 'or' else ' ').join(map(written, parts))})"
+        raise ValueError("only or, sequence, json_schema, const_string and any_text are supported")
+
+    if not isinstance(tag, dict):
+        raise ValueError("a structural tag is an object")
+    lines = ["%llguidance {}", f"start: {written(tag.get('format'))}"]
+    lines += [f"schema{number}: %json {rule}" for number, rule in enumerate(rules, 1)]
+    return "\n".join(lines)
 
 
 def _portable(pattern: str) -> str:
@@ -209,7 +246,7 @@ def _portable(pattern: str) -> str:
     return "".join(found)
 
 
-def _schema(text: str) -> Any:
+def _read(text: str) -> Any:
     integer, other = partial(_exact, int), partial(_exact, float)
     return json.loads(
         text,

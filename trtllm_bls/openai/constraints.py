@@ -6,6 +6,7 @@ A demand is enforced by the engine's guided decoding, or the request is refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -32,6 +33,8 @@ from trtllm_bls.openai.schema import (
 )
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import Array, ChatOptions
+
+_ANY_TEXT = {"type": "any_text"}
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,8 @@ class AnswerForm:
                 self._schemas = {forced: self._schemas[forced]}
         elif tools and choice != "none":
             self._tools = formats.tools
-            if self.guide is not None:
-                problem = "cannot be combined with tools that may be called; send tool_choice none"
-                raise invalid(self.guide.field, f"{problem} or required")
+            if self.guide is not None and self._tools is not None:
+                self.guide = _or_calls(self.guide, self._tools, self._schemas)
         if self.guide is not None:
             self._reasoning = None  # the engine enforces the form from the first token on
 
@@ -193,6 +195,28 @@ def _quoted(text: str) -> str:
     """
     text = text.replace("\\", r"\\").replace('"', r"\"")
     return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda c: f'" "\\x{ord(c[0]):02x}" "', text) + '"'
+
+
+def _or_calls(guide: GuidedDecoding, tools: ToolFormat, names: Iterable[str]) -> GuidedDecoding:
+    """The form, or an answer that begins as the model's calls do."""
+    if guide.kind not in ("json", "json_schema"):
+        problem = "cannot be combined with tools that may be called; send tool_choice none"
+        raise invalid(guide.field, f"{problem} or required")
+    schemas = [guide.text or '{"type":"object"}']
+    begins = list(tools.begin)
+    if tools.bare == "{":
+        call = {"name": {"enum": list(names)}, "parameters": {"type": "object"}}
+        shape = {"type": "object", "properties": call, "additionalProperties": False}
+        schemas.append(as_json("tools", {**shape, "required": list(call)}))
+    elif tools.bare:
+        begins += [f"{tools.bare}{name}(" for name in names]
+    # Put together as text: the schema may be text that is no JSON, which the engine refuses.
+    texts = [f'{{"type":"json_schema","json_schema":{schema}}}' for schema in schemas]
+    markers = [{"type": "const_string", "value": begin} for begin in begins]
+    calls = {"type": "sequence", "elements": [{"type": "or", "elements": markers}, _ANY_TEXT]}
+    elements = ",".join([*texts, as_json("tools", calls)])
+    tag = f'{{"type":"structural_tag","format":{{"type":"or","elements":[{elements}]}}}}'
+    return GuidedDecoding(guide.field, "structural_tag", tag)
 
 
 def _forced_guide(
