@@ -107,7 +107,8 @@ class TritonHttp:
         self._is_allowed = is_allowed
         self._http = httpx.AsyncClient(
             base_url=triton.http,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            # A stopping Triton waits for its HTTP connections to close, also idle ones.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             timeout=httpx.Timeout(None, connect=_TIMEOUT_SECONDS),
             trust_env=False,  # a proxy of the environment is not for this machine's own ports
         )
