@@ -91,6 +91,29 @@ def test_what_is_served_is_what_is_asked_for() -> None:
             assert {"port": "health"} in [port for rule in free for port in rule["ports"]]
 
 
+def test_no_container_has_privileges_and_serve_is_not_root() -> None:
+    """In every manifest; what a pod says holds for its containers unless they say otherwise."""
+    for pod, server in servers():
+        for container in pod["containers"]:
+            rules = pod["securityContext"] | container["securityContext"]
+            assert rules["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert rules["allowPrivilegeEscalation"] is False
+            assert rules["capabilities"] == {"drop": ["ALL"]}
+        rules = pod["securityContext"] | server["securityContext"]
+        assert rules["runAsNonRoot"] and rules["runAsUser"] and rules["fsGroup"]
+
+
+def test_network_policies_and_services_name_ports_that_there_are() -> None:
+    """A rule for another name would open nothing, or close what is needed."""
+    named = {port["name"] for _, server in servers() for port in server["ports"]}
+    for document in (d for m in MANIFESTS for d in documents(m)):
+        if document["kind"] == "NetworkPolicy":
+            rules = [port for rule in document["spec"]["ingress"] for port in rule["ports"]]
+            assert {port["port"] for port in rules} == named
+        if document["kind"] == "Service":
+            assert {port["targetPort"] for port in document["spec"]["ports"]} <= named
+
+
 def test_an_engine_that_is_not_well_for_long_is_started_again() -> None:
     """By its container's own probes, whose command is run here before a service that is played."""
     for pod, server in servers():

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -88,14 +89,43 @@ def test_workers_answer_over_https_to_who_has_a_key(
     assert sum("spawn_main" in " ".join(name) for name in names) == 2
 
 
-def test_who_shows_no_certificate_of_the_authority_is_not_answered(
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("issuer", [None, trustme.CA()])
+def test_who_shows_no_certificate_of_the_authority_is_refused_by_tls(
+    process: tuple[subprocess.Popen[str], str],
+    authority: trustme.CA,
+    version: ssl.TLSVersion,
+    issuer: trustme.CA | None,
+) -> None:
+    """Before any request is read: in TLS 1.2 the handshake fails, in 1.3 the client's side of it
+    has ended by then. The next request of who shows one is answered."""
+    _, url = process
+    context = ssl.create_default_context()
+    context.maximum_version = version
+    authority.configure_trust(context)
+    if issuer is not None:
+        issuer.issue_cert("client").configure_cert(context)
+    address = urlsplit(url)
+    with (
+        socket.create_connection((address.hostname, address.port), timeout=60) as plain,
+        pytest.raises((ssl.SSLError, ConnectionResetError)),
+        context.wrap_socket(
+            plain, server_hostname="127.0.0.1", suppress_ragged_eofs=False
+        ) as connection,
+    ):
+        assert version is not ssl.TLSVersion.TLSv1_2
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.recv(1)
+    assert get(f"{url}/metrics", authority) == 200
+
+
+def test_who_speaks_plain_http_is_not_answered(
     process: tuple[subprocess.Popen[str], str], authority: trustme.CA
 ) -> None:
-    """Nor who speaks plain HTTP, not even a probe; the next request is."""
+    """Not even a probe; the next request is."""
     _, url = process
-    for asked in (url, url.replace("https", "http")):
-        with pytest.raises(OSError):
-            get(f"{asked}/health", authority, trustme.CA())
+    with pytest.raises(OSError):
+        get(f"{url.replace('https', 'http')}/health", authority)
     assert get(f"{url}/metrics", authority) == 200
 
 
