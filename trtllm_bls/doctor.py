@@ -319,13 +319,15 @@ def proxies(subject: Subject) -> Findings:
 @check("Python and packages are as this package needs them")
 def packages(subject: Subject) -> Findings:
     """`pip install --no-deps` leaves what a container has, which may be too old."""
-    for requirement in _requirements(subject.packages):
+    for needs, requirement in _requirements(subject.packages):
         version = subject.packages(requirement.name)
         if version is None:
             yield Finding("error", f"no {requirement.name}", f"pip install '{requirement}'")
         elif not requirement.specifier.contains(version, prereleases=True):
-            what = f"{requirement.name} {version}, needed is {requirement.specifier}"
+            what = f"{requirement.name} {version}, {needs} needs {requirement.specifier}"
             mend = "install trtllm-bls into an environment of its own, or take a newer container"
+            if needs == "httpcore":  # which the Containerfile adds beside the image's h11
+                mend = "install another httpcore: --build-arg HTTPCORE=1.0.9 of the Containerfile"
             yield Finding("error", what, mend)
 
 
@@ -352,17 +354,15 @@ def _finds() -> bool:
     return False
 
 
-def _requirements(packages: Callable[[str], str | None]) -> Iterator[Requirement]:
-    try:
-        texts = importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        return  # not installed, so there is no list of requirements
+def _requirements(packages: Callable[[str], str | None]) -> Iterator[tuple[str, Requirement]]:
+    """Who needs what: this package, and what the Containerfile adds without its dependencies."""
     # `serve` has the OpenAI API wherever uvicorn is installed.
     extra = "openai" if packages("uvicorn") else ""
-    for text in texts:
-        requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-            yield requirement
+    for name in (DISTRIBUTION, "httpx", "httpcore"):
+        with suppress(importlib.metadata.PackageNotFoundError):  # then it has no list
+            for requirement in map(Requirement, importlib.metadata.requires(name) or []):
+                if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                    yield name, requirement
 
 
 @check(

@@ -295,6 +295,17 @@ def test_packages_that_are_too_old_or_absent() -> None:
     assert all(finding.mend for finding in found)
 
 
+def test_httpcore_beside_another_h11_than_it_runs_with() -> None:
+    """The Containerfile adds httpcore to images whose h11 it must leave."""
+    assert findings("packages") == []
+    h11 = {"h11": "0.12.0"}
+    found = only(
+        findings("packages", packages=lambda name: h11.get(name) or doctor.installed(name))
+    )
+    assert found.what.startswith("h11 0.12.0, httpcore needs ")
+    assert "HTTPCORE=" in found.mend
+
+
 @pytest.mark.parametrize(
     ("release", "transformers", "sound"),
     [("0.19.0", "4.51.3", True), ("0.19.0", "4.57.1", False), ("0.16.0", "4.45.2", True)],
