@@ -53,12 +53,13 @@ def test_slots_far_apart_in_length_are_not_padded_and_stay_exact() -> None:
 def test_packed_linears_give_the_stock_layers_numbers() -> None:
     """The packed layer differs from the stock one by rounding only, with and without bias."""
     torch.manual_seed(0)
-    stock = nn.Sequential(nn.Linear(48, 80), nn.ReLU(), nn.Linear(80, 24, bias=False))
-    rows = torch.randn(1, 7, 48)
+    layers = nn.Linear(256, 1024), nn.Linear(1024, 256, bias=False), nn.Linear(256, 256)
+    stock = nn.Sequential(*layers[:2], nn.ReLU(), layers[2])
+    rows = torch.randn(1, 7, 256)
     with torch.no_grad():
         expected = stock(rows)
         replaced = pack_linears(stock)
-        assert replaced == 2
+        assert replaced == 2 and stock[3] is layers[2], "a small one is faster as it is"
         torch.testing.assert_close(stock(rows), expected)
         torch.testing.assert_close(stock(rows[:, :1]), expected[:, :1])
 
@@ -85,7 +86,7 @@ def test_layers_that_are_more_than_linear_are_left_alone() -> None:
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(rows)
 
-    model = nn.Sequential(Doubled(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(Doubled(512, 512), nn.Linear(512, 512))
     assert pack_linears(model) == 1
     assert type(model[0]) is Doubled
 

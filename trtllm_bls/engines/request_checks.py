@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.types import Array, Draft, EngineCapacity, EngineRequest, Sampling
+from trtllm_bls.types import Draft, EngineCapacity, EngineRequest, Sampling
 
 
 def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
@@ -24,33 +24,31 @@ def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
     What the capacity does not tell is not checked.
     """
     draft = request.draft or Draft(token_ids=())
-    _check_bounds(
-        vars(request)
-        | vars(request.sampling)
-        | {"draft_acceptance_threshold": draft.acceptance_threshold}
-    )
+    values: dict[str, Any] = vars(request) | vars(request.sampling)
+    values["draft_acceptance_threshold"] = draft.acceptance_threshold
+    for tensor in ENGINE.inputs:
+        if tensor.bounds is not None and values.get(tensor.key) is not None:
+            tensor.check(values[tensor.key])
     if (request.sampling.beam_width or 1) > 1:
         # Beams rewrite what was already sent and share one width per batch; samples do neither.
         problem = f"{request.sampling.beam_width}; this engine has no beam search"
         raise Unsupported("beam_width", f"{problem}, use num_return_sequences")
     if not request.input_ids:
         raise InvalidRequest("input_ids", "the prompt is empty")
-    if capacity.max_sequence_tokens is not None:
-        _check_length("input_ids", request.input_ids, capacity.max_sequence_tokens - 1)
-    if capacity.max_draft_tokens is not None:
-        _check_length("draft_input_ids", draft.token_ids, capacity.max_draft_tokens)
-    for name, words in (
-        ("stop_words_list", request.stop_sequences),
-        ("bad_words_list", request.bad_sequences),
+    longest = capacity.max_sequence_tokens
+    for name, ids, most in (
+        ("input_ids", request.input_ids, None if longest is None else longest - 1),
+        ("draft_input_ids", draft.token_ids, capacity.max_draft_tokens),
     ):
-        if not all(words):
-            raise InvalidRequest(name, "holds an empty sequence")
-    _check_tokens(
-        request, draft, sys.maxsize if capacity.vocab_size is None else capacity.vocab_size
-    )
+        if most is not None and len(ids) > most:
+            raise InvalidRequest(name, f"{len(ids)} tokens; at most {most} are allowed")
+    _check_tokens(request, draft, capacity.vocab_size or sys.maxsize)
     if draft.logits is not None:
-        vocab_size = capacity.vocab_size or draft.logits.shape[-1]
-        _check_logits(draft.logits, (len(draft.token_ids), vocab_size))
+        shape = len(draft.token_ids), capacity.vocab_size or draft.logits.shape[-1]
+        if draft.logits.shape != shape:
+            raise InvalidRequest("draft_logits", f"shape {draft.logits.shape} is not {shape}")
+        if not (draft.logits < np.inf).all():
+            raise InvalidRequest("draft_logits", "holds NaN or infinity")
 
 
 def check_sampling(sampling: Sampling, honoured: Collection[str]) -> None:
@@ -61,26 +59,13 @@ def check_sampling(sampling: Sampling, honoured: Collection[str]) -> None:
             raise Unsupported(name, "this engine cannot honour it")
 
 
-def _check_bounds(values: Mapping[str, Any]) -> None:
-    """``values`` by field name; ``None`` where nothing was given."""
-    for tensor in ENGINE.inputs:
-        if tensor.bounds is not None and values.get(tensor.key) is not None:
-            tensor.check(values[tensor.key])
-
-
-def _check_length(name: str, ids: Sequence[int], most: int) -> None:
-    if len(ids) > most:
-        raise InvalidRequest(name, f"{len(ids)} tokens; at most {most} are allowed")
-
-
-def _check_logits(logits: Array, shape: tuple[int, int]) -> None:
-    if logits.shape != shape:
-        raise InvalidRequest("draft_logits", f"shape {logits.shape} is not {shape}")
-    if not (logits < np.inf).all():
-        raise InvalidRequest("draft_logits", "holds NaN or infinity")
-
-
 def _check_tokens(request: EngineRequest, draft: Draft, vocab_size: int) -> None:
+    for name, words in (
+        ("stop_words_list", request.stop_sequences),
+        ("bad_words_list", request.bad_sequences),
+    ):
+        if not all(words):
+            raise InvalidRequest(name, "holds an empty sequence")
     given: dict[str, Collection[Any]] = {
         "input_ids": request.input_ids,
         "end_id": {request.end_id} - {-1, None},  # -1: no token ends the text

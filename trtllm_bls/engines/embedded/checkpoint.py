@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import timeit
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import psutil
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trtllm_bls.checkpoint_dir import check_checkpoint
@@ -31,12 +29,15 @@ _log = logging.getLogger(__name__)
 _DEFAULT_LENGTH = 4096  # tokens; longer ones must be asked for, as every slot is that long
 _FP32_PARAMETERS = 1_200_000_000  # "about 1B": up to here exactness is worth the memory
 _SMALL = 50_000_000  # weights
+# Weights of a linear layer. One row through a packed layer of 256 x 256 takes twice as long as
+# through a stock one; from here on it takes as long or less, and four rows take two thirds or less.
+_PACKED = 1 << 18
 _PROBE = ((0, 6), (6, 10), (10, 11), (11, 12))  # a prompt, a chunk, two single tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedSettings:
-    """Sizes of one engine; each is memory or delay. Raises ``SettingsError`` for impossible ones.
+    """Sizes of one engine; each is memory or delay.
 
     ``max_batch``: sequences that run at once, each in a KV slot of its own.
     ``max_queue_size``: sequences that may wait; one more is refused with ``Overloaded``.
@@ -62,16 +63,14 @@ class EmbeddedSettings:
     guide_compile_seconds: float = 2.0
 
     def __post_init__(self) -> None:
-        least = {"max_batch": 1, "max_queue_size": 1, "max_draft_len": 0}
-        least |= {"max_sequence_tokens": 2, "max_kv_bytes": 1, "threads": 1}
         # Every running sequence gets its row in every step, and the oldest waiting one at least
         # room for its draft: so nothing starves.
-        least |= {"max_tokens_per_step": self.max_batch + self.max_draft_len + 1}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                why = " (max_batch + max_draft_len + 1)" * (name == "max_tokens_per_step")
-                raise SettingsError(f"{name} is {value}; it must be at least {bound}{why}")
+        least = self.max_batch + self.max_draft_len + 1
+        if self.max_tokens_per_step < least:
+            raise SettingsError(
+                f"max_tokens_per_step is {self.max_tokens_per_step}; "
+                f"it must be at least {least} (max_batch + max_draft_len + 1)"
+            )
 
 
 def load(model_dir: str | Path, settings: EmbeddedSettings) -> Runner:
@@ -196,17 +195,15 @@ def _exact_length(config: Any, windowed: bool) -> int:
 
 
 class _PackedLinear(nn.Module):  # type: ignore[misc]  # torch is untyped for mypy here
-    """``nn.Linear`` for inference with oneDNN's weight layout, on a CPU: for a few rows and more.
+    """``nn.Linear`` for inference with oneDNN's weight layout, on a CPU.
 
-    ``single``: the stock weights, where those are faster for one row; it depends on processor and
-    shape. The operators are torch's own but underscored, so nothing is relied upon: raises
+    The operators are torch's own but underscored, so nothing is relied upon: raises
     ``RuntimeError`` or ``AttributeError`` where they are missing or give other numbers.
     """
 
     def __init__(self, stock: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = stock.in_features, stock.out_features
-        self.single: Tensor | None = None
         self._packed = torch.ops.mkldnn._reorder_linear_weight(stock.weight.detach(), None)
         self._bias = None if stock.bias is None else stock.bias.detach()
         sample = torch.linspace(-1, 1, 2 * stock.in_features).view(2, -1).to(stock.weight.dtype)
@@ -216,21 +213,19 @@ class _PackedLinear(nn.Module):  # type: ignore[misc]  # torch is untyped for my
 
     def forward(self, rows: Tensor) -> Tensor:
         """Rows [..., in features] to [..., out features]."""
-        if self.single is not None and rows.numel() == self.in_features:
-            return linear(rows, self.single, self._bias)
         operator = torch.ops.mkldnn._linear_pointwise.default
         return operator(rows, self._packed, self._bias, "none", [], "")
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace the plain linear layers of a CPU model in place; returns how many, maybe 0."""
-    room = psutil.virtual_memory().available // 4  # for weights in both layouts
-    stock_wins: dict[torch.Size, bool] = {}
+    """Replace the large plain linear layers of a CPU model in place; returns how many, maybe 0."""
     replaced = 0
     for parent in list(model.modules()):
         for name, stock in list(parent.named_children()):
             # Only the very class: a subclass or a hooked layer does more than multiply.
             if type(stock) is not nn.Linear or stock.weight.device.type != "cpu":
+                continue
+            if stock.weight.numel() < _PACKED:
                 continue
             try:
                 packed = _PackedLinear(stock)
@@ -238,16 +233,4 @@ def pack_linears(model: nn.Module) -> int:
                 continue
             setattr(parent, name, packed)
             replaced += 1
-            shape, size = stock.weight.shape, stock.weight.nbytes
-            if shape not in stock_wins:
-                row = torch.ones(1, stock.in_features, dtype=stock.weight.dtype)
-                stock_wins[shape] = _seconds(stock, row) < _seconds(packed, row)
-            if stock_wins[shape] and size <= room:
-                packed.single, room = stock.weight.detach(), room - size
     return replaced
-
-
-def _seconds(layer: nn.Module, row: Tensor) -> float:
-    """The shortest of a few calls."""
-    with torch.inference_mode():
-        return min(timeit.repeat(lambda: layer(row), number=1, repeat=12))

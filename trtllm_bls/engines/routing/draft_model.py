@@ -14,7 +14,7 @@ from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.speculative.rounds import DraftFailure
 from trtllm_bls.speculative.shared import SpeculationShared
-from trtllm_bls.types import Array, Draft, EngineCapacity, EngineRequest, TokenIds
+from trtllm_bls.types import Draft, EngineRequest
 
 log = logging.getLogger("trtllm_bls.speculation")
 
@@ -65,26 +65,18 @@ class DraftModel:
     async def _propose(self, request: EngineRequest) -> Draft | DraftFailure:
         try:
             capacity = self._shared.draft_capacity = await self._engine.capacity()
-            if (problem := _mismatch(capacity, self._shared.target_capacity)) is not None:
+            target, own = self._shared.target_capacity, capacity.vocab_size
+            known = target.vocab_size if target else None
+            if None not in (own, known) and own != known:
+                problem = f"the draft knows {own} tokens, the target {known}"
                 return DraftFailure("vocabulary", problem)
             async with aclosing(self._engine.generate(request)) as stream:
                 chunk = join_chunks([chunk async for chunk in stream])
-            return _draft(request, chunk.token_ids, chunk.generation_logits)
+            ids, logits = chunk.token_ids[: request.max_tokens], chunk.generation_logits
+            if logits is None or len(logits) < len(ids):
+                return Draft(token_ids=ids)  # verified by id, which is as lossless
+            return Draft(token_ids=ids, logits=logits[: len(ids)])
         except InvalidRequest as error:  # of this request alone: others may draft on
             return DraftFailure("refused", str(error))
         except Exception as error:  # a draft engine may answer anything at all
             return DraftFailure("error", f"{type(error).__name__}: {error}")
-
-
-def _draft(request: EngineRequest, ids: TokenIds, logits: Array | None) -> Draft:
-    ids = ids[: request.max_tokens]
-    if logits is None or len(logits) < len(ids):
-        return Draft(token_ids=ids)  # verified by id, which is as lossless
-    return Draft(token_ids=ids, logits=logits[: len(ids)])
-
-
-def _mismatch(draft: EngineCapacity, target: EngineCapacity | None) -> str | None:
-    known = target.vocab_size if target else None
-    if draft.vocab_size is None or known is None or draft.vocab_size == known:
-        return None
-    return f"the draft knows {draft.vocab_size} tokens, the target {known}"

@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import aclosing
-from functools import partial
 
 from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
 from trtllm_bls.engines.routing.speculative import SpeculativeRun
@@ -84,8 +83,8 @@ class RoutingEngine:
                 return self.target.generate(request)
             _check_one_step(request)
             options, on_end = _PLAIN, None
-        run = SpeculativeRun(request, self.target, self._draft, self.shared)
-        return TaskChunks(partial(run.run, options, on_end))
+        run = SpeculativeRun(request, self.target, self._draft, options, self.shared, on_end)
+        return TaskChunks(run.run)
 
     async def _probe_steps(self) -> None:
         if self.shared.one_step is not None or self._probe_failed:

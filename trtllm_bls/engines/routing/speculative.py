@@ -49,100 +49,88 @@ class SpeculativeRun:
         request: EngineRequest,
         target: Engine,
         draft: Engine | None,
+        options: SpeculationOptions,
         shared: SpeculationShared,
+        on_end: Callable[[SpeculationStats], None] | None,
     ) -> None:
         self._request = request
         self._target = target
-        self._draft_engine = draft
+        self._options = options
         self._shared = shared
+        self._on_end = on_end
+        self._has_draft = draft is not None
+        # Without a draft engine no action ever asks for one.
+        self._draft = DraftModel(draft or target, options.draft_deadline_s, shared)
         self._collected: list[EngineChunk] = []
 
-    async def run(
-        self,
-        options: SpeculationOptions,
-        on_end: Callable[[SpeculationStats], None] | None,
-        chunks: QueuedChunks,
-    ) -> None:
+    async def run(self, chunks: QueuedChunks) -> None:
         """Fill ``chunks``. Raises what the target raises."""
         shared = self._shared
         shared.target_capacity = await self._target.capacity()
-        has_draft = self._draft_engine is not None
-        rounds = SpeculativeRounds(self._request, options, shared, has_draft_model=has_draft)
-        # Without a draft engine no action ever asks for one.
-        draft = DraftModel(self._draft_engine or self._target, options.draft_deadline_s, shared)
+        self._chunks = chunks
+        self._rounds = SpeculativeRounds(
+            self._request, self._options, shared, has_draft_model=self._has_draft
+        )
         shared.in_flight += 1
         shared.sending += 1
         try:
-            await self._perform(rounds, draft, chunks)
+            await self._perform()
         finally:
             shared.in_flight -= 1
             shared.sending -= 1
-            if on_end is not None:
-                on_end(rounds.stats)
-            await draft.cancel()
+            if self._on_end is not None:
+                self._on_end(self._rounds.stats)
+            await self._draft.cancel()
 
-    async def _perform(
-        self, rounds: SpeculativeRounds, draft: DraftModel, chunks: QueuedChunks
-    ) -> None:
-        while True:
-            action = rounds.next(_now())
+    async def _perform(self) -> None:
+        rounds, draft = self._rounds, self._draft
+        while not isinstance(action := rounds.next(_now()), End):
             if isinstance(action, Verify):
                 draft.start(action.early)
-                await self._verify(action.request, rounds, chunks)
+                await self._verify(action.request)
             elif isinstance(action, AskDraft):
                 draft.start(action.request)
                 rounds.drafted(await draft.result(), _now())
             elif isinstance(action, DropDraft):
                 await draft.cancel()
-            elif isinstance(action, Decode):
-                await self._decode(action, rounds, chunks)
-            elif isinstance(action, End):
-                break
+            else:
+                await self._decode(action)
         if self._collected:
-            chunks.put([join_chunks(self._collected)])
+            self._chunks.put([join_chunks(self._collected)])
 
-    async def _verify(
-        self, request: EngineRequest, rounds: SpeculativeRounds, chunks: QueuedChunks
-    ) -> None:
+    async def _verify(self, request: EngineRequest) -> None:
         try:
-            chunk = await self._whole(request)
+            async with aclosing(await self._admitted(request)) as stream:
+                chunk = join_chunks([chunk async for chunk in stream])
         except (InvalidRequest, EngineError) as error:
             if request.draft is None or isinstance(error, (EngineUnavailable, EngineStalled)):
                 raise
             log.warning("no drafts (refused), decoding plainly: %s", error)
-            rounds.refused(_now())
+            self._rounds.refused(_now())
         else:
-            self._emit(rounds.verified(chunk, _now()), chunks)
+            self._emit(self._rounds.verified(chunk, _now()))
 
-    async def _decode(
-        self, action: Decode, rounds: SpeculativeRounds, chunks: QueuedChunks
-    ) -> None:
+    async def _decode(self, action: Decode) -> None:
         async with aclosing(await self._admitted(action.request)) as stream:
             self._shared.sending -= action.rest
             try:
-                await self._take_stretch(stream, rounds, chunks)
+                await self._take_stretch(stream)
             finally:
                 self._shared.sending += action.rest
-        rounds.stopped()
+        self._rounds.stopped()
 
-    async def _take_stretch(
-        self, stream: ChunkStream, rounds: SpeculativeRounds, chunks: QueuedChunks
-    ) -> None:
+    async def _take_stretch(self, stream: ChunkStream) -> None:
         await stream.wait()
         while arrived := stream.take():
             now = _now()
             for chunk in arrived:
-                entered = rounds.decoded(chunk, now)
-                self._emit(entered, chunks)
+                entered = self._rounds.decoded(chunk, now)
+                self._emit(entered)
                 if entered.final:  # what the target says beyond it is not the answer's
                     break
-            if not arrived[-1].final and rounds.may_leave(now):
+            if not arrived[-1].final and self._rounds.may_leave(now):
                 break
             await stream.wait()
-
-    async def _whole(self, request: EngineRequest) -> EngineChunk:
-        async with aclosing(await self._admitted(request)) as stream:
-            return join_chunks([chunk async for chunk in stream])
 
     async def _admitted(self, request: EngineRequest) -> ChunkStream:
         """The stream of a request that the target has taken.
@@ -167,11 +155,11 @@ class SpeculativeRun:
                 return stream
         return self._target.generate(request)
 
-    def _emit(self, chunk: EngineChunk, chunks: QueuedChunks) -> None:
+    def _emit(self, chunk: EngineChunk) -> None:
         if not self._request.streaming:
             self._collected.append(chunk)
         elif chunk.token_ids or chunk.final:
-            chunks.put([chunk])
+            self._chunks.put([chunk])
 
 
 def _now() -> float:
