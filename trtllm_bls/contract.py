@@ -29,6 +29,7 @@ NUMPY_TYPES: Mapping[str, type] = {
     "INT64": np.int64,
     "UINT64": np.uint64,
     "FP16": np.float16,
+    "BF16": np.float32,  # numpy has none; Triton's protocol is packed in wire/engine_client.py
     "FP32": np.float32,
     "STRING": np.object_,
 }

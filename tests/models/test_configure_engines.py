@@ -218,6 +218,75 @@ def test_what_needs_paged_context_is_refused_without_it(
     assert "--use_paged_context_fmha enable" in line
 
 
+RANKS = {"pretrained_config": {"mapping": {"world_size": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("build", "more", "options", "said"),
+    [
+        ({"max_beam_width": 2}, {}, ["--set", "max_beam_width=4"], "at most 2"),
+        ({}, {}, ["--gpu-device-ids", "0,1"], "the engine has 1 ranks"),
+        ({}, {}, ["--gpu-device-ids", "0;1,2"], "the engine has 1 ranks"),
+        ({}, RANKS, [], "1 rank*.engine in it, it was built for 2 ranks"),
+        ({}, {"version": "0.18.0"}, ["--version", "0.19"], "0.18, which 0.19 does not load"),
+        ({"kv_cache_type": "CONTINUOUS"}, {}, [], "no paged KV cache"),
+        ({"plugin_config": {"paged_kv_cache": False}}, {}, [], "no paged KV cache"),
+        ({}, {"pretrained_config": {"vocab_size": 100}}, [], "the engine 100 embeddings"),
+        ({}, {}, ["--set", "encoder_model_path=/e"], "models with an encoder"),
+        (
+            {},
+            {},
+            ["--set", "guided_decoding_backend=xgrammar"],
+            "without xgrammar_tokenizer_info_path nothing would be guided",
+        ),
+        ({}, {}, ["--set", "xgrammar_tokenizer_info_path=/i"], "nobody reads it without"),
+    ],
+)
+def test_what_would_not_load_is_refused(
+    demo: Demo,
+    tmp_path: Path,
+    build: dict[str, Any],
+    more: dict[str, Any],
+    options: list[str],
+    said: str,
+) -> None:
+    """Before anything is written, with what to do."""
+    demo.engine = make_engine(tmp_path / "built", BUILD | build, **more)
+    assert said in error_of(demo.run(*options))
+    assert not demo.out.exists()
+
+
+def test_what_loads_is_not_refused(demo: Demo, tmp_path: Path) -> None:
+    """One list of GPUs for each instance; a file for guided decoding beside its backend."""
+    build = BUILD | {"max_beam_width": 2, "kv_cache_type": "KVCacheType.PAGED"}
+    demo.engine = make_engine(tmp_path / "built", build)
+    guides = ("guided_decoding_backend=xgrammar", "xgrammar_tokenizer_info_path=/info.json")
+    sets = [word for each in (*guides, "max_beam_width=2") for word in ("--set", each)]
+    demo.write("--gpu-device-ids", "0;1", *sets)
+    assert demo.values("tensorrt_llm")["xgrammar_tokenizer_info_path"] == "/info.json"
+
+
+def test_engines_of_two_releases_are_refused(demo: Demo, tmp_path: Path) -> None:
+    """One server loads both."""
+    draft = str(make_engine(tmp_path / "draft", PLAIN, version="0.20.0"))
+    line = error_of(demo.run("--no-check", "--draft-engine-dir", draft))
+    assert "tensorrt_llm_draft: the engine" in line and "0.20, which 1.0 does not load" in line
+
+
+def test_logits_of_any_type(demo: Demo, tmp_path: Path) -> None:
+    """The engine's own, or as told of an engine that is elsewhere."""
+    row = "generation_logits BF16 [-1,-1,-1]"
+    more = {"pretrained_config": {"logits_dtype": "bfloat16"}}
+    demo.engine = make_engine(tmp_path / "built", BUILD, **more)
+    demo.write()
+    assert row in rows_of_config(demo.config("tensorrt_llm").output, inputs=False)
+    line = error_of(demo.run("--force", "--logits-dtype", "float16"))
+    assert "--logits-dtype float16" in line and "has BF16" in line
+    demo.engine = tmp_path / "elsewhere"
+    demo.write("--force", "--logits-dtype", "bfloat16")
+    assert row in rows_of_config(demo.config("tensorrt_llm").output, inputs=False)
+
+
 # --- a draft engine -------------------------------------------------------------------------
 
 

@@ -156,7 +156,7 @@ def test_a_draft_model_comes_along_and_drafts_on_request(
     existing: Existing, tmp_path: Path
 ) -> None:
     """Under our name for it, and not for requests that did not ask for drafts before."""
-    draft = make_engine(tmp_path / "draft_engine", PLAIN)
+    draft = make_engine(tmp_path / "draft_engine", PLAIN, version="0.16.0")
     parameters = engine_parameters(draft, gpu_device_ids="1")
     write_model(existing.repository, "small_llama", parameters, "tensorrtllm", BATCHING)
     config = existing.repository / "tensorrt_llm_bls" / "config.pbtxt"
@@ -197,3 +197,142 @@ def test_what_a_repository_does_not_tell_has_to_be_named(existing: Existing) -> 
     existing.write("--tokenizer-dir", str(directory("byte-level")))
     (existing.repository / "tensorrt_llm").rename(existing.repository / "renamed")
     assert "it has no model tensorrt_llm" in error_of(existing.run("--no-check", "--force"))
+
+
+# --- what is kept, and what is not -----------------------------------------------------------
+
+KEPT = """
+model_transaction_policy { decoupled: true }
+dynamic_batching {
+    preferred_batch_size: [ 4, 16 ]
+    priority_levels: 3
+    default_priority_level: 2
+    default_queue_policy { max_queue_size: 7 default_timeout_microseconds: 9000000 }
+}
+instance_group [ { count: 2 kind: KIND_CPU } ]
+model_warmup [ {
+    name: "short"
+    batch_size: 1
+    inputs { key: "input_ids" value { data_type: TYPE_INT32 dims: [ 4 ] zero_data: true } }
+} ]
+"""
+
+
+def rewritten(existing: Existing, model: str, more: str, **parameters: str) -> None:
+    shutil.rmtree(existing.repository / model)
+    write_model(existing.repository, model, parameters, "tensorrtllm", more)
+
+
+def test_instances_queue_policies_and_warm_up_are_kept(existing: Existing, tmp_path: Path) -> None:
+    """Half of the capacity was lost without a word."""
+    more = {"gpu_device_ids": "0;1", "enable_trt_overlap": "true"}
+    rewritten(existing, "tensorrt_llm", KEPT, **engine_parameters(tmp_path / "engine", **more))
+    output = existing.write().output
+    config = existing.config("tensorrt_llm")
+    assert config.instance_group[0].count == 2
+    assert config.model_warmup[0].inputs["input_ids"].zero_data
+    batching = config.dynamic_batching
+    assert (batching.priority_levels, batching.default_priority_level) == (3, 2)
+    assert list(batching.preferred_batch_size) == [16]
+    policy = batching.default_queue_policy
+    assert (policy.max_queue_size, policy.default_timeout_microseconds) == (7, 9000000)
+    values = existing.values("tensorrt_llm")
+    assert (values["gpu_device_ids"], values["enable_trt_overlap"]) == ("0;1", "true")
+    assert "--multi-model" in output  # workers on each of the GPUs
+
+
+def test_the_worker_of_0_9_is_kept_under_its_later_name(existing: Existing, tmp_path: Path) -> None:
+    """And under its own on 0.9."""
+    parameters = engine_parameters(tmp_path / "engine", worker_path="/worker")
+    del parameters["executor_worker_path"]
+    rewritten(existing, "tensorrt_llm", BATCHING, **parameters)
+    existing.write()
+    assert existing.values("tensorrt_llm")["executor_worker_path"] == "/worker"
+    existing.write("--version", "0.9", "--force")
+    assert existing.values("tensorrt_llm")["worker_path"] == "/worker"
+
+
+def test_logits_of_an_engine_elsewhere_keep_their_type(existing: Existing) -> None:
+    """Triton refuses a tensor of another type."""
+    logits = 'output { name: "generation_logits" data_type: TYPE_FP16 dims: [ -1, -1, -1 ] }'
+    parameters = engine_parameters(existing.repository / "elsewhere")
+    rewritten(existing, "tensorrt_llm", BATCHING + logits, **parameters)
+    existing.write("--version", "0.18")
+    found = {tensor.name: tensor.data_type for tensor in existing.config("tensorrt_llm").output}
+    assert found["generation_logits"] == found["context_logits"] == 10  # TYPE_FP16
+
+
+def test_a_unary_repository_stays_one(existing: Existing, tmp_path: Path) -> None:
+    """With the prompt in front, as its clients know it."""
+    once = BATCHING.replace("decoupled: true", "decoupled: false")
+    parameters = engine_parameters(tmp_path / "engine", exclude_input_in_output="false")
+    rewritten(existing, "tensorrt_llm", once, **parameters)
+    shutil.rmtree(existing.repository / "tensorrt_llm_bls")
+    existing.write()
+    for model in ("tensorrt_llm", "tensorrt_llm_bls"):
+        assert not existing.config(model).model_transaction_policy.decoupled
+        assert existing.values(model)["exclude_input_in_output"] == "false"
+
+
+def test_each_model_keeps_its_transaction_policy(existing: Existing) -> None:
+    """An orchestrator that answers once before an engine that streams."""
+    config = existing.repository / "tensorrt_llm_bls" / "config.pbtxt"
+    config.write_text(config.read_text().replace("decoupled: true", "decoupled: false"))
+    existing.write()
+    assert existing.config("tensorrt_llm").model_transaction_policy.decoupled
+    assert not existing.config("tensorrt_llm_bls").model_transaction_policy.decoupled
+
+
+@pytest.mark.parametrize(
+    ("more", "parameters", "lost"),
+    [
+        ("version_policy { all {} }", {}, "tensorrt_llm.version_policy is left out"),
+        (
+            'input { name: "multimodal_embedding" data_type: TYPE_INT32 dims: [ 1 ] }',
+            {},
+            "input multimodal_embedding is left out",
+        ),
+        (
+            'input { name: "prompt_embedding_table" data_type: TYPE_BF16 dims: [ -1, -1 ] }',
+            {},
+            "input prompt_embedding_table is FP16 here, not BF16",
+        ),
+        (
+            'model_warmup { name: "w" batch_size: 1 inputs { key: "input_ids" value '
+            '{ data_type: TYPE_INT32 dims: [ 4 ] input_data_file: "ids" } } }',
+            {},
+            "tensorrt_llm.model_warmup is left out: set it by hand; copy its files",
+        ),
+        ("", {"gpt_model_type": "V1"}, "gpt_model_type V1 becomes in-flight batching"),
+    ],
+)
+def test_strict_is_for_those_who_want_no_loss(
+    existing: Existing, tmp_path: Path, more: str, parameters: dict[str, str], lost: str
+) -> None:
+    """Each loss is named; with ``--strict`` nothing is written."""
+    shutil.rmtree(existing.repository / "tensorrt_llm_bls")  # which has encoders for pictures
+    existing.write("--strict")
+    values = engine_parameters(tmp_path / "engine", **parameters)
+    rewritten(existing, "tensorrt_llm", BATCHING + more, **values)
+    line = error_of(existing.run("--strict", "--force", "--no-check"))
+    assert line.startswith("error: --strict: ") and lost in line
+    assert f"lost: tensorrt_llm{lost.removeprefix('tensorrt_llm')}" in existing.write(
+        "--force"
+    ).output.replace("lost: tensorrt_llm: ", "lost: tensorrt_llm")
+
+
+def test_an_encoder_and_a_batch_that_do_not_fit_are_refused(
+    existing: Existing, tmp_path: Path
+) -> None:
+    """With the option that mends it."""
+    larger = BATCHING + '\nparameters { key: "x" value { string_value: "" } }'
+    rewritten(existing, "tensorrt_llm", larger, **engine_parameters(tmp_path / "engine"))
+    config = existing.repository / "tensorrt_llm" / "config.pbtxt"
+    config.write_text(config.read_text().replace("max_batch_size: 16", "max_batch_size: 64"))
+    line = error_of(existing.run())
+    assert line.startswith(f"error: --from {existing.repository}: --max-batch-size 64")
+    assert line.endswith("add --max-batch-size 32")
+    existing.write("--max-batch-size", "32")
+    parameters = engine_parameters(tmp_path / "engine", encoder_model_path="/encoder")
+    rewritten(existing, "tensorrt_llm", BATCHING, **parameters)
+    assert "models with an encoder are not served" in error_of(existing.run("--no-check"))

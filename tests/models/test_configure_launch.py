@@ -64,15 +64,15 @@ def test_engines_on_gpus_of_their_own_share_no_memory(demo: Demo, tmp_path: Path
     """Each may have nine tenths of its GPU, and workers of its own; on one GPU they have less than
     half each, and one server."""
     draft = ("--draft-engine-dir", draft_of(tmp_path))
-    output = demo.write(*draft, "--gpu-device-ids", "0,1", "--draft-gpu-device-ids", "2").output
+    output = demo.write(*draft, "--gpu-device-ids", "0", "--draft-gpu-device-ids", "2").output
     assert launcher_line(output) == (
         f"python3 launch_triton_server.py --world_size 1 --model_repo {demo.out} "
         "--tensorrt_llm_model_name tensorrt_llm,tensorrt_llm_draft --multi-model"
     )
-    for model, ids in (("tensorrt_llm", "0,1"), ("tensorrt_llm_draft", "2")):
+    for model, ids in (("tensorrt_llm", "0"), ("tensorrt_llm_draft", "2")):
         assert demo.values(model)["gpu_device_ids"] == ids
         assert demo.values(model)["kv_cache_free_gpu_mem_fraction"] == "0.9"
-    shared = ("--gpu-device-ids", "0,1", "--draft-gpu-device-ids", "1")
+    shared = ("--gpu-device-ids", "1", "--draft-gpu-device-ids", "1")
     output = demo.write(*draft, "--force", *shared).output
     assert launcher_line(output) == f"next: trtllm-bls serve --model-repository {demo.out}"
     assert demo.values("tensorrt_llm")["kv_cache_free_gpu_mem_fraction"] == "0.45"

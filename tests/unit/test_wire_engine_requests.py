@@ -28,7 +28,7 @@ from trtllm_bls.types import (
     Sampling,
     Wants,
 )
-from trtllm_bls.wire.engine_client import infer_message, request_inputs
+from trtllm_bls.wire.engine_client import DeployedModel, infer_message, request_inputs
 from trtllm_bls.wire.engine_server import engine_requests
 
 # --- requests, there and back ---------------------------------------------------------------
@@ -177,3 +177,22 @@ def test_empty_drafts_and_biases_count_as_none() -> None:
         stop_words_list=np.zeros((1, 2, 0), np.int32),
     )
     assert (request.draft, request.embedding_bias, request.stop_sequences) == (None, (), ())
+
+
+@pytest.mark.parametrize(
+    ("told", "missing"),
+    [
+        ({}, "guided_decoding_backend and xgrammar_tokenizer_info_path"),
+        ({"guided_decoding_backend": "xgrammar"}, "parameter xgrammar_tokenizer_info_path"),
+    ],
+)
+def test_a_guide_that_the_backend_would_ignore_is_refused(
+    told: dict[str, str], missing: str
+) -> None:
+    """The C++ backend says nothing where one of its two parameters is missing."""
+    model = DeployedModel(parameters={"gpt_model_type": "inflight_batching", **told})
+    asked = replace(ASK, extras={"guided_decoding_guide": np.array([b"a"], np.object_)})
+    with pytest.raises(InvalidRequest, match=missing):
+        sent(asked, model)
+    both = {"guided_decoding_backend": "xgrammar", "xgrammar_tokenizer_info_path": "/info.json"}
+    sent(asked, DeployedModel(parameters={**model.parameters, **both}))

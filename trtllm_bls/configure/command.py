@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.configure.engine import parse_version, read_engine
+from trtllm_bls.configure.engine import LOGITS_DTYPES, parse_version, read_engine
 from trtllm_bls.configure.repository import (
     DRAFT,
     ConfigureOptions,
@@ -28,7 +29,7 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import check
 from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend, keys_of
 from trtllm_bls.parameters.model_config import read_config, values_of
-from trtllm_bls.settings import Override, options_of
+from trtllm_bls.settings import Override, option, options_of
 
 _PATH = click.Path(path_type=Path)
 
@@ -52,6 +53,11 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
     help="Read engines, tokenizer and values from a repository of TensorRT-LLM's own models.",
 )
 @options_of(ConfigureOptions)
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Write nothing if the new repository lacks something of --from's.",
+)
 @click.option("--slurm", type=_PATH, metavar="FILE", help="Write a Slurm job script too.")
 @click.option(
     "--set",
@@ -82,19 +88,15 @@ def command(ctx: click.Context, /, **options: Any) -> None:
       trtllm-bls configure --engine-dir ./e --tokenizer-dir ./t --out ./r --set max_beam_width=2
     """
     slurm: Path | None = options.pop("slurm")
+    strict: bool = options.pop("strict")
     sets, draft_sets = options.pop("sets"), options.pop("draft_sets")
     overrides = [
         *(_override(text, ENGINE.name) for text in sets),
         *(_override(f"{DRAFT}.{text}", DRAFT) for text in draft_sets),
     ]
     source: Path | None = options.pop("existing")
-    notes: list[str] = []
-    if source:  # options of the command line come before what the repository says
-        found = Existing(source, options["version"])
-        for name, value in found.options.items():
-            if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
-                options[name] = value
-        overrides, notes = [*found.overrides, *overrides], found.notes
+    found = _read_existing(ctx, source, options, strict) if source else None
+    overrides = [*(found.overrides if found else ()), *overrides]
     for name in ("engine_dir", "tokenizer_dir"):
         if options[name] is None:
             where = f", which is not in {source}" if source else ""
@@ -102,7 +104,12 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     if draft_sets and options["draft_engine_dir"] is None:
         raise SettingsError(f"--set-draft {draft_sets[0]}: needs --draft-engine-dir")
     wanted = ConfigureOptions(overrides=tuple(overrides), **options)
-    repository = plan(wanted)
+    try:
+        repository = plan(wanted)
+    except SettingsError as error:
+        if found is None or str(error).split()[0] not in found.taken:
+            raise
+        raise SettingsError(f"--from {source}: {error}") from None
     script = slurm_script(repository.launch, wanted.out) if slurm else ""
     if slurm and not slurm.absolute().parent.is_dir():
         raise SettingsError(f"--slurm {slurm}: there is no such directory")
@@ -113,7 +120,23 @@ def command(ctx: click.Context, /, **options: Any) -> None:
             click.echo(f"wrote {slurm}")
     except OSError as error:
         raise SettingsError(f"{error.filename}: cannot be written: {error.strerror}") from error
-    _report(repository, wanted.out, notes)
+    losses = [f"lost: {loss}" for loss in found.losses] if found else []
+    _report(repository, wanted.out, [*found.notes, *losses] if found else [])
+
+
+def _read_existing(
+    ctx: click.Context, source: Path, options: dict[str, Any], strict: bool
+) -> Existing:
+    """The repository at ``source``, whose options are put into ``options`` where the command line
+    does not say."""
+    found = Existing(source, options["version"])
+    if strict and found.losses:
+        raise SettingsError(f"--strict: {source} would lose: {'; '.join(found.losses)}")
+    for name, value in found.options.items():
+        if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            options[name] = value
+            found.taken.add(option(name))
+    return found
 
 
 def _override(text: str, model: str) -> Override:
@@ -138,21 +161,38 @@ def _report(repository: Repository, out: Path, notes: list[str]) -> None:
 # --- the repository that --from names -------------------------------------------------------
 
 # Not copied as they are: `configure` has options for them or sets them itself.
-_NOT_COPIED = {
-    *("gpt_model_path", "gpt_model_type", "gpu_device_ids", "exclude_input_in_output"),
-    *("FORCE_CPU_ONLY_INPUT_TENSORS", "enable_trt_overlap", "worker_path"),
-}
+_NOT_COPIED = {"gpt_model_path", "gpt_model_type", "gpu_device_ids"}
 _TRUE_BY_DEFAULT_SINCE = Version(0, 11)  # preprocessing's add_special_tokens
+_WORKER_PATH_RENAMED = Version(0, 10)
 _TEXT_PARAMETERS = {  # a parameter of one of their models, and our models that have it too
     (PREPROCESSING.name, "add_special_tokens"): (PREPROCESSING.name, BLS.name),
     (POSTPROCESSING.name, "skip_special_tokens"): (POSTPROCESSING.name, BLS.name),
     (BLS.name, "accumulate_tokens"): (BLS.name,),
 }
+_TOLD_ELSEWHERE = {  # which our models need not be told again
+    *("tokenizer_dir", "tokenizer_type", "tensorrt_llm_model_name"),
+    "tensorrt_llm_draft_model_name",
+}
+# Inputs that upstream declares for what is not here, without which nothing else changes.
+_NOT_HERE = {
+    *("encoder_input_features", "encoder_output_lengths", "cross_attention_mask"),
+    *("skip_cross_attn_blocks", "context_phase_params", "mrope_rotary_cos_sin"),
+    *("mrope_position_deltas", "return_kv_cache_reuse_stats", "runtime_top_p_min"),
+}
+_TEXT = (PREPROCESSING, POSTPROCESSING, ENSEMBLE, BLS)
+# One process of it serves all requests, and takes those that came meanwhile as one batch.
+_NOT_CARRIED = ((BLS.name, "instance_group"), (BLS.name, "dynamic_batching"))
+_CARRIED = ("instance_group", "dynamic_batching", "model_warmup")
+_WRITTEN = {  # fields of a configuration that `configure` writes, or of which it has an option
+    *("name", "platform", "backend", "max_batch_size", "input", "output", "parameters"),
+    *("model_transaction_policy", "ensemble_scheduling", "default_model_filename", "runtime"),
+}
 
 
 class Existing:
-    """``options`` of ``ConfigureOptions`` by name, parameters to set, and notes for the user.
+    """``options`` of ``ConfigureOptions`` by name, parameters to set, and what the user is told.
 
+    ``notes`` say what is meant otherwise here, ``losses`` what the new repository does not have.
     ``version`` is the container's release; if it is empty, the engine's counts. Raises
     ``SettingsError`` where ``directory`` has no target model or a file that cannot be read.
     """
@@ -161,6 +201,8 @@ class Existing:
         self.options: dict[str, Any] = {}
         self.overrides: list[Override] = []
         self.notes: list[str] = []
+        self.losses: list[str] = []
+        self.taken: set[str] = set()  # options that the command line has left to the repository
         if not directory.is_dir():
             raise SettingsError(f"{directory}: no such directory")
         files = sorted(directory.glob("*/config.pbtxt"))
@@ -175,8 +217,9 @@ class Existing:
         self._add_directory(target, "gpt_model_path", "engine_dir")
         self._add_directory(PREPROCESSING.name, "tokenizer_dir", "tokenizer_dir")
         engine = self.options.get("engine_dir")
-        built = read_engine("--from", engine, check=False) if engine and not version else None
-        self._release = (built.release() if built else parse_version(version or "last")) or LAST
+        built = read_engine("--from", engine, check=False) if engine else None
+        release = built.release() if built and not version else parse_version(version or "last")
+        self._release = release or LAST
         self._add_engine(target, ENGINE.name)
         if draft in self._configs:
             self._add_directory(draft, "gpt_model_path", "draft_engine_dir")
@@ -187,12 +230,17 @@ class Existing:
                 "tensorrt_llm_bls.draft_source=model makes them for all"
             )
         elif draft:
-            self.notes.append(f"there is no model {draft}, so no drafts of a model either")
+            self.losses.append(f"there is no model {draft}, so no drafts of a model either")
+        if built and not (built.path / "config.json").is_file():
+            types = {t.name: t.data_type for t in self._configs[target].output}
+            name = model_config_pb2.DataType.Name(types.get("generation_logits", 0))
+            by_type = {f"TYPE_{value}": key for key, value in LOGITS_DTYPES.items()}
+            self.options["logits_dtype"] = by_type.get(name)
         self._add_batching(self._configs[target])
+        self._add_fields({target: ENGINE.name, draft: DRAFT} | {m.name: m.name for m in _TEXT})
         self._add_text_parameters()
         others = self._configs.keys() - {model.name for model in MODELS} - {target, draft}
-        if others:
-            self.notes.append(f"not converted: {', '.join(sorted(others))}")
+        self.losses += [f"{name}: a model that is not converted" for name in sorted(others)]
 
     def _filled_in(self, model: str) -> dict[str, str]:
         values = values_of(self._configs[model])
@@ -207,41 +255,75 @@ class Existing:
 
     def _add_engine(self, old: str, new: str) -> None:
         """The parameters of the engine ``old`` that the release reads, for the model ``new``."""
-        values = self._values[old]
+        values, config = self._values[old], self._configs[old]
         if new != old:
             self.notes.append(f"{old} is called {new} here; requests to it need the new name")
-        if self._configs[old].backend == "python":
+        if config.backend == "python":
             self.notes.append(
                 f"{old}: its Python backend is replaced by the C++ backend tensorrtllm"
             )
         if "inflight" not in values.get("gpt_model_type", "inflight"):
-            self.notes.append(f"{old}: gpt_model_type {values['gpt_model_type']} becomes in-flight")
+            told = f"{old}: gpt_model_type {values['gpt_model_type']} becomes in-flight batching"
+            self.losses.append(told)
         if "gpu_device_ids" in values:
             name = "gpu_device_ids" if new == ENGINE.name else "draft_gpu_device_ids"
             self.options[name] = values["gpu_device_ids"]
         for key in [key for key in values if key not in _NOT_COPIED]:
+            value = values[key]
+            if key == "worker_path" and self._release >= _WORKER_PATH_RENAMED:
+                key = "executor_worker_path"
             try:
-                check_backend(key, values[key], self._release)
-                self.overrides.append(Override(new, key, values[key]))
+                check_backend(key, value, self._release)
+                self.overrides.append(Override(new, key, value))
+                if key == "exclude_input_in_output" and new == ENGINE.name:
+                    self.overrides.append(Override(BLS.name, key, value))
             except SettingsError as error:
-                self.notes.append(
-                    f"{old}.{key}={values[key]} is left out, as it had no effect: {error}"
-                )
+                told = f"{old}.{key}={value} is left out, as it had no effect: {error}"
+                self.notes.append(told)
+        policy = str(config.model_transaction_policy.decoupled).lower()
+        self.overrides.append(Override(new, "decoupled", policy))
+        self._add_inputs(config)
+
+    def _add_inputs(self, config: Any) -> None:
+        known = {tensor.name: tensor.dtype for tensor in ENGINE.inputs}
+        for tensor in config.input:
+            name = tensor.name
+            kind = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+            if name not in known.keys() | _NOT_HERE:
+                self.losses.append(f"{config.name}: input {name} is left out")
+            elif kind != known.get(name, kind) and name != "draft_logits":  # by the engine
+                self.losses.append(f"{config.name}: input {name} is {known[name]} here, not {kind}")
 
     def _add_batching(self, engine: Any) -> None:
         batching = engine.dynamic_batching
         self.options["max_batch_size"] = engine.max_batch_size or None
         self.options["max_queue_delay_us"] = batching.max_queue_delay_microseconds
         self.options["max_queue_size"] = batching.default_queue_policy.max_queue_size
-        if BLS.name in self._configs:
-            bls = self._configs[BLS.name]
-            self.options["decoupled"] = bls.model_transaction_policy.decoupled
-            count = max((group.count for group in bls.instance_group), default=1)
-            if count > 1:
-                self.notes.append(
-                    f"tensorrt_llm_bls had {count} instances, one per request at a time; one "
-                    "process serves them all here (--bls-instances for more)"
-                )
+        first = self._configs.get(BLS.name, engine)
+        decoupled = self.options["decoupled"] = first.model_transaction_policy.decoupled
+        if not decoupled and "exclude_input_in_output" not in self._values[engine.name]:
+            self.notes.append("answers begin with the prompt, as before")
+        count = max((group.count for group in first.instance_group), default=1)
+        if first is not engine and count > 1:
+            self.notes.append(
+                f"tensorrt_llm_bls had {count} instances, one per request at a time; one "
+                "process serves them all here (--bls-instances for more)"
+            )
+
+    def _add_fields(self, names: dict[str | None, str]) -> None:
+        """What is carried over as it is: instances, queue policies, warm-up. The rest is named."""
+        carried = self.options["carried"] = {}
+        for old, new in names.items():
+            config = self._configs.get(old or "")
+            for field, _ in config.ListFields() if config else ():
+                kept = field.name in _CARRIED and (new, field.name) not in _NOT_CARRIED
+                files = field.name == "model_warmup" and "input_data_file" in str(config)
+                if kept and not files:
+                    part = model_config_pb2.ModelConfig(**{field.name: getattr(config, field.name)})
+                    carried.setdefault(new, model_config_pb2.ModelConfig()).MergeFrom(part)
+                elif field.name not in _WRITTEN and (new, field.name) != _NOT_CARRIED[0]:
+                    why = "; copy its files" if files else ""
+                    self.losses.append(f"{old}.{field.name} is left out: set it by hand{why}")
 
     def _add_text_parameters(self) -> None:
         """The text models' parameters, with the defaults that the release had."""
@@ -253,11 +335,10 @@ class Existing:
                 self.notes.append("add_special_tokens was not set, which meant false before 0.11")
             if value is not None:
                 self.overrides += [Override(name, key, value) for name in models]
-        known = {"tokenizer_dir", "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name"}
-        for model in (PREPROCESSING.name, POSTPROCESSING.name, ENSEMBLE.name, BLS.name):
-            for key, value in self._values.get(model, {}).items():
+        for name in [model.name for model in _TEXT]:
+            for key, value in self._values.get(name, {}).items():
                 try:
-                    check(model, key, value)
+                    check(name, key, value)
                 except SettingsError as error:
-                    if key not in known:
-                        self.notes.append(f"{model}.{key} is left out: {error}")
+                    if key not in _TOLD_ELSEWHERE:
+                        self.losses.append(f"{name}.{key} is left out: {error}")

@@ -16,7 +16,8 @@ from typing import Any
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, POSTPROCESSING, PREPROCESSING, Model, Tensor
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import is_true
-from trtllm_bls.parameters.cpp_backend import LAST, OLDEST, Version, keys_of
+from trtllm_bls.parameters.cpp_backend import GUIDES, LAST, OLDEST, Version, keys_of
+from trtllm_bls.tokenizer import Tokenizer
 
 # --- the releases: their containers, and the models as each of them has them -----------------
 
@@ -95,7 +96,7 @@ def models_for(version: Version, logits: str) -> dict[str, Model]:
 
 # --- one engine ------------------------------------------------------------------------------
 
-_LOGITS_DTYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
+LOGITS_DTYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 # The bits of ``speculative_decoding_mode`` in config.json, in TensorRT-LLM's order.
 _MODES = (
     "none",
@@ -112,6 +113,7 @@ _MODES = (
 EXTERNAL_DRAFTS = "draft_tokens_external"
 _WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 _LOOKAHEAD = "lookahead_decoding"
+_GUIDES_PAGE = "docs/engines.md#guided-decoding"
 LOOKAHEAD_SIZES = tuple(f"lookahead_{n}_size" for n in ("window", "ngram", "verification_set"))
 # An older release ends every request to an engine for external drafts after one step, also a
 # request without a draft.
@@ -122,23 +124,26 @@ MANY_STEPS_SINCE = Version(0, 19)
 class EngineDir:
     """One engine; ``None`` or an empty text is a value that the directory does not have.
 
-    ``ranks`` counts the engine files, one for each GPU. KV cache reuse, chunked context and the
-    verification of drafts need ``paged_context`` (paged context attention). ``mode`` is the
+    ``ranks`` counts the engine files, one for each GPU; 0 where the engine is not here. KV cache
+    reuse, chunked context and the verification of drafts need ``paged_context`` (paged context
+    attention), in-flight batching a paged KV cache (``paged_cache``). ``mode`` is the
     ``speculative_decoding_mode`` that the engine was built for.
     """
 
     path: Path
-    ranks: int = 1
+    ranks: int = 0
     version: str = ""
     logits: str = "FP32"
     vocab_size: int | None = None  # its embeddings, padding included
     max_batch_size: int | None = None
+    max_beam_width: int | None = None
     max_sequence_tokens: int | None = None
     max_input_tokens: int | None = None  # named by engines before 0.11 alone
     max_step_tokens: int | None = None  # the rows of one forward pass
     max_draft_tokens: int | None = None
     mode: str = ""
     paged_context: bool | None = None
+    paged_cache: bool = True
 
     def release(self) -> Version | None:
         """The release of TensorRT-LLM; raises ``SettingsError`` if ``version`` names none."""
@@ -185,25 +190,35 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         pretrained = config.get("pretrained_config", {})
         logits = pretrained.get("logits_dtype", "float32")
         plugins = build.get("plugin_config", {})
+        world = pretrained.get("mapping", {}).get("world_size") or ranks
     except (OSError, ValueError, AttributeError) as error:
         raise SettingsError(f"{option} {directory}: config.json cannot be read: {error}") from error
-    if logits not in _LOGITS_DTYPES:
+    if check and ranks != world:
+        raise SettingsError(
+            f"{option} {directory}: {ranks} rank*.engine in it, it was built for {world} ranks; "
+            "copy the others too"
+        )
+    if logits not in LOGITS_DTYPES:
         raise SettingsError(
             f"{option} {directory}: its logits are {logits}; build it with --logits_dtype float32"
         )
     return EngineDir(
         path=path,
-        ranks=ranks or 1,
+        ranks=ranks,
         version=str(config.get("version", "")),
-        logits=_LOGITS_DTYPES[logits],
+        logits=LOGITS_DTYPES[logits],
         vocab_size=pretrained.get("vocab_size"),
         max_batch_size=build.get("max_batch_size"),
+        max_beam_width=build.get("max_beam_width"),
         max_sequence_tokens=_longest(build),
         max_input_tokens=None if build.get("max_seq_len") else build.get("max_input_len"),
         max_step_tokens=build.get("max_num_tokens"),
         max_draft_tokens=build.get("max_draft_len"),
         mode=_mode(build.get("speculative_decoding_mode")),
         paged_context=plugins.get("use_paged_context_fmha"),
+        # An enum since 0.13, a plugin before.
+        paged_cache=str(build.get("kv_cache_type") or "paged").lower().endswith("paged")
+        and plugins.get("paged_kv_cache") not in (False, "disable"),
     )
 
 
@@ -271,18 +286,80 @@ def ends_after_one_step(engine: EngineDir, version: Version) -> bool:
 
 def check_engine(model: str, engine: EngineDir, parameters: Mapping[str, str]) -> None:
     """Raises ``SettingsError`` for parameters of ``model`` that its engine was not built for."""
-    for key in ("enable_kv_cache_reuse", "enable_chunked_context"):
-        if engine.paged_context is False and is_true(parameters[key]):
-            raise SettingsError(
-                f"--set {model}.{key}={parameters[key]}: the engine in {engine.path} was built "
-                "without paged context attention; build it with --use_paged_context_fmha enable"
-            )
+    for error in misfits(model, engine, parameters):
+        raise error
 
+
+def misfits(
+    model: str, engine: EngineDir, parameters: Mapping[str, str]
+) -> Iterator[SettingsError]:
+    """What is wrong with each parameter of ``model`` that its engine was not built for, or that
+    needs another one."""
+    for key, why in (*_not_built_for(engine, parameters), *_incomplete(parameters)):
+        yield SettingsError(f"--set {model}.{key}={parameters.get(key, '')}: {why}")
+
+
+def _not_built_for(engine: EngineDir, parameters: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for key in ("enable_kv_cache_reuse", "enable_chunked_context"):
+        if engine.paged_context is False and is_true(parameters.get(key, "")):
+            yield (
+                key,
+                f"the engine in {engine.path} was built without paged context attention; build it "
+                "with --use_paged_context_fmha enable",
+            )
+    if not engine.paged_cache:
+        yield (
+            "gpt_model_path",
+            "it has no paged KV cache, which in-flight batching needs; build it with "
+            "--kv_cache_type paged (before 0.13 --paged_kv_cache enable)",
+        )
+    beams = parameters.get("max_beam_width", "")
+    if engine.max_beam_width and beams.isdecimal() and int(beams) > engine.max_beam_width:
+        yield "max_beam_width", f"the engine was built for at most {engine.max_beam_width}"
+    # Of each instance of the model one list, as long as the engine has ranks.
+    lists = [ids.split(",") for ids in parameters.get("gpu_device_ids", "").split(";") if ids]
+    if engine.ranks and any(len(ids) != engine.ranks for ids in lists):
+        yield "gpu_device_ids", f"the engine has {engine.ranks} ranks; name as many GPUs"
+
+
+def _incomplete(parameters: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    if parameters.get("encoder_model_path"):
+        yield "encoder_model_path", "models with an encoder are not served here; leave it out"
     absent = [key for key in LOOKAHEAD_SIZES if not parameters.get(key)]
     if parameters.get("decoding_mode") == "lookahead" and absent:
+        yield "decoding_mode", f"set {', '.join(absent)} too, as the engine was built for"
+    backend, file = (parameters.get(key) for key in GUIDES)
+    if backend and not file:
+        why = f"without {GUIDES[1]} nothing would be guided; set it too ({_GUIDES_PAGE})"
+        yield GUIDES[0], why
+    if file and not backend:
+        yield GUIDES[1], f"nobody reads it without {GUIDES[0]}; set that to xgrammar"
+
+
+def check_releases(engines: Mapping[str, EngineDir], version: Version | None) -> None:
+    """Raises ``SettingsError`` for engines of different releases, or of another than ``version``
+    (``None`` = any). An engine whose directory names no release is not judged."""
+    expected = version
+    for name, engine in engines.items():
+        if not re.match(r"v?\d", engine.version):
+            continue
+        built = engine.release()
+        expected = expected or built
+        if built != expected:
+            raise SettingsError(
+                f"{name}: the engine in {engine.path} is of TensorRT-LLM {built}, which {expected} "
+                "does not load; build it again"
+            )
+
+
+def check_vocabulary(name: str, engine: EngineDir, tokenizer: Tokenizer) -> None:
+    """Raises ``SettingsError`` for a tokenizer of another model: of tokens without embeddings."""
+    ids = (i for i in range(tokenizer.vocab_size) if i not in tokenizer.added_ids)
+    largest, size = max(ids, default=0), engine.vocab_size
+    if size and largest >= size:
         raise SettingsError(
-            f"--set {model}.decoding_mode=lookahead: set {', '.join(absent)} too, "
-            "as the engine was built for"
+            f"{name}: the tokenizer has ids up to {largest}, the engine {size} embeddings; use the "
+            "tokenizer that the model was trained with"
         )
 
 

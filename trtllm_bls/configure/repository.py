@@ -14,13 +14,17 @@ from typing import Any, Literal
 
 import click
 from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.configure.engine import (
+    LOGITS_DTYPES,
     EngineDir,
     check_drafting,
     check_engine,
+    check_releases,
     check_target,
+    check_vocabulary,
     engine_facts,
     engine_parameters,
     models_for,
@@ -55,6 +59,10 @@ class ConfigureOptions:
     max_num_tokens: int | None = setting(
         "The --max_num_tokens that the engine was built with, if its config.json is not here.",
         type=click.IntRange(1),
+    )
+    logits_dtype: str | None = setting(
+        "Type of the engines' logits, if their config.json is not here.  [default: float32]",
+        type=click.Choice(list(LOGITS_DTYPES)),
     )
     max_queue_size: int = setting(
         "Requests that may wait in Triton; one more is refused. 0 = no limit.",
@@ -110,6 +118,8 @@ class ConfigureOptions:
     )
     force: bool = setting("Replace the models that --out has already.", False)
     overrides: tuple[Override, ...] = ()
+    # By model, configurations whose instances, queue policies and warm-up are kept.
+    carried: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def separate_gpus(self) -> bool:
@@ -188,16 +198,17 @@ def plan_launch(
     options: ConfigureOptions, engines: Mapping[str, EngineDir], version: Version
 ) -> Launch:
     """How to start the engines; raises ``SettingsError`` if the release has no such mode."""
-    ranks = [engine.ranks for engine in engines.values()]
-    orchestrator = options.separate_gpus or len(set(ranks)) > 1
+    ranks = [engine.ranks or 1 for engine in engines.values()]
+    several = ";" in f"{options.gpu_device_ids}{options.draft_gpu_device_ids}"  # instances
+    orchestrator = options.separate_gpus or several or len(set(ranks)) > 1
     if not options.disable_spawn_processes:
         return Launch(tuple(engines), 1 if orchestrator else ranks[0], orchestrator)
     if version < _NO_SPAWN_SINCE:
         raise SettingsError("--disable-spawn-processes: TensorRT-LLM has it since 0.13")
     ids, first = {}, 1
     for name, engine in engines.items():
-        ids[name] = ",".join(map(str, range(first, first + engine.ranks)))
-        first += engine.ranks
+        ids[name] = ",".join(map(str, range(first, first + (engine.ranks or 1))))
+        first += engine.ranks or 1
     return Launch(tuple(engines), first, orchestrator=True, participants=ids)
 
 
@@ -277,14 +288,22 @@ def plan(options: ConfigureOptions) -> Repository:
         name: model_config(model, parameters[name], steps, size) for name, model in models.items()
     }
     configs[BLS.name].instance_group[0].count = options.bls_instances
+    for name, old in options.carried.items():
+        for kept in ("instance_group", "dynamic_batching", "model_warmup"):
+            if kept in (each.name for each, _ in old.ListFields()):
+                configs[name].ClearField(kept)
+                configs[name].MergeFrom(model_config_pb2.ModelConfig(**{kept: getattr(old, kept)}))
     for name in engines:
         batching = configs[name].dynamic_batching
-        batching.preferred_batch_size.append(size)
+        batching.preferred_batch_size[:] = [size]
         batching.max_queue_delay_microseconds = options.max_queue_delay_us
         batching.default_queue_policy.max_queue_size = options.max_queue_size
+    check_releases(engines, None if version == LAST or not options.check else version)
     if options.check:
         try:
-            load_tokenizer(options.tokenizer_dir)  # last, since it takes seconds
+            tokenizer = load_tokenizer(options.tokenizer_dir)  # last, since it takes seconds
+            for name, engine in engines.items():
+                check_vocabulary(name, engine, tokenizer)
         except SetupError as error:
             raise SettingsError(f"--tokenizer-dir: {error}") from error
     return Repository(configs, launch, tuple(warnings(target, version, parameters)))
@@ -333,7 +352,16 @@ def _engines(options: ConfigureOptions) -> dict[str, EngineDir]:
     engines = {ENGINE.name: target}
     if options.draft_engine_dir is not None:
         engines[DRAFT] = read_engine("--draft-engine-dir", options.draft_engine_dir, options.check)
-    return engines
+    if options.logits_dtype is None:
+        return engines
+    logits = LOGITS_DTYPES[options.logits_dtype]
+    for engine in engines.values():
+        if (engine.path / "config.json").is_file() and engine.logits != logits:
+            raise SettingsError(
+                f"--logits-dtype {options.logits_dtype}: {engine.path} has {engine.logits}; leave "
+                "the option out"
+            )
+    return {name: replace(engine, logits=logits) for name, engine in engines.items()}
 
 
 def _parameters(
@@ -378,10 +406,12 @@ def _check_override(
     if override.model not in models:
         raise SettingsError(f"{named}: no such model; there are {', '.join(models)}")
     try:
-        if override.model in engines:
-            check_backend(override.parameter, override.value, version)
-        else:
+        if override.model not in engines:
             check(override.model, override.parameter, override.value)
+        elif override.parameter == "decoupled":
+            check(ENGINE.name, override.parameter, override.value)
+        else:
+            check_backend(override.parameter, override.value, version)
     except SettingsError as error:
         raise SettingsError(f"{named}: {error}") from None
 
@@ -390,5 +420,8 @@ def _batch_size(asked: int | None, engines: Mapping[str, EngineDir]) -> int:
     known = [engine.max_batch_size for engine in engines.values() if engine.max_batch_size]
     most = min(known, default=None)
     if asked is not None and most is not None and asked > most:
-        raise SettingsError(f"--max-batch-size {asked}: the engine was built for at most {most}")
+        raise SettingsError(
+            f"--max-batch-size {asked}: the engine was built for at most {most}; add "
+            f"--max-batch-size {most}"
+        )
     return asked or most or MAX_BATCH_SIZE

@@ -27,6 +27,8 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
+# Without both of them the backend ignores every guide.
+GUIDES = ("guided_decoding_backend", "xgrammar_tokenizer_info_path")
 OLDEST = Version(0, 9)
 LAST = Version(99, 0)
 

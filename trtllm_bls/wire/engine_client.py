@@ -29,6 +29,7 @@ from tritonclient.utils import (
 from trtllm_bls.contract import ENGINE, NUMPY_TYPES
 from trtllm_bls.errors import EngineError, InvalidRequest, Unsupported
 from trtllm_bls.parameters import is_true
+from trtllm_bls.parameters.cpp_backend import GUIDES
 from trtllm_bls.types import (
     Array,
     Draft,
@@ -228,6 +229,12 @@ class DeployedModel:
         excluded = is_true(self.parameters.get("exclude_input_in_output", ""))
         return not excluded and "exclude_input_in_output" not in self.inputs
 
+    @cached_property
+    def ignores_guides(self) -> bool:
+        """Whether this is the C++ backend without what guided decoding needs."""
+        told = [self.parameters.get(key) for key in GUIDES]
+        return "gpt_model_type" in self.parameters and not all(told)
+
     def outputs_for(self, request: EngineRequest) -> list[str]:
         """The outputs to ask for; nothing is sent that nobody reads."""
         wants = request.wants
@@ -271,6 +278,11 @@ def request_inputs(
     arrays["input_lengths"] = _one_of("input_lengths", len(request.input_ids))
     arrays["input_ids"] = _ids_row(request.input_ids)
     arrays |= {name: array[None] for name, array in request.extras.items()}
+    if "guided_decoding_guide" in request.extras and model.ignores_guides:
+        missing = " and ".join(key for key in GUIDES if not model.parameters.get(key))
+        raise Unsupported(
+            "guided_decoding_guide", f"the engine would ignore it; set its parameter {missing}"
+        )
     if request.stop_sequences:
         arrays["stop_words_list"] = pack_words(request.stop_sequences)[None]
     if request.bad_sequences:
