@@ -37,6 +37,13 @@ def expressions() -> list[str]:
     return [rule["expr"] for rule in rules] + asked
 
 
+def of_the_page() -> list[str]:
+    """The queries that docs/metrics.md advises."""
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    table = page.partition("| question | expression |")[2].partition("\n\n")[0]
+    return [found for found in re.findall("`([^`]+)`", table) if "trtllm_bls_" in found]
+
+
 def selectors(node: Any) -> Iterator[Any]:
     """Every selector of a parsed expression."""
     if isinstance(node, promql_parser.VectorSelector):
@@ -61,7 +68,7 @@ def test_every_outcome_has_a_colour_of_its_own() -> None:
     assert (colours["success"], colours["failed"]) == ("green", "red")
 
 
-@pytest.mark.parametrize("expression", expressions())
+@pytest.mark.parametrize("expression", [*expressions(), *of_the_page()])
 def test_an_expression_asks_for_what_there_is(expression: str) -> None:
     """By Prometheus' grammar; its metrics, their labels and the labels' values are ours."""
     parsed = promql_parser.parse(expression.replace("$__rate_interval", "1m"))
