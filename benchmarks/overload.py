@@ -8,6 +8,9 @@ package's event loop, the API, the orchestrator and an engine whose one timer gi
 token at each step. Printed are percentiles of the time from the start of ``connect`` to the first
 byte of a 429, and to the first token of an answer. The first row has as many clients as places: a
 full house, in which nobody is refused. ``--chat-bytes`` is the size of each prompt.
+
+``--http PORT`` asks Triton's HTTP API (``generate_stream``) of a ``trtllm-bls serve`` on
+this machine instead. Give ``--running`` and ``--queued`` as that server has them.
 """
 
 from __future__ import annotations
@@ -129,17 +132,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--chat-bytes", type=int, default=2000)
+    parser.add_argument("--http", type=int, metavar="PORT")
     options = parser.parse_args()
     raise_descriptor_limit()
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": ("Hi there " * 2**17)[: options.chat_bytes]}],
-        "stream": True,
-        "max_tokens": options.tokens,
-    }
-    text = json.dumps(body).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    request = head + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(text) + text
+    prompt = ("Hi there " * 2**17)[: options.chat_bytes]
+    path: str = "/v1/chat/completions"
+    body: dict[str, object] = {"model": "m"}
+    if options.http is None:
+        body |= {"messages": [{"role": "user", "content": prompt}]}
+    else:
+        path, body = "/v2/models/tensorrt_llm_bls/generate_stream", {"text_input": prompt}
+    text = json.dumps(body | {"stream": True, "max_tokens": options.tokens}).encode()
+    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    request = (
+        head % path.encode() + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(text) + text
+    )
     print(
         f"{platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} cores, "
         f"descriptors {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}; {options.running} places, "
@@ -147,12 +154,16 @@ def main() -> None:
         f"{len(text)} bytes"
     )
     context = multiprocessing.get_context("fork")
-    listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    port = listening.getsockname()[1]
-    ready, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(theirs, listening, options), daemon=True)
-    server.start()
-    ready.recv()
+    server = None
+    if options.http is not None:
+        port = options.http
+    else:
+        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        port = listening.getsockname()[1]
+        ready, theirs = context.Pipe()
+        server = context.Process(target=serve, args=(theirs, listening, options), daemon=True)
+        server.start()
+        ready.recv()
     for clients in (1, options.running + options.queued, *options.clients):
         results, child = context.Pipe()
         before = os.getloadavg()[0]
@@ -162,13 +173,14 @@ def main() -> None:
         for status, seconds in results.recv():
             by_status[status].append(seconds)
         caller.join()
-        time.sleep(1)  # the server notices that its callers have left
+        time.sleep(1 if server else 10)  # the server notices that its callers have left
         print(f"{clients} clients, load {before:.1f} before, {os.getloadavg()[0]:.1f} after")
         for status, seconds in sorted(by_status.items()):
             what = "first token" if status == 200 else "told"
             print(f"  {status}: {len(seconds):5}  {what} {percentiles(seconds)}", flush=True)
-    server.terminate()
-    server.join()
+    if server is not None:
+        server.terminate()
+        server.join()
 
 
 if __name__ == "__main__":
