@@ -18,6 +18,7 @@ import openai
 import psutil
 import pytest
 
+from tests.helpers.http2_offers import CLIENTS, post_twice
 from tests.helpers.server_settings import ROOT
 from tests.helpers.waiting import until, until_ended
 
@@ -29,6 +30,7 @@ QUESTION = [{"role": "user", "content": "What is 12 * 9?"}]
 class Served:
     process: subprocess.Popen[str]
     url: str
+    http: str
     curl: str
     log: Path
 
@@ -54,8 +56,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert process.stdout
     name, url = process.stdout.readline().split()
     assert name == "OpenAI"
-    *_, curl = (process.stdout.readline() for _ in range(6))
-    yield Served(process, url, curl, log)
+    http, *_, curl = (process.stdout.readline() for _ in range(6))
+    yield Served(process, url, http.split()[1], curl, log)
     process.kill()
     process.communicate()
 
@@ -70,6 +72,29 @@ def test_the_command_that_serve_shows_works(served: Served) -> None:
     """As a user pastes it."""
     answer = subprocess.run(served.curl, shell=True, capture_output=True, text=True, timeout=120)
     assert "108" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
+
+
+def test_metrics_have_tritons_own(served: Served) -> None:
+    """Beside those of the API."""
+    url = served.url.removesuffix("/v1") + "/metrics"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text = answer.read().decode()
+    assert "\nnv_inference_request_success{" in text and "\ntrtllm_bls_requests_total{" in text
+    assert text.count("# TYPE trtllm_bls_requests_total ") == 1
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_programs_that_offer_http2_are_answered(
+    served: Served, client: str, tmp_path: Path
+) -> None:
+    """On the port of the API, and on Triton's."""
+    chat = {"model": "demo", "messages": QUESTION, "temperature": 0}
+    for answer in post_twice(client, f"{served.url}/chat/completions", chat, tmp_path):
+        assert "108" in answer["choices"][0]["message"]["content"]
+    asked = {"messages": json.dumps(QUESTION), "max_tokens": 40}
+    generate = f"{served.http}/v2/models/tensorrt_llm_bls/generate"
+    for answer in post_twice(client, generate, asked, tmp_path):
+        assert "108" in answer["text_output"]
 
 
 def test_a_chat_streams_and_ends(api: openai.OpenAI) -> None:

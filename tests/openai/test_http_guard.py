@@ -10,12 +10,14 @@ import subprocess
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from doubles.scripted import ScriptedEngine
+from tests.helpers.http2_offers import CLIENTS, post_twice
 from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
 from tests.helpers.waiting import until
@@ -350,7 +352,7 @@ def test_a_body_that_is_not_said_to_be_json_is_refused(connect: Connect, kind: s
 
 
 def test_curl_needs_the_header(connect: Connect) -> None:
-    """Without it a line says what to add; with it curl is answered, also as it offers HTTP/2."""
+    """Without it a line says what to add."""
     url = f"{connect()[0].url}/v1/completions"
 
     def curl(*words: str) -> Any:
@@ -360,8 +362,17 @@ def test_curl_needs_the_header(connect: Connect) -> None:
         return json.loads(done.stdout)
 
     assert "send Content-Type: application/json" in curl()["error"]["message"]
-    for words in ((), ("--http2",)):
-        assert curl("-H", "Content-Type: application/json", *words)["choices"][0]["text"] == SAYS
+    assert curl("-H", "Content-Type: application/json")["choices"][0]["text"] == SAYS
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_programs_that_offer_http2_are_answered(
+    connect: Connect, client: str, tmp_path: Path
+) -> None:
+    """Others' programs, which send the body with the offer."""
+    api, _ = connect()
+    answers = post_twice(client, f"{api.url}/v1/completions", json.loads(BODY), tmp_path)
+    assert [answer["choices"][0]["text"] for answer in answers] == [SAYS, SAYS]
 
 
 UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"

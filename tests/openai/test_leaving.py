@@ -14,6 +14,7 @@ import socket
 import subprocess
 import threading
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,36 @@ def requests_over(api: RunningApi, **labels: str) -> float:
         for sample in family.samples
         if sample.name == "trtllm_bls_requests_total" and labels.items() <= sample.labels.items()
     )
+
+
+def test_metrics_have_tritons_own(connect: Connect) -> None:
+    """Those of the server behind, while it can be reached; without those of its models."""
+    told = (
+        '# HELP nv_energy Joules\n# TYPE nv_energy counter\nnv_energy{gpu="0"} 7\n'
+        "# TYPE trtllm_bls_requests_total counter\ntrtllm_bls_requests_total 9\n"
+    )
+
+    class Triton(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(told.encode())
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Triton) as triton:
+        url = f"http://127.0.0.1:{triton.server_port}/metrics"
+        api, _ = connect(triton_metrics=url)
+        serving = threading.Thread(target=triton.serve_forever)
+        serving.start()
+        text = get(api, "/metrics")[1]
+        triton.shutdown()
+        serving.join()
+    assert 'nv_energy{gpu="0"} 7' in text and "total 9" not in text
+    assert {family.name for family in text_string_to_metric_families(text)} >= {"nv_energy"}
+    status, text = get(api, "/metrics")
+    assert status == 200 and "nv_energy" not in text
 
 
 def test_metrics_count_what_was_answered(connect: Connect) -> None:

@@ -39,6 +39,7 @@ def server_beside(tmp_path: Path, **more: Any) -> Any:
         host="127.0.0.1",
         grpc_url="127.0.0.1:1",
         http_url="http://127.0.0.1:1",
+        metrics_url="http://127.0.0.1:1/metrics",
         repository=REPOSITORY,
         environment=dict(os.environ)
         | {"TRTLLM_BLS_STATUS_DIR": str(tmp_path), "TRTLLM_BLS_MODEL_DIR": str(DEMO / "target")},

@@ -111,6 +111,7 @@ class HttpProcess:
             if tls and settings.tls_client_ca and not tls.private_key
             else server.grpc_url,
             "http": server.http_url,
+            "metrics": server.metrics_url,
             "alone": not with_api,
             "keys": settings.http_keys,
             "tls_pin": str(settings.tls_cert or ""),

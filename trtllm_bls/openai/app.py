@@ -39,7 +39,13 @@ from trtllm_bls.openai.constraints import ChatFormats
 from trtllm_bls.openai.document import document
 from trtllm_bls.openai.errors import RETRY, ApiError, api_error, invalid, is_too_long
 from trtllm_bls.openai.exchange import Outbox, Reply, run_all
-from trtllm_bls.openai.exposition import CONTENT_TYPE, SharedSamples, samples, written
+from trtllm_bls.openai.exposition import (
+    CONTENT_TYPE,
+    SharedSamples,
+    samples,
+    triton_metrics,
+    written,
+)
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.keys import is_allowed
 from trtllm_bls.openai.page import page
@@ -82,6 +88,7 @@ class ApiSettings:
     ``tool_parser``, ``reasoning_parser``: auto, none, or a name in ``chat_parsing``.
     ``status_dir``: directory of ``trtllm_bls.status``, over which the process is asked to drain;
     empty: there is none.
+    ``triton_metrics``: where Triton tells its own metrics, which ``/metrics`` then has too.
     """
 
     model_names: tuple[str, ...]
@@ -94,6 +101,7 @@ class ApiSettings:
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     status_dir: str = ""
+    triton_metrics: str = ""
 
 
 def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
@@ -258,6 +266,8 @@ class _Api:
             self._shared.write(own)
             own = self._shared.total()
         text = written(own) + engines_up(await self.backend.engine_problems())
+        if url := self.settings.triton_metrics:
+            text += await asyncio.to_thread(triton_metrics, url)
         return Response(text, media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:

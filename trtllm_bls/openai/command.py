@@ -105,6 +105,7 @@ def main(context: click.Context, /, **options: Any) -> None:
         tool_parser=options["tool_parser"],
         reasoning_parser=options["reasoning_parser"],
         status_dir=parameters.status_dir if parameters else "",
+        triton_metrics=front.metrics if front else "",
     )
     server = {field.name: options[field.name] for field in fields(ServerSettings)}
     sys.exit(serve(parameters, api, ServerSettings(**server), front))

@@ -7,14 +7,20 @@ worker that is asked adds them up. The counts of a worker that has ended stay.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from http.client import HTTPException
 from itertools import accumulate
 from pathlib import Path
+from urllib.request import ProxyHandler, build_opener
 
 import msgspec
 
 from trtllm_bls.services.request_metrics import METRICS, Labels, Metric, RequestMetrics
 
+_TRITON_S = 2.0
+_DIRECT = build_opener(ProxyHandler({}))  # whatever the environment says of proxies
+_OF_TRITON = re.compile(r"(# (HELP|TYPE) )?nv_")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -41,6 +47,19 @@ def written(found: Mapping[str, float]) -> str:
         lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.kind}"]
         lines += own
     return "\n".join([*lines, ""])
+
+
+def triton_metrics(url: str) -> str:
+    """Triton's own metrics (``nv_…``) at ``url``; none while they cannot be read.
+
+    Our models' metrics, which Triton shows too, count requests of other ports.
+    """
+    try:
+        with _DIRECT.open(url, timeout=_TRITON_S) as answer:
+            lines: list[str] = answer.read().decode().splitlines(keepends=True)
+    except (OSError, HTTPException):
+        return ""
+    return "".join(line for line in lines if _OF_TRITON.match(line))
 
 
 class SharedSamples:

@@ -75,7 +75,7 @@ class ServerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TritonFront:
-    """Triton's HTTP surface at ``port``, in front of the Triton at ``grpc`` and ``http``.
+    """Triton's HTTP surface at ``port``, in front of Triton at ``grpc``, ``http`` and ``metrics``.
 
     ``alone``: the OpenAI API is not served. ``keys``: clients must bring an API key here too.
     ``tls_pin``: gRPC has TLS with this certificate; ``tls_cert`` and ``tls_key`` are shown to it.
@@ -84,6 +84,7 @@ class TritonFront:
     port: int
     grpc: str
     http: str
+    metrics: str
     alone: bool = False
     keys: bool = False
     max_other_bytes: int = 64 * 2**20
