@@ -160,7 +160,10 @@ def https_url(
         port = chosen.getsockname()[1]
     settings = replace(guarded.settings, http_port=port, openai_port=0)
     in_front = SimpleNamespace(
-        **{name: getattr(guarded, name) for name in ("grpc_url", "http_url", "host", "repository")},
+        **{
+            name: getattr(guarded, name)
+            for name in ("grpc_url", "http_url", "metrics_url", "host", "repository")
+        },
         environment=guarded.environment,
         settings=settings,
         public_http_url=f"https://127.0.0.1:{port}",

@@ -94,6 +94,7 @@ def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> No
         host="127.0.0.1",
         grpc_url="127.0.0.1:1",
         http_url="http://127.0.0.1:1",
+        metrics_url="http://127.0.0.1:1/metrics",
         repository=REPOSITORY,
         environment=dict(os.environ) | {"TRTLLM_BLS_STATUS_DIR": str(tmp_path)},
         stop_requested=False,
