@@ -1,4 +1,6 @@
-"""What each engine refuses, by asking it: ``python -m tests.conformance.refusals`` prints a table.
+"""What each engine refuses, by asking it: ``python -m tests.conformance.refusals`` prints two tables.
+
+The first is in docs/engines.md, the second, with the engines' own words, in README.md beside this.
 
 One request per field, to the engine itself. The C++ backend is not asked but read: it is what its
 last release declares in its configuration.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -31,6 +33,7 @@ from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
 
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=2, end_id=EOS)
 RULE = hashed(100, first=5)
+ENGINES = ("C++ backend, last release", "embedded", "`trtllm://`", "`llm_api`")
 
 
 def _extras(**values: Any) -> dict[str, Any]:
@@ -108,7 +111,8 @@ async def ask_all() -> dict[str, list[str]]:
     embedded = EmbeddedEngine(DEMO / "target", EmbeddedSettings(threads=1))
     api = _fake_api()
     api.ENGINE = ScriptedEngine(RULE)
-    llm_api = LlmApiEngine("llm_api", api, api.LLM("none"), EngineCapacity(max_draft_tokens=0))
+    llm = api.LLM("none", guided_decoding_backend="xgrammar")  # as ``open_llm`` has it
+    llm_api = LlmApiEngine("llm_api", api, llm, EngineCapacity(max_draft_tokens=0))
     told = {}
     async with reaching(RULE) as (service, _):
         for name, more in PROBES.items():
@@ -132,19 +136,33 @@ def _fake_api() -> Any:
         sys.path.remove(str(LLM_API))
 
 
-def as_markdown(told: dict[str, list[str]]) -> Iterator[str]:
-    """The lines of the table."""
-    yield "| input | C++ backend, last release | embedded | `trtllm://` | `llm_api` |"
+def honoured(told: dict[str, list[str]]) -> Iterator[str]:
+    """The lines of the table of what each engine takes."""
+    yield f"| input | {' | '.join(ENGINES)} |"
     yield "| --- | --- | --- | --- | --- |"
     for name, answers in told.items():
-        cells = " | ".join(answer or "yes" for answer in answers)
+        cells = " | ".join("no" if answer else "yes" for answer in answers)
         yield f"| {name} | {cells} |"
 
 
-def table(run: Callable[[Any], Any] = asyncio.run) -> str:
-    """The whole table."""
-    return "\n".join(as_markdown(run(ask_all()))) + "\n"
+def refusals(told: dict[str, list[str]]) -> Iterator[str]:
+    """The lines of the table of the words with which each engine refuses."""
+    yield "| engine | inputs | refusal |"
+    yield "| --- | --- | --- |"
+    for number, engine in enumerate(ENGINES):
+        names: dict[str, list[str]] = {}
+        for name, answers in told.items():
+            names.setdefault(answers[number], []).append(name)
+        names.pop("", None)
+        for words, refused in names.items():
+            yield f"| {engine} | {', '.join(refused)} | {words} |"
+
+
+def tables() -> tuple[str, str]:
+    """Both tables."""
+    told = asyncio.run(ask_all())
+    return "\n".join(honoured(told)) + "\n", "\n".join(refusals(told)) + "\n"
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    print(*tables(), sep="\n", end="")
