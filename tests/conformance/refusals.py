@@ -1,6 +1,7 @@
-"""What each engine refuses, by asking it: ``python -m tests.conformance.refusals`` prints two tables.
+"""What each engine refuses, by asking it: ``python -m tests.conformance.refusals``.
 
-The first is in docs/engines.md, the second, with the engines' own words, in README.md beside this.
+Prints two tables. The first is in docs/engines.md; the second has the engines' own words and is in
+README.md beside this.
 
 One request per field, to the engine itself. The C++ backend is not asked but read: it is what its
 last release declares in its configuration.
