@@ -209,6 +209,8 @@ class _Answer:
         self._queue: asyncio.Queue[EngineChunk | Exception | None] = asyncio.Queue()
         service.live += 1
         self._task = asyncio.create_task(self._run())
+        # A task that is cancelled before its first step runs no `finally` of its own.
+        self._task.add_done_callback(self._ended)
 
     @property
     def running(self) -> bool:
@@ -224,13 +226,12 @@ class _Answer:
                 async for chunk in stream:
                     self._service.tokens += len(chunk.token_ids)
                     self._queue.put_nowait(chunk)
-            self._queue.put_nowait(None)
-        except asyncio.CancelledError:
-            self._queue.put_nowait(None)
         except Exception as error:
             self._queue.put_nowait(error)
-        finally:
-            self._service.live -= 1
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._queue.put_nowait(None)
+        self._service.live -= 1
 
     async def responses(self) -> AsyncGenerator[Any, None]:
         while (chunk := await self._queue.get()) is not None:

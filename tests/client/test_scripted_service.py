@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from doubles.scripted import Script
+from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
+from doubles.trtllm_service import ScriptedService
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_services import EOS, playing
 from tests.helpers.waiting import eventually
@@ -139,3 +141,14 @@ async def test_an_aborted_answer_ends_in_order() -> None:
         assert ids == tuple(range(10, 10 + len(ids)))
         assert (reason, service.live) == ("cancelled", 0)
         await connection.close()
+
+
+async def test_an_answer_that_is_aborted_before_its_first_step_is_not_alive() -> None:
+    """The two arrive together: the task that makes the answer is cancelled before it has run."""
+    service = ScriptedService(ScriptedEngine(reciting((A, B, C), 2, then=EOS)))
+    context = Mock(invocation_metadata=tuple)
+    answer = asyncio.ensure_future(anext(service._generate(asked(), context)))
+    abort = asyncio.ensure_future(service._abort(messages.AbortRequest(request_id="1"), context))
+    assert (await abort).success
+    assert _event(await asyncio.wait_for(answer, 5)) == ((), "cancelled", None)
+    assert service.live == 0

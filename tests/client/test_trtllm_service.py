@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from doubles.scripted import Script
+from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import table
+from doubles.trtllm_service import Behaviour, ScriptedService
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.scripted_services import (
     ANSWER,
@@ -148,6 +150,64 @@ async def test_leaving_aborts_first_and_does_not_wait(silent: bool) -> None:
             await stream.aclose()
         await eventually(lambda: service.live == 0)
         assert len(service.aborted) == 6
+
+
+class SlowToBegin(ScriptedService):
+    """Abort finds a request only some time after its call has arrived; here, after an Abort."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._asked = asyncio.Event()
+
+    async def _generate(self, message: Any, context: Any) -> AsyncGenerator[Any, None]:
+        await self._asked.wait()
+        async for response in super()._generate(message, context):
+            yield response
+
+    async def _abort(self, message: Any, context: Any) -> Any:
+        answer = await super()._abort(message, context)
+        self._asked.set()
+        await eventually(lambda: self.live or self.aborted)
+        return answer
+
+
+async def test_a_request_that_an_abort_did_not_find_is_aborted_again() -> None:
+    """It has begun when its call is cancelled, and would run to its end."""
+    service = SlowToBegin(ScriptedEngine(LONG, Script(step_seconds=0.02)), Behaviour(eos_id=EOS))
+    url = f"127.0.0.1:{await service.start()}"
+    engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
+    await engine.capacity()
+    stream = engine.generate(replace(ASK, max_tokens=800))
+    await asyncio.sleep(0.05)  # its call has arrived
+    await stream.aclose()
+    await eventually(lambda: service.aborted)
+    await eventually(lambda: service.live == 0)
+    await engine.close()
+    await service.stop()
+
+
+class SlowToAbort(ScriptedService):
+    """As on a host with more work than cores."""
+
+    async def _abort(self, message: Any, context: Any) -> Any:
+        await asyncio.sleep(3)
+        return await super()._abort(message, context)
+
+
+async def test_a_call_is_not_cancelled_before_a_slow_server_has_aborted_it() -> None:
+    """Otherwise half of the requests would run on."""
+    service = SlowToAbort(ScriptedEngine(LONG, Script(step_seconds=0.1)), Behaviour(eos_id=EOS))
+    url = f"127.0.0.1:{await service.start()}"
+    engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
+    await engine.capacity()
+    streams = [engine.generate(replace(ASK, max_tokens=800)) for _ in range(4)]
+    for stream in streams:
+        await stream.wait()
+        await stream.aclose()
+    await eventually(lambda: len(service.aborted) == 4)
+    await eventually(lambda: service.live == 0, 5)
+    await engine.close()
+    await service.stop()
 
 
 @pytest.mark.parametrize(

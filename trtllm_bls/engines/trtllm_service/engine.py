@@ -38,7 +38,10 @@ from trtllm_bls.wire.engine_client import wire_id
 
 _ASK_SECONDS = 10.0  # for information about the model
 _PROBE_SECONDS = 5.0  # for a silent server to say how it is
-_ABORT_SECONDS = 2.0  # for an Abort to be answered, before its call is cancelled all the same
+# For an Abort to be answered, before its call is cancelled all the same: on a busy host a server
+# takes seconds, and a call that is cancelled first may run to its end.
+_ABORT_SECONDS = 10.0
+_AGAIN_SECONDS = 0.2  # until a request that may not have begun is aborted again
 _CLOSE_SECONDS = 1.0  # for aborts under way
 _HEALTH_SECONDS = 1.0  # between questions for its health
 _LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
@@ -158,6 +161,12 @@ class TrtllmServiceEngine:
         message = messages.AbortRequest(request_id=request_id).SerializeToString()
         try:
             await self.channel.unary(messages.SERVICE + "Abort", message, _ABORT_SECONDS)
+            if not call.replies:
+                # An Abort that overtakes its request finds nothing, and the request may begin
+                # before its call is cancelled: so a request without an answer is aborted twice.
+                await asyncio.sleep(_AGAIN_SECONDS)
+                if not call.done:
+                    await self.channel.unary(messages.SERVICE + "Abort", message, _ABORT_SECONDS)
         except GrpcError as error:
             log.warning("%s: Abort failed: %s", self.name, error)
         finally:
