@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,15 +35,16 @@ from trtllm_bls.configure.engine import (
     EXTERNAL_DRAFTS,
     EngineDir,
     check_drafting,
-    check_engine,
     check_target,
+    check_vocabulary,
     ends_after_one_step,
     image_of,
+    misfits,
     models_for,
     parse_version,
     read_engine,
 )
-from trtllm_bls.contract import BLS, ENGINE, MODELS
+from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING, Model
 from trtllm_bls.engines.triton.own_port import listening_processes
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
@@ -57,7 +59,7 @@ from trtllm_bls.launcher.checks import (
 from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.parameters import EngineKind, is_true, parameters_of, parse_engine
 from trtllm_bls.parameters import check as check_ours
-from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend, keys_of
+from trtllm_bls.parameters.cpp_backend import GUIDES, LAST, Version, check_backend, keys_of
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import ServeSettings, TlsConnection, option, options_of, setting
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
@@ -137,6 +139,20 @@ class Subject:
         return [name for name, config in self.configs.items() if config.backend == CPP_BACKEND]
 
     @property
+    def known_models(self) -> dict[str, Model]:
+        """Our models and those of the C++ backend, with the tensors that each should have."""
+        release, ours = self.release or LAST, {model.name: model for model in MODELS}
+        text = models_for(release, "FP32") if self.cpp_models else ours
+        found = {}
+        for name, config in self.configs.items():
+            if config.backend == CPP_BACKEND:
+                engine = self.engines.get(name, EngineDir(path=Path()))
+                found[name] = models_for(release, engine.logits)[ENGINE.name]
+            elif name in ours and (config.backend == "python" or config.platform == "ensemble"):
+                found[name] = text[name]
+        return found
+
+    @property
     def target(self) -> str:
         """The name of the target model."""
         return self.values(BLS.name).get("tensorrt_llm_model_name") or ENGINE.name
@@ -170,15 +186,16 @@ class Subject:
     @property
     def tokenizer(self) -> Path | None:
         """The directory of the target's tokenizer."""
-        return self.tokenizer_dir or self._directory("tokenizer_dir")
+        return self.tokenizer_dir or self.directory(BLS.name, "tokenizer_dir")
 
     @property
     def draft_tokenizer(self) -> Path | None:
         """The directory of the draft's tokenizer, where the repository names it."""
-        return self._directory("draft_tokenizer_dir")
+        return self.directory(BLS.name, "draft_tokenizer_dir")
 
-    def _directory(self, key: str) -> Path | None:
-        named = self.values(BLS.name).get(key, "")
+    def directory(self, model: str, key: str) -> Path | None:
+        """A directory that a model's parameter names; ``None`` where it names none."""
+        named = self.values(model).get(key, "")
         if not named or "${" in named:
             return None
         return Path(os.path.abspath((self.repository or Path()) / named))
@@ -386,6 +403,8 @@ def pins(subject: Subject) -> Findings:
 # --- parameters and engines: what TensorRT-LLM would ignore or refuse later -------------------
 
 
+_BATCHING = "inflight_fused_batching"
+_ALWAYS = Version(0, 9)  # what every release demands has a line of its own
 _LOGITS = ("context_logits", "generation_logits", "draft_logits")
 # Slow, so that a limit which is too short is found: tokens per second of a prompt and an answer.
 _SLOW_PREFILL, _SLOW_DECODING = 500, 20
@@ -408,8 +427,9 @@ def readable(subject: Subject) -> Findings:
 @check("every template is filled in", lambda s: s.configs)
 def placeholders(subject: Subject) -> Findings:
     """A parameter that still holds one counts as not set, or as that very text."""
-    for model in subject.configs:
-        left = [key for key, value in subject.values(model).items() if "${" in value]
+    for model, config in subject.configs.items():
+        fields_of_it = {"name": config.name, "backend": config.backend, "platform": config.platform}
+        left = [k for k, v in (subject.values(model) | fields_of_it).items() if "${" in v]
         if left:
             mend = "fill them in or remove them; trtllm-bls configure --from does"
             yield Finding("error", f"{model}: placeholders in {', '.join(left)}", mend)
@@ -418,10 +438,7 @@ def placeholders(subject: Subject) -> Findings:
 @check("every parameter is known and has a value that can be read", lambda s: s.configs)
 def parameters(subject: Subject) -> Findings:
     """Names and values, each judged by whoever reads them."""
-    ours = {model.name for model in MODELS}
-    for model in subject.configs:
-        if model not in ours and model not in subject.cpp_models:
-            continue
+    for model in subject.known_models:
         for key, value in subject.values(model).items():
             if "${" in value or not value:
                 continue
@@ -434,15 +451,84 @@ def parameters(subject: Subject) -> Findings:
                 yield Finding.of(SettingsError(f"{model}.{key}: {error}"))
 
 
+@check("Triton can load every model", lambda s: s.configs)
+def layout(subject: Subject) -> Findings:
+    """Its name, its code, and room for a request in its batch."""
+    assert subject.repository is not None
+    for model, config in subject.configs.items():
+        if config.name not in ("", model) and "${" not in config.name:
+            what = f"{model}: its configuration is of {config.name}"
+            yield Finding("error", what, "give directory and configuration one name")
+        versions = [d for d in (subject.repository / model).iterdir() if d.name.isdigit()]
+        if not versions:
+            what = f"{model}: no version directory"
+            yield Finding("error", what, "make one named 1; it may be empty without a model.py")
+        elif config.backend == "python" and not any((d / "model.py").is_file() for d in versions):
+            yield Finding("error", f"{model}: no model.py", "copy it from this package's models")
+        engine = subject.engines.get(model)
+        most = engine.max_batch_size if engine else None
+        if model in subject.known_models and config.max_batch_size < 1:
+            what = f"{model}: max_batch_size is {config.max_batch_size}"
+            yield Finding(
+                "error", what, f"every tensor has a batch dimension; set {most or 1} or so"
+            )
+        elif most and config.max_batch_size > most:
+            what = f"{model}: max_batch_size is {config.max_batch_size}, the engine's is {most}"
+            yield Finding("error", what, f"set at most {most}, or build a larger engine")
+
+
+@check("every model that another one calls is there", lambda s: s.configs)
+def wiring(subject: Subject) -> Findings:
+    """The orchestrator's engines, and the ensemble's steps."""
+    named: dict[str, list[str]] = {}
+    for model, config in subject.configs.items():
+        named[model] = [step.model_name for step in config.ensemble_scheduling.step]
+    if BLS.name in subject.configs:
+        elsewhere = bool(subject.values(BLS.name).get("engine"))
+        named[BLS.name] = [
+            name for name in (subject.target, subject.draft) if name and not elsewhere
+        ]
+        if subject.values(BLS.name).get("draft_source") == "model" and not subject.draft:
+            what = f"{BLS.name}: draft_source is model, tensorrt_llm_draft_model_name is empty"
+            yield Finding("error", what, "name the draft model, or set draft_source to off")
+    for model, others in named.items():
+        for name in others:
+            if name not in subject.configs and "${" not in name:
+                yield Finding("error", f"{model}: calls {name}, which is not there", "add it")
+
+
+@check("every tensor is declared", lambda s: s.known_models)
+def tensors(subject: Subject) -> Findings:
+    """Triton refuses a request with an input that is not, and of another type."""
+    for model, table in subject.known_models.items():
+        config = subject.configs[model]
+        kinds = {
+            tensor.name: model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+            for tensor in (*config.input, *config.output)
+        }
+        rows = {tensor.name: tensor.dtype for tensor in (*table.inputs, *table.outputs)}
+        wrong = [n for n, kind in rows.items() if n not in _LOGITS and kinds.get(n, kind) != kind]
+        for name in wrong:
+            what = f"{model}.{name} is declared {kinds[name]}"
+            yield Finding("error", what, f"declare it TYPE_{rows[name]}")
+        if missing := [name for name in rows if name not in kinds]:
+            what = f"{model}: does not declare {', '.join(missing)}"
+            yield Finding("error", what, "write it again with trtllm-bls configure")
+
+
 @check("every parameter that the release demands is there", lambda s: s.cpp_models)
 def demanded_parameters(subject: Subject) -> Findings:
     """Without one of them the instance ends at load."""
     release = subject.release or LAST
     for model in subject.cpp_models:
+        values = subject.values(model)
+        for name, value in (("gpt_model_path", "DIRECTORY"), ("gpt_model_type", _BATCHING)):
+            if not values.get(name):
+                yield Finding("error", f"{model}: {name} is missing", f"set {name}={value}")
         demanded = [
             name
             for name, key in keys_of(release).items()
-            if key.demanded and key.demanded <= release and name not in subject.values(model)
+            if key.demanded and _ALWAYS < key.demanded <= release and name not in values
         ]
         if demanded:
             mend = "add them, with an empty value where nothing is meant"
@@ -470,10 +556,20 @@ def _numbers(version: str, count: int) -> list[str]:
     return version.removeprefix("v").split(".")[:count]
 
 
-@check("tensorrt_llm answers in streams", lambda s: s.target in s.configs)
+@check("models stream, or answer once, as they are to", lambda s: s.configs)
 def decoupled(subject: Subject) -> Findings:
-    """The orchestrator asks for nothing else, also for a caller who wants one response."""
-    if not subject.configs[subject.target].model_transaction_policy.decoupled:
+    """An orchestrator that streams needs an engine that does; other models answer once."""
+    policies = {n: c.model_transaction_policy.decoupled for n, c in subject.configs.items()}
+    for model, streams in policies.items():
+        told = subject.values(model).get("decoupled")
+        if told is not None and is_true(told) != streams:
+            what = f"{model}: is {'' if streams else 'not '}decoupled, whatever its parameter says"
+            yield Finding("error", what, "only model_transaction_policy counts; set it, or none")
+        if streams and model in (PREPROCESSING.name, POSTPROCESSING.name):
+            yield Finding(
+                "error", f"{model}: is decoupled", "it answers once; leave the policy out"
+            )
+    if policies.get(BLS.name, True) and not policies.get(subject.target, True):
         mend = "set model_transaction_policy { decoupled: true }"
         yield Finding("error", f"{subject.target}: is not decoupled", mend)
 
@@ -496,13 +592,39 @@ def one_step_drafts(subject: Subject) -> Findings:
 
 @check("the engines were built for what their parameters ask", lambda s: s.configs and s.engines)
 def built_for(subject: Subject) -> Findings:
-    """Reuse of the KV cache and chunked context need paged context attention."""
+    """Paged context attention, beams, GPUs for all ranks, guided decoding, no encoder."""
     for model in subject.engines.keys() & subject.configs.keys():
-        values = {"enable_kv_cache_reuse": "", "enable_chunked_context": ""}
-        try:
-            check_engine(model, subject.engines[model], values | subject.values(model))
-        except SettingsError as error:
-            yield Finding.of(error)
+        values = subject.values(model)
+        yield from map(Finding.of, misfits(model, subject.engines[model], values))
+        guides = values.get(GUIDES[1])
+        if guides and not Path(guides).is_file():
+            what = f"{model}.{GUIDES[1]}: {guides} is not there"
+            yield Finding("error", what, "make it as docs/engines.md#guided-decoding says")
+
+
+@check("mpirun is here", lambda s: any(engine.ranks > 1 for engine in s.engines.values()))
+def ranks(subject: Subject) -> Findings:
+    """An engine of several ranks is started by it."""
+    if shutil.which("mpirun", path=subject.environment.get("PATH", "")) is None:
+        counts = [
+            f"{name} has {e.ranks} ranks" for name, e in subject.engines.items() if e.ranks > 1
+        ]
+        yield Finding("error", f"no mpirun here; {', '.join(counts)}", "serve it in the container")
+
+
+@check("the server here has every backend", lambda s: s.configs and (s.server or _finds()))
+def backends(subject: Subject) -> Findings:
+    """Triton would end with a line of its own."""
+    with suppress(SetupError):  # told by the check of the server's Python
+        there = find_server(subject.server).backends
+        for model, config in subject.configs.items():
+            name = config.backend
+            if name and "${" not in name and not (there / name).is_dir():
+                image = image_of(subject.release) if subject.release else None
+                what = f"{model}: no backend {name} in {there}"
+                yield Finding(
+                    "error", what, f"serve it from {image or 'the container that has it'}"
+                )
 
 
 @check("the target can verify drafts, and the draft can make them", _speculates)
@@ -614,11 +736,18 @@ def _engine_url(subject: Subject) -> str:
 @check("the engine's port belongs to Triton, or to nobody yet", _engine_url)
 def engine_port(subject: Subject) -> Findings:
     """With host networking another program or another Triton may own it."""
-    names = _listeners(_engine_url(subject))
+    url = _engine_url(subject)
+    host, _, port = url.rpartition(":")
+    here = host in (*_LOOPBACK, "[::1]")
+    if not host or not port.isdecimal() or "/" in host:
+        yield Finding("error", f"engine_url {url}: is no address", "write HOST:PORT")
+        return
+    names = _listeners(url)
+    if (not here or (subject.url and not names)) and (problem := _unreachable(url)):
+        mend = "name the gRPC port of the server that has the engine"
+        yield Finding("error", f"engine_url {url}: {problem}", mend)
     if set(names) - {_SERVER}:
-        what = (
-            f"engine_url {_engine_url(subject)}: {' and '.join(names)} listens there, not {_SERVER}"
-        )
+        what = f"engine_url {url}: {' and '.join(names)} listens there, not {_SERVER}"
         yield Finding("error", what, "stop it, or serve on another --grpc-port")
 
 
@@ -635,17 +764,21 @@ def _engines_elsewhere(subject: Subject) -> list[tuple[str, EngineKind]]:
 def engine_addresses(subject: Subject) -> Findings:
     """Each takes a connection; TensorRT-LLM's service is asked for its health."""
     for address, kind in _engines_elsewhere(subject):
-        host, _, port = address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
-        except OSError as error:
-            what = f"engine at {address}: {error.strerror or error}"
+        if problem := _unreachable(address):
             mend = "start it (trtllm-serve MODEL --grpc), or mend the address"
-            yield Finding("error", what, mend)
-            continue
-        problem = _service_problem(address) if kind is EngineKind.TRTLLM else ""
-        if problem:
+            yield Finding("error", f"engine at {address}: {problem}", mend)
+        elif kind is EngineKind.TRTLLM and (problem := _service_problem(address)):
             yield Finding("error", f"engine at {address}: {problem}", "see its own log")
+
+
+def _unreachable(address: str) -> str:
+    """Why nobody answers at ``host:port``; empty where somebody does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
 
 
 def _service_problem(address: str) -> str:
@@ -758,6 +891,26 @@ def tokenizer(subject: Subject) -> Findings:
             yield Finding.of(loaded)
 
 
+@check("all models have one tokenizer, and it can chat", lambda s: s.tokenizer)
+def one_tokenizer(subject: Subject) -> Findings:
+    """Another one in a step of the ensemble makes other text of the same ids."""
+    assert subject.tokenizer is not None
+    own = _loaded(subject.tokenizer)
+    if isinstance(own, SetupError):
+        return  # told by the check of the tokenizer
+    for model in (PREPROCESSING.name, POSTPROCESSING.name):
+        directory = subject.directory(model, "tokenizer_dir")
+        other = _loaded(directory) if directory else own
+        if isinstance(other, SetupError):
+            yield Finding.of(SetupError(f"{model}: {other}"))
+        elif other.fingerprint != own.fingerprint:
+            what = f"{model}: the tokenizer in {directory} is another than {subject.tokenizer}"
+            yield Finding("error", what, "name one tokenizer in all models")
+    if not own.chat_template:
+        what = f"{subject.tokenizer}: no chat template"
+        yield Finding("warn", what, "messages and /v1/chat/completions need one; text does not")
+
+
 @check("engines and tokenizers have one vocabulary", lambda s: s.tokenizer and s.engines)
 def vocabulary(subject: Subject) -> Findings:
     """An id beyond the embeddings ends a request; other tokens than the draft's waste drafts."""
@@ -765,15 +918,16 @@ def vocabulary(subject: Subject) -> Findings:
     loaded = _loaded(subject.tokenizer)
     if isinstance(loaded, SetupError):
         return  # told by the check of the tokenizer
-    largest = max((i for i in range(loaded.vocab_size) if i not in loaded.added_ids), default=0)
     for model, engine in subject.engines.items():
         size, mend = engine.vocab_size, "use the tokenizer that the model was trained with"
         if not size:
             continue
-        if largest >= size:
-            what = f"{model}: the tokenizer has ids up to {largest}, the engine {size} embeddings"
-            yield Finding("error", what, mend)
-        elif loaded.vocab_size > size:
+        try:
+            check_vocabulary(model, engine, loaded)
+        except SettingsError as error:
+            yield Finding.of(error)
+            continue
+        if loaded.vocab_size > size:
             what = f"{model}: {loaded.vocab_size - size} added tokens are beyond its embeddings"
             yield Finding("warn", what, "requests that use them are refused; " + mend)
         elif size - loaded.vocab_size > _MOST_PADDING:

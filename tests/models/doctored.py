@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
 
 from tests.models.configured import Demo
 from trtllm_bls.doctor import CHECKS, Finding, Subject, examine
+from trtllm_bls.launcher.interpreter import PYTHON
 
 
 def findings(name: str, **subject: Any) -> list[Finding]:
@@ -36,3 +38,15 @@ def change(demo: Demo, model: str, **values: str | None) -> None:
 
 def rewrite(demo: Demo, model: str, config: Any) -> None:
     (demo.out / model / "config.pbtxt").write_text(text_format.MessageToString(config))
+
+
+def container(place: Path) -> Path:
+    """A server with TensorRT-LLM's backend, as its containers have it; no file of it can run."""
+    for backend in ("python", "tensorrtllm"):
+        (place / "backends" / backend).mkdir(parents=True)
+    (place / "bin").mkdir()
+    (place / "bin" / "tritonserver").touch()
+    stub = place / "python_backend_stubs" / PYTHON
+    stub.mkdir(parents=True)
+    (stub / "triton_python_backend_stub").touch()
+    return place

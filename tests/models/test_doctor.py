@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from tests.helpers.small_tokenizers import directory
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, make_engine
-from tests.models.doctored import change, findings, only, rewrite
+from tests.models.doctored import change, container, findings, only, rewrite
 from trtllm_bls import doctor
 from trtllm_bls.cli import main
 from trtllm_bls.doctor import Subject, examine
@@ -30,7 +30,8 @@ def with_draft(demo: Demo, tmp_path: Path, **more: Any) -> Path:
 def test_what_configure_writes_is_sound(demo: Demo, tmp_path: Path) -> None:
     """Every check that looks at a repository passes on one with a target and a draft."""
     with_draft(demo, tmp_path)
-    found = list(examine(Subject(repository=demo.out, ports={})))
+    server = container(tmp_path / "server")
+    found = list(examine(Subject(repository=demo.out, server=server, ports={})))
     assert {finding.level for _, finding in found} == {"ok"}, found
     names = {name for name, _ in found}
     assert names >= {"placeholders", "parameters", "speculation", "logits_types", "vocabulary"}
@@ -41,18 +42,19 @@ def run(*words: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_errors_are_in_the_exit_code_and_in_the_json(demo: Demo) -> None:
+def test_errors_are_in_the_exit_code_and_in_the_json(demo: Demo, tmp_path: Path) -> None:
     """0 without errors, 1 with some, 2 for options that cannot be used."""
     demo.write()
-    assert run("--model-repository", demo.out)[0] == 0
+    there = ("--model-repository", demo.out, "--server", container(tmp_path / "server"))
+    assert run(*there)[0] == 0
     change(demo, "tensorrt_llm", decoding_mode="${decoding_mode}")
-    code, output = run("--model-repository", demo.out, "--json")
+    code, output = run(*there, "--json")
     assert code == 1
     answer = json.loads(output)
     assert answer["count"]["error"] == 1, answer
     wrong = [each for each in answer["findings"] if each["level"] == "error"]
     assert [(each["check"], bool(each["mend"])) for each in wrong] == [("placeholders", True)]
-    code, output = run("--model-repository", demo.out)
+    code, output = run(*there)
     assert code == 1
     line = next(line for line in output.splitlines() if line.startswith("error"))
     assert line.startswith("error placeholders: tensorrt_llm: placeholders in decoding_mode; fill")
