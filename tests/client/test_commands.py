@@ -112,6 +112,12 @@ def test_a_server_that_is_not_there_is_all_that_is_told(outcomes: Mapping[str, O
         assert line.endswith("; nothing listens there: `trtllm-bls serve` starts a server")
 
 
+def test_a_full_server_is_asked_again_if_wished(outcomes: Mapping[str, Outcome]) -> None:
+    """As often as ``--retries`` says."""
+    outcome = outcomes["retries"]
+    assert (outcome.code, outcome.out, len(outcome.inputs)) == (0, "Hello\n", 2)
+
+
 def test_an_http_port_is_told_by_name(outcomes: Mapping[str, Outcome]) -> None:
     """It answers gRPC with a closed connection, which says nothing to who mixed up two ports."""
     outcome = outcomes["http port"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import signal
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from trtllm_bls.commands.terminal import assignments
+from trtllm_bls.commands.terminal import Interruption, assignments
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,6 +103,17 @@ def test_other_inputs_are_json_or_else_strings() -> None:
     assert found == {"a": 1, "b": [1, 2], "c": True, "d": "plain = text", "e": "1", "f": ""}
     with pytest.raises(click.BadParameter):
         assignments("--set", ["a"])
+
+
+async def test_the_second_ctrl_c_ends_the_process_at_once() -> None:
+    """The first one cancels the request, for which a server may take its time."""
+    task, interruption = asyncio.create_task(asyncio.sleep(60)), Interruption()
+    with interruption.cancels(task):
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.wait({task})
+        assert (interruption.happened, task.cancelled()) == (True, True)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_the_token_client_takes_the_tls_flags_of_tensorrt_llms_own(tmp_path: Path) -> None:

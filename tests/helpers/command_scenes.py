@@ -76,6 +76,11 @@ DISK_FULL = ">/dev/full"
 LATIN_1 = {"PYTHONIOENCODING": "latin-1"}
 
 
+def full_once() -> Script:
+    answers = iter([[Fail("UNAVAILABLE: too many requests"), Say(final=True)], HELLO])
+    return lambda _: next(answers)
+
+
 def stopped_by_request() -> Script:
     stopped = asyncio.Event()
 
@@ -114,6 +119,7 @@ def scenes(files: Path) -> dict[str, Scene]:
         "ids, nobody there": Scene(
             "inflight_batcher_llm_client.py", (*ids, "-u", "127.0.0.1:1"), ()
         ),
+        "retries": text_scene("Hi", "--retries", "1", script=full_once()),
         "http port": Scene("streaming_client.py", ("Hi", "-u", "{http}")),
         "deadline": text_scene(
             *("Hi", "-t", "60"),
