@@ -20,17 +20,20 @@ from typing import Any
 import grpc
 import numpy as np
 
+from doubles.guided import GuidedAnswers
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from trtllm_bls.engines.base import ChunkStream, Engine, GeneratedChunks
+from trtllm_bls.engines.trtllm_fields import GUIDE_TYPES, guide_of
 from trtllm_bls.engines.trtllm_service import messages
-from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError
+from trtllm_bls.errors import EngineError, EngineUnavailable, TrtllmBlsError
 from trtllm_bls.types import (
     Array,
     EngineCapacity,
     EngineChunk,
     EngineRequest,
     FinishReason,
+    PromptIds,
     Sampling,
     TokenIds,
     Wants,
@@ -51,7 +54,7 @@ class Behaviour:
     ``unreadable``: the unary method whose answers are bytes that are no message.
     """
 
-    model_id: str = "scripted"
+    model_id: str = "tensorrt-llm"
     version: str = "1.3.0rc29"
     eos_id: int = 2
     vocab_size: int = 1000
@@ -384,6 +387,7 @@ def engine_request(message: Any, behaviour: Behaviour) -> EngineRequest:
         num_return_sequences=config.num_return_sequences or 1,
         end_id=-1 if message.ignore_eos else behaviour.eos_id,
         stop_sequences=tuple(stops),
+        extras=_guide(message.guided_decoding),
         bad_sequences=tuple((token,) for token in message.bad_token_ids),
         embedding_bias=tuple(enumerate(message.embedding_bias)),
         wants=Wants(
@@ -391,6 +395,17 @@ def engine_request(message: Any, behaviour: Behaviour) -> EngineRequest:
             generation_logits=message.output_config.logprobs > 1,
         ),
     )
+
+
+def _guide(guided: Any) -> dict[str, Array]:
+    """The guide as inputs of ours. As the real service does, it ignores one without a text."""
+    if not guided.guide:
+        return {}
+    kind = GUIDE_TYPES[guided.guide_type - 1]
+    return {
+        "guided_decoding_guide_type": np.array([kind], np.object_),
+        "guided_decoding_guide": np.array([guided.guide], np.object_),
+    }
 
 
 def _check(message: Any, behaviour: Behaviour) -> None:
@@ -435,13 +450,23 @@ def _serialized(message: Any) -> bytes:
 
 
 class EchoEngine:
-    """An engine that says each prompt back; ``faults``: what goes wrong, by the request's seed."""
+    """An engine that says each prompt back, or a text of the guide that the request brings.
+
+    ``faults``: what goes wrong, by the request's seed. Without ``guided`` it refuses guides, as a
+    server without ``guided_decoding_backend`` does.
+    """
 
     name = "echo"
 
-    def __init__(self, script: Script, faults: dict[int, Fault] | None = None) -> None:
+    def __init__(
+        self,
+        script: Script,
+        faults: dict[int, Fault] | None = None,
+        guided: GuidedAnswers | None = None,
+    ) -> None:
         self._script = script
         self._faults = faults or {}
+        self._guided = guided
 
     async def capacity(self) -> EngineCapacity:
         return EngineCapacity(max_sequence_tokens=self._script.max_sequence_tokens)
@@ -452,12 +477,23 @@ class EchoEngine:
 
     async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         end = max(request.end_id or 0, 0)
-        rule = reciting(request.input_ids, len(request.input_ids), then=end)
+        rule = reciting(self._answer(request), len(request.input_ids), then=end)
         engine = ScriptedEngine(rule, self._script)
         engine.fault = self._faults.get(request.sampling.seed or 0)
         async with aclosing(engine.generate(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    def _answer(self, request: EngineRequest) -> PromptIds:
+        guide = guide_of(request.extras)
+        if guide is None:
+            return request.input_ids
+        if self._guided is None:
+            raise EngineError("Guided decoding is not enabled")
+        try:
+            return self._guided.answer(guide.kind, guide.text, request.max_tokens)
+        except ValueError as error:
+            raise EngineError(f"Grammar error: {error}") from error
 
     async def close(self) -> None:
         pass

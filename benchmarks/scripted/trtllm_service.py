@@ -10,6 +10,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from doubles.guided import GuidedAnswers
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine, ScriptedService
 from trtllm_bls.tokenizer import load_tokenizer
@@ -22,7 +23,7 @@ from trtllm_bls.tokenizer import load_tokenizer
 @click.option("--ids-per-chunk", default=1, show_default=True)
 @click.option("--max-seq-len", default=0, help="As trtllm-serve's option; 0 = not given.")
 def main(model_dir: Path, port: int, step_ms: float, ids_per_chunk: int, max_seq_len: int) -> None:
-    """A TrtllmService that says each prompt back."""
+    """A TrtllmService that says each prompt back, or a text that obeys the request's guide."""
     tokenizer = load_tokenizer(model_dir)
     behaviour = Behaviour(
         model_id=model_dir.name,
@@ -39,7 +40,8 @@ def main(model_dir: Path, port: int, step_ms: float, ids_per_chunk: int, max_seq
     )
 
     async def run() -> None:
-        service = ScriptedService(EchoEngine(script), behaviour)
+        guided = GuidedAnswers(model_dir / "tokenizer.json", tokenizer.model_vocab_size)
+        service = ScriptedService(EchoEngine(script, guided=guided), behaviour)
         click.echo(f"listening on 127.0.0.1:{await service.start(port)}")
         await service.wait()
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
+from doubles.guided import GuidedAnswers
 from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import table
-from doubles.trtllm_service import Behaviour, ScriptedService
+from doubles.trtllm_service import Behaviour, EchoEngine, ScriptedService
+from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.scripted_services import (
     ANSWER,
@@ -23,15 +28,16 @@ from tests.helpers.scripted_services import (
     answered,
     playing,
     reaching,
+    service_in_a_thread,
 )
+from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.routing import ReplicatedEngine
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
 from trtllm_bls.engines.trtllm_service.requests import service_request
-from trtllm_bls.errors import (
-    EngineUnavailable,
-)
+from trtllm_bls.errors import EngineError, EngineUnavailable
 from trtllm_bls.grpc_client import GrpcChannel
+from trtllm_bls.tokenizer import load_tokenizer
 from trtllm_bls.types import (
     EngineCapacity,
     FinishReason,
@@ -133,6 +139,43 @@ async def test_a_server_that_ends_early_says_why() -> None:
         chunks = await read(engine, replace(ASK, max_tokens=100, end_id=-1))
         assert tuple(ids(chunks)) == ANSWER[:3]
         assert chunks[-1].finish_reason is FinishReason.LENGTH
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 3}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+
+
+def test_the_played_service_keeps_to_a_guide() -> None:
+    """Its answers are texts of the guide; a guide that none can be kept to ends with its status."""
+    pytest.importorskip("llguidance")
+    tokenizer = load_tokenizer(DEMO / "target")
+    guided = GuidedAnswers(DEMO / "target" / "tokenizer.json", tokenizer.model_vocab_size)
+    engine = EchoEngine(Script(vocab_size=tokenizer.model_vocab_size), guided=guided)
+    behaviour = Behaviour(eos_id=tokenizer.eos_id or 0)
+
+    async def scenario(kind: str, guide: str) -> str:
+        extras = {
+            "guided_decoding_guide_type": np.array([kind], np.object_),
+            "guided_decoding_guide": np.array([guide], np.object_),
+        }
+        client = TrtllmServiceEngine(url, ServiceSettings(eos_id=tokenizer.eos_id))
+        await client.capacity()
+        asked = replace(ASK, max_tokens=90, end_id=tokenizer.eos_id, extras=extras)
+        try:
+            return tokenizer.decode(ids(await read(client, asked)), skip_special_tokens=True)
+        finally:
+            await client.close()
+
+    with service_in_a_thread(engine, behaviour) as (_, url):
+        answer = json.loads(run(scenario("json_schema", json.dumps(SCHEMA))))
+        jsonschema.validate(answer, SCHEMA)
+        assert re.fullmatch("[a-f]{4}x?", run(scenario("regex", "[a-f]{4}x?")))
+        assert isinstance(json.loads(run(scenario("json", ""))), dict)
+        with pytest.raises(EngineError, match="is no json_schema"):
+            run(scenario("json_schema", "{"))
 
 
 # --- leaving --------------------------------------------------------------------------------

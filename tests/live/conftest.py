@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from doubles.guided import GuidedAnswers
 from doubles.scripted import Fault, Script
 from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
@@ -102,7 +103,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def before_a_service() -> Iterator[BeforeAService]:
     model = DEMO / "target"
     tokenizer = load_tokenizer(model)
-    engine = EchoEngine(Script(step_seconds=0.005, vocab_size=tokenizer.model_vocab_size), FAULTS)
+    script = Script(step_seconds=0.005, vocab_size=tokenizer.model_vocab_size)
+    guided = GuidedAnswers(model / "tokenizer.json", tokenizer.model_vocab_size)
+    engine = EchoEngine(script, FAULTS, guided)
     behaviour = Behaviour(eos_id=tokenizer.eos_id or 0, vocab_size=tokenizer.vocab_size)
     with (
         service_in_a_thread(engine, behaviour) as (service, url),
