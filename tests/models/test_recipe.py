@@ -146,8 +146,43 @@ def test_the_script_is_the_one_of_the_checkpoints_family(tmp_path: Path) -> None
     config.write_text("{")
     line = error_of(CliRunner().invoke(main, ["recipe", *there, "0.20"]))
     assert f"--checkpoint: {config} cannot be read" in line
+    config.write_text(json.dumps({"model_type": "bloom"}))
     quantized = commands(*there, "0.20", "--precision", "fp8")[0]
     assert quantized[1].endswith("examples/quantization/quantize.py")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "since", "script", "expected"),
+    [
+        ("gemma2", "0.13", "gemma/convert_checkpoint.py", {"ckpt-type": "hf", "world-size": "1"}),
+        ("gemma3_text", "0.19", "gemma/convert_checkpoint.py", {"output-model-dir": "x"}),
+        ("nemotron", "0.15", "quantization/quantize.py", {"qformat": "full_prec"}),
+        ("nemotron-nas", "0.14", "nemotron_nas/convert_checkpoint.py", {"trust_remote_code": ""}),
+        ("deepseek", "0.14", "deepseek_v1/convert_checkpoint.py", {"tp_size": "1"}),
+        ("deepseek_v2", "0.15", "deepseek_v2/convert_checkpoint.py", {"dtype": "bfloat16"}),
+        ("granite", "0.16", "llama/convert_checkpoint.py", {"dtype": "bfloat16"}),
+        ("qwen3", "1.0", "models/core/qwen/convert_checkpoint.py", {"dtype": "bfloat16"}),
+    ],
+)
+def test_a_family_is_converted_since_a_release(
+    tmp_path: Path, model_type: str, since: str, script: str, expected: dict[str, str]
+) -> None:
+    """With its script's own flags; an earlier release says so."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    there = ("throughput", "--checkpoint", str(tmp_path), "--release")
+    words = commands(*there, since)[0]
+    assert any(word.endswith(script) for word in words)
+    found = flags(words)
+    assert expected.keys() <= found.keys()
+    assert all(found[name] == value for name, value in expected.items() if value != "x")
+    assert (words[0] == "env") == (model_type == "granite")
+    earlier = RELEASES[RELEASES.index(since) - 1]
+    line = error_of(CliRunner().invoke(main, ["recipe", *there, earlier]))
+    assert f"--release {earlier}: it cannot convert model_type {model_type}" in line
+    if model_type == "deepseek_v2":
+        assert "models/contrib/deepseek_v2" in commands(*there, "0.20")[0][1]
+        line = error_of(CliRunner().invoke(main, ["recipe", *there, since, "--precision", "fp8"]))
+        assert "is converted to bf16 only" in line
 
 
 def test_the_last_step_is_a_command_of_ours_that_parses() -> None:

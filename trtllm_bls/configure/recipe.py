@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ _FLAGS = (
     (CONVERT, "output_dir", "0.9", "issue 1068", "TensorRT-LLM's checkpoint."),
     (CONVERT, "dtype", "0.9", "issue 1068", "Type of weights and activations."),
     (CONVERT, "tp_size", "0.9", "issue 1353", "GPUs that share each layer."),
+    (CONVERT, "ckpt-type", "0.9", "README of Gemma", "Of Gemma: what kind of checkpoint it is."),
+    (CONVERT, "model-dir", "0.9", "README of Gemma", "Of Gemma: `--model_dir`."),
+    (CONVERT, "output-model-dir", "0.9", "README of Gemma", "Of Gemma: `--output_dir`."),
+    (CONVERT, "world-size", "0.9", "README of Gemma", "Of Gemma: `--tp_size`."),
+    (CONVERT, "trust_remote_code", "0.14", "README of Nemotron-NAS", "Run the checkpoint's code."),
     (QUANTIZE, "model_dir", "0.9", "issue 2125", "The Hugging Face checkpoint."),
     (QUANTIZE, "output_dir", "0.9", "issue 2125", "TensorRT-LLM's checkpoint."),
     (QUANTIZE, "dtype", "0.9", "issue 2125", "Type of what is not quantized."),
@@ -113,18 +118,68 @@ _EXAMPLES_MOVED = Version(0, 20)  # from examples/llama to examples/models/core/
 _GEMM_AUTO_SINCE = Version(0, 11)
 _SEQ_LEN_SINCE = Version(0, 11)
 _MODE_SINCE = Version(0, 10)
-# The directory of convert_checkpoint.py for a checkpoint's model_type.
-_FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "mixtral"), "llama"),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), "qwen"),
-    **dict.fromkeys(("phi", "phi3"), "phi"),
-    "gpt2": "gpt",
-}
 PRECISIONS = ("bf16", "fp16", "int4_awq", "fp8")
+_QUANTIZED = ("int4_awq", "fp8")
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "int4_awq": "float16", "fp8": "bfloat16"}
 
 Step = tuple[str, list[str]]  # what it does, the command
 Flags = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How checkpoints of one ``model_type`` are converted, since ``since``.
+
+    ``directory`` has their convert_checkpoint.py; where it is empty, quantize.py converts them
+    without quantizing. ``renamed`` are flags that the script spells in its own way, ``more`` those
+    that it has beside them.
+    """
+
+    directory: str
+    since: Version = OLDEST
+    precisions: tuple[str, ...] = PRECISIONS
+    moved_to: str = "core"  # below examples/models
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    more: tuple[tuple[str, str], ...] = ()
+    environment: tuple[str, ...] = ()
+
+
+_LLAMA, _QWEN, _QWEN3 = Family("llama"), Family("qwen"), Family("qwen", Version(1, 0))
+_GEMMA = Family(
+    "gemma",
+    renamed={"model_dir": "model-dir", "output_dir": "output-model-dir", "tp_size": "world-size"},
+    more=(("ckpt-type", "hf"),),
+)
+_WHOLE = ("bf16", "fp16")
+_GRANITE = Family(
+    "llama",
+    Version(0, 16),
+    (*_WHOLE, "fp8"),
+    environment=("env", "TRTLLM_DISABLE_UNIFIED_CONVERTER=1"),
+)
+# By the release notes and the READMEs of the examples.
+_FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "mixtral"), _LLAMA),
+    **dict.fromkeys(("qwen3", "qwen3_moe"), _QWEN3),
+    **dict.fromkeys(("granite", "granitemoe"), _GRANITE),
+    "qwen2": _QWEN,
+    "qwen2_moe": replace(_QWEN, since=Version(0, 11)),
+    "phi": Family("phi"),
+    "phi3": Family("phi", Version(0, 10)),
+    "gpt2": Family("gpt"),
+    "gemma": _GEMMA,
+    "gemma2": replace(_GEMMA, since=Version(0, 13)),
+    "gemma3_text": replace(_GEMMA, since=Version(0, 19)),
+    "nemotron": Family("", Version(0, 15)),
+    "nemotron-nas": Family(
+        "nemotron_nas",
+        Version(0, 14),
+        (*_WHOLE, "fp8"),
+        more=(("trust_remote_code", ""),),
+    ),
+    "deepseek": Family("deepseek_v1", Version(0, 14), _WHOLE, "contrib"),
+    "deepseek_v2": Family("deepseek_v2", Version(0, 15), ("bf16",), "contrib"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +312,7 @@ def as_script(steps: Iterable[Step]) -> str:
 
 
 def _conversion(options: RecipeOptions, precision: str, converted: Path) -> Step:
+    family, known = _family(options, precision)
     flags = [
         ("model_dir", str(options.checkpoint)),
         ("output_dir", str(converted)),
@@ -264,34 +320,55 @@ def _conversion(options: RecipeOptions, precision: str, converted: Path) -> Step
         ("tp_size", str(options.tp_size)),
     ]
     what = "Hugging Face checkpoint to TensorRT-LLM's"
-    if precision in ("int4_awq", "fp8"):
-        tool, directory = QUANTIZE, Path("quantization")
+    tool, directory = QUANTIZE, Path("quantization")
+    if precision in _QUANTIZED:
         flags += [("qformat", precision), ("calib_size", "512")]
         flags += [("kv_cache_dtype", "fp8")] if precision == "fp8" else [("awq_block_size", "128")]
         newer = " of the Ada or Hopper generation or later" if precision == "fp8" else ""
         what += f", quantized to {precision}, on a GPU{newer}"
+    elif not family.directory:
+        flags.append(("qformat", "full_prec"))
     else:
-        tool, directory = CONVERT, _family(options)
-        if not (options.checkpoint / "config.json").is_file():
-            what += " (as for Llama: there is no config.json to tell the family)"
-    script = options.examples / directory / tool
-    return what, ["python3", str(script), *_words(tool, flags, options.release)]
+        tool = CONVERT
+        moved = Path("models", family.moved_to) if options.release >= _EXAMPLES_MOVED else Path()
+        directory = moved / family.directory
+        flags = [(family.renamed.get(name, name), value) for name, value in flags]
+        flags += family.more
+        what += "" if known else " (as for Llama: there is no config.json to tell the family)"
+    words = ["python3", str(options.examples / directory / tool)]
+    environment = family.environment if tool == CONVERT else ()
+    return what, [*environment, *words, *_words(tool, flags, options.release)]
 
 
-def _family(options: RecipeOptions) -> Path:
-    config, model_type = options.checkpoint / "config.json", "llama"
+def _family(options: RecipeOptions, precision: str) -> tuple[Family, bool]:
+    """The checkpoint's family, and whether its config.json tells; raises ``SettingsError`` where
+    the release cannot convert it."""
+    config = options.checkpoint / "config.json"
+    if not config.is_file():
+        return _LLAMA, False
     try:
-        if config.is_file():
-            model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
+        model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
     except (OSError, ValueError, AttributeError) as error:
         raise SettingsError(f"--checkpoint: {config} cannot be read: {error}") from error
-    if model_type not in _FAMILIES:
+    family = _FAMILIES.get(model_type)
+    if family is None and precision in _QUANTIZED:
+        return _LLAMA, True  # quantize.py knows more families than have a recipe
+    if family is None:
         raise SettingsError(
-            f"--checkpoint {options.checkpoint}: no recipe for model_type {model_type}; "
-            f"there are recipes for {', '.join(_FAMILIES)}"
+            f"--checkpoint {options.checkpoint}: no recipe for model_type {model_type}; there are "
+            f"recipes for {', '.join(_FAMILIES)}; trtllm-serve takes others (docs/engines.md)"
         )
-    moved = Path("models", "core") if options.release >= _EXAMPLES_MOVED else Path()
-    return moved / _FAMILIES[model_type]
+    if options.release < family.since:
+        raise SettingsError(
+            f"--release {options.release}: it cannot convert model_type {model_type}, which "
+            f"{family.since} was the first to do"
+        )
+    if precision not in family.precisions:
+        raise SettingsError(
+            f"--precision {precision}: model_type {model_type} is converted to "
+            f"{', '.join(family.precisions)} only"
+        )
+    return family, True
 
 
 def _build(preset_name: str, options: RecipeOptions, converted: Path, engine: Path) -> list[str]:
