@@ -228,8 +228,8 @@ class ServeSettings:
     )
     host: str = setting("Address to listen on.", "127.0.0.1")
     expose: bool = setting(
-        "Allow a --host that other machines can reach; the OpenAI API alone needs it only without "
-        "keys.",
+        "Allow a --host that other machines can reach. `serve` always needs it for that, `openai` "
+        "only without keys.",
         False,
     )
     http_port: int = setting(

@@ -16,18 +16,21 @@ from trtllm_bls.parameters.models import EngineFacts
 _INTRODUCTION = """\
 # Parameters
 
-Written by `make generate` from `trtllm_bls/parameters/models.py`; do not edit.
+For people who look up what a model can be told at load. `make generate` writes this page from
+`trtllm_bls/parameters/models.py`; do not edit it.
 
-A parameter stands in its model's `config.pbtxt`. `trtllm-bls serve --set MODEL.KEY=VALUE` replaces
-it for one server, `trtllm-bls configure --set MODEL.KEY=VALUE` in the repository that is written.
-A variable, where one is named, comes before the file, but not before `serve --set`: `serve` sets it
-from its own options.
+A parameter stands in its model's `config.pbtxt`. There are three ways to set it. The first that
+applies wins:
+
+1. `trtllm-bls serve --set MODEL.KEY=VALUE`, for one server
+2. the environment variable in the column "variable"; `serve` sets some from its own options
+3. the value in `config.pbtxt`, which `trtllm-bls configure --set MODEL.KEY=VALUE` writes
 """
 _FACTS_INTRODUCTION = """\
 ## What an engine tells
 
 `trtllm-bls configure` writes these into the `tensorrt_llm` of the C++ backend, from the engine's
-own `config.json`. The backend does not read them; the orchestrator does.
+own `config.json`. The backend does not read them; `tensorrt_llm_bls` does.
 """
 _MARK = "<!-- make generate: build flags, {} -->"
 

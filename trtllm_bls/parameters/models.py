@@ -55,7 +55,7 @@ class ModelParameters:
 
     max_request_bytes: int = parameter(
         _BYTES,
-        "All inputs of a request together; adapters and prompt tables may need more.",
+        "Size of all inputs of a request; adapters and prompt tables may need more.",
         "67108864",
     )
 
@@ -86,7 +86,7 @@ class _Encoding(_Tokenizer):
         "true",
     )
     max_prompt_bytes: int = parameter(
-        _BYTES, "`text_input`, `messages`, or any other text of one row.", "1048576"
+        _BYTES, "Size of `text_input`, `messages`, or any other text of one row.", "1048576"
     )
 
 
@@ -112,13 +112,13 @@ class _Generating(ModelParameters):
     )
     max_guide_bytes: int = parameter(
         _BYTES,
-        "JSON schema, regular expression or grammar of guided decoding; compiling it costs far "
-        "more than reading it.",
+        "Size of a guide: the JSON schema, regular expression or grammar of guided decoding. "
+        "Compiling it costs far more than reading it.",
         "262144",
     )
-    max_guide_depth: int = parameter(count(1), "Brackets of such a guide within each other.", "100")
+    max_guide_depth: int = parameter(count(1), "How deep brackets nest in a guide.", "100")
     max_guide_nodes: int = parameter(
-        count(1), "Brackets, commas and alternatives of such a guide.", "50000"
+        count(1), "Brackets, commas and alternatives in a guide.", "50000"
     )
     expose_kv_cache_metrics: bool = parameter(
         FLAG,
@@ -145,14 +145,14 @@ class _Generating(ModelParameters):
 class PreprocessingParameters(_Encoding):
     """The parameters of ``preprocessing``."""
 
-    max_request_bytes: int = parameter(_BYTES, "All inputs of a request together.", "4194304")
+    max_request_bytes: int = parameter(_BYTES, "Size of all inputs of a request.", "4194304")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PostprocessingParameters(_Decoding):
     """The parameters of ``postprocessing``."""
 
-    max_request_bytes: int = parameter(_BYTES, "All inputs of a request together.", "4194304")
+    max_request_bytes: int = parameter(_BYTES, "Size of all inputs of a request.", "4194304")
 
 
 # --- tensorrt_llm ---------------------------------------------------------------------------
@@ -332,12 +332,13 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     )
     num_draft_tokens: int | None = parameter(
         none_if_zero(_TOKENS),
-        "Length of a draft for a request that does not say; 0 = as many as pay off.",
+        "Length of a draft for a request that does not say, whatever the load; 0 = as many tokens "
+        "as pay off.",
         "0",
     )
     max_draft_len: int = parameter(_TOKENS, "Longest draft, beside the engine's own limit.", "10")
     draft_deadline_seconds: float = parameter(
-        SECONDS, "A round goes on without a draft that takes longer.", "0.5"
+        SECONDS, "How long a round waits for the draft model before it goes on without.", "0.5"
     )
     overlap_drafts: bool | None = parameter(
         _SWITCH, "Draft while the target verifies; auto = where that measures faster.", "auto"
@@ -375,8 +376,8 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     one_core: bool | None = parameter(
         _SWITCH,
         "Keep a process's threads on one core while that core has little other work: they run one "
-        "at a time, which costs less there. auto = where the machine has eight cores, and four for "
-        "each process.",
+        "at a time, which costs less there. auto = where the machine has at least eight "
+        "cores, and four for each process.",
         "auto",
     )
     status_dir: str = parameter(
@@ -387,7 +388,9 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     log_requests: bool = parameter(
         FLAG, "Log one line for each request when it ends (docs/metrics.md).", "true"
     )
-    log_format: str = parameter(choice("logfmt", "json"), "Form of that line.", "logfmt")
+    log_format: str = parameter(
+        choice("logfmt", "json"), "Form of the line of each request.", "logfmt"
+    )
     log_prompts: bool = parameter(FLAG, "Log the prompt too, cut to 900 characters.", "false")
 
     # What Triton says of this process; a directory and numbers, not parameters.
