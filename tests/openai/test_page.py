@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -28,6 +29,8 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None)
 DRIVER = shutil.which("chromedriver") or "/usr/bin/chromedriver"
 MISSING = "needs Chromium and its driver: apt-get install chromium chromium-driver"
+PAGE = Path(__file__).parents[2] / "trtllm_bls" / "openai"
+LIBRARIES = (PAGE / "marked.js", PAGE / "purify.js")
 REPLY = "Hello <b>there</b> & 🙂 you: <img src=x onerror=alert(1)>."
 FLAGS = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"),
@@ -105,6 +108,64 @@ def test_a_chat_by_keyboard_alone(browser: webdriver.Chrome, connect: Connect) -
     (figures,) = page.texts(".figures")
     assert f"{tokens} tokens" in figures and "first token after" in figures
     assert f"{len(coloured)} accepted from drafts" in figures
+    assert page.complaints() == []
+
+
+MARKDOWN = """# Title
+**Bold**, `code`:
+```python
+def f(x):
+    return x < 3
+```
+| a | b |
+|---|---|
+| 1 | 2 |
+
+<script>alert(1)</script>
+
+[bad](javascript:alert(1)) [good](https://example.com/)
+![picture](https://example.com/x.png)
+"""
+
+
+def test_markdown_is_shown_and_can_be_copied(browser: webdriver.Chrome, connect: Connect) -> None:
+    """Code in a fixed width; nothing in the answer runs or is loaded."""
+    question = "What is 12 * 9?"
+    api, _ = connect(replying([{"role": "user", "content": question}], MARKDOWN))
+    page = Page(browser, api.url)
+    page.until(lambda: page.find("#model").text == MODEL)
+    page.find("#try button").click()
+    page.ends("has ended: stop")
+    assert not page.find("#try").is_displayed()
+    assert page.texts("article.user .text:not(.thoughts)") == [question]
+    shown = page.find(".formatted")
+    assert [page.texts(f".formatted {tag}") for tag in ("h1", "strong", "td")] == [
+        ["Title"],
+        ["Bold"],
+        ["1", "2"],
+    ]
+    assert "monospace" in page.find("pre code").value_of_css_property("font-family")
+    assert "<script>alert(1)</script>" in shown.text and "![picture](https:" in shown.text
+    links = page.browser.find_elements(By.CSS_SELECTOR, ".formatted a")
+    assert [each.get_dom_attribute("href") for each in links] == [None, "https://example.com/"]
+    loaded = "return performance.getEntriesByType('resource').map(e => e.name)"
+    assert all(name.startswith(api.url) for name in page.browser.execute_script(loaded))
+    grant = {"permissions": ["clipboardReadWrite"], "origin": api.url}
+    page.browser.execute_cdp_cmd("Browser.grantPermissions", grant)
+    read = "navigator.clipboard.readText().then(arguments[0])"
+    way, copy = page.browser.find_elements(By.CSS_SELECTOR, ".under button")
+    copy.click()
+    page.until(lambda: copy.text == "Copied")
+    assert page.browser.execute_async_script(read).strip() == MARKDOWN.strip()
+    page.find("pre button").click()
+    page.until(lambda: page.find("pre button").text == "Copied")
+    assert page.browser.execute_async_script(read) == "def f(x):\n    return x < 3\n"
+    way.click()
+    assert (
+        not shown.is_displayed() and "**Bold**" in page.find(".assistant .text:not(.thoughts)").text
+    )
+    page.find("#clear").click()
+    assert page.find("#try").is_displayed()
     assert page.complaints() == []
 
 
@@ -224,5 +285,11 @@ def test_the_page_loads_nothing_else(connect: Connect) -> None:
     with urllib.request.urlopen(f"{api.url}/", timeout=60) as answer:
         policy, text = answer.headers["content-security-policy"], answer.read().decode()
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+    for script in re.findall(r"<script>(.*?)</script>", text, re.DOTALL):
+        assert b64encode(sha256(script.encode()).digest()).decode() in policy
+    for library in LIBRARIES:
+        source = library.read_text(encoding="utf-8")
+        assert re.search(r"MIT License|@license", source[:400]) and "sourceMappingURL" not in source
+        text = text.replace(source, "")
     assert not re.findall(r"https?:|//[a-z]|src=|@import|url\(", text.replace("data:,", ""))
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
