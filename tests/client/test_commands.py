@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.command_scenes import Outcome, play, scenes
+from tests.helpers.command_scenes import ROOT, Outcome, play, scenes
+from tests.helpers.fake_grpc_server import FakeGrpcServer, tokens
 
 
 @pytest.fixture(scope="module")
@@ -277,3 +281,42 @@ def test_a_byte_order_mark_is_not_part_of_the_prompt(outcomes: Mapping[str, Outc
     for name in ("byte order mark", "byte order mark, file"):
         assert outcomes[name].inputs[0]["text_input"] == [["Hi"]]
     assert outcomes["byte order mark, ids"].inputs[0]["input_ids"] == [[1, 2, 3]]
+
+
+async def test_a_compressed_request_is_small(tmp_path: Path) -> None:
+    """On the wire, where upstream's client made it so."""
+    file = tmp_path / "ids.csv"
+    file.write_text("7," * 20_000 + "7")
+    sent: dict[str, int] = {}
+    async with FakeGrpcServer([tokens(5, final=True)]) as server:
+        host, _, port = server.url.partition(":")
+        for compression in ("gzip", "none"):
+            sent[compression] = 0
+
+            async def pass_on(
+                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counted: str
+            ) -> None:
+                while data := await reader.read(2**16):
+                    sent[counted] = sent.get(counted, 0) + len(data)
+                    writer.write(data)
+                writer.close()
+
+            async def serve(
+                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = compression
+            ) -> None:
+                back, forth = await asyncio.open_connection(host, int(port))
+                await asyncio.gather(pass_on(reader, forth, name), pass_on(back, writer, "back"))
+
+            between = await asyncio.start_server(serve, "127.0.0.1", 0)
+            url = f"127.0.0.1:{between.sockets[0].getsockname()[1]}"
+            words = ["--input-tokens-csv", file, "-u", url]
+            words += ["-C", compression] if compression != "none" else []
+            program = ROOT / "client" / "inflight_batcher_llm_client.py"
+            client = await asyncio.create_subprocess_exec(
+                *(sys.executable, program, *words),
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=asyncio.subprocess.DEVNULL,
+            )
+            assert await client.wait() == 0
+            between.close()
+    assert sent["gzip"] < 10_000 < 80_000 < sent["none"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.scripted_pairs import engine_request as ask
 from trtllm_bls.speculative.answer_figures import AnswerFigures
-from trtllm_bls.speculative.progress import Progress, Verdict
+from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.speculative.prompt_lookup import PromptLookup
 from trtllm_bls.speculative.round_requests import RoundRequests, round_seed
 from trtllm_bls.types import (
@@ -28,28 +28,28 @@ STATS = SpeculationStats()
 @pytest.mark.parametrize(
     ("drafted", "answered", "told", "verdict", "finish"),
     [
-        ((4, 5), (4, 5, 6), None, Verdict(2, 3), None),
-        ((4, 5), (4, 9), None, Verdict(1, 2), None),
-        ((4, 5), (9,), None, Verdict(0, 1), None),
-        ((4, 5), (4, 5), None, Verdict(2, 2), END),
-        ((4, 5), (4,), None, Verdict(1, 1), END),
-        ((4, 5), (), None, Verdict(0, 0), END),
-        ((), (), None, Verdict(0, 0), END),
-        ((), (4,), None, Verdict(0, 1), None),
-        ((4, 5), (4, 9), LENGTH, Verdict(1, 2), None),
-        ((4, 5), (4, 5), LENGTH, Verdict(2, 2), LENGTH),
-        ((4, 5), (4, 9), STOP, Verdict(1, 2), STOP),
-        ((4, 5), (4, 9), END, Verdict(1, 2), END),
-        ((4, 5), (7, 8, 9), None, Verdict(0, 3), None),
-        ((4, 5), (7, 8), None, Verdict(0, 2), END),
-        ((4, 5), (4, 7, 5), None, Verdict(1, 2), STOP),
+        ((4, 5), (4, 5, 6), None, (2, 3), None),
+        ((4, 5), (4, 9), None, (1, 2), None),
+        ((4, 5), (9,), None, (0, 1), None),
+        ((4, 5), (4, 5), None, (2, 2), END),
+        ((4, 5), (4,), None, (1, 1), END),
+        ((4, 5), (), None, (0, 0), END),
+        ((), (), None, (0, 0), END),
+        ((), (4,), None, (0, 1), None),
+        ((4, 5), (4, 9), LENGTH, (1, 2), None),
+        ((4, 5), (4, 5), LENGTH, (2, 2), LENGTH),
+        ((4, 5), (4, 9), STOP, (1, 2), STOP),
+        ((4, 5), (4, 9), END, (1, 2), END),
+        ((4, 5), (7, 8, 9), None, (0, 3), None),
+        ((4, 5), (7, 8), None, (0, 2), END),
+        ((4, 5), (4, 7, 5), None, (1, 2), STOP),
     ],
 )
 def test_the_ids_tell_whether_the_answer_ended(
     drafted: tuple[int, ...],
     answered: tuple[int, ...],
     told: FinishReason | None,
-    verdict: Verdict,
+    verdict: tuple[int, int],
     finish: FinishReason | None,
 ) -> None:
     """One token of the target's own ends each round; where it is missing, the end was met."""
@@ -65,7 +65,7 @@ def test_a_stop_sequence_may_span_rounds_and_waits_for_the_minimum() -> None:
     progress.append((9,))  # with the prompt's last token it would be one
     progress.take_round((8,), (8, 8), None)
     assert progress.finish is None
-    assert progress.take_round((9,), (9, 5), None) == Verdict(1, 1)
+    assert progress.take_round((9,), (9, 5), None) == (1, 1)
     assert (progress.finish, progress.ids) == (STOP, [7, 8, 9, 8, 8, 9])
 
 
@@ -90,9 +90,9 @@ def test_no_request_has_a_longer_prompt_than_the_engine_takes() -> None:
 def test_a_round_that_shows_its_end_id_ends_there_and_only_there() -> None:
     """Some runtimes draw the token again that they have just rejected: that is no end."""
     progress = Progress(ask((1,), end_id=9))
-    assert progress.take_round((4, 5), (4,), None, shows_end=True) == Verdict(1, 1)
+    assert progress.take_round((4, 5), (4,), None, shows_end=True) == (1, 1)
     assert progress.finish is None
-    assert progress.take_round((4, 9), (4, 9), None, shows_end=True) == Verdict(2, 1)
+    assert progress.take_round((4, 9), (4, 9), None, shows_end=True) == (2, 1)
     assert (progress.finish, progress.ids) == (END, [1, 4, 4])
 
 

@@ -173,9 +173,8 @@ def _prompt(given: dict[str, Any]) -> str:
 
 
 async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
-    beams = fields.get("beam_width") or 1
-    several = beams > 1 or (fields.get("num_return_sequences") or 1) > 1
-    whole = given["overwrite_output_text"] or beams > 1
+    several = any((fields.get(name) or 1) > 1 for name in ("beam_width", "num_return_sequences"))
+    whole = given["overwrite_output_text"]
     display: JsonDisplay | TextDisplay = TextDisplay(several=several, whole=whole)
     if given["as_json"]:
         display = JsonDisplay()
