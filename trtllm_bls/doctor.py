@@ -291,7 +291,7 @@ _LOOPBACK = ("localhost", "127.0.0.1")
 PINS = (
     ((0, 9), "4.36.1"),
     ((0, 15), "4.45.1"),
-    ((0, 18), "4.48.3"),  # from 0.18.1 on
+    ((0, 18), ""),  # from 0.18.1 on 4.48.3 in its notes, 4.45.1 in its requirements
     ((0, 19), "4.51.0"),
     ((1, 0), "4.53.1"),
     ((1, 1), "4.56.0"),
@@ -393,6 +393,7 @@ def pins(subject: Subject) -> Findings:
     if (
         present
         and pinned
+        and pinned[-1]
         and PackageVersion(present).release[:2] != PackageVersion(pinned[-1]).release[:2]
     ):
         what = f"transformers {present} beside tensorrt-llm {release}, made with {pinned[-1]}"
