@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -78,11 +79,12 @@ def test_what_the_model_excludes_anyway_is_not_asked_for() -> None:
 
 
 async def test_limits_are_the_models_parameters() -> None:
-    """Asked for once; what is no number is not known."""
+    """Asked for once, also by requests that come at once; what is no number is not known."""
     config = model_config(ENGINE, {"max_sequence_tokens": "64", "max_draft_len": "${x}"})
     async with reaching(config=config) as (engine, triton):
-        limits = await engine.capacity()
-        assert (limits.max_sequence_tokens, limits.max_draft_tokens) == (64, None)
+        together = [engine.capacity() for _ in range(8)]  # before anything is known
+        for limits in await asyncio.gather(*together):
+            assert (limits.max_sequence_tokens, limits.max_draft_tokens) == (64, None)
         await engine.capacity()
         assert triton.config_asked == 1
     for own, drafts in (("embedded", 4), ("llm_api", 0), ("trtllm://gpu:1", 0)):

@@ -79,11 +79,13 @@ class GrpcEngine:
     async def capacity(self) -> EngineCapacity:
         """What the model's parameters tell, as of half a minute ago at most. Raises
         ``EngineError``."""
-        if self._model is None or self._doubted:
-            await self._ask_model()
-        elif asyncio.get_running_loop().time() > self._ask_again_at and self._asking is None:
-            self._asking = asyncio.create_task(self._ask_model())
-            self._asking.add_done_callback(self._asked)
+        must_wait = self._model is None or self._doubted
+        if must_wait or asyncio.get_running_loop().time() > self._ask_again_at:
+            if self._asking is None:  # requests that come at once ask once
+                self._asking = asyncio.create_task(self._ask_model())
+                self._asking.add_done_callback(self._asked)
+            if must_wait:
+                await asyncio.shield(self._asking)
         assert self._model is not None
         return self._model.capacity
 
@@ -96,10 +98,10 @@ class GrpcEngine:
     async def close(self) -> None:
         """Close the connection; running calls end with it."""
         self.calls.close()
-        if self._asking is not None:
-            self._asking.cancel()
         await self.pool.close()
         await self._channel.close()
+        if self._asking is not None:
+            await asyncio.wait({self._asking})
 
     def failure(self, error: GrpcError) -> EngineError:
         """A call's status as an engine's error."""
@@ -137,7 +139,7 @@ class GrpcEngine:
 
     def _asked(self, task: asyncio.Task[None]) -> None:
         self._asking = None
-        if not task.cancelled() and task.exception() is not None:
+        if task.cancelled() or task.exception() is not None:
             self._doubt()
 
     async def _problem(self) -> str | None:
