@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.http.triton_forms import (
+    Declared,
     LeftToTriton,
     TooLarge,
     error_json,
@@ -42,7 +43,9 @@ def metadata() -> Any:
 
 def asked(body: object) -> Any:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return infer_request(raw, metadata(), "3", "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
+    return infer_request(
+        raw, Declared.of(metadata()), "3", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    )
 
 
 def tensor(body: object, name: str) -> tuple[list[int], bytes]:

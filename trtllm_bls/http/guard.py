@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import sys
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -27,6 +28,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from trtllm_bls.http.browsers import browser_problem
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
 
 BODY_SEND = "trtllm_bls.send"  # of a scope: uvicorn's own ``send``, without middleware
 # Of a scope: writes a part of a response that has begun; false where ``send`` has to be awaited.
@@ -172,7 +178,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_requests += 1
         if self._num_requests >= self._limits.requests:
             self.cycle.keep_alive = False
-        self.cycle.transport = cast(asyncio.Transport, _ClosesAfterBody(self))
+        self.cycle.transport = cast(asyncio.Transport, _ResponseTransport(self))
         scope = cast("dict[str, Any]", self.scope)
         scope[BODY_SEND] = self.cycle.send
         scope[BODY_WRITE] = partial(self._write_body, self.cycle)
@@ -253,17 +259,43 @@ class GuardedProtocol(HttpToolsProtocol):
         """What ``cycle.send`` does with a part of a chunked body, in a third of its time."""
         if self.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        cast(_ResponseTransport, cycle.transport).write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
 
-class _ClosesAfterBody:
-    """As much of a transport as uvicorn uses to write one response."""
+class _ResponseTransport:
+    """As much of a transport as uvicorn uses to write one response.
+
+    The head of a response waits for what else is written in this iteration of the event loop, since
+    each write is a system call. ``close`` waits until the request has been read.
+    """
 
     def __init__(self, protocol: GuardedProtocol) -> None:
-        self.write = protocol.transport.write
+        self._transport, self._loop = protocol.transport, protocol.loop
+        self._head: bytes | None = None
         self.is_closing = protocol.transport.is_closing
-        self.close = protocol.close_after_body
+        self._close = protocol.close_after_body
+
+    def write(self, data: bytes) -> None:
+        """The first data is the head."""
+        if self._head is None:
+            self._head = data
+            self._loop.call_soon(self._write_head)
+        elif self._head:
+            self._head, head = b"", self._head
+            self._transport.write(head + data)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._write_head()
+        self._close()
+
+    def _write_head(self) -> None:
+        if self._head:
+            self._head, head = b"", self._head
+            self._transport.write(head)
 
 
 # --- bodies ---------------------------------------------------------------------------------------
@@ -309,7 +341,8 @@ class BodyReader:
         parts: list[bytes] = []
         try:
             try:
-                await asyncio.wait_for(self._collect(scope, receive, parts), self._seconds)
+                async with timeout(self._seconds):
+                    await self._collect(scope, receive, parts)
             except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
                 problem = f"the body did not come within {self._seconds:g} s"
                 raise Refused(408, problem, {"connection": "close"}) from None

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 from starlette.types import Receive, Scope, Send
@@ -23,6 +23,7 @@ from trtllm_bls.errors import Overloaded, from_wire, is_for_room
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.http.guard import BODY_WRITE, BodyReader, ClientGone, Refused, header
 from trtllm_bls.http.triton_forms import (
+    Declared,
     LeftToTriton,
     TooLarge,
     error_json,
@@ -112,7 +113,8 @@ class TritonHttp:
             timeout=httpx.Timeout(None, connect=_TIMEOUT_SECONDS),
             trust_env=False,  # a proxy of the environment is not for this machine's own ports
         )
-        self._metadata: dict[tuple[str, str], tuple[float, Any]] = {}
+        # What models declare, by name and version, and when they were asked.
+        self._declared: dict[tuple[str, str], tuple[float, asyncio.Task[Declared]]] = {}
 
     async def close(self) -> None:
         """Close the connections to Triton; requests that run end with an error."""
@@ -166,15 +168,18 @@ class TritonHttp:
         if self._grpc is None:
             raise LeftToTriton
         now = asyncio.get_running_loop().time()
-        known_at, metadata = self._metadata.get((name, version), (0.0, None))
-        if metadata is None or now - known_at > _METADATA_SECONDS:
-            asked = service_pb2.ModelMetadataRequest(name=name, version=version)
-            method = _SERVICE + "ModelMetadata"
-            answer = await self._grpc.unary(method, asked.SerializeToString(), _TIMEOUT_SECONDS)
-            metadata = service_pb2.ModelMetadataResponse.FromString(answer)
-            self._metadata[name, version] = now, metadata
+        asked_at, asking = self._declared.get((name, version), (-math.inf, None))
+        if asking is None or now - asked_at > _METADATA_SECONDS:
+            asking = asyncio.create_task(_declared(self._grpc, name, version))
+            self._declared[name, version] = now, asking
+        try:
+            # A caller that leaves meanwhile does not end the question, which others wait for too.
+            declared = asking.result() if asking.done() else await asyncio.shield(asking)
+        except GrpcError:
+            self._declared.pop((name, version), None)
+            raise
         traceparent = header(scope, b"traceparent").decode("latin-1")
-        arguments = (body, metadata, version, traceparent)
+        arguments = (body, declared, version, traceparent)
         if len(body) > _LONG_BODY:
             request = await asyncio.to_thread(infer_request, *arguments)
         else:
@@ -278,6 +283,14 @@ def _has_body(scope: Scope) -> bool:
     return any(key in (b"content-length", b"transfer-encoding") for key, _ in scope["headers"])
 
 
+async def _declared(channel: GrpcChannel, name: str, version: str) -> Declared:
+    """Ask Triton for the model's inputs. Raises ``GrpcError``."""
+    asked = service_pb2.ModelMetadataRequest(name=name, version=version)
+    method = _SERVICE + "ModelMetadata"
+    answer = await channel.unary(method, asked.SerializeToString(), _TIMEOUT_SECONDS)
+    return Declared.of(service_pb2.ModelMetadataResponse.FromString(answer))
+
+
 class _Exchange:
     """One ``generate``: the call to the model, and what it sent that the caller has not got yet."""
 
@@ -317,8 +330,10 @@ class _Exchange:
 
     async def _send_events(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
         begun = False
-        while not (begun and self._over and not self._arrived and self._error is None):
+        over = False
+        while not over:
             await self._wait()
+            over = self._over
             events, self._arrived = self._arrived, []
             error, self._error = self._error, None
             if error is not None and not begun and error.text.startswith(_NOT_RUN):
@@ -335,9 +350,8 @@ class _Exchange:
             if error is not None:
                 events.append(error_json(error.text))
             body = b"".join([b"data: %b\n\n" % event for event in events])
-            if write is None or not write(body):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+            if over or write is None or not write(body):
+                await send({"type": "http.response.body", "body": body, "more_body": not over})
 
     async def _send_one(self, send: Send) -> None:
         while not self._over:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any
 
@@ -51,14 +52,27 @@ class TooLarge(Exception):
     """
 
 
+@dataclass(frozen=True)
+class Declared:
+    """A model's name and its inputs, by their names."""
+
+    name: str
+    inputs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, metadata: Any) -> Declared:
+        """What a ``ModelMetadataResponse`` says."""
+        return cls(metadata.name, {tensor.name: tensor for tensor in metadata.inputs})
+
+
 class _Members(list[tuple[str, Any]]):
     """The members of a JSON object, in order; a dict would hide a repeated key, which is wrong."""
 
 
 def infer_request(
-    body: bytes, metadata: Any, version: str, traceparent: str = ""
+    body: bytes, model: Declared, version: str, traceparent: str = ""
 ) -> service_pb2.ModelInferRequest:
-    """``body`` as a request to the model of ``metadata``, a ``ModelMetadataResponse``.
+    """``body`` as a request to ``model``.
 
     Raises ``LeftToTriton`` and ``TooLarge``.
     """
@@ -68,8 +82,8 @@ def infer_request(
         raise LeftToTriton from error
     if not isinstance(members, _Members):
         raise LeftToTriton
-    request = service_pb2.ModelInferRequest(model_name=metadata.name, model_version=version)
-    _fill(request, {tensor.name: tensor for tensor in metadata.inputs}, members)
+    request = service_pb2.ModelInferRequest(model_name=model.name, model_version=version)
+    _fill(request, model.inputs, members)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     if traceparent:
         request.parameters["traceparent"].string_param = traceparent
