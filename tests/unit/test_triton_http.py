@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.grpc_client import GrpcChannel
-from trtllm_bls.http.triton import _Exchange
+from trtllm_bls.grpc_client import GrpcChannel, GrpcError
+from trtllm_bls.http.guard import GuardedProtocol, _ResponseTransport
+from trtllm_bls.http.triton import TritonAddresses, TritonHttp, _Exchange
 
 
 class Channel:
@@ -56,3 +59,61 @@ def test_a_response_that_cannot_be_written_is_an_error() -> None:
         assert sent[0]["status"] == 500
         body = b"".join(each.get("body", b"") for each in sent).removeprefix(b"data: ")
         assert "cannot be written as JSON" in json.loads(body)["error"]
+
+
+def test_requests_that_come_at_once_ask_for_the_models_inputs_once() -> None:
+    """Also where the one that asked has left; a failure is not kept."""
+    asked: list[str] = []
+
+    class Metadata(Channel):
+        async def unary(self, method: str, message: bytes, timeout: float) -> bytes:
+            asked.append(method)
+            await asyncio.sleep(0)
+            if len(asked) == 1:
+                raise GrpcError("UNAVAILABLE", "loading")
+            answer = service_pb2.ModelMetadataResponse(name="m")
+            answer.inputs.add(name="text", datatype="BYTES", shape=[-1])
+            return bytes(answer.SerializeToString())
+
+    async def run() -> None:
+        program = TritonHttp(TritonAddresses(grpc="localhost:1", http="http://localhost:1"))
+        program._grpc = cast(GrpcChannel, Metadata())
+
+        def ask() -> asyncio.Task[bytes]:
+            scope = {"headers": []}
+            return asyncio.create_task(program._request("m", "", b'{"text": "a"}', scope))
+
+        with pytest.raises(GrpcError):
+            await ask()
+        first, *others = [ask() for _ in range(8)]
+        await asyncio.sleep(0)
+        first.cancel()
+        for request in await asyncio.gather(*others):
+            assert service_pb2.ModelInferRequest.FromString(request).inputs[0].name == "text"
+
+    asyncio.run(run())
+    assert len(asked) == 2
+
+
+def test_the_head_of_a_response_leaves_with_what_follows_at_once() -> None:
+    """Each write is a system call. A head that nothing follows leaves by itself."""
+    written: list[bytes] = []
+
+    async def run() -> None:
+        protocol = SimpleNamespace(
+            loop=asyncio.get_running_loop(),
+            transport=SimpleNamespace(write=written.append, is_closing=lambda: False),
+            close_after_body=lambda: written.append(b"closed"),
+        )
+        for parts in ((b"head ", b"first ", b"second"), (b"alone",)):
+            response = _ResponseTransport(cast(GuardedProtocol, protocol))
+            for part in parts:
+                response.write(part)
+            await asyncio.sleep(0)
+        response = _ResponseTransport(cast(GuardedProtocol, protocol))
+        response.write(b"refused")
+        response.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert written == [b"head first ", b"second", b"alone", b"refused", b"closed"]

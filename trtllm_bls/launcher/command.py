@@ -87,7 +87,7 @@ def server_command(
         f"--backend-config=python,shm-region-prefix-name={region_prefix}",
         "--disable-auto-complete-config",
         # These headers reach models as request parameters: ``traceparent`` goes to the engine and
-        # into the log; ``triton_grpc_error`` delays errors (``python_backend.call``).
+        # into the log; ``triton_grpc_error`` delays errors (``python_backend``).
         "--grpc-header-forward-pattern=traceparent|triton_grpc_error",
         "--http-header-forward-pattern=traceparent",
     ]

@@ -1,7 +1,7 @@
 """Triton's requests in every ``model.py``: each is answered exactly once.
 
 ``RequestServer`` runs one task per request on an event loop in a thread of its own. Sending blocks,
-so sender threads do it (``call.py``). A watcher thread asks Triton which callers have left and
+so sender threads do it. A watcher thread asks Triton which callers have left and
 cancels their tasks. ``Call`` alone knows Triton's response sender and keeps its rules
 (docs/design.md names the defects of Triton behind them):
 
@@ -15,11 +15,19 @@ cancels their tasks. ``Call`` alone knows Triton's response sender and keeps its
 tokens or engines.
 """
 
-from trtllm_bls.python_backend.call import MAX_QUEUED, Call, SenderThreads
-from trtllm_bls.python_backend.request_server import WATCHED_AT_ONCE, RequestServer, answering
+from trtllm_bls.python_backend.request_server import (
+    MAX_QUEUED,
+    SENDERS,
+    WATCHED_AT_ONCE,
+    Call,
+    RequestServer,
+    SenderThreads,
+    answering,
+)
 
 __all__ = [
     "MAX_QUEUED",
+    "SENDERS",
     "WATCHED_AT_ONCE",
     "Call",
     "RequestServer",

@@ -1,18 +1,41 @@
-"""The event loop that runs Triton's requests, and the thread that watches for their callers."""
+"""Triton's requests: the event loop that runs them, the watcher of their callers, and the threads
+that send the responses.
+
+Triton's ``send`` is a round trip to the server and blocks its thread, so sender threads do it. Each
+piece of state has one owner:
+
+- The event loop owns a call's pending responses and its end, the queue of those that wait for their
+  turn, and the number of responses under way. Nothing else changes them, so they need no lock.
+- A sender thread takes one response of one call at a time, and puts the outcome in
+  ``SenderThreads._reports``. The loop hands over the call's next response when it has taken that
+  report, so no two sends of a call overlap.
+- The loop takes reports whenever it asks for a call's state. Waking it for each one would add 20 µs
+  of CPU to a token at 8 streams, so a thread wakes the loop only where somebody waits: it appends
+  its report and then looks for waiters; the loop adds a waiter and then takes the reports.
+- ``Call._lock`` guards Triton's response sender, since Triton 24.10 crashes when the watcher thread
+  calls ``is_cancelled`` after, or during, the send of FINAL. What the lock's holder has learned is
+  in ``_closed``, ``_gone`` and ``_ask_after_send``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import gc
 import itertools
 import logging
+import queue
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
-from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, to_wire
-from trtllm_bls.python_backend.call import SENDERS, Arrays, BeforeErrorStatus, Call, SenderThreads
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, printable, to_wire
 from trtllm_bls.python_backend.one_core import OneCore
 from trtllm_bls.types import CancelCause
 
@@ -20,6 +43,25 @@ from trtllm_bls.types import CancelCause
 # most so many calls per look: for each call every 50 ms up to 60 calls, every 250 ms at 300.
 WATCH_SECONDS, WATCHED_AT_ONCE = 0.05, 60
 LOOKS_PER_CORE_CHECK = 20  # so the load of the cores is read once a second
+SENDERS = 4  # threads; each waits for the server most of its time
+# Responses that wait for a sender thread. A call that would add another one waits for its turn
+# instead, and the tokens that arrive meanwhile go into the same response.
+MAX_QUEUED = 4 * SENDERS
+MAX_ID = 128  # characters of a client's id in a log line
+_FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# A client can ask for errors as gRPC status, with metadata that ``serve`` has Triton pass on as a
+# parameter. On such an error Triton 24.10 closes the stream. It crashes if the thread that handed
+# the request to the model has not returned to reading that stream. ``BeforeErrorStatus`` returns
+# once that thread has. Where there is none, or it raises, the error leaves so long after the
+# request came, which is enough unless the machine keeps that thread from a core for longer.
+STATUS_ASKED, ERROR_AS_STATUS_SECONDS = '"triton_grpc_error"', 1.0
+# Waiting time before an end that Triton did not accept is sent again; it doubles each time.
+_FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 5.0
+_UNSENDABLE = EngineUnavailable("a response could not be sent; the server's log tells why")
+
+Arrays: TypeAlias = Mapping[str, NDArray[Any]]
+BeforeErrorStatus: TypeAlias = Callable[[], Awaitable[None]]
+_Response: TypeAlias = Arrays | Exception | None  # ``None``: only the FINAL flag
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +73,7 @@ class RequestServer:
     ``senders``: the threads that send. ``log_ends``: log each request that ends without an answer.
     ``prepare_batch`` gets the calls of one ``execute``, if they are several, in Triton's thread and
     before any of them is handled. ``before_error_status`` returns once an error may leave that its
-    caller wants as gRPC status (``call.STATUS_ASKED``); without it a timer decides. ``one_core``:
+    caller wants as gRPC status (``STATUS_ASKED``); without it a timer decides. ``one_core``:
     keep the threads, and the one that makes this, on one core while one is free.
     """
 
@@ -198,6 +240,358 @@ class RequestServer:
             log.info("threads run on any core: %s", error)
             core.close()
             self._one_core = None
+
+
+class Call:
+    """One Triton request and its answer; ``arrays`` are its inputs, once they have been read.
+
+    ``wanted``: the outputs asked for, which are all if the caller named none. ``send``, ``fail``,
+    ``finish`` and ``ready`` are called on the event loop. The first three never wait.
+    """
+
+    _numbers = itertools.count(1)
+
+    def __init__(
+        self, pb_utils: Any, request: Any, senders: SenderThreads, decoupled: bool
+    ) -> None:
+        self._pb = pb_utils
+        self._sender = request.get_response_sender()
+        self._senders = senders
+        # The least that ends a call. A model that is not decoupled owes one response.
+        self._bare_end: _Response = None if decoupled else {}
+        self.wanted: frozenset[str] = frozenset(request.requested_output_names())
+        self.client_id: str = request.request_id()
+        # Clients may choose equal ids. This one is unique in the process, for the log.
+        self.id = f"{printable(self.client_id, MAX_ID) or 'request'}-{next(self._numbers)}"
+        self.arrays: Arrays = MappingProxyType({})
+        self.parameters = "{}"  # of the request, as JSON
+        # When an error may leave that was asked for as gRPC status; 0: not asked for. In seconds
+        # of ``time.monotonic()``.
+        self._error_at = 0.0
+        # Of the event loop:
+        self.sequences = 1  # whose last response is not pending yet; none: the call has ended
+        self.abandoned = False  # its task has been cancelled since nobody takes its answer
+        self.pending: collections.deque[_Response] = collections.deque()
+        self._sending = False  # a response is under way, or waits for a timer
+        self._begun = False  # a response has been handed over
+        self.waiting: list[asyncio.Future[None]] = []  # for what is under way
+        self._retry_seconds = _FIRST_RETRY_SECONDS
+        # Under the lock:
+        self._lock = threading.Lock()
+        self._closed = False  # FINAL has been sent
+        self._gone = False  # the caller has left, or cannot be sent to
+        self._ask_after_send = False  # the watcher came by during a send
+        self._failure_logged = False
+
+    def read(self, request: Any) -> None:
+        """Copy the inputs, in the thread that brings the request."""
+        self.parameters = request.parameters()
+        if STATUS_ASKED in self.parameters:
+            self._error_at = time.monotonic() + ERROR_AS_STATUS_SECONDS
+        self.arrays = MappingProxyType(
+            {tensor.name(): _owned(tensor.as_numpy()) for tensor in request.inputs()}
+        )
+
+    def send(self, arrays: Arrays, final: bool = False) -> None:
+        """Send one response; with ``final`` it is the last of its sequence, and the call ends with
+        the last of ``sequences``. Ignored once the call has ended."""
+        if self.sequences:
+            self.sequences -= final
+            self._put(arrays)
+
+    def fail(self, error: Exception) -> None:
+        """End the call with an error; ignored once it has ended."""
+        if self.sequences:
+            self.sequences = 0
+            self.arrays = MappingProxyType({})  # the error may have to wait
+            self._put(error)
+
+    def finish(self) -> None:
+        """End the call without another response if that is allowed; ignored once it has ended."""
+        if self.sequences:
+            self.sequences = 0
+            self._put(self._bare_end)
+
+    def is_ready(self) -> bool:
+        """Whether ``ready`` would not suspend."""
+        self._senders.take_reports()
+        return not self._sending and (not self._begun or self._senders.has_room())
+
+    async def ready(self) -> None:
+        """Return once everything has been sent and the next response would leave soon.
+
+        A first response waits for nobody. A later one waits for its turn, and the tokens that
+        arrive meanwhile become part of it. Does not suspend if nothing is to be waited for.
+        """
+        if self.is_ready():
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        (self.waiting if self._sending else self._senders.turns).append(waiter)
+        self._senders.take_reports()
+        await waiter
+
+    def _put(self, response: _Response) -> None:
+        self.pending.append(response)
+        self._senders.take_reports()
+        if not self._sending:
+            self._sending = True
+            self.send_next()
+
+    def send_next(self) -> None:
+        """Hand the next pending response to a sender thread; an error as gRPC status waits."""
+        if self._error_at and isinstance(self.pending[0], Exception):
+            error_at, self._error_at = self._error_at, 0.0
+            self._senders.hold_error(self, error_at)
+            return
+        response = self.pending.popleft()
+        final = not self.sequences and not self.pending
+        first, self._begun = not self._begun, True
+        self._senders.hand_over(self, response, final, first)
+
+    def sent(self, ended_well: bool) -> None:
+        """A sender thread has done its part; ``ended_well``: what ``deliver`` returned."""
+        if not ended_well:
+            self.sequences = 0
+            self.pending.clear()
+            self.pending.append(_UNSENDABLE)
+            self._senders.send_later(self, self._retry_seconds)
+            self._retry_seconds = min(2 * self._retry_seconds, _LONGEST_RETRY_SECONDS)
+        elif self.pending:
+            self.send_next()
+        else:
+            self._sending = False
+            self._senders.turns.extend(self.waiting)
+            self.waiting.clear()
+
+    # --- in the watcher's thread ----------------------------------------------------------------
+
+    def gone(self) -> bool:
+        """Whether nobody takes the answer: the caller has left, or cannot be sent to.
+
+        While a response is being sent, the sender thread asks instead, as soon as it has left: a
+        call that sends without a pause would never be asked otherwise.
+        """
+        if not self._lock.acquire(blocking=False):
+            self._ask_after_send = True
+            return self._gone
+        try:
+            return self._gone or self._ask()
+        finally:
+            self._lock.release()
+
+    def _ask(self) -> bool:
+        """The only place that asks Triton; the lock is held."""
+        try:
+            return not self._closed and bool(self._sender.is_cancelled())
+        except Exception as error:  # whatever Triton raises, the watch goes on
+            log.warning("%s: cannot ask for its caller: %s", self.id, error)
+            return False
+
+    # --- in a sender thread ---------------------------------------------------------------------
+
+    def deliver(self, response: _Response, final: bool) -> bool:
+        """Send one response, or an end in its place if Triton does not accept it.
+
+        Returns false if Triton accepted no end either: the call is still open then.
+        """
+        with self._lock:
+            if self._closed:  # by an error in place of an earlier response
+                return True
+            if not self._try(response, final):
+                self._gone = True  # so the watcher cancels its work
+                return self._try(_UNSENDABLE, True) or self._try(self._bare_end, True)
+            if self._ask_after_send:
+                self._ask_after_send, self._gone = False, self._gone or self._ask()
+            return True
+
+    def _try(self, response: _Response, final: bool) -> bool:
+        try:
+            flags = _FINAL if final else 0
+            if response is None:
+                self._sender.send(flags=flags)
+            else:
+                self._sender.send(self._made(response), flags=flags)
+        except Exception as error:  # Triton raises types of its own
+            if not self._failure_logged:  # the retries would fill the log
+                log.error("%s: a response could not be sent: %s", self.id, error)
+            self._failure_logged = True
+            return False
+        self._closed = final
+        return True
+
+    def _made(self, response: Arrays | Exception) -> Any:
+        if isinstance(response, Exception):
+            error = as_triton_error(self._pb, response, self.id)
+            return self._pb.InferenceResponse([], error=error)
+        # Triton 24.10 crashes on an output that the caller did not ask for.
+        return self._pb.InferenceResponse(
+            [
+                self._pb.Tensor(name, array)
+                for name, array in response.items()
+                if name in self.wanted
+            ]
+        )
+
+
+class SenderThreads:
+    """``threads`` threads that send responses, and the turns that calls take to make them.
+
+    All but the threads' own part is called on ``loop``.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        threads: int,
+        before_error_status: BeforeErrorStatus | None = None,
+    ) -> None:
+        self._loop = loop
+        self._before_error_status = before_error_status
+        self._held: set[asyncio.Task[None]] = set()  # wait for ``before_error_status``
+        self._most = MAX_QUEUED + threads
+        self._under_way = 0
+        self._delayed: set[Call] = set()  # have something to send after a while
+        # Those who wait until fewer responses are under way, in order.
+        self.turns: collections.deque[asyncio.Future[None]] = collections.deque()
+        self.responses = 0  # handed over so far, errors left out; any thread may read it
+        # What is to be sent, first responses apart since they leave before others. ``_work`` has
+        # one ``True`` for each item of both, and one ``False`` to end each thread.
+        self._first: collections.deque[tuple[Call, _Response, bool]] = collections.deque()
+        self._later: collections.deque[tuple[Call, _Response, bool]] = collections.deque()
+        self._work: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        # What sender threads have done, and whether the loop has been told to take it.
+        self._reports: collections.deque[tuple[Call, bool]] = collections.deque()
+        self._waking = False
+        self.threads = [
+            threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def has_room(self) -> bool:
+        """Whether a response would leave soon, and no other call waits for its turn."""
+        return not self.turns and self._under_way < self._most
+
+    def hand_over(self, call: Call, response: _Response, final: bool, first: bool) -> None:
+        """Send ``response``; ``take_reports`` then calls ``call.sent``."""
+        self._under_way += 1
+        self.responses += isinstance(response, Mapping)
+        (self._first if first else self._later).append((call, response, final))
+        self._work.put(True)
+
+    def send_later(self, call: Call, seconds: float) -> None:
+        """Call ``call.send_next`` after ``seconds``, or when the threads end."""
+        self._delayed.add(call)
+        self._loop.call_later(seconds, self._send_delayed, call)
+
+    def hold_error(self, call: Call, error_at: float) -> None:
+        """Call ``call.send_next`` once Triton survives an error as gRPC status.
+
+        ``error_at``: when to assume so, in seconds of ``time.monotonic()``, if nothing tells.
+        """
+        if self._before_error_status is None:
+            self.send_later(call, error_at - time.monotonic())
+            return
+        self._delayed.add(call)
+        task = self._loop.create_task(self._send_held(call, error_at, self._before_error_status))
+        self._held.add(task)
+        task.add_done_callback(self._held.discard)
+
+    async def _send_held(self, call: Call, error_at: float, before: BeforeErrorStatus) -> None:
+        try:
+            await before()
+        except Exception as error:  # an error that never left would be worse
+            log.info("%s: its error is held for a while: %s", call.id, error)
+            await asyncio.sleep(error_at - time.monotonic())
+        self._send_delayed(call)
+
+    def _send_delayed(self, call: Call) -> None:
+        if call in self._delayed:
+            self._delayed.remove(call)
+            call.send_next()
+
+    def take_reports(self) -> None:
+        """Note what has been sent since the last time, and give turns to those who wait."""
+        self._waking = False  # before the reports: a thread that saw it set has added its own
+        while self._reports:
+            call, ended_well = self._reports.popleft()
+            self._under_way -= 1
+            call.sent(ended_well)
+        if self.turns:
+            self._give_turns()
+
+    def _give_turns(self) -> None:
+        room = self._most - self._under_way
+        while self.turns and room > 0:
+            waiter = self.turns.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                room -= 1
+        if self.turns and self._under_way < self._most:
+            # A task that has its turn may have been cancelled, or have nothing to send. No send
+            # would then give its turn to the next one, so look again once those tasks have run.
+            self._loop.call_soon(self._give_turns)
+
+    async def close(self) -> None:
+        """Send what is pending, then end the threads; what was delayed is tried once, at once.
+
+        No call may be given another response meanwhile.
+        """
+        await self._nothing_under_way()
+        for task in self._held:
+            task.cancel()
+        for call in list(self._delayed):
+            self._send_delayed(call)
+        await asyncio.gather(*self._held, return_exceptions=True)
+        await self._nothing_under_way()
+        for _ in self.threads:
+            self._work.put(False)
+        for thread in self.threads:  # which have nothing left to do
+            thread.join()
+
+    async def _nothing_under_way(self) -> None:
+        while self._under_way:
+            waiter = self._loop.create_future()
+            self.turns.append(waiter)
+            self.take_reports()
+            await waiter
+
+    def _run(self) -> None:
+        while self._work.get():
+            try:
+                call, response, final = self._first.popleft()
+            except IndexError:
+                call, response, final = self._later.popleft()
+            ended_well = call.deliver(response, final)
+            self._reports.append((call, ended_well))
+            waited_for = call.waiting or call.pending or not call.sequences or self.turns
+            if (waited_for or not ended_well) and not self._waking:
+                self._waking = True  # one wake-up serves all reports that are there by then
+                self._loop.call_soon_threadsafe(self.take_reports)
+
+
+def _owned(array: NDArray[Any]) -> NDArray[Any]:
+    """The array, copied where its memory is Triton's, which may free it any time.
+
+    An array that owns its memory is not copied: numpy releases the GIL for every copy, however
+    small, and the thread then waits to get it back.
+    """
+    owner = array if array.base is None else array.base
+    owned = isinstance(owner, np.ndarray) and owner.flags.owndata
+    return array if owned else np.array(array)
+
+
+def as_triton_error(pb_utils: Any, error: Exception, call_id: str) -> Any:
+    """A failure as its caller sees it: our own errors as they are, of others only the kind.
+
+    The text of an unexpected error may hold paths, so it goes to the log alone.
+    """
+    if not isinstance(error, TrtllmBlsError):
+        log.error("%s: unexpected error", call_id, exc_info=error)
+        kind = type(error).__name__
+        error = TrtllmBlsError(f"unexpected {kind}; the server's log tells more under {call_id}")
+    return pb_utils.TritonError(to_wire(error), getattr(pb_utils.TritonError, error.status))
 
 
 def answering(answer: Callable[[Arrays], Arrays]) -> Callable[[Call], Awaitable[None]]:
