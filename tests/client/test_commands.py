@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.command_scenes import ROOT, Outcome, play, scenes
+from tests.helpers.command_scenes import DEMO, ROOT, Outcome, play, scenes
 from tests.helpers.fake_grpc_server import FakeGrpcServer, tokens
 
 
@@ -138,7 +138,8 @@ def test_ctrl_c_cancels_on_the_server(outcomes: Mapping[str, Outcome]) -> None:
 
 
 def test_streamed_ids_are_joined_after_the_prompt(outcomes: Mapping[str, Outcome]) -> None:
-    """One list per response that brings ids; an empty one shows nothing."""
+    """One list per response that brings ids; an empty one shows nothing. An answer of the length
+    that was asked for is none that ran on."""
     outcome = outcomes["tokens"]
     assert outcome.code == 0
     assert outcome.out.splitlines() == [
@@ -179,6 +180,16 @@ def test_the_token_client_always_sends_these(outcomes: Mapping[str, Outcome]) ->
         "Got completed request",
         "Output sequence: [1, 2, 3, 5]",
     ]
+
+
+def test_a_tokenizer_says_which_ids_end_and_pad(outcomes: Mapping[str, Outcome]) -> None:
+    """Instead of the options."""
+    (inputs,) = outcomes["tokenizer"].inputs
+    tokens = json.loads((DEMO / "target" / "tokenizer.json").read_text())["added_tokens"]
+    ids = {token["content"]: token["id"] for token in tokens}
+    assert inputs["end_id"] == [[ids["<|end|>"]]]
+    assert inputs["pad_id"] == [[ids["<|pad|>"]]]
+    assert len(inputs["input_ids"][0]) == inputs["input_lengths"][0][0]
 
 
 def test_all_other_inputs_come_from_flags_and_files(outcomes: Mapping[str, Outcome]) -> None:

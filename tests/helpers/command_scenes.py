@@ -31,6 +31,7 @@ from tests.helpers.fake_grpc_server import (
 )
 
 ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "assets" / "demo"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ def stopped_by_request() -> Script:
     def script(request: Any) -> list[Say | Until]:
         if "stop" in inputs_of(request):
             stopped.set()
-            return [Say(final=True)]
+            answered = asyncio.Event()  # after the request that it stops has its answer
+            asyncio.get_running_loop().call_later(0.5, answered.set)
+            return [Until(answered), Say(final=True)]
         return [tokens(5), Until(stopped), tokens(6, final=True)]
 
     return script
@@ -119,6 +122,7 @@ def scenes(files: Path) -> dict[str, Scene]:
         "ids, nobody there": Scene(
             "inflight_batcher_llm_client.py", (*ids, "-u", "127.0.0.1:1"), ()
         ),
+        "tokenizer": token_scene("--tokenizer-dir", str(DEMO / "target"), script=[Say(final=True)]),
         "retries": text_scene("Hi", "--retries", "1", script=full_once()),
         "http port": Scene("streaming_client.py", ("Hi", "-u", "{http}")),
         "deadline": text_scene(
@@ -129,7 +133,9 @@ def scenes(files: Path) -> dict[str, Scene]:
         "interrupted": text_scene(
             *("Hi", "--json"), script=[text("Hel"), Hold()], interrupted=True
         ),
-        "tokens": token_scene(*check, script=[tokens(5), tokens(6), tokens(final=True)]),
+        "tokens": token_scene(
+            *check, "--request-output-len", "2", script=[tokens(5), tokens(6), tokens(final=True)]
+        ),
         "other tokens": token_scene(*check, script=[tokens(5, 7, final=True)]),
         "whole": token_scene(
             *(*ids, "--requested-outputs", "output_ids"),

@@ -124,6 +124,9 @@ def test_a_conversation_goes_on_through_interruptions_and_errors(
     child = start("--url", triton.url, "--plain", "--system", "Be brief.")
     child.sendline("Hi")
     child.expect(r"\*\*2\*\* messages")
+    # A temperature alone would stay greedy.
+    sent = inputs_of(triton.asked[-1])
+    assert (sent["temperature"], sent["top_p"]) == ([[pytest.approx(0.7)]], [[1.0]])
     child.sendline("wait")
     child.expect("Half of \\[2Jit")  # the escape character does not reach the terminal
     child.send(CTRL_C)

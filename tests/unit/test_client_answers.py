@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,17 @@ def test_streamed_ids_follow_each_other() -> None:
     assert ids.add(brought([[]], [0])) == {(0, 0): []}
     assert ids.add(said()) == {}
     assert (ids.generated, ids.sequences) == ({(0, 0): [5, 6, 7]}, {(0, 0): [1, 2, 5, 6, 7]})
+
+
+def test_streamed_logits_are_joined_and_other_outputs_are_the_last() -> None:
+    """One step of logits comes with each response."""
+    ids = answer()
+    for step in (1, 2):
+        event = brought([[step]], [1], num_output_tokens=step)
+        logits = {"generation_logits": np.full((1, 1, 1, 3), step)}
+        ids.add(replace(event, outputs={**event.outputs, **logits}))
+    assert ids.outputs["generation_logits"][0, :, 0, 0].tolist() == [1, 2]
+    assert ids.outputs["num_output_tokens"] == 2
 
 
 def test_sequences_are_kept_apart() -> None:
