@@ -273,12 +273,17 @@ def check(
 def examine(
     subject: Subject, checks: Sequence[Check] | None = None
 ) -> Iterator[tuple[str, Finding]]:
-    """Every finding with its check's name, in the order of the list."""
+    """Every finding with its check's name, in the order of the list. An error of this package that
+    a check raises is its last finding."""
     for each in CHECKS if checks is None else checks:
         if not each.applies(subject):
             continue
-        found = list(each.run(subject)) or [Finding("ok", each.title)]
-        yield from ((each.name, finding) for finding in found)
+        found: list[Finding] = []
+        try:
+            found.extend(each.run(subject))
+        except TrtllmBlsError as error:
+            found.append(Finding.of(error))
+        yield from ((each.name, one) for one in found or [Finding("ok", each.title)])
 
 
 # --- this machine: shared memory, proxies, Python and packages --------------------------------
@@ -302,23 +307,16 @@ PINS = (
 @check("this machine can run the server's models")
 def platform_and_place(subject: Subject) -> Findings:
     """Linux, and an environment whose path the embedded Python can read."""
-    try:
-        check_platform()
-        check_environment(sys.prefix)
-    except SetupError as error:
-        yield Finding.of(error)
+    check_platform()
+    check_environment(sys.prefix)
+    yield from ()
 
 
 @check("shared memory has room for the models' tensors")
 def shared_memory(subject: Subject) -> Findings:
     """Docker's default of 64 MB is filled by a few large answers."""
-    try:
-        warning = check_shared_memory(subject.shared_memory)
-    except SetupError as error:
-        yield Finding.of(error)
-    else:
-        if warning:
-            yield Finding.of(SetupError(warning), "warn")
+    if warning := check_shared_memory(subject.shared_memory):
+        yield Finding.of(SetupError(warning), "warn")
 
 
 @check("connections to this machine go past any proxy")
@@ -351,18 +349,11 @@ def packages(subject: Subject) -> Findings:
 @check("the server here runs models on this Python and its numpy", lambda s: s.server or _finds())
 def server_python(subject: Subject) -> Findings:
     """A stub for this version of Python, which can read the numpy that it will import."""
-    try:
-        installation = find_server(subject.server)
-    except SetupError as error:
-        yield Finding.of(error)
-        return
+    installation = find_server(subject.server)
     if not installation.stub(PYTHON).is_file():
         what = f"{installation.root} has no Python backend for Python {PYTHON}"
         yield Finding("error", what, "install trtllm-bls with the Python of the container")
-    try:
-        check_numpy(installation, embedded_numpy())
-    except SetupError as error:
-        yield Finding.of(error)
+    check_numpy(installation, embedded_numpy())
 
 
 def _finds() -> bool:
@@ -406,7 +397,6 @@ def pins(subject: Subject) -> Findings:
 
 _BATCHING = "inflight_fused_batching"
 _ALWAYS = Version(0, 9)  # what every release demands has a line of its own
-_LOGITS = ("context_logits", "generation_logits", "draft_logits")
 # Slow, so that a limit which is too short is found: tokens per second of a prompt and an answer.
 _SLOW_PREFILL, _SLOW_DECODING = 500, 20
 
@@ -508,9 +498,8 @@ def tensors(subject: Subject) -> Findings:
             for tensor in (*config.input, *config.output)
         }
         rows = {tensor.name: tensor.dtype for tensor in (*table.inputs, *table.outputs)}
-        wrong = [n for n, kind in rows.items() if n not in _LOGITS and kinds.get(n, kind) != kind]
-        for name in wrong:
-            what = f"{model}.{name} is declared {kinds[name]}"
+        for name in [name for name in rows if kinds.get(name, rows[name]) != rows[name]]:
+            what = f"{model}.{name} is declared {kinds[name]}, it is {rows[name]}"
             yield Finding("error", what, f"declare it TYPE_{rows[name]}")
         if missing := [name for name in rows if name not in kinds]:
             what = f"{model}: does not declare {', '.join(missing)}"
@@ -635,36 +624,21 @@ def speculation(subject: Subject) -> Findings:
     values = {name: reuse | subject.values(name) for name in subject.engines}
     target = subject.target
     engines = {ENGINE.name if name == target else name: e for name, e in subject.engines.items()}
-    try:
-        check_target(target, subject.engines[target], values[target])
-        values[ENGINE.name] = values[target]
-        check_drafting(engines, values, subject.release or LAST)
-    except SettingsError as error:
-        yield Finding.of(error)
+    check_target(target, subject.engines[target], values[target])
+    values[ENGINE.name] = values[target]
+    check_drafting(engines, values, subject.release or LAST)
+    yield from ()
 
 
-@check("logits are declared in the engines' types", lambda s: s.cpp_models and s.engines)
+@check("target and draft have logits of one type", lambda s: len(s.engines) > 1)
 def logits_types(subject: Subject) -> Findings:
-    """Triton refuses a tensor of another type before the backend sees it."""
-    for model in [name for name in subject.cpp_models if name in subject.engines]:
-        table = models_for(subject.release or LAST, subject.engines[model].logits)[ENGINE.name]
-        rows = {tensor.name: tensor for tensor in (*table.inputs, *table.outputs)}
-        config = subject.configs[model]
-        for tensor in (*config.input, *config.output):
-            if tensor.name not in _LOGITS or tensor.name not in rows:
-                continue
-            found = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
-            expected = rows[tensor.name].dtype
-            if found != expected:
-                what = f"{model}.{tensor.name} is declared {found}, the engine's are {expected}"
-                yield Finding("error", what, f"declare it TYPE_{expected}")
-    engines = subject.engines
-    if subject.draft in engines and subject.target in engines:
-        made, taken = engines[subject.draft].logits, engines[subject.target].logits
-        if made != taken:
-            what = f"the draft's logits are {made}, the target takes {taken}"
-            mend = "build both with one --logits_dtype, or leave use_draft_logits off"
-            yield Finding("warn", what, mend)
+    """Triton refuses drafts' logits of another type than the target's input."""
+    types = {name: engine.logits for name, engine in subject.engines.items()}
+    made, taken = types.get(subject.draft), types.get(subject.target)
+    if made and taken and made != taken:
+        what = f"the draft's logits are {made}, the target takes {taken}"
+        mend = "build both with one --logits_dtype, or leave use_draft_logits off"
+        yield Finding("warn", what, mend)
 
 
 @check("time limits leave time for the longest request", lambda s: BLS.name in s.configs)

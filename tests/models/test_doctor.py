@@ -152,7 +152,7 @@ def test_logits_of_another_type(demo: Demo, tmp_path: Path) -> None:
     demo.write()
     half = {"pretrained_config": {"logits_dtype": "float16"}}
     engine = make_engine(tmp_path / "half", BUILD, **half)
-    found = findings("logits_types", repository=demo.out, engine_dir=engine, version="1.0")
+    found = findings("tensors", repository=demo.out, engine_dir=engine, version="1.0")
     assert {finding.what.split()[0] for finding in found} == {
         "tensorrt_llm.context_logits",
         "tensorrt_llm.generation_logits",

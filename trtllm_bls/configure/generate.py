@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trtllm_bls.configure.pbtxt import PARAMETERS, config_text
-from trtllm_bls.configure.recipe import FLAGS, NEWEST
 from trtllm_bls.contract import MODELS
 from trtllm_bls.parameters import parameters_in, parameters_of
 from trtllm_bls.parameters.declaration import Parameter
@@ -32,21 +31,12 @@ _FACTS_INTRODUCTION = """\
 `trtllm-bls configure` writes these into the `tensorrt_llm` of the C++ backend, from the engine's
 own `config.json`. The backend does not read them; `tensorrt_llm_bls` does.
 """
-_MARK = "<!-- make generate: build flags, {} -->"
 
 
-def generated(root: Path) -> dict[str, str]:
-    """The text of every generated file, by its path below ``root``.
-
-    Of docs/engines.md one table is generated; the rest is read from ``root``.
-    """
+def generated() -> dict[str, str]:
+    """The text of every generated file, by its path."""
     files = {f"models/{m.name}/config.pbtxt": config_text(m, PARAMETERS[m.name]) for m in MODELS}
-    files["docs/parameters.md"] = _parameters_page()
-    engines = (root / "docs" / "engines.md").read_text(encoding="utf-8")
-    before, begin, rest = engines.partition(_MARK.format("begin"))
-    _, end, after = rest.partition(_MARK.format("end"))
-    files["docs/engines.md"] = f"{before}{begin}\n\n{_flags_table()}\n{end}{after}"
-    return files
+    return files | {"docs/parameters.md": _parameters_page()}
 
 
 def _parameters_page() -> str:
@@ -69,20 +59,6 @@ def _parameters_table(parameters: Mapping[str, Parameter]) -> str:
     return _table(("key", "value", "as shipped", "variable", "meaning"), rows)
 
 
-def _flags_table() -> str:
-    rows = (
-        (
-            flag.tool,
-            f"`--{flag.name}`",
-            f"{flag.since} – {'' if flag.until == NEWEST else str(flag.until)}".strip(),
-            flag.meaning,
-            flag.source,
-        )
-        for flag in FLAGS.values()
-    )
-    return _table(("tool", "flag", "releases", "does", "known from"), rows)
-
-
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = (head, ("---",) * len(head), *rows)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
@@ -91,7 +67,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def main(root: Path) -> list[str]:
     """Write what is stale below ``root``; the paths of these files."""
     stale = []
-    for path, text in generated(root).items():
+    for path, text in generated().items():
         file = root / path
         if not file.is_file() or file.read_text(encoding="utf-8") != text:
             file.parent.mkdir(parents=True, exist_ok=True)

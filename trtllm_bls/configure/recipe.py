@@ -24,91 +24,21 @@ CONVERT, QUANTIZE, BUILD = "convert_checkpoint.py", "quantize.py", "trtllm-build
 NEWEST = Version(1, 2)  # the last release whose notes speak of engines; they were removed later
 
 
-@dataclass(frozen=True)
-class Flag:
-    """One flag of a tool in the releases ``since`` to ``until``, both included."""
-
-    tool: str
-    name: str
-    since: Version
-    until: Version
-    meaning: str
-    source: str
-
-
-_HELP = "its help in the published tree"
-# Tool, flag, the releases that have it ("0.9-0.10"; "0.11" = since then), how that is known, what
-# the flag does.
-_FLAGS = (
-    (CONVERT, "model_dir", "0.9", "issue 1068", "The Hugging Face checkpoint."),
-    (CONVERT, "output_dir", "0.9", "issue 1068", "TensorRT-LLM's checkpoint."),
-    (CONVERT, "dtype", "0.9", "issue 1068", "Type of weights and activations."),
-    (CONVERT, "tp_size", "0.9", "issue 1353", "GPUs that share each layer."),
-    (CONVERT, "ckpt-type", "0.9", "README of Gemma", "Of Gemma: what kind of checkpoint it is."),
-    (CONVERT, "model-dir", "0.9", "README of Gemma", "Of Gemma: `--model_dir`."),
-    (CONVERT, "output-model-dir", "0.9", "README of Gemma", "Of Gemma: `--output_dir`."),
-    (CONVERT, "world-size", "0.9", "README of Gemma", "Of Gemma: `--tp_size`."),
-    (CONVERT, "trust_remote_code", "0.14", "README of Nemotron-NAS", "Run the checkpoint's code."),
-    (QUANTIZE, "model_dir", "0.9", "issue 2125", "The Hugging Face checkpoint."),
-    (QUANTIZE, "output_dir", "0.9", "issue 2125", "TensorRT-LLM's checkpoint."),
-    (QUANTIZE, "dtype", "0.9", "issue 2125", "Type of what is not quantized."),
-    (QUANTIZE, "qformat", "0.9", "issue 2125", "The kind of quantization."),
-    (QUANTIZE, "kv_cache_dtype", "0.9", _HELP, "Type of the KV cache."),
-    (QUANTIZE, "awq_block_size", "0.9", _HELP, "Weights per scale of AWQ."),
-    (QUANTIZE, "calib_size", "0.9", "issue 2125", "Texts to calibrate with."),
-    (QUANTIZE, "tp_size", "0.9", "issue 2125", "GPUs that share each layer."),
-    (BUILD, "checkpoint_dir", "0.9", "issue 1433", "TensorRT-LLM's checkpoint."),
-    (BUILD, "output_dir", "0.9", "issue 1433", "The engine."),
-    (BUILD, "gemm_plugin", "0.9", "issue 2052", "Matrix products by plugin (`auto` since 0.11)."),
-    (BUILD, "workers", "0.9", "issue 1433", "Ranks that are built at the same time."),
-    (BUILD, "max_batch_size", "0.9", "release notes of 0.11", "Requests at once."),
-    (BUILD, "max_input_len", "0.9", _HELP, "Longest prompt, in tokens."),
-    (
-        BUILD,
-        "max_output_len",
-        "0.9-0.10",
-        "release notes of 0.11, 0.12",
-        "Longest answer, in tokens.",
-    ),
-    (BUILD, "max_seq_len", "0.11", "release notes of 0.11", "Longest prompt and answer."),
-    (BUILD, "max_num_tokens", "0.9", "release notes of 0.11", "Rows of one forward pass."),
-    (
-        BUILD,
-        "use_paged_context_fmha",
-        "0.9",
-        "issue 2125",
-        "Paged context attention: reuse of the KV cache, chunked context, drafts.",
-    ),
-    (BUILD, "multiple_profiles", "0.10", "release notes of 0.10", "Kernels for several sizes."),
-    (BUILD, "use_fp8_context_fmha", "0.11", "issue 2125", "Context attention in FP8."),
-    (BUILD, "reduce_fusion", "0.11", "release notes of 0.11", "AllReduce and norm in one kernel."),
-    (
-        BUILD,
-        "low_latency_gemm_plugin",
-        "0.17",
-        "build log in issue 2810",
-        "FP8 products for small batches (Ada, Hopper), in place of gemm_plugin.",
-    ),
-    (
-        BUILD,
-        "low_latency_gemm_swiglu_plugin",
-        "0.17",
-        "build log in issue 2810",
-        "The same with SwiGLU fused (Hopper).",
-    ),
-    (
-        BUILD,
-        "speculative_decoding_mode",
-        "0.10",
-        "release notes of 0.10, 0.13",
-        "How the engine speculates (`lookahead_decoding` since 0.13).",
-    ),
-    (BUILD, "max_draft_len", "0.9", _HELP, "Longest draft, in tokens."),
-    (BUILD, "gather_generation_logits", "0.9", _HELP, "Keep logits for those who ask."),
-)
-FLAGS = {
-    (tool, name): Flag(tool, name, *parse_releases(releases, NEWEST), meaning, source)
-    for tool, name, releases, source, meaning in _FLAGS
+# The flags that not every release has: the first and the last that has each, by the release notes
+# and the READMEs of the examples. Every other flag that a recipe uses is in all releases.
+FLAGS: Mapping[tuple[str, str], tuple[Version, Version]] = {
+    (tool, name): parse_releases(releases, NEWEST)
+    for tool, name, releases in (
+        (CONVERT, "trust_remote_code", "0.14"),
+        (BUILD, "max_output_len", "0.9-0.10"),
+        (BUILD, "max_seq_len", "0.11"),
+        (BUILD, "multiple_profiles", "0.10"),
+        (BUILD, "use_fp8_context_fmha", "0.11"),
+        (BUILD, "reduce_fusion", "0.11"),
+        (BUILD, "low_latency_gemm_plugin", "0.17"),
+        (BUILD, "low_latency_gemm_swiglu_plugin", "0.17"),
+        (BUILD, "speculative_decoding_mode", "0.10"),
+    )
 }
 
 
@@ -420,11 +350,11 @@ def _words(tool: str, flags: Flags, release: Version) -> list[str]:
     """The flags as words; raises ``SettingsError`` where the release's tool does not have one."""
     words = []
     for name, value in flags:
-        flag = FLAGS[tool, name]
-        if not flag.since <= release <= flag.until:
+        since, until = FLAGS.get((tool, name), (OLDEST, NEWEST))
+        if not since <= release <= until:
             raise SettingsError(
-                f"--release {release}: {tool} has --{name} from {flag.since} to "
-                f"{flag.until} only, as far as is known; choose another release or preset"
+                f"--release {release}: {tool} has --{name} from {since} to {until} only, as far as "
+                "is known; choose another release or preset"
             )
         words += [f"--{name}", value] if value else [f"--{name}"]
     return words
