@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
-from trtllm_bls.chat_parsing import REASONING_TAGS, TOOL_FORMATS
+from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import BlsParameters, EngineChoice, parse_engine
 from trtllm_bls.parameters.engine_choice import ENGINE

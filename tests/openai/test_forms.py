@@ -15,7 +15,7 @@ from doubles.scripted import ScriptedEngine
 from tests.helpers.openai_server import MODEL, ScriptedBackend, serving
 from tests.helpers.scripted_text import saying, tokenizer
 from tests.openai.conftest import Connect
-from trtllm_bls.chat_parsing import REASONING_TAGS, TOOL_FORMATS
+from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.openai.chat import ChatResponse

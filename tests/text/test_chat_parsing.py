@@ -11,18 +11,15 @@ import pytest
 from hypothesis import example, given, settings
 
 from tests.helpers.tools import ping_and_set_tree
-from trtllm_bls.chat_parsing import (
-    FORCED,
-    REASONING_TAGS,
-    TOOL_FORMATS,
+from trtllm_bls.chat_parsing.forced import forced_calls
+from trtllm_bls.chat_parsing.formats import FORCED, REASONING_TAGS, TOOL_FORMATS, formats_of
+from trtllm_bls.chat_parsing.parser import (
     Arguments,
     ChatParser,
     Content,
     Event,
     Reasoning,
     ToolCall,
-    forced_calls,
-    formats_of,
 )
 from trtllm_bls.errors import InvalidRequest
 

@@ -7,35 +7,3 @@
 
 Knows neither requests nor HTTP.
 """
-
-from trtllm_bls.chat_parsing.forced import forced_calls
-from trtllm_bls.chat_parsing.formats import (
-    FORCED,
-    REASONING_TAGS,
-    TOOL_FORMATS,
-    ToolFormat,
-    formats_of,
-)
-from trtllm_bls.chat_parsing.parser import (
-    Arguments,
-    ChatParser,
-    Content,
-    Event,
-    Reasoning,
-    ToolCall,
-)
-
-__all__ = [
-    "FORCED",
-    "REASONING_TAGS",
-    "TOOL_FORMATS",
-    "Arguments",
-    "ChatParser",
-    "Content",
-    "Event",
-    "Reasoning",
-    "ToolCall",
-    "ToolFormat",
-    "forced_calls",
-    "formats_of",
-]

@@ -22,37 +22,26 @@ def forced_calls(
     if not chosen:
         known = ", ".join(function["name"] for function in functions) or "none"
         raise InvalidRequest("tool_choice", f"there is no tool '{name}'; tools: {known}")
-    schema: dict[str, Any] = {
-        "type": "array",
-        "items": {"anyOf": [_call(function) for function in chosen]},
-        "minItems": 1,
-        # References inside a tool's schema start at its own root, which is moved here.
-        "$defs": {
-            function["name"]: _moved(_parameters(function), f"#/$defs/{function['name']}")
-            for function in chosen
-        },
-    }
+    calls, parameters = [], {}
+    for function in chosen:
+        name_of = function["name"]
+        place = f"#/$defs/{name_of}"
+        # Arguments are an object, also where the schema does not say so. References inside it start
+        # at its own root, which is moved.
+        given = {"type": "object", **(function.get("parameters") or {"properties": {}})}
+        parameters[name_of] = _moved(given, place)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name_of}, "arguments": {"$ref": place}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": parameters}
     if name is not None or not parallel:
         schema["maxItems"] = 1
     return json.dumps(schema)
-
-
-def _parameters(function: Mapping[str, Any]) -> Any:
-    """Arguments are an object, also where the schema does not say so."""
-    given = function.get("parameters")
-    return {"type": "object", **given} if given else {"type": "object", "properties": {}}
-
-
-def _call(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {
-            "name": {"const": function["name"]},
-            "arguments": {"$ref": f"#/$defs/{function['name']}"},
-        },
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
 
 
 def _moved(schema: Any, root: str) -> Any:

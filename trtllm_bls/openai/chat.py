@@ -6,7 +6,14 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from trtllm_bls.chat_parsing import Arguments, ChatParser, Content, Event, Reasoning, ToolCall
+from trtllm_bls.chat_parsing.parser import (
+    Arguments,
+    ChatParser,
+    Content,
+    Event,
+    Reasoning,
+    ToolCall,
+)
 from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, with_allowed_tools
 from trtllm_bls.openai.errors import as_json, invalid
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs

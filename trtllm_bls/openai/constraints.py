@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from trtllm_bls.chat_parsing import (
+from trtllm_bls.chat_parsing.forced import forced_calls
+from trtllm_bls.chat_parsing.formats import (
     FORCED,
     REASONING_TAGS,
     TOOL_FORMATS,
-    ChatParser,
     ToolFormat,
-    forced_calls,
     formats_of,
 )
+from trtllm_bls.chat_parsing.parser import ChatParser
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.errors import as_json, invalid
 from trtllm_bls.openai.schema import (
