@@ -491,7 +491,7 @@ class EchoEngine:
         if self._guided is None:
             raise EngineError("Guided decoding is not enabled")
         try:
-            return self._guided.answer(guide.kind, guide.text, request.max_tokens)
+            return self._guided.answer(*guide, request.max_tokens)
         except ValueError as error:
             raise EngineError(f"Grammar error: {error}") from error
 

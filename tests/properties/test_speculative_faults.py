@@ -33,8 +33,17 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
 )
-from trtllm_bls.speculative.options import DraftSource
-from trtllm_bls.types import Draft, SpeculationRequest
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
+from trtllm_bls.speculative.progress import Progress
+from trtllm_bls.speculative.rounds import AskDraft, Decode, SpeculativeRounds, Verify
+from trtllm_bls.speculative.shared import SpeculationShared
+from trtllm_bls.types import (
+    Draft,
+    EngineCapacity,
+    EngineChunk,
+    FinishReason,
+    SpeculationRequest,
+)
 
 BROKEN = EngineError("broken")
 ERRORS = (
@@ -127,6 +136,66 @@ async def test_a_target_that_refuses_drafts_decodes_plainly() -> None:
     assert ids(await read(engine, ask())) == [1] * 12
     assert (engine.stats.fallback, engine.stats.rounds) == ("refused", 0)
     assert [request.draft is not None for request in engines.target.requests].count(True) == 1
+
+
+@skipping_waits
+async def test_a_request_whose_drafts_are_refused_stops_no_others() -> None:
+    """A draft model that fails gets a pause; a refusal is of that request alone."""
+    engines = hashed_pair()
+    for error, pauses in ((InvalidRequest("input_ids", "too long"), False), (BROKEN, True)):
+        engines.draft.fault = Fault(error=error)
+        await read(engines.speculative(num_draft_tokens=2), ask())
+        engines.draft.fault = None
+        engine = engines.speculative(num_draft_tokens=2)
+        await read(engine, ask())
+        assert (engine.stats.rounds == 0) is pauses
+
+
+def test_a_text_without_repetition_begins_no_pause() -> None:
+    """There is nothing that could pay or not."""
+    shared = SpeculationShared()
+    for times, length, seconds in (
+        (shared.verify_times, 1, 1.0),
+        (shared.overhead_times, 0, 99.0),
+        (shared.plain_times, 0, 1.0),
+    ):
+        times.add(length, seconds)
+    options = SpeculationOptions(draft_source=DraftSource.NGRAM)
+    for prompt, pauses in (((1, 2, 3, 4, 5, 6), 0), ((1, 2, 3, 4, 1, 2, 3), 1)):
+        rounds = SpeculativeRounds(ask(prompt), options, shared, has_draft_model=False)
+        assert isinstance(rounds.next(0.0), Decode)
+        assert shared.pauses == pauses
+
+
+def test_the_first_drafts_time_is_no_measure() -> None:
+    """The draft model reads the prompt for it."""
+    shared = SpeculationShared()
+    options = SpeculationOptions(num_draft_tokens=2)
+    rounds = SpeculativeRounds(ask(), options, shared, has_draft_model=True)
+    assert isinstance(rounds.next(0.0), Verify)
+    rounds.verified(EngineChunk(token_ids=(7,)), 0.0)
+    for seconds in (9.0, 0.5):
+        assert isinstance(rounds.next(0.0), AskDraft)
+        rounds.drafted(Draft(token_ids=(4, 5)), seconds)
+        assert isinstance(rounds.next(0.0), Verify)
+        rounds.verified(EngineChunk(token_ids=(4, 5, 6)), 0.0)
+    assert shared.draft_times.at(2) == 0.5
+
+
+@pytest.mark.parametrize(("answered", "ended"), [((7, 8), True), ((7, 8, 9, 7), False)])
+def test_an_engine_that_ignores_a_draft_ends_where_it_says_less_than_was_asked(
+    answered: tuple[int, ...], ended: bool
+) -> None:
+    """It decodes as many tokens as the draft has, and one more."""
+    progress = Progress(ask(end_id=3))
+    assert progress.take_round((1, 2, 4), answered, None) == (0, len(answered))
+    assert (progress.finish is FinishReason.END_ID) is ended
+
+
+def test_a_draft_leaves_room_for_the_next_prompt() -> None:
+    """Which holds all of its round."""
+    capacity = EngineCapacity(max_prompt_tokens=10)
+    assert [Progress(ask((1,) * n, 50), capacity).max_draft for n in (5, 9, 12)] == [4, 0, 0]
 
 
 @skipping_waits

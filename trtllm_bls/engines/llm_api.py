@@ -103,9 +103,10 @@ class LlmApiEngine:
             given["logprobs"] = 1
         guide = trtllm.guide_of(request.extras)
         if guide is not None:
-            kind = _GUIDES.get(guide.kind)
-            how = {kind: guide.text} if kind else {"json_object": True}
-            given["guided_decoding"] = self._guided_decoding_params()(**how)
+            kind = _GUIDES.get(guide[0])
+            how = {kind: guide[1]} if kind else {"json_object": True}
+            llmapi = importlib.import_module("tensorrt_llm.llmapi")
+            given["guided_decoding"] = llmapi.GuidedDecodingParams(**how)
         end = -1 if end_id is None else end_id
         known = getattr(self._api.SamplingParams, "__dataclass_fields__", given)
         for name in given.keys() - known.keys():
@@ -118,10 +119,6 @@ class LlmApiEngine:
             detokenize=False,
             **given,
         )
-
-    def _guided_decoding_params(self) -> Any:
-        found = getattr(self._api, "GuidedDecodingParams", None)
-        return found or importlib.import_module("tensorrt_llm.llmapi").GuidedDecodingParams
 
     async def _run(self, request: EngineRequest, params: Any, chunks: QueuedChunks) -> None:
         sequences = sequence_ends(request)

@@ -7,7 +7,6 @@ samples there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -86,20 +85,10 @@ def stop_ids(request: EngineRequest) -> tuple[list[int], bool]:
     return single, len(single) == len(stops)
 
 
-@dataclass(frozen=True)
-class GuidedDecoding:
-    """What guides the answer: one of ``GUIDE_TYPES``, and its text, empty for plain ``json``."""
+def guide_of(extras: Mapping[str, Array], *, empty: bool = False) -> tuple[str, str] | None:
+    """What guides the answer: one of ``GUIDE_TYPES``, and its text, which is empty for ``json``.
 
-    kind: str
-    text: str
-
-
-def guide_of(
-    extras: Mapping[str, Array], kinds: tuple[str, ...] = GUIDE_TYPES, *, empty: bool = False
-) -> GuidedDecoding | None:
-    """The guide that a request brings, of one of ``kinds``; ``empty``: it may be an empty text.
-
-    Raises ``InvalidRequest``.
+    ``empty``: it may be for others. Raises ``InvalidRequest``.
     """
     kind, text = (
         _text(extras.get(name, ()))
@@ -109,13 +98,15 @@ def guide_of(
         if text is not None:
             raise InvalidRequest("guided_decoding_guide_type", "is missing beside the guide")
         return None
-    if kind not in kinds:
-        known = ", ".join(kinds)
+    if kind not in GUIDE_TYPES:
+        known = ", ".join(GUIDE_TYPES)
         problem = f"{kind!r} is unknown; send one of: {known}"
         raise InvalidRequest("guided_decoding_guide_type", problem)
-    if kind != "json" and not (text or (empty and text is not None)):
+    if kind == "json":
+        return kind, ""
+    if not text and (text is None or not empty):
         raise InvalidRequest("guided_decoding_guide", f"is missing for {kind}")
-    return GuidedDecoding(kind, text or "")
+    return kind, text or ""
 
 
 def _text(value: Any) -> str | None:

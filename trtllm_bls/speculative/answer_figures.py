@@ -37,33 +37,27 @@ class AnswerFigures:
 
         ``stats``: of all rounds so far.
         """
-        scored = chunk.log_probs is not None or chunk.cum_log_prob is not None
-        further = chunk.context_logits is not None or chunk.generation_logits is not None
-        if not scored and not further and chunk.metrics is None and self._metrics is None:
-            return EngineChunk(  # of nearly every token, so worth the shorter way
-                token_ids=chunk.token_ids[:kept],
-                final=finish is not None,
-                finish_reason=finish,
-                speculation=stats,
-            )
-        if chunk.log_probs is not None:
-            self._cum_log_prob += sum(chunk.log_probs[:kept])
-        elif chunk.cum_log_prob is not None:
-            self._cum_log_prob = self._cum_before + chunk.cum_log_prob
-        if chunk.metrics is not None:
-            self._metrics = _joined(self._metrics_before, chunk.metrics)
-        logits = chunk.generation_logits
-        return replace(
-            chunk,
+        entered = EngineChunk(
             token_ids=chunk.token_ids[:kept],
             final=finish is not None,
             finish_reason=finish,
-            log_probs=None if chunk.log_probs is None else chunk.log_probs[:kept],
-            cum_log_prob=self._cum_log_prob if scored else None,
-            generation_logits=None if logits is None else logits[:kept],
-            metrics=self._metrics,
+            context_logits=chunk.context_logits,
             speculation=stats,
         )
+        if chunk.log_probs is not None:
+            entered.log_probs = chunk.log_probs[:kept]
+            self._cum_log_prob += sum(entered.log_probs)
+            entered.cum_log_prob = self._cum_log_prob
+        elif chunk.cum_log_prob is not None:
+            self._cum_log_prob = entered.cum_log_prob = self._cum_before + chunk.cum_log_prob
+        if chunk.top_log_probs is not None:
+            entered.top_log_probs = chunk.top_log_probs[:kept]
+        if chunk.generation_logits is not None:
+            entered.generation_logits = chunk.generation_logits[:kept]
+        if chunk.metrics is not None:
+            self._metrics = _joined(self._metrics_before, chunk.metrics)
+        entered.metrics = self._metrics
+        return entered
 
 
 def _joined(so_far: EngineMetrics | None, latest: EngineMetrics) -> EngineMetrics:

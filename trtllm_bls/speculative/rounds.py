@@ -14,18 +14,17 @@ The states, and what leads from one to the next:
     READY       nothing is under way            next() -> VERIFYING, DRAFTING, DECODING, ENDED
     DRAFTING    the draft model continues       drafted() -> GUESSED or READY
     GUESSED     a guess is at hand              next() -> VERIFYING
-    VERIFYING   the target checks the guess     verified() -> READY, EARLY or STALE
-                                                refused() -> READY or STALE
-    EARLY       all of it came true, so the     next() -> DRAFTING, or READY without it
+    VERIFYING   the target checks the guess     verified() -> READY or EARLY
+                                                refused() -> READY
+    EARLY       all of it came true, so the     next() -> DRAFTING, or as from READY
                 early draft may be of use
-    STALE       not all of it came true, so the next() -> READY
-                early draft continues another text
     DECODING    the target streams plainly      decoded() ... stopped() -> READY
     ENDED       the answer is complete
 
 ``next`` says what to do as one action; whoever does it reports with the method of that action and
-asks again. A first token waits for no draft model: it is asked for as plain decoding would. Times
-are loop seconds, handed in. Knows no engine; ``engines.routing.speculative`` performs the actions.
+asks again. The draft model's work goes on only where the action says so. A first token waits for no
+draft model: it is asked for as plain decoding would. Times are loop seconds, handed in. Knows no
+engine; ``engines.routing.speculative`` performs the actions.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ class State(Enum):
     GUESSED = auto()
     VERIFYING = auto()
     EARLY = auto()
-    STALE = auto()
     DECODING = auto()
     ENDED = auto()
 
@@ -78,11 +76,6 @@ class AskDraft:
     """
 
     request: EngineRequest | None
-
-
-@dataclass(frozen=True)
-class DropDraft:
-    """End the draft model's work, which is of no use; report nothing."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ class End:
     """Nothing is left to do."""
 
 
-Action: TypeAlias = AskDraft | DropDraft | Verify | Decode | End
+Action: TypeAlias = AskDraft | Verify | Decode | End
 
 
 @dataclass(frozen=True)
@@ -180,20 +173,16 @@ class SpeculativeRounds:
         """The next action, which begins ``now``."""
         self._begun = now
         if self._progress.finish is not None:
-            return self._end()
+            self.state = State.ENDED
+            return End()
+        if self.state is State.GUESSED:
+            return self._verify(now)
         if self.state is State.EARLY:
             if count := self._model_length(now):
                 self.state = State.DRAFTING
                 self._asked = count + 1  # the target's own token comes first
                 return AskDraft(None)
-            return self._drop_draft()
-        if self.state is State.STALE:
-            return self._drop_draft()
-        if self.state is State.GUESSED:
-            return self._verify(now)
-        return self._choose(now)
-
-    def _choose(self, now: float) -> Action:
+            self._drop_early()
         self._guess = self._look_up()
         if self._guess is not None:
             return self._verify(now)
@@ -205,18 +194,10 @@ class SpeculativeRounds:
         self.state = State.DRAFTING
         return AskDraft(self._requests.draft(self._progress, (), self._asked))
 
-    def _end(self) -> Action:
-        if self._early:
-            self._early = False
-            return DropDraft()
-        self.state = State.ENDED
-        return End()
-
-    def _drop_draft(self) -> Action:
+    def _drop_early(self) -> None:
+        """What the draft model has begun early is of no use."""
+        self._add(overlap_wasted=self._early)
         self._early = False
-        self._add(overlap_wasted=1)
-        self.state = State.READY
-        return DropDraft()
 
     # --- guessing -----------------------------------------------------------------------------
 
@@ -308,8 +289,6 @@ class SpeculativeRounds:
         guessed = draft.token_ids
         if self._options.overlap is False or self._progress.remaining <= len(guessed) + 2:
             return None
-        if guessed[-1] == self._request.end_id:
-            return None
         count = self._model_length(now)
         if not count or not self._lengths.overlaps(len(guessed)):
             return None
@@ -333,8 +312,10 @@ class SpeculativeRounds:
         if guess is not None:
             self._count(guess, accepted)
         self.state = State.READY
-        if self._early:
-            self.state = State.EARLY if accepted == len(drafted) else State.STALE
+        if self._early and accepted == len(drafted):
+            self.state = State.EARLY
+        else:
+            self._drop_early()
         return self._entered(chunk, kept)
 
     def refused(self, now: float) -> None:
@@ -342,7 +323,8 @@ class SpeculativeRounds:
         self._guess = None
         self._lookups.clear()
         self._give_up_draft("refused", now)
-        self.state = State.STALE if self._early else State.READY
+        self._drop_early()
+        self.state = State.READY
 
     def _count(self, guess: _Guess, accepted: int) -> None:
         drafted, generated = len(guess.draft.token_ids), self._progress.generated

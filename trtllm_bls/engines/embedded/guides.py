@@ -24,7 +24,6 @@ import numpy as np
 
 from trtllm_bls.engines.grammars import (
     ENGINE_STACK_BYTES,
-    KINDS,
     GrammarTrial,
     compiled,
     first_line,
@@ -119,14 +118,13 @@ class Guides:
         Raises ``InvalidRequest`` naming the field, ``Unsupported`` where the checkpoint's
         vocabulary or this installation cannot, and ``Overloaded``. Cancelling it ends the work.
         """
-        guide = guide_of(request.extras, KINDS, empty=True)
-        if guide is None:
+        grammar = guide_of(request.extras, empty=True)
+        if grammar is None:
             return None
         if self._waiting >= _MOST_WAITING:
             raise Overloaded(f"{_MOST_WAITING} grammars wait to be compiled; try again later")
         self._waiting += 1
         caller = object()
-        grammar = (guide.kind, "" if guide.kind == "json" else guide.text)
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._thread, self._guide, request, grammar, caller)

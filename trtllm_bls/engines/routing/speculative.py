@@ -24,7 +24,6 @@ from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.speculative.rounds import (
     AskDraft,
     Decode,
-    DropDraft,
     End,
     SpeculativeRounds,
     Verify,
@@ -85,14 +84,14 @@ class SpeculativeRun:
     async def _perform(self) -> None:
         rounds, draft = self._rounds, self._draft
         while not isinstance(action := rounds.next(_now()), End):
+            if not isinstance(action, AskDraft) or action.request is not None:
+                await draft.cancel()
             if isinstance(action, Verify):
                 draft.start(action.early)
                 await self._verify(action.request)
             elif isinstance(action, AskDraft):
                 draft.start(action.request)
                 rounds.drafted(await draft.result(), _now())
-            elif isinstance(action, DropDraft):
-                await draft.cancel()
             else:
                 await self._decode(action)
         if self._collected:

@@ -15,6 +15,7 @@ import logging
 import re
 import ssl
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -91,9 +92,8 @@ class TrtllmServiceEngine:
         self._asking = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self._aborting: set[asyncio.Task[None]] = set()
-        self.calls = RunningCalls(
-            self.name, self.settings.stall_seconds, self._stall_problem, self._doubt
-        )
+        probe = partial(self._problem, _PROBE_SECONDS)
+        self.calls = RunningCalls(self.name, self.settings.stall_seconds, probe, self._doubt)
 
     async def capacity(self) -> EngineCapacity:
         """What the service and its settings tell. Raises ``EngineUnavailable``.
@@ -189,9 +189,6 @@ class TrtllmServiceEngine:
         else:
             problem = "" if status == "OK" else f"it is not healthy: {status}"
         return f"{self.name}: {problem.partition(chr(10))[0]}" if problem else None
-
-    async def _stall_problem(self) -> str | None:
-        return await self._problem(_PROBE_SECONDS)
 
     async def _open(self) -> None:
         problem = await self._problem(_ASK_SECONDS)

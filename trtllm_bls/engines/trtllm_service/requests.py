@@ -89,8 +89,9 @@ def _add_ends(message: Any, request: EngineRequest, eos_id: int | None) -> bool:
 def _add_extras(message: Any, extras: Mapping[str, Array]) -> None:
     guide = trtllm.guide_of(extras)
     if guide is not None:
-        message.guided_decoding.guide_type = _GUIDE_TYPES[guide.kind]
-        message.guided_decoding.guide = guide.text or guide.kind  # without one nothing is guided
+        kind, text = guide
+        message.guided_decoding.guide_type = _GUIDE_TYPES[kind]
+        message.guided_decoding.guide = text or kind  # without one nothing is guided
     if "lora_task_id" in extras:
         adapter = int(np.asarray(extras["lora_task_id"]).reshape(-1)[0])
         if adapter:  # 0 is the model itself
