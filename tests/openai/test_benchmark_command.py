@@ -59,9 +59,8 @@ def triton() -> Iterator[FakeGrpcServer]:
 
 def benchmark(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARK), *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={"COLUMNS": "200"}
-    )
+    environment = {"COLUMNS": "200", "PYTHONPATH": str(BENCHMARK.parents[1])}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
 
 
 def test_two_servers_are_compared_in_one_interleaved_run(

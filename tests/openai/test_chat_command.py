@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pexpect
@@ -218,6 +220,29 @@ def test_stats_of_an_openai_api_come_from_its_usage(start: Start) -> None:
         child.expect("tokens: 5 of 5 asked for, [0-9]+ in the prompt")
         child.send(CTRL_D)
         child.expect(pexpect.EOF)
+
+
+class CrLf(BaseHTTPRequestHandler):
+    """An OpenAI API whose events end their lines as HTTP does, as many servers' do."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        said = {"delta": {"content": "Hello"}, "finish_reason": "stop"}
+        for data in (json.dumps({"choices": [said]}), "[DONE]"):
+            self.wfile.write(f"data: {data}\r\n\r\n".encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_events_may_end_lines_with_cr_lf() -> None:
+    with HTTPServer(("127.0.0.1", 0), CrLf) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        shown = CliRunner().invoke(main, ["--url", url, "--model", "m"], input="Hi\n")
+    assert (shown.exit_code, shown.stdout) == (0, "Hello\n")
 
 
 def piped(lines: str, *words: str) -> subprocess.CompletedProcess[str]:
