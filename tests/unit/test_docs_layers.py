@@ -1,10 +1,13 @@
-"""docs/architecture.md tells the layers that ``lint-imports`` checks."""
+"""docs/architecture.md tells the layers that ``lint-imports`` checks, and all actions."""
 
 from __future__ import annotations
 
 import configparser
 import re
 from pathlib import Path
+from typing import get_args
+
+from trtllm_bls.speculative.rounds import Action
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,3 +32,11 @@ def test_the_page_has_the_layers_of_the_import_linter() -> None:
     """A reader who trusts the table finds no import that it forbids."""
     assert len(layers_of_page()) > 10
     assert layers_of_page() == layers_of_setup()
+
+
+def test_the_page_has_every_action_of_a_speculative_request() -> None:
+    """In the table of what ``SpeculativeRun`` does."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("| action | what")[2].partition("\n\n")[0]
+    told = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert sorted(told) == sorted(action.__name__ for action in get_args(Action))
