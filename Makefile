@@ -112,7 +112,7 @@ test-transformers:
 	$(PYTHON) tests/compatibility/transformers_matrix.py
 
 conformance: $(INSTALLED)
-	$(BIN)/pytest -q tests/conformance --conformance-engines embedded,cpp-0.9,cpp-0.18,cpp-last,trtllm,llm_api
+	$(BIN)/pytest -q tests/conformance --conformance-engines embedded,cpp-0.9,cpp-0.18,cpp-last,trtllm,llm_api-1.0.0,llm_api-1.2.1,llm_api-1.4.0rc1
 
 static: $(INSTALLED)
 	$(BIN)/ruff format --check .

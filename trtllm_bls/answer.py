@@ -288,9 +288,10 @@ class SequenceText:
         """How many of the chunk's tokens, its first ones, are accepted draft tokens.
 
         The chunk of a round has them before the target's own token. Its figures count all rounds so
-        far, so the number is what they have grown by since the last chunk.
+        far, so the number is what they have grown by since the last chunk. An engine that
+        speculates by itself has no rounds of ours and tells the sum at its end.
         """
-        if chunk.speculation is None:
+        if chunk.speculation is None or not chunk.speculation.rounds:
             return 0
         before = self._speculation.accepted if self._speculation is not None else 0
         return chunk.speculation.accepted - before

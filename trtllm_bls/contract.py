@@ -214,6 +214,18 @@ _GUIDED = _since(
     Tensor("guided_decoding_guide_type", "STRING", ragged=True),
     Tensor("guided_decoding_guide", "STRING", ragged=True),
 )
+# Ours, for TensorRT-LLM's LLM API: an adapter of the server's model.yaml, or any by name, id
+# (lora_task_id) and directory, as upstream's llmapi model takes it; a salt, whose prompts share KV
+# cache blocks with each other alone; the rank among waiting requests; a processor of model.yaml.
+_LLM_API = _since(
+    _NEVER,
+    Tensor("lora_name", "STRING", ragged=True),
+    Tensor("lora_path", "STRING", ragged=True),
+    Tensor("lora_ckpt_source", "STRING", ragged=True),
+    Tensor("cache_salt", "STRING", ragged=True),
+    Tensor("priority", "FP32", ragged=True, bounds=Bounds(low=0, high=1)),
+    Tensor("logits_post_processor_name", "STRING", ragged=True),
+)
 _SCORES = (
     Tensor("cum_log_probs", "FP32", (-1,)),
     Tensor("output_log_probs", "FP32", (-1, -1)),
@@ -290,6 +302,7 @@ ENGINE = Model(
             Tensor("lookahead_ngram_size", "INT32", ragged=True),
             Tensor("lookahead_verification_set_size", "INT32", ragged=True),
         ),
+        *_LLM_API,
     ),
     outputs=(
         Tensor("output_ids", "INT32", (-1, -1)),
@@ -412,6 +425,7 @@ BLS = Model(
         *_LORA,
         Tensor("guided_decoding_guide_type", "STRING"),
         Tensor("guided_decoding_guide", "STRING"),
+        *(replace(tensor, ragged=False) for tensor in _LLM_API),
     ),
     outputs=(
         *_TEXT_OUTPUTS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,16 @@ from doubles.scripted_tokens import reciting, table
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.llm_api import LlmApiEngine, open_llm
-from trtllm_bls.errors import EngineError, EngineUnavailable, SetupError, Unsupported
+from trtllm_bls.errors import (
+    EngineError,
+    EngineStalled,
+    EngineUnavailable,
+    InvalidRequest,
+    SettingsError,
+    SetupError,
+    Unsupported,
+)
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.types import EngineRequest, FinishReason, Sampling, Wants
 
 EOS = 2
@@ -27,20 +37,31 @@ ASK = EngineRequest(request_id="r", input_ids=(5, 6), max_tokens=9, end_id=EOS)
 SURFACE = Path(__file__).parents[1] / "helpers" / "llm_api"
 
 
-@pytest.fixture
-def api(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that plays ``tensorrt_llm``."""
+@pytest.fixture(params=["1.0.0", "1.2.1", "1.4.0rc1"])
+def api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that plays ``tensorrt_llm``, in each release."""
     monkeypatch.syspath_prepend(SURFACE)
-    return importlib.import_module("tensorrt_llm")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    module = importlib.import_module("tensorrt_llm")
+    module.use(request.param)
+    return module
+
+
+def parameters(**more: Any) -> EngineParameters:
+    return EngineParameters(model_dir=Path("model"), engine="llm_api", **more)
 
 
 @asynccontextmanager
 async def opened(
-    api: Any, monkeypatch: pytest.MonkeyPatch, rule: Any = RULE, script: Script | None = None
+    api: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    rule: Any = RULE,
+    script: Script | None = None,
+    more: dict[str, Any] | None = None,
 ) -> AsyncIterator[tuple[LlmApiEngine, Any]]:
     """The engine, and the LLM that it was given."""
     monkeypatch.setattr(api, "ENGINE", ScriptedEngine(rule, script))
-    engine = open_llm("llm", Path("model"), {"max_sequence_tokens": 64, "threads": 3}, lambda: 1000)
+    engine = open_llm("llm", parameters(max_sequence_tokens=64, **more or {}), lambda: 1000)
     await engine.capacity()
     yield engine, engine._llm
     await engine.close()
@@ -131,8 +152,148 @@ async def test_leaving_aborts(api: Any, monkeypatch: pytest.MonkeyPatch) -> None
         await stream.wait()
         await stream.aclose()
         await read(engine, replace(ASK, max_tokens=50, stop_sequences=((11, 12),)))
-        assert [request.aborted for request in llm.requests] == [True, True]
+        await eventually(lambda: all(request.aborted for request in llm.requests))
+        assert len(llm.requests) == 2 and len(llm.threads) == 1
         await eventually(lambda: not llm.engine.live)
+
+
+async def test_what_a_request_brings_is_passed_on_or_refused_by_name(
+    api: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Adapters, salts, priorities, retention and trace contexts, as far as the release has them."""
+    (tmp_path / "sql").mkdir()
+    file = tmp_path / "model.yaml"
+    file.write_text(f"triton_config: {{lora_adapters: {{sql: {tmp_path}/sql}}}}\n")
+    async with opened(api, monkeypatch, more={"model_yaml": file}) as (engine, llm):
+
+        async def told(trace: str | None = None, **extras: Any) -> dict[str, Any]:
+            brought = {name: np.array([value]) for name, value in extras.items()}
+            await read(engine, replace(ASK, extras=brought, traceparent=trace))
+            return dict(llm.options[-1])
+
+        by_name = (await told(lora_name=b"sql"))["lora_request"]
+        assert (by_name.lora_int_id, by_name.lora_path) == (1, f"{tmp_path}/sql")
+        upstreams = {"lora_name": b"x", "lora_path": str(tmp_path).encode(), "lora_task_id": 7}
+        assert (await told(**upstreams))["lora_request"].lora_int_id == 7
+        kept = {f"retention_token_range_{n}": v for n, v in [("starts", 0), ("ends", 4)]}
+        kept |= {"retention_token_range_priorities": 80, "retention_decode_priority": 20}
+        retention = (await told(**kept))["retention"]
+        assert (retention.ranges[0].token_end, retention.ranges[0].priority) == (4, 80)
+        assert retention.decode == (20, None)
+        for wrong, field in [
+            ({"lora_name": b"other"}, "lora_name"),
+            ({"lora_path": b"/"}, "lora_name"),
+            ({"retention_token_range_starts": 0}, "retention_token_range_ends"),
+            ({"logits_post_processor_name": b"x"}, "logits_post_processor_name"),
+        ]:
+            with pytest.raises(InvalidRequest, match=rf"^{field}: "):
+                await told(**wrong)
+        with pytest.raises(InvalidRequest, match=r"^request: lora_path .* does not exist"):
+            await told(**upstreams | {"lora_path": b"/none/such"})
+        release = api.__version__
+        if release == "1.0.0":
+            with pytest.raises(Unsupported, match=r"^cache_salt: "):
+                await told(cache_salt=b"a")
+            assert "trace_headers" not in await told("00-1-2-01")
+        else:
+            assert (await told(cache_salt=b"a"))["cache_salt"] == "a"
+            assert (await told("00-1-2-01"))["trace_headers"] == {"traceparent": "00-1-2-01"}
+        if release == "1.4.0rc1":
+            assert (await told(priority=np.float32(0.75)))["priority"] == 0.75
+        else:
+            with pytest.raises(Unsupported, match=r"^priority: "):
+                await told(priority=np.float32(0.75))
+
+
+async def test_bias_reaches_the_engine(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [[0.1, 0.2, 0.3, 0.4]] * 4
+    async with opened(api, monkeypatch, table(rows)) as (engine, _):
+        asked = replace(ASK, input_ids=(0, 1), end_id=-1, max_tokens=2, embedding_bias=((1, 9.0),))
+        assert ids(await read(engine, asked)) == [1, 1]
+
+
+async def test_figures_of_the_engines_own_speculation(
+    api: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last chunk tells what was drafted and accepted, and all figures where they are wanted."""
+    file = tmp_path / "model.yaml"
+    file.write_text("speculative_config: {decoding_type: NGram, max_draft_len: 4}\n")
+    async with opened(api, monkeypatch, more={"model_yaml": file}) as (engine, llm):
+        assert "speculative_config" in (await engine.capacity()).speculates
+        last = (await read(engine, ASK))[-1]
+        assert last.speculation is not None and last.metrics is None
+        assert (last.speculation.drafted, last.speculation.accepted) == (6, 3)
+        last = (await read(engine, replace(ASK, wants=Wants(perf_metrics=True))))[-1]
+        assert last.metrics is not None and last.metrics.kv_cache_reused_blocks == 1
+        assert last.metrics.total_draft_tokens == 6 and (last.metrics.arrival_time_ns or 0) > 0
+    async with opened(api, monkeypatch) as (engine, llm):
+        last = (await read(engine, ASK))[-1]
+        assert last.speculation is None and not llm.requests[0]._params.return_perf_metrics
+
+
+async def test_model_yaml_is_read_as_upstreams(
+    api: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The file comes before our parameters; what the release does not know is refused by name."""
+    file = tmp_path / "model.yaml"
+    text = (
+        "model: /models/llama\ntensor_parallel_size: 2\nkv_cache_config: {dtype: fp8}\n"
+        "guided_decoding_backend: null\nlogits_post_processors: {all: 'builtins:print'}\n"
+        "triton_config: {max_batch_size: 0, decoupled: true}\n"
+    )
+    file.write_text(text)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("PMIX_MCA_gds", "hash")
+    several = {"gpu_device_ids": "0,1;2,3", "instance": 1, "instances": 2}
+    async with opened(api, monkeypatch, more={"model_yaml": file, **several}) as (engine, llm):
+        assert llm.args == {
+            "model": "/models/llama",
+            "tensor_parallel_size": 2,
+            "kv_cache_config": {"dtype": "fp8"},
+            "guided_decoding_backend": None,
+            "max_batch_size": 32,
+            "max_seq_len": 64,
+            "gpus_per_node": 2,
+        }
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["TRTLLM_VISIBLE_DEVICES"] == "2,3"
+        assert "OMPI_COMM_WORLD_RANK" not in os.environ and "PMIX_MCA_gds" in os.environ
+        assert os.environ["TRTLLM_NO_USAGE_STATS"] == "1"
+        name = np.array([b"all"], np.object_)
+        await read(engine, replace(ASK, extras={"logits_post_processor_name": name}))
+        assert llm.requests[-1]._params.logits_processor is print
+        with pytest.raises(InvalidRequest, match=r"^request: Guided decoding is not enabled"):
+            kind = np.array([b"json"], np.object_)
+            await read(engine, replace(ASK, extras={"guided_decoding_guide_type": kind}))
+    for wrong, words in [
+        ("tensor_parallel: 2", f"{api.__version__} has no argument tensor_parallel; did you mean"),
+        ("[1]", "the file is .*; write a mapping"),
+        ("a: {", "cannot be read"),
+        ("triton_config: {decouple: true}", "no key decouple; did you mean decoupled"),
+        ("logits_post_processors: {a: none}", "write module.path:attribute"),
+        ("logits_post_processors: {a: 'none.such:x'}", "cannot be loaded: No module"),
+        ("logits_post_processors: {a: 'os:sep'}", "is not callable"),
+    ]:
+        file.write_text(wrong)
+        with pytest.raises(SettingsError, match=words):
+            open_llm("llm", parameters(model_yaml=file), lambda: 1000)
+    with pytest.raises(SettingsError, match="'0': 2 instances need a list each, such as 0;1"):
+        open_llm("llm", parameters(gpu_device_ids="0", instances=2), lambda: 1000)
+
+
+async def test_errors_become_statuses(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the API refuses is the caller's; a worker that is dead makes the engine unavailable."""
+    async with opened(api, monkeypatch) as (engine, llm):
+        llm.args["max_num_tokens"] = 1
+        with pytest.raises(InvalidRequest, match=r"^request: The prompt length \(2\)"):
+            await read(engine, ASK)
+        del llm.args["max_num_tokens"]
+        llm.engine.fault = Fault(error=EngineStalled("the worker died"), after_tokens=1)
+        with pytest.raises(EngineUnavailable, match="llm: the worker died"):
+            await read(engine, ASK)
+        llm.engine.fault = None
+        llm.is_shut_down = True
+        with pytest.raises(EngineUnavailable, match="llm: LLM is shutting down"):
+            await read(engine, ASK)
 
 
 async def test_errors_and_absence(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,4 +306,4 @@ async def test_errors_and_absence(api: Any, monkeypatch: pytest.MonkeyPatch) -> 
         await engine.capacity()
     monkeypatch.setitem(__import__("sys").modules, "tensorrt_llm", None)
     with pytest.raises(SetupError, match="engine llm_api needs TensorRT-LLM"):
-        open_llm("llm", Path("model"), {}, lambda: 1000)
+        open_llm("llm", parameters(), lambda: 1000)

@@ -63,7 +63,9 @@ def deployment(
         with engines.before_a_service() as server:
             yield _of_our_own(replace(asked, no_logits=True), server)
     else:
-        with engines.with_the_llm_api(tmp_path_factory.mktemp("llm-api")) as server:
+        release = engine_kind.removeprefix("llm_api").removeprefix("-") or "1.2.1"
+        scratch = tmp_path_factory.mktemp("llm-api")
+        with engines.with_the_llm_api(release, scratch) as server:
             yield _of_our_own(replace(asked, no_logits=True), server)
 
 

@@ -2,8 +2,9 @@
 
 ``embedded`` is what ``make serve`` runs. Behind the others the same model makes the tokens, so that
 what differs is the way to it: ``trtllm`` is TensorRT-LLM's gRPC service, played; ``llm_api`` its
-LLM API, played by a module with its public surface. ``cpp-RELEASE`` declares the tensors of that
-release's C++ backend, their names and shapes, as ``configure`` writes them.
+LLM API, played by a module with its public surface, and ``llm_api-RELEASE`` that of a release.
+``cpp-RELEASE`` declares the tensors of that release's C++ backend, their names and shapes, as
+``configure`` writes them.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def before_a_service() -> Iterator[TritonServer]:
 
 
 @contextmanager
-def with_the_llm_api(scratch: Path) -> Iterator[TritonServer]:
-    """A ``tensorrt_llm`` whose engine is the LLM API."""
+def with_the_llm_api(release: str, scratch: Path) -> Iterator[TritonServer]:
+    """A ``tensorrt_llm`` whose engine is the LLM API of a release."""
     from tests.helpers.server_settings import DEMO, ROOT, free_ports
     from trtllm_bls.launcher import TritonServer
     from trtllm_bls.settings import Override
@@ -82,7 +83,8 @@ def with_the_llm_api(scratch: Path) -> Iterator[TritonServer]:
     shutil.copytree(ROOT / "models", repository)
     code = repository / "tensorrt_llm" / "1" / "model.py"
     lines = code.read_text().partition("from __future__ import annotations\n")
-    found = f"\nimport sys\n\nsys.path.insert(0, {str(LLM_API)!r})\n"
+    found = f"\nimport os\nimport sys\n\nsys.path.insert(0, {str(LLM_API)!r})\n"
+    found += f"os.environ['LLM_API_RELEASE'] = {release!r}\n"
     code.write_text("".join((*lines[:2], found, lines[2])))
     settings = free_ports(
         model=DEMO / "target",

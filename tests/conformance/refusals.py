@@ -35,6 +35,7 @@ from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=2, end_id=EOS)
 RULE = hashed(100, first=5)
 ENGINES = ("C++ backend, last release", "embedded", "`trtllm://`", "`llm_api`")
+CAPACITY = EngineCapacity(max_draft_tokens=0, vocab_size=100)
 
 
 def _extras(**values: Any) -> dict[str, Any]:
@@ -74,12 +75,15 @@ PROBES: dict[str, dict[str, Any]] = {
         guided_decoding_guide_type=b"regex", guided_decoding_guide=b"[a-z]+"
     ),
     "`lora_task_id`": _extras(lora_task_id=0),
+    "`lora_name` alone, of the server's `model.yaml`": _extras(lora_name=b"sql"),
     "`lora_weights`, `lora_config`": _extras(lora_weights=0.0, lora_config=0),
     "`prompt_embedding_table`": _extras(prompt_embedding_table=0.0),
     "`retention_…`": _extras(retention_decode_priority=1),
     "`lookahead_…`": _extras(
         lookahead_window_size=1, lookahead_ngram_size=1, lookahead_verification_set_size=1
     ),
+    "`cache_salt` (`llm_api`: from 1.1 on)": _extras(cache_salt=b"tenant"),
+    "`priority` (`llm_api`: from 1.3 on)": _extras(priority=np.float32(0.5)),
 }
 
 
@@ -111,9 +115,10 @@ async def ask_all() -> dict[str, list[str]]:
     """For each probe what each engine says."""
     embedded = EmbeddedEngine(DEMO / "target", EmbeddedSettings(threads=1))
     api = _fake_api()
+    api.use("1.4.0rc1")
     api.ENGINE = ScriptedEngine(RULE)
     llm = api.LLM("none", guided_decoding_backend="xgrammar")  # as ``open_llm`` has it
-    llm_api = LlmApiEngine("llm_api", api, llm, EngineCapacity(max_draft_tokens=0))
+    llm_api = LlmApiEngine("llm_api", api, llm, CAPACITY, {"sql": "."})
     told = {}
     async with reaching(RULE) as (service, _):
         for name, more in PROBES.items():

@@ -17,6 +17,10 @@ REPOSITORY = Path(__file__).parents[2] / "models"
 NAMES = [model.name for model in MODELS]
 
 # What we add to TensorRT-LLM's tensors; docs/contract.md tells users of each.
+LLM_API = {
+    *("lora_name", "lora_path", "lora_ckpt_source", "cache_salt", "priority"),
+    "logits_post_processor_name",
+}
 OURS = {
     ("preprocessing", "inputs"): {
         *("MESSAGES", "ADD_SPECIAL_TOKENS", "MIN_TOKENS", "MIN_LENGTH", "STREAM"),
@@ -29,8 +33,9 @@ OURS = {
         "stream_interval",
         *("runtime_top_p_min", "runtime_top_p_decay", "runtime_top_p_reset_ids"),
         *("early_stopping", "beam_search_diversity_rate", "min_p", "no_repeat_ngram_size"),
+        *LLM_API,
     },
-    ("tensorrt_llm", "inputs"): {"min_p", "no_repeat_ngram_size"},
+    ("tensorrt_llm", "inputs"): {"min_p", "no_repeat_ngram_size", *LLM_API},
     ("tensorrt_llm_bls", "outputs"): {"finish_reason", "stop_reason", "seed", "num_draft_rounds"},
 }
 # Required there, optional here: a conversation may take the prompt's place; and an ensemble ends

@@ -18,7 +18,7 @@ from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.llm_api import LlmApiEngine
 from trtllm_bls.engines.sampling import TokenSampler
 from trtllm_bls.engines.trtllm_service.requests import service_request
-from trtllm_bls.errors import EngineError, InvalidRequest
+from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import EngineCapacity, EngineRequest, Sampling
 from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
@@ -78,7 +78,7 @@ def by_llm_api(sampling: Sampling) -> Any:
     """The parameters given to the LLM API."""
     given: list[Any] = []
 
-    def generate_async(prompt: Any, sampling_params: Any, streaming: bool) -> Any:
+    def generate_async(prompt: Any, *, sampling_params: Any, streaming: bool) -> Any:
         given.append(sampling_params)
         raise ValueError("enough")
 
@@ -86,8 +86,9 @@ def by_llm_api(sampling: Sampling) -> Any:
 
     async def run() -> None:
         engine = LlmApiEngine("llm", api, llm, CAPACITY)
-        with pytest.raises(EngineError, match="enough"):
-            await engine.generate(request(sampling)).wait()
+        stream = engine.generate(request(sampling))
+        with pytest.raises(InvalidRequest, match="enough"):
+            await stream.wait()
 
     asyncio.run(run())
     return given

@@ -1,17 +1,26 @@
 """TensorRT-LLM's LLM API, in this process, as an engine: ``tensorrt_llm.LLM``.
 
-Written from the public surface of ``LLM``, ``SamplingParams`` and ``RequestOutput`` and tested
-against objects that have that surface; not run on a TensorRT-LLM so far.
+Written from the public sources of releases 1.0 to 1.4.0rc1 and tested against objects with the
+surface of three of them; not run on a TensorRT-LLM so far.
+
+``LLM`` sends requests over a socket that belongs to one thread, and in some releases waits there
+for its worker. So one thread of ours submits and aborts all requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
+import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
@@ -20,17 +29,45 @@ from trtllm_bls.engines.ends import SequenceEnds, end_id_of, sequence_ends
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,
+    InvalidRequest,
+    SettingsError,
     SetupError,
     TrtllmBlsError,
     Unsupported,
+    printable,
 )
-from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason
+from trtllm_bls.parameters import EngineParameters
+from trtllm_bls.parameters.declaration import suggestion
+from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
+from trtllm_bls.types import (
+    Array,
+    EngineCapacity,
+    EngineChunk,
+    EngineMetrics,
+    EngineRequest,
+    FinishReason,
+    SpeculationStats,
+    Wants,
+)
+
+log = logging.getLogger(__name__)
 
 _NOWHERE = "this package does not pass it on to the LLM API"
-_TAKEN = {"guided_decoding_guide_type", "guided_decoding_guide"}
+_SPECULATES = "it speculates by speculative_config in its model.yaml"
+_RETENTION = ("starts", "ends", "priorities", "durations_ms")
+_ADAPTER = ("lora_name", "lora_path", "lora_task_id")
+_DECODE = ("retention_decode_priority", "retention_decode_duration_ms")
+_TAKEN = {
+    *("guided_decoding_guide_type", "guided_decoding_guide", "logits_post_processor_name"),
+    *("lora_task_id", "lora_name", "lora_path", "lora_ckpt_source", "cache_salt", "priority"),
+    *(f"retention_token_range_{each}" for each in _RETENTION),
+    *_DECODE,
+    *("embedding_bias", "return_perf_metrics"),
+}
 _REFUSED = {tensor.name: _NOWHERE for tensor in ENGINE.inputs if tensor.name not in _TAKEN} | {
-    "draft_input_ids": "the LLM API takes no drafts; it speculates as it was set up",
+    "draft_input_ids": f"the LLM API takes no drafts; {_SPECULATES}",
     "bad_words_list": "the LLM API takes bad words of one token only",
+    "lora_weights": "the LLM API loads adapters by name and directory: send lora_name",
 }
 _GUIDES = {
     "json_schema": "json",
@@ -38,37 +75,99 @@ _GUIDES = {
     "ebnf_grammar": "grammar",
     "structural_tag": "structural_tag",
 }
+# Triton's own MPI job, where there is one, is not that of the workers which the LLM API starts.
+_MPI_JOB = (
+    *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE", "OMPI_FIRST_RANKS", "OMPI_APP_CTX_NUM_PROCS"),
+    *("OMPI_MCA_orte_", "ORTE_", "PMIX_", "PMI_"),
+)
+
+
+# --- loading -------------------------------------------------------------------------------------
 
 
 def open_llm(
-    name: str, model_dir: Path, sizes: Mapping[str, int], vocab_size: Callable[[], int]
+    name: str, parameters: EngineParameters, vocab_size: Callable[[], int]
 ) -> LlmApiEngine:
-    """Load ``model_dir`` (a checkpoint or a built engine). Raises ``SetupError`` without
-    TensorRT-LLM. Of ``sizes``, the ``tensorrt_llm`` model's parameters, two have a meaning here.
-    """
+    """Load the model that ``parameters`` name. Raises ``SetupError``."""
+    config = ModelYaml.read(parameters.model_yaml) if parameters.model_yaml else ModelYaml()
+    gpus = gpus_of(parameters.gpu_device_ids, parameters.instance, parameters.instances)
+    # Before the import, which opens the GPUs' files: the workers inherit both.
+    _prepare(os.environ, gpus, telemetry="telemetry_config" in config.arguments)
     try:
         api = importlib.import_module("tensorrt_llm")
+        merge = importlib.import_module("tensorrt_llm.llmapi.llm_utils")
     except ImportError as error:
         raise SetupError(f"engine llm_api needs TensorRT-LLM in this Python: {error}") from error
+    given: dict[str, Any] = {"model": str(parameters.model_dir)}
+    given |= {"guided_decoding_backend": "xgrammar"}
     names = {"max_batch": "max_batch_size", "max_sequence_tokens": "max_seq_len"}
-    options = {names[key]: value for key, value in sizes.items() if key in names}
-    llm = api.LLM(model=str(model_dir), guided_decoding_backend="xgrammar", **options)
+    given |= {names[key]: size for key, size in parameters.sizes.items() if key in names}
+    given |= {"gpus_per_node": len(gpus.split(","))} if gpus else {}
+    _check_arguments(config.arguments)
+    processors = config.load_processors()
+    try:
+        arguments = merge.update_llm_args_with_extra_dict(given, dict(config.arguments))
+        llm = api.LLM(**arguments)
+    except (TypeError, ValueError) as error:  # pydantic's is a ValueError
+        raise SetupError(f"engine llm_api: {printable(str(error))}") from error
     capacity = EngineCapacity(
         vocab_size=vocab_size(),  # not before: a tokenizer that is loaded first hides torch
-        max_sequence_tokens=sizes.get("max_sequence_tokens"),
+        max_sequence_tokens=arguments.get("max_seq_len"),
         max_draft_tokens=0,
+        speculates=_SPECULATES if arguments.get("speculative_config") else "",
     )
-    return LlmApiEngine(name, api, llm, capacity)
+    return LlmApiEngine(name, api, llm, capacity, config.adapters, processors)
+
+
+def _prepare(environment: Any, gpus: str, telemetry: bool) -> None:
+    """``telemetry``: model.yaml says whether NVIDIA is told of the use; otherwise it is not."""
+    for key in list(environment):
+        if key.startswith(_MPI_JOB) and not key.startswith("PMIX_MCA_"):
+            del environment[key]
+    if gpus:
+        environment |= {"CUDA_VISIBLE_DEVICES": gpus, "TRTLLM_VISIBLE_DEVICES": gpus}
+    if not telemetry:
+        environment.setdefault("TRTLLM_NO_USAGE_STATS", "1")
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse by name what this release has no argument for, before weights are loaded."""
+    release = importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
+    known = {*release.model_fields, *(each.alias for each in release.model_fields.values())}
+    if arguments.get("backend") not in (None, "pytorch"):
+        return  # it has arguments of its own
+    for key in arguments.keys() - known:
+        version = getattr(importlib.import_module("tensorrt_llm"), "__version__", "here")
+        mend = suggestion(key, known - {None})
+        raise SettingsError(f"model.yaml: TensorRT-LLM {version} has no argument {key}; {mend}")
+
+
+# --- the engine ----------------------------------------------------------------------------------
 
 
 class LlmApiEngine:
-    """``llm``, made by module ``api``. Implements ``trtllm_bls.engines.base.Engine``."""
+    """``llm``, made by module ``api``. Implements ``trtllm_bls.engines.base.Engine``.
 
-    def __init__(self, name: str, api: Any, llm: Any, capacity: EngineCapacity) -> None:
+    ``adapters``: directories of LoRA adapters, by name. ``processors`` of logits, by name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        api: Any,
+        llm: Any,
+        capacity: EngineCapacity,
+        adapters: Mapping[str, str] = {},
+        processors: Mapping[str, Any] = {},
+    ) -> None:
         self.name = name
         self._api = api
         self._llm = llm
         self._capacity = capacity
+        self._adapters = {each: (i, path) for i, (each, path) in enumerate(adapters.items(), 1)}
+        self._processors = processors
+        self._takes = inspect.signature(llm.generate_async).parameters.keys()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="llm-api")
         self._closed = False
 
     async def capacity(self) -> EngineCapacity:
@@ -81,12 +180,18 @@ class LlmApiEngine:
         """See ``Engine.generate``."""
         refused = {name: _NOWHERE for name in request.extras if name not in _TAKEN} | _REFUSED
         trtllm.check(request, self._capacity, refused)
-        return TaskChunks(partial(self._run, request, self._sampling_params(request)))
+        try:
+            params = self._sampling_params(request)
+            options = self._options(request)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest("request", printable(str(error))) from error
+        return TaskChunks(partial(self._run, request, params, options))
 
     async def close(self) -> None:
         """Shut the LLM down."""
         if not self._closed:
             self._closed = True
+            await asyncio.to_thread(self._thread.shutdown)
             await asyncio.to_thread(self._llm.shutdown)
 
     def _sampling_params(self, request: EngineRequest) -> Any:
@@ -99,14 +204,20 @@ class LlmApiEngine:
             given |= {"stop_token_ids": single, "include_stop_str_in_output": True}
         if request.bad_sequences:
             given["bad_token_ids"] = [words[0] for words in request.bad_sequences]
+        if request.embedding_bias:
+            given["embedding_bias"] = self._bias(request)
         if request.wants.log_probs:
             given["logprobs"] = 1
+        if request.wants.perf_metrics or self._capacity.speculates:
+            given["return_perf_metrics"] = True
         guide = trtllm.guide_of(request.extras)
         if guide is not None:
             kind = _GUIDES.get(guide[0])
             how = {kind: guide[1]} if kind else {"json_object": True}
-            llmapi = importlib.import_module("tensorrt_llm.llmapi")
-            given["guided_decoding"] = llmapi.GuidedDecodingParams(**how)
+            given["guided_decoding"] = self._class("GuidedDecodingParams")(**how)
+        if name := trtllm.text_of(request.extras, "logits_post_processor_name"):
+            field = "logits_post_processor_name"
+            given["logits_processor"] = _known(field, name, self._processors)
         end = -1 if end_id is None else end_id
         known = getattr(self._api.SamplingParams, "__dataclass_fields__", given)
         for name in given.keys() - known.keys():
@@ -120,34 +231,148 @@ class LlmApiEngine:
             **given,
         )
 
-    async def _run(self, request: EngineRequest, params: Any, chunks: QueuedChunks) -> None:
-        sequences = sequence_ends(request)
+    def _bias(self, request: EngineRequest) -> Any:
+        """A tensor of all ids; torch is there where TensorRT-LLM is."""
+        bias = np.zeros(self._capacity.vocab_size or 0, np.float32)
+        for token, weight in request.embedding_bias:
+            bias[token] += weight
+        return importlib.import_module("torch").from_numpy(bias)
+
+    def _class(self, name: str) -> Any:
+        """A class that some releases have in ``tensorrt_llm``, all in ``tensorrt_llm.llmapi``."""
+        return getattr(importlib.import_module("tensorrt_llm.llmapi"), name)
+
+    def _options(self, request: EngineRequest) -> dict[str, Any]:
+        """What ``generate_async`` is given beside ids and sampling."""
+        extras = request.extras
+        options: dict[str, Any] = {"lora_request": self._adapter(extras)}
+        options["kv_cache_retention_config"] = self._retention(extras)
+        options["cache_salt"] = trtllm.text_of(extras, "cache_salt")
+        if "priority" in extras:
+            options["priority"] = float(extras["priority"].reshape(-1)[0])
+        if request.traceparent and "trace_headers" in self._takes:
+            options["trace_headers"] = {"traceparent": request.traceparent}
+        options = {name: value for name, value in options.items() if value is not None}
+        for name in options.keys() - self._takes:
+            raise Unsupported(name, "the LLM API of this TensorRT-LLM does not take it")
+        return options
+
+    def _adapter(self, extras: Mapping[str, Array]) -> Any:
+        name, path, number = (trtllm.text_of(extras, each) or None for each in _ADAPTER)
+        if name and path is None and number is None:
+            number, path = _known("lora_name", name, self._adapters)
+        if name is None and path is None and number is None:
+            return None
+        if name is None or path is None or number is None:
+            problem = "send it alone, for an adapter of the server's model.yaml, or all of"
+            raise InvalidRequest("lora_name", f"{problem} {', '.join(_ADAPTER)}")
+        source = trtllm.text_of(extras, "lora_ckpt_source")
+        make = importlib.import_module("tensorrt_llm.executor.request").LoRARequest
+        more = {"lora_ckpt_source": source} if source else {}
+        return make(lora_name=name, lora_int_id=int(number), lora_path=path, **more)
+
+    def _retention(self, extras: Mapping[str, Array]) -> Any:
+        starts, ends, ranks, times = (
+            np.asarray(extras.get(f"retention_token_range_{each}", ())).reshape(-1).tolist()
+            for each in _RETENTION
+        )
+        decode = [int(extras[name].reshape(-1)[0]) for name in _DECODE if name in extras]
+        if not starts and not decode:
+            return None
+        times = times or [-1] * len(starts)
+        if not len(starts) == len(ends) == len(ranks) == len(times):
+            raise InvalidRequest("retention_token_range_ends", "each range needs all its values")
+        make = self._class("KvCacheRetentionConfig")
+        ranges = [
+            make.TokenRangeRetentionConfig(first, None if last < 0 else last, rank, _ms(lasts))
+            for first, last, rank, lasts in zip(starts, ends, ranks, times, strict=True)
+        ]
+        return make(ranges, *decode[:1], *map(_ms, decode[1:]))
+
+    def _submit(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        request: EngineRequest,
+        params: Any,
+        options: Mapping[str, Any],
+    ) -> Any:
+        """In the submitting thread, with the event loop on which the answer is awaited: ``LLM``
+        binds the answer to the loop that it finds running."""
+        asyncio._set_running_loop(loop)
         try:
-            result = self._llm.generate_async(
+            return self._llm.generate_async(
                 {"prompt_token_ids": list(request.input_ids)},
                 sampling_params=params,
                 streaming=True,
+                **options,
             )
-        except ValueError as error:
-            raise EngineError(f"{self.name}: {error}") from error
+        finally:
+            asyncio._set_running_loop(None)
+
+    async def _run(
+        self,
+        request: EngineRequest,
+        params: Any,
+        options: Mapping[str, Any],
+        chunks: QueuedChunks,
+    ) -> None:
+        sequences = sequence_ends(request)
+        loop, begun = asyncio.get_running_loop(), False
+        given = self._thread.submit(self._submit, loop, request, params, options)
         try:
+            result = await asyncio.wrap_future(given)
             async for step in result:
+                begun = True
                 for output in step.outputs:
                     sequence = sequences[output.index]
-                    chunks.put(_read(output, sequence, request.wants.log_probs, step.finished))
+                    chunks.put(_read(output, sequence, request.wants, step.finished))
                 if all(sequence.done for sequence in sequences):
                     return
             raise EngineError(f"{self.name} ended its stream before its last token")
         except TrtllmBlsError:
             raise
         except Exception as error:  # of an API that is not ours
-            raise EngineError(f"{self.name}: {error}") from error
+            raise self._translated(error, begun) from error
         finally:
-            if not result.finished:
-                result.abort()
+            if not (given.done() and _has_ended(given)):
+                self._thread.submit(_abort, given)
+
+    def _translated(self, error: Exception, begun: bool) -> TrtllmBlsError:
+        """An error of the request, or else of the engine: its worker is dead, or it shuts down."""
+        what = printable(str(error)) or type(error).__name__
+        refused = isinstance(error, (TypeError, ValueError))
+        if refused or isinstance(error, self._class("RequestError")):
+            return EngineError(f"{self.name}: {what}") if begun else InvalidRequest("request", what)
+        log.error("%s: %s: %s", self.name, type(error).__name__, what)
+        return EngineUnavailable(f"{self.name}: {what}")
 
 
-def _read(output: Any, sequence: SequenceEnds, scored: bool, finished: bool) -> list[EngineChunk]:
+def _has_ended(given: Future[Any]) -> bool:
+    """Whether a submission that is done leaves nothing to abort."""
+    return given.cancelled() or given.exception() is not None or bool(given.result().finished)
+
+
+def _abort(given: Future[Any]) -> None:
+    """In the submitting thread, after the submission. What has ended must not be aborted."""
+    if not _has_ended(given):
+        given.result().abort()
+
+
+def _known(field: str, name: str, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        there = ", ".join(known) or "none"
+        raise InvalidRequest(field, f"{name!r} is not in the server's model.yaml: {there}")
+    return known[name]
+
+
+def _ms(value: int) -> timedelta | None:
+    return None if value < 0 else timedelta(milliseconds=value)
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def _read(output: Any, sequence: SequenceEnds, wants: Wants, finished: bool) -> list[EngineChunk]:
     """The chunks of what is new in an output, which the LLM API repeats as it grows.
 
     ``finished``: all sequences have ended. The LLM API may tell only the last one why.
@@ -156,14 +381,47 @@ def _read(output: Any, sequence: SequenceEnds, scored: bool, finished: bool) -> 
         return []
     num_read = sequence.received
     ids = tuple(output.token_ids[num_read:])
-    scores = _log_probs(ids, output.logprobs[num_read:]) if scored else None
-    reason, ended = (
-        trtllm.REASONS.get(output.finish_reason),
-        output.finish_reason is not None or finished,
-    )
+    scores = _log_probs(ids, output.logprobs[num_read:]) if wants.log_probs else None
+    reason = trtllm.REASONS.get(output.finish_reason)
+    ended = output.finish_reason is not None or finished
     if reason is FinishReason.END_ID and output.stop_reason in sequence.stop_ids:
         reason = FinishReason.STOP
-    return sequence.feed(ids, scores, ended=ended, reason=reason)
+    chunks = sequence.feed(ids, scores, ended=ended, reason=reason)
+    figures = getattr(output, "request_perf_metrics", None)
+    if sequence.done and figures is not None:
+        for chunk in chunks:
+            chunk.metrics = _metrics(figures) if wants.perf_metrics else None
+            chunk.speculation = _speculation(figures.speculative_decoding)
+    return chunks
+
+
+def _metrics(figures: Any) -> EngineMetrics:
+    """Of ``RequestPerfMetrics``. The clock is the worker's, which is of this machine."""
+    times, blocks, drafts = (
+        figures.timing_metrics,
+        figures.kv_cache_metrics,
+        figures.speculative_decoding,
+    )
+    at = ("arrival_time", "first_scheduled_time", "first_token_time", "last_token_time")
+    return EngineMetrics(
+        kv_cache_alloc_new_blocks=blocks.num_new_allocated_blocks,
+        kv_cache_reused_blocks=blocks.num_reused_blocks,
+        kv_cache_alloc_total_blocks=blocks.num_total_allocated_blocks,
+        total_accepted_draft_tokens=drafts.total_accepted_draft_tokens,
+        total_draft_tokens=drafts.total_draft_tokens,
+        **{
+            f"{name}_ns": round(getattr(times, name) / timedelta(microseconds=1) * 1000)
+            for name in at
+        },
+    )
+
+
+def _speculation(drafts: Any) -> SpeculationStats | None:
+    """What the engine's own speculation did; ``None`` where it made no draft."""
+    if not drafts.total_draft_tokens:
+        return None
+    accepted = drafts.total_accepted_draft_tokens
+    return SpeculationStats(drafted=drafts.total_draft_tokens, accepted=accepted)
 
 
 def _log_probs(ids: tuple[int, ...], entries: Iterable[Any]) -> tuple[float, ...]:

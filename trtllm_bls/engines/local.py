@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.llm_api import open_llm
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
+from trtllm_bls.parameters import EngineParameters
 
 
 class VocabularyFacts(Protocol):
@@ -20,26 +20,24 @@ class VocabularyFacts(Protocol):
 
 
 def local_engine(
-    name: str,
-    engine: str,
-    model_dir: Path,
-    sizes: Mapping[str, Any],
-    tokenizer: Callable[[], VocabularyFacts],
+    name: str, parameters: EngineParameters, tokenizer: Callable[[], VocabularyFacts]
 ) -> Engine:
-    """The engine that ``engine`` names: ``embedded``, ``llm_api`` or ``trtllm://HOST:PORT``.
+    """The engine that the parameter ``engine`` names: ``embedded``, ``llm_api`` or
+    ``trtllm://HOST:PORT``.
 
-    ``sizes`` are the model's parameters that are numbers. ``tokenizer`` loads the model's
-    tokenizer, which the embedded engine does not need. Raises ``SetupError``.
+    ``tokenizer`` loads the model's tokenizer, which the embedded engine does not need. Raises
+    ``SetupError``.
     """
+    engine = parameters.engine
     if engine == "llm_api":
-        return open_llm(name, model_dir, sizes, lambda: tokenizer().model_vocab_size)
+        return open_llm(name, parameters, lambda: tokenizer().model_vocab_size)
     if engine != "embedded":
         settings = ServiceSettings(
             eos_id=tokenizer().eos_id,
             vocab_size=tokenizer().model_vocab_size,
-            max_sequence_tokens=sizes.get("max_sequence_tokens"),
+            max_sequence_tokens=parameters.max_sequence_tokens or None,
         )
         return TrtllmServiceEngine(engine.removeprefix("trtllm://"), settings)
     from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings  # needs torch
 
-    return EmbeddedEngine(model_dir, EmbeddedSettings(name=name, **sizes))
+    return EmbeddedEngine(parameters.model_dir, EmbeddedSettings(name=name, **parameters.sizes))

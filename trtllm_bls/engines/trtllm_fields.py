@@ -91,8 +91,7 @@ def guide_of(extras: Mapping[str, Array], *, empty: bool = False) -> tuple[str, 
     ``empty``: it may be for others. Raises ``InvalidRequest``.
     """
     kind, text = (
-        _text(extras.get(name, ()))
-        for name in ("guided_decoding_guide_type", "guided_decoding_guide")
+        text_of(extras, name) for name in ("guided_decoding_guide_type", "guided_decoding_guide")
     )
     if kind is None:
         if text is not None:
@@ -109,8 +108,9 @@ def guide_of(extras: Mapping[str, Array], *, empty: bool = False) -> tuple[str, 
     return kind, text or ""
 
 
-def _text(value: Any) -> str | None:
-    values = np.asarray(value).reshape(-1)
+def text_of(extras: Mapping[str, Array], name: str) -> str | None:
+    """The text of an engine's input; ``None`` where it was not sent."""
+    values = np.asarray(extras.get(name, ())).reshape(-1)
     if not values.size:
         return None
     first = values[0]

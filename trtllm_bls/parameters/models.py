@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.parameters.declaration import (
@@ -182,6 +183,16 @@ class EngineParameters(_Generating):
         "or TensorRT-LLM's own gRPC service.",
         "embedded",
     )
+    model_yaml: Path | None = parameter(
+        FILE,
+        "Arguments of `tensorrt_llm.LLM` for the engine `llm_api`, in the form of upstream's "
+        "`llmapi` model; they come before the sizes below.",
+        env="LLM_CONFIG_PATH",
+    )
+    gpu_device_ids: str = parameter(
+        TEXT,
+        "With the engine `llm_api` and several instances: the GPUs of each, as `0,1;2,3`.",
+    )
     max_batch: int = parameter(count(0), "Sequences that run at once.", "32")
     max_queue_size: int = parameter(
         count(0), "Sequences that may wait; one more is refused. 0 = the engine's choice.", "0"
@@ -210,8 +221,12 @@ class EngineParameters(_Generating):
         "false",
     )
 
+    # What Triton says of this process; not parameters.
+    instance: int = 0
+    instances: int = 1
+
     @property
-    def sizes(self) -> Mapping[str, float]:
+    def sizes(self) -> Mapping[str, Any]:
         """The sizes that are set, by their names in the engine's own settings."""
         names = ("max_batch", "max_queue_size", "max_tokens_per_step", "max_sequence_tokens")
         named = {

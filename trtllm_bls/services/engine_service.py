@@ -18,6 +18,7 @@ from trtllm_bls.services.batch import check_one_response, run_rows
 from trtllm_bls.status import STEPS_LABEL
 from trtllm_bls.types import EngineChunk, EngineRequest
 from trtllm_bls.wire.engine_server import ChunkWriter, engine_requests, is_stop
+from trtllm_bls.wire.text import traceparent_of
 
 
 class EngineService:
@@ -80,7 +81,12 @@ class EngineService:
                 number if len(rows) > 1 else None,
             )
             # Always streamed inside, so that a stopped request can answer with what there is.
-            request = replace(row.request, request_id=f"{call.id}/{number}", streaming=True)
+            request = replace(
+                row.request,
+                request_id=f"{call.id}/{number}",
+                streaming=True,
+                traceparent=traceparent_of(call.parameters),
+            )
             sequences = [
                 _SequenceResponses(call, writer, index, row.request.streaming)
                 for index in range(row.request.num_return_sequences)

@@ -126,6 +126,8 @@ class Metrics(ABC):
         """Count one request that is over."""
         for metric, labels, value in _samples(stats):
             self.record(metric, labels, value)
+        if stats.speculation is not None and not stats.speculation.rounds:
+            self.add_speculation(stats.speculation)  # the engine's own, not of a router of ours
 
     def add_speculation(self, stats: SpeculationStats) -> None:
         """Count what speculation did for one request."""

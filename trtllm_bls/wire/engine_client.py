@@ -38,6 +38,7 @@ from trtllm_bls.types import (
     EngineMetrics,
     EngineRequest,
     PromptIds,
+    SpeculationStats,
     TokenIds,
     Wants,
 )
@@ -49,6 +50,7 @@ _ID = struct.Struct("<i")
 _RAW_OF_4 = b"\x32\x04"  # how protobuf writes that 4 bytes of raw_output_contents follow
 _NUMBERS = itertools.count(secrets.randbits(62))  # of 63 bits, however long it counts
 _NO_WANTS = Wants()
+_DRAFTED = ("total_draft_tokens", "total_accepted_draft_tokens")
 _SPELLINGS = {
     tensor.key: tuple(other for other in ENGINE.inputs if other.key == tensor.key)
     for tensor in ENGINE.inputs
@@ -222,6 +224,11 @@ class DeployedModel:
             may_be_one_step=is_cpp_backend and not one_step and not takes_none,
         )
 
+    @property
+    def speculates(self) -> bool:
+        """Whether it may speculate by itself and then tells what became of its drafts."""
+        return self.parameters.get("engine") == "llm_api"
+
     @cached_property
     def repeats_prompt(self) -> bool:
         """Whether an answer that is not streamed begins with the prompt: there is no way to exclude
@@ -245,7 +252,10 @@ class DeployedModel:
             names += ["output_log_probs", "cum_log_probs"]
         names += ["context_logits"] if wants.context_logits else []
         names += ["generation_logits"] if wants.generation_logits else []
-        names += METRICS if wants.perf_metrics else ()
+        if wants.perf_metrics:
+            names += METRICS
+        elif self.speculates:
+            names += _DRAFTED  # sent once, at the end, if the engine speculates by itself
         return [name for name in names if name in self.outputs]
 
     def _number(self, key: str) -> int | None:
@@ -384,6 +394,7 @@ class ResponseReader:
 
     def __init__(self, request: EngineRequest, model: DeployedModel) -> None:
         self._request = request
+        self._speculates = model.speculates
         repeated = model.repeats_prompt and not request.streaming
         self._skip = len(request.input_ids) if repeated else 0
         self._unfinished = set(range(request.num_return_sequences))
@@ -493,6 +504,7 @@ class ResponseReader:
             sequence_index=index,
             final=final or not self._request.streaming,
             metrics=self._metrics(arrays),
+            speculation=self._speculation(arrays),
             **self._scores(arrays, index, len(row)),
         )
 
@@ -518,6 +530,13 @@ class ResponseReader:
         if not self._request.wants.perf_metrics or arrays.keys().isdisjoint(METRICS):
             return None
         return EngineMetrics(**{name: _number(arrays, name) for name in METRICS})
+
+    def _speculation(self, arrays: Mapping[str, Array]) -> SpeculationStats | None:
+        """What the engine's own speculation did; that of ours is counted round by round."""
+        drafted, accepted = (_number(arrays, name) or 0 for name in _DRAFTED)
+        if not drafted or not self._speculates:
+            return None
+        return SpeculationStats(drafted=drafted, accepted=accepted)
 
 
 @lru_cache(maxsize=256)

@@ -146,6 +146,9 @@ class ChunkWriter:
             arrays["num_output_tokens"] = _one(len(ids))
         if self._request.wants.perf_metrics:
             arrays |= metrics_arrays(chunk.metrics, filled=True)
+        elif (done := chunk.speculation) is not None:  # of an engine that speculates by itself
+            arrays["total_draft_tokens"] = _one(done.drafted)
+            arrays["total_accepted_draft_tokens"] = _one(done.accepted)
         return arrays
 
 

@@ -207,11 +207,17 @@ def text_requests(
     """
     rows = read_rows(BLS, arrays, limits)
     requests = [_text_request(row, request_id, exclude_input) for row in rows]
-    if '"traceparent"' in parameters:  # of few requests
-        value = json.loads(parameters).get("traceparent")
-        if isinstance(value, str) and _TRACEPARENT.fullmatch(value):
-            requests = [replace(request, traceparent=value) for request in requests]
+    if trace := traceparent_of(parameters):
+        requests = [replace(request, traceparent=trace) for request in requests]
     return requests
+
+
+def traceparent_of(parameters: str) -> str | None:
+    """The trace context among a request's ``parameters``, which are JSON."""
+    if '"traceparent"' not in parameters:  # as in most requests
+        return None
+    value = json.loads(parameters).get("traceparent")
+    return value if isinstance(value, str) and _TRACEPARENT.fullmatch(value) else None
 
 
 def prompt_requests(

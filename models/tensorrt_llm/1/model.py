@@ -26,11 +26,7 @@ class TritonPythonModel:
         log_to_triton(pb_utils, args["model_name"])
         parameters = Parameters(args).read(EngineParameters)
         self._engine = local_engine(
-            args["model_name"],
-            parameters.engine,
-            parameters.model_dir,
-            parameters.sizes,
-            lambda: load_tokenizer(parameters.model_dir),
+            args["model_name"], parameters, lambda: load_tokenizer(parameters.model_dir)
         )
         service = EngineService(
             self._engine,

@@ -1,0 +1,1 @@
+"""``tensorrt_llm.executor`` as far as it is used."""
