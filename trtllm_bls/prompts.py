@@ -208,7 +208,9 @@ class PromptMaker:
         if not text:
             raise InvalidRequest(field, "is empty; send at least one character")
         if most is not None and len(text) > most:  # no bound says more than a token a character
-            fewest = self._fewest_tokens(field, text)
+            # Text is tokenised apart on both sides of a guard, so each guard adds a token at least.
+            guards = text.count(GUARD) if field == "messages" else 0
+            fewest = max(guards, self._tokenizer.fewest_tokens(text))
             if fewest > most:
                 raise _too_long(field, fewest, most, "at least ")
         if request.messages is not None:
@@ -222,11 +224,6 @@ class PromptMaker:
         if most is not None and len(ids) > most:
             raise _too_long(field, len(ids), most)
         return ids
-
-    def _fewest_tokens(self, field: str, text: str) -> int:
-        # Text is tokenised apart on both sides of a guard, so each guard adds a token at least.
-        guards = text.count(GUARD) if field == "messages" else 0
-        return max(guards, self._tokenizer.fewest_tokens(text))
 
     def _given_ids(self, ids: TokenIds, most: int | None) -> TokenIds:
         field, size = "prompt_ids", self._tokenizer.model_vocab_size

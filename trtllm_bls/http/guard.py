@@ -226,7 +226,7 @@ class GuardedProtocol(HttpToolsProtocol):
         head += f"connection: close\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + headers + b"\r\n" + body)
         self._discards = True
-        self._start_timer(_DISCARD_S, self._close)
+        self._start_timer(_DISCARD_S, self.transport.close)
 
     def _on_header_timeout(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -242,9 +242,6 @@ class GuardedProtocol(HttpToolsProtocol):
             self._start_timer(self._limits.body_s, self._on_body_timeout)
         else:
             self.transport.close()
-
-    def _close(self) -> None:
-        self.transport.close()
 
     def _start_timer(self, seconds: float, then: Callable[[], None]) -> None:
         self._stop_timer()

@@ -16,30 +16,21 @@ from trtllm_bls.openai.schema import (
     TokenizeRequest,
 )
 
-_TEXT = {"type": "string"}
-_NUMBER = {"type": "integer"}
-_MODEL = {
-    "type": "object",
-    "required": ["id", "object", "created", "owned_by"],
-    "properties": {"id": _TEXT, "object": _TEXT, "created": _NUMBER, "owned_by": _TEXT},
-}
-_MODELS = {
-    "type": "object",
-    "required": ["object", "data"],
-    "properties": {"object": _TEXT, "data": {"type": "array", "items": _MODEL}},
-}
-_USAGE = {
-    "type": "object",
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
-    "additionalProperties": True,
-}
-_TOKENS = {
-    "type": "object",
-    "required": ["count", "tokens", "token_strs", "max_model_len"],
-    "properties": {"count": _NUMBER, "tokens": {"type": "array", "items": _NUMBER}},
-}
-_PROMPT = {"type": "object", "required": ["prompt"], "properties": {"prompt": _TEXT}}
-_VERSION = {"type": "object", "required": ["version"], "properties": {"version": _TEXT}}
+
+def _object(*further: str, **properties: object) -> dict[str, Any]:
+    """An object with these properties, and ``further`` ones of any type; it has all of them."""
+    required = [*properties, *further]
+    return {"type": "object", "required": required, "properties": properties}
+
+
+_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
+_MODEL = _object(id=_TEXT, object=_TEXT, created=_NUMBER, owned_by=_TEXT)
+_MODELS = _object(object=_TEXT, data={"type": "array", "items": _MODEL})
+_USAGE = _object("prompt_tokens", "completion_tokens", "total_tokens")
+_TOKENS = _object(
+    "token_strs", "max_model_len", count=_NUMBER, tokens={"type": "array", "items": _NUMBER}
+)
+_PROMPT, _VERSION = _object(prompt=_TEXT), _object(version=_TEXT)
 _METRICS = {"description": "For Prometheus", "content": {"text/plain": {"schema": _TEXT}}}
 # What is checked beyond the types.
 _FURTHER: dict[str, dict[str, Any]] = {
@@ -47,14 +38,10 @@ _FURTHER: dict[str, dict[str, Any]] = {
         "messages": {
             "type": "array",
             "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["role", "content"],
-                "properties": {
-                    "role": {"enum": ["developer", "system", "user", "assistant", "tool"]},
-                    "content": {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}}]},
-                },
-            },
+            "items": _object(
+                role={"enum": ["developer", "system", "user", "assistant", "tool"]},
+                content={"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}}]},
+            ),
         }
     },
     "CompletionRequest": {
@@ -90,9 +77,8 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
     for kind in kinds:
         properties = schemas[kind.__name__]["properties"]
         properties |= {"model": {"enum": list(model_names)}, **_FURTHER.get(kind.__name__, {})}
-    message = {"type": "object", "required": ["role", "content"]}
-    chat = _answer("chat.completion", {"message": message})
-    completion = _answer("text_completion", {"text": _TEXT})
+    chat = _answer("chat.completion", message=_object("role", "content"))
+    completion = _answer("text_completion", text=_TEXT)
     name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
     return {
         "openapi": "3.1.0",
@@ -116,22 +102,17 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _answer(object: str, choice: dict[str, Any]) -> dict[str, Any]:
-    required = ["index", "finish_reason", "logprobs", *choice]
-    item = {"type": "object", "required": required, "properties": choice}
-    return {
-        "type": "object",
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-        "properties": {
-            "id": _TEXT,
-            "object": {"const": object},
-            "created": _NUMBER,
-            "model": _TEXT,
-            "system_fingerprint": _TEXT,
-            "choices": {"type": "array", "items": item},
-            "usage": _USAGE,
-        },
-    }
+def _answer(kind: str, **choice: object) -> dict[str, Any]:
+    item = _object("index", "finish_reason", "logprobs", **choice)
+    return _object(
+        id=_TEXT,
+        object={"const": kind},
+        created=_NUMBER,
+        model=_TEXT,
+        system_fingerprint=_TEXT,
+        choices={"type": "array", "items": item},
+        usage=_USAGE,
+    )
 
 
 def _post(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
@@ -154,6 +135,5 @@ def _get(answer: dict[str, Any], *statuses: int) -> dict[str, Any]:
 
 
 def _failure(description: str) -> dict[str, Any]:
-    error = {"error": {"$ref": "#/components/schemas/Error"}}
-    schema = {"type": "object", "required": ["error"], "properties": error}
+    schema = _object(error={"$ref": "#/components/schemas/Error"})
     return {"description": description, "content": {"application/json": {"schema": schema}}}

@@ -177,11 +177,12 @@ def well_ended(chunk: TextChunk) -> Ending | None:
 
 def shared_fields(request: Common, vocab_size: int) -> dict[str, Any]:
     """The fields of ``TextRequest`` that chats and completions share. Raises ``ApiError``."""
+    stops = request.stop or ()
     return {
         "stream": bool(request.stream),
         "sampling": _sampling(request),
         "num_return_sequences": request.n or 1,
-        "stop_words": _stops(request),
+        "stop_words": (stops,) if isinstance(stops, str) else tuple(stops),
         "include_stop": bool(request.include_stop_str_in_output),
         "stop_token_ids": tuple(request.stop_token_ids or ()),
         "bad_words": tuple(request.bad_words or ()),
@@ -217,12 +218,6 @@ def _sampling(request: Common) -> Sampling:
         min_tokens=request.min_tokens or None,
         **chosen,
     )
-
-
-def _stops(request: Common) -> tuple[str, ...]:
-    if request.stop is None:
-        return ()
-    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
 
 
 def _bias(request: Common, vocab_size: int) -> tuple[tuple[int, float], ...]:
