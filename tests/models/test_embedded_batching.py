@@ -122,7 +122,7 @@ def test_a_cancelled_request_frees_its_slot_within_a_step() -> None:
     waiting = steps.add(request(prompt(5, start=3), 2))
     steps.step(3)
     assert not steps.text(waiting)
-    first.cancel()
+    first.cancelled = True
     steps.step()
     assert steps.text(waiting)
     last = steps.chunks(first)[-1]
@@ -136,7 +136,7 @@ def test_a_request_cancelled_while_it_waits_never_runs() -> None:
     steps.add(request(prompt(5), 4))
     steps.step()
     waiting = steps.add(request(prompt(50), 4, streaming=False))
-    waiting.cancel()
+    waiting.cancelled = True
     assert steps.run() == 3
     assert [c.finish_reason for c in steps.chunks(waiting)] == [FinishReason.CANCELLED]
 
@@ -205,7 +205,7 @@ def test_a_request_cancelled_while_its_step_fails_still_ends() -> None:
     submission = steps.add(request(prompt(5), 5))
 
     def cancelled_and_broken(segments: object) -> torch.Tensor:
-        submission.cancel()
+        submission.cancelled = True
         return _breaks(segments)
 
     forward = steps.runner.forward

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from doubles.scripted import Fault, Script
+from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
 from tests.helpers.scripted_pairs import (
     GREEDY,
@@ -41,7 +42,9 @@ from trtllm_bls.types import (
     Draft,
     EngineCapacity,
     EngineChunk,
+    EngineRequest,
     FinishReason,
+    Sampling,
     SpeculationRequest,
 )
 
@@ -165,6 +168,40 @@ def test_a_text_without_repetition_begins_no_pause() -> None:
         rounds = SpeculativeRounds(ask(prompt), options, shared, has_draft_model=False)
         assert isinstance(rounds.next(0.0), Decode)
         assert shared.pauses == pauses
+
+
+@skipping_waits
+async def test_a_full_queue_in_the_middle_of_an_answer_is_waited_for() -> None:
+    """It refuses new requests, of which each round is one; the answer has begun."""
+    engines = hashed_pair()
+    plain = await read(engines.target, ask())
+    begun = len(engines.target.requests) + 2
+    engines.target.fault = Fault(error=Overloaded("full"), after_requests=begun)
+    asyncio.get_running_loop().call_later(3.0, setattr, engines.target, "fault", None)
+    assert told(await read(engines.speculative(num_draft_tokens=2), ask())) == told(plain)
+    assert len(engines.target.requests) > begun + 5, "it was asked again and again"
+
+
+class HalfScored(ScriptedEngine):
+    """A draft model whose logits lack a row."""
+
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        async with aclosing(super()._chunks(request)) as chunks:
+            async for chunk in chunks:
+                assert chunk.generation_logits is not None
+                yield replace(chunk, generation_logits=chunk.generation_logits[:-1])
+
+
+@skipping_waits
+async def test_a_draft_with_too_few_logits_is_verified_by_its_ids() -> None:
+    """Which is as lossless."""
+    engines = hashed_pair(words=VOCAB)
+    engines.draft = HalfScored(engines.draft._rule, engines.draft.script)
+    engine = engines.speculative(num_draft_tokens=2, use_draft_logits=True)
+    await read(engine, ask(sampling=Sampling(top_k=5, top_p=0.9, seed=3)))
+    drafts = [asked.draft for asked in engines.target.requests if asked.draft]
+    assert drafts and all(draft.logits is None for draft in drafts)
+    assert engine.stats.fallback is None
 
 
 def test_the_first_drafts_time_is_no_measure() -> None:

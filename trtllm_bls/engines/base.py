@@ -76,27 +76,6 @@ class ChunkStream(ABC):
             await self.wait()
 
 
-class GeneratedChunks(ChunkStream):
-    """A ``ChunkStream`` over an async generator, which runs no further than it is read."""
-
-    def __init__(self, chunks: AsyncGenerator[EngineChunk, None]) -> None:
-        self._chunks = chunks
-        self._arrived: list[EngineChunk] = []
-
-    async def wait(self) -> None:
-        if not self._arrived:
-            chunk = await anext(self._chunks, None)
-            if chunk is not None:
-                self._arrived.append(chunk)
-
-    def take(self) -> list[EngineChunk]:
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    async def aclose(self) -> None:
-        await self._chunks.aclose()
-
-
 class QueuedChunks(ChunkStream):
     """A ``ChunkStream`` that is filled, on the event loop, while it is read; filling never waits.
 
@@ -162,6 +141,21 @@ class QueuedChunks(ChunkStream):
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+class GeneratedChunks(QueuedChunks):
+    """Chunks of an async generator, which runs no further than it is read."""
+
+    def __init__(self, chunks: AsyncGenerator[EngineChunk, None]) -> None:
+        super().__init__()
+        self._chunks = chunks
+
+    async def wait(self) -> None:
+        if not self._arrived and (chunk := await anext(self._chunks, None)) is not None:
+            self._arrived.append(chunk)
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
 
 
 class TaskChunks(QueuedChunks):

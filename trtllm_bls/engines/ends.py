@@ -17,11 +17,6 @@ from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import EngineChunk, EngineRequest, FinishReason, TokenIds, TopLogProbs
 
 
-def end_id_of(request: EngineRequest) -> int | None:
-    """The id that ends the request; ``None`` where none does."""
-    return None if request.end_id == -1 else request.end_id
-
-
 def sequence_ends(request: EngineRequest) -> list[SequenceEnds]:
     """One for each sequence that the engine is asked for."""
     asked = 1 if request.sampling.is_greedy else request.num_return_sequences

@@ -25,7 +25,7 @@ import numpy as np
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
-from trtllm_bls.engines.ends import SequenceEnds, end_id_of, sequence_ends
+from trtllm_bls.engines.ends import SequenceEnds, sequence_ends
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,
@@ -195,7 +195,7 @@ class LlmApiEngine:
             await asyncio.to_thread(self._llm.shutdown)
 
     def _sampling_params(self, request: EngineRequest) -> Any:
-        end_id, least = end_id_of(request), request.sampling.min_tokens
+        least = request.sampling.min_tokens
         single, _ = trtllm.stop_ids(request)
         given: dict[str, Any] = trtllm.sampling_fields(request.sampling)
         if least:
@@ -218,7 +218,7 @@ class LlmApiEngine:
         if name := trtllm.text_of(request.extras, "logits_post_processor_name"):
             field = "logits_post_processor_name"
             given["logits_processor"] = _known(field, name, self._processors)
-        end = -1 if end_id is None else end_id
+        end = -1 if request.end_id is None else request.end_id
         known = getattr(self._api.SamplingParams, "__dataclass_fields__", given)
         for name in given.keys() - known.keys():
             raise Unsupported(name, "the LLM API of this TensorRT-LLM has no such parameter")

@@ -84,14 +84,6 @@ class SpeculationOptions:
             use_draft_logits=asked.use_draft_logits or self.use_draft_logits,
         )
 
-    @property
-    def uses_model(self) -> bool:
-        return self.draft_source in (DraftSource.MODEL, DraftSource.MIXED)
-
-    @property
-    def uses_lookup(self) -> bool:
-        return self.draft_source in (DraftSource.NGRAM, DraftSource.MIXED)
-
 
 def _source(name: str) -> DraftSource:
     try:

@@ -53,8 +53,6 @@ from trtllm_bls.types import (
     SpeculationStats,
 )
 
-UNSTREAMED_STRETCH = 64  # plain tokens per request that cannot be left half-way
-
 
 class State(Enum):
     """See the top of this file."""
@@ -152,11 +150,12 @@ class SpeculativeRounds:
         self._lookups: list[tuple[DraftSource, PredictedText | PromptLookup]] = []
         if prediction:
             self._lookups.append((DraftSource.PREDICTION, PredictedText(ids, prediction)))
-        if options.uses_lookup:
+        if options.draft_source in (DraftSource.NGRAM, DraftSource.MIXED):
             self._lookups.append((DraftSource.NGRAM, PromptLookup(ids, options.min_match)))
         # A draft model has no table for the ids beyond its vocabulary.
         readable = "prompt_embedding_table" not in request.extras
-        self._model_given_up = not (has_draft_model and options.uses_model and readable)
+        wanted = options.draft_source in (DraftSource.MODEL, DraftSource.MIXED)
+        self._model_given_up = not (has_draft_model and wanted and readable)
         self._guess: _Guess | None = None  # to verify, or being verified
         self._asked = 0  # tokens asked of the draft model
         self._early = False  # the draft model works, or has worked, on what follows the guess
@@ -364,11 +363,10 @@ class SpeculativeRounds:
         no_guesses = self._lengths.never or (not self._lookups and self._model_given_up)
         if no_guesses or self._shared.draining or not progress.max_draft:
             return progress.remaining, self._request.streaming
-        streaming = self._request.streaming or bool(self._lookups)
         pause = self._lengths.paused_until(DraftSource.MODEL) - progress.generated
         if not self._model_given_up and pause > 0:
-            return progress.stretch(pause), streaming
-        return progress.remaining if streaming else progress.stretch(UNSTREAMED_STRETCH), streaming
+            return progress.stretch(pause), True
+        return progress.remaining, True
 
     def decoded(self, chunk: EngineChunk, now: float) -> EngineChunk:
         """A chunk of the plain stretch; the part of it that belongs to the answer."""

@@ -129,7 +129,7 @@ class Batcher:
 
     def _fail(self, sequence: Sequence, error: EngineError | InvalidRequest) -> None:
         self.events.append((sequence.owner, error))
-        sequence.owner.cancel()  # the other sequences of the request end with it
+        sequence.owner.cancelled = True  # the other sequences of the request end with it
         self._free(sequence)
 
     def _report(self, sequence: Sequence) -> None:

@@ -76,16 +76,15 @@ class EmbeddedEngine:
         if request.extras:
             guide = await self._guides.of(request)
         submission = Submission(request.num_return_sequences, chunks, asyncio.get_running_loop())
-        self._add(
-            [
-                Sequence(request, index, self._capacity, submission, guide and guide.copy())
-                for index in range(request.num_return_sequences)
-            ]
-        )
+        sequences = [
+            Sequence(request, index, self._capacity, submission, guide and guide.copy())
+            for index in range(request.num_return_sequences)
+        ]
+        self._add(sequences)
         try:
             await submission.ended.wait()
         finally:
-            submission.cancel()
+            submission.cancelled = True
 
     def _add(self, sequences: list[Sequence]) -> None:
         limit = self.settings.max_queue_size
@@ -146,7 +145,7 @@ class EmbeddedEngine:
                 loop.call_soon_threadsafe(_deliver_all, batch)
             except RuntimeError:  # the loop is closed: nobody will read
                 for owner, _ in batch:
-                    owner.cancel()
+                    owner.cancelled = True
 
 
 def _deliver_all(batch: list[tuple[Submission, Event]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -30,31 +31,28 @@ from trtllm_bls.types import (
 Event: TypeAlias = EngineChunk | EngineError | InvalidRequest
 
 
+@dataclass(eq=False)
 class Submission:
-    """One request of ``sequences`` sequences, whose events go to ``chunks`` on ``loop``."""
+    """One request of ``unfinished`` sequences, whose events go to ``chunks`` on ``loop``.
 
-    def __init__(
-        self, sequences: int, chunks: QueuedChunks, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.cancelled = False
-        self.ended = asyncio.Event()
-        self.loop = loop
-        self._chunks = chunks
-        self._unfinished = sequences
+    Once it is ``cancelled``, which any thread may do, it ends within a step.
+    """
 
-    def cancel(self) -> None:
-        """End the request within a step. Harmless when it has ended."""
-        self.cancelled = True  # the engine looks before every step
+    unfinished: int
+    chunks: QueuedChunks
+    loop: asyncio.AbstractEventLoop
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: bool = False
 
     def deliver(self, event: Event) -> None:
         """Hand an event on; called on the loop."""
-        if not isinstance(event, EngineChunk):
-            self._chunks.fail(event)
-            self.ended.set()
-            return
-        self._chunks.put([event])
-        self._unfinished -= event.final
-        if not self._unfinished:
+        if isinstance(event, EngineChunk):
+            self.chunks.put([event])
+            self.unfinished -= event.final
+        else:
+            self.chunks.fail(event)
+            self.unfinished = 0
+        if not self.unfinished:
             self.ended.set()
 
 

@@ -71,7 +71,6 @@ class ServiceSettings:
     eos_id: int | None = None
     vocab_size: int | None = None
     max_sequence_tokens: int | None = None
-    max_prompt_tokens: int | None = None
     stall_seconds: float = 0
 
 
@@ -228,7 +227,6 @@ class TrtllmServiceEngine:
         return EngineCapacity(
             vocab_size=settings.vocab_size,  # theirs leaves added tokens out
             max_sequence_tokens=settings.max_sequence_tokens or told or None,
-            max_prompt_tokens=settings.max_prompt_tokens,
             max_draft_tokens=0,
             tells_top_log_probs=True,
             speculates=SPECULATES,

@@ -10,7 +10,7 @@ import numpy as np
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
-from trtllm_bls.engines.ends import end_id_of, sequence_ends
+from trtllm_bls.engines.ends import sequence_ends
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import Unsupported
 from trtllm_bls.types import Array, EngineCapacity, EngineRequest
@@ -71,12 +71,12 @@ def service_request(
 
 def _add_ends(message: Any, request: EngineRequest, eos_id: int | None) -> bool:
     """Whether the server knows every end of the request."""
-    end_id, least = end_id_of(request), request.sampling.min_tokens or 0
-    message.ignore_eos = end_id is None or end_id != eos_id
+    never_ends, least = request.end_id in (None, -1), request.sampling.min_tokens or 0
+    message.ignore_eos = never_ends or request.end_id != eos_id
     if message.ignore_eos:  # turns stop ids off, too
-        if end_id is not None and least > 1:
+        if not never_ends and least > 1:
             raise Unsupported("min_tokens", f"only the model's own end_id ({eos_id}) waits for it")
-        return end_id is None and not request.stop_sequences
+        return never_ends and not request.stop_sequences
     if least:
         message.sampling_config.min_tokens = least
     single, known = trtllm.stop_ids(request)
