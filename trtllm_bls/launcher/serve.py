@@ -23,7 +23,7 @@ from trtllm_bls.launcher import http_process
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.http_process import HttpProcess
 from trtllm_bls.launcher.logs import parse
-from trtllm_bls.launcher.process import PRIVATE, BackOff
+from trtllm_bls.launcher.process import BackOff
 from trtllm_bls.launcher.server import Stopped, TritonServer
 from trtllm_bls.launcher.terminal import Terminal, announcement
 from trtllm_bls.launcher.watch import Watch
@@ -46,8 +46,9 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         if settings.log_file is not None:
             try:
                 # Unbuffered: a line that a full disk refuses is lost; it does not delay the next.
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
                 log_file = stack.enter_context(
-                    open(settings.log_file, "ab", buffering=0, opener=_private)
+                    open(os.open(settings.log_file, flags, 0o600), "ab", buffering=0)
                 )
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
@@ -77,11 +78,6 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         except Stopped:
             forced = True
         return 128 + service.last_signal if forced else 0
-
-
-def _private(path: str, flags: int) -> int:
-    """An ``opener`` whose new files only their owner may read."""
-    return os.open(path, flags, 0o666 & ~PRIVATE)
 
 
 class _Service:
