@@ -21,7 +21,7 @@ import pytest
 from tests.helpers.fake_grpc_server import Abort, Fail, FakeGrpcServer, Hold, Step, Until, text
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import ConnectionFailed
-from trtllm_bls.health import Bounds, Probe
+from trtllm_bls.health import Bounds, Probe, ServerProcesses
 from trtllm_bls.health.command import look
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.watch import Pace, Watch
@@ -105,10 +105,10 @@ def watch(
     me = psutil.Process()
     server = SimpleNamespace(
         probe=lambda: Probe(url, "canary", local=True),
-        models=("tensorrt_llm", "tensorrt_llm_bls") if engine_here else ("tensorrt_llm_bls",),
         status_dir=status,
         metrics_url=metrics_url,
-        **{"guard": me, "process": me, "stop_requested": False, "unloaded": set(), **more},
+        **{"guard": me, "process": me, "stop_requested": False, "unloaded": set()}
+        | {"models": ("tensorrt_llm",) * engine_here + ("tensorrt_llm_bls",), **more},
     )
     bounds = Bounds(stall_s=stall_s)
     warn = [].append if said is None else said.append
@@ -405,4 +405,55 @@ async def test_load_alone_does_not_make_a_server_unready(tmp_path: Path, moving:
         await eventually(kept_ready)
         await eventually(lambda: bool(failed))
         assert "no response has left for" in failed[0]
+        await asyncio.to_thread(watching.close)
+
+
+async def test_a_canary_that_failed_is_sent_again_however_many_others_get_answers(
+    tmp_path: Path,
+) -> None:
+    """Nothing else would say that requests for a token work again."""
+    files, moved = StatusDirectory(tmp_path), 0
+    steps: list[Step] = [Fail("INTERNAL: CUDA error")]
+
+    def ready_while_others_progress() -> bool:
+        nonlocal moved
+        moved += 1
+        now = time.monotonic()
+        files.write(ProcessStatus(os.getpid(), now, now, moved, 1))
+        return watching.verdict.ready
+
+    pace = Pace(look_s=0.01, canary_s=0.5, answer_s=5.0)
+    async with FakeGrpcServer(lambda _: steps) as server:
+        watching = watch(server.url, tmp_path, SECONDS, [], pace=pace)
+        await eventually(lambda: not watching.verdict.ready)
+        steps[:] = [TOKEN]
+        await eventually(ready_while_others_progress)
+        await asyncio.to_thread(watching.close)
+
+
+async def test_a_server_without_file_descriptors_has_failed_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts no connection; a moment without any is no failure."""
+    line, failed = "the process of tritonserver has used its 9 file descriptors", list[str]()
+    found = (line,)
+    monkeypatch.setattr(ServerProcesses, "without_descriptors", lambda _: found)
+    async with FakeGrpcServer([TOKEN]) as server:
+        watching = watch(server.url, tmp_path, 0.3, failed)
+        await eventually(lambda: watching.verdict.reasons == (line,))
+        found = ()
+        await eventually(lambda: watching.verdict.ready)
+        assert failed == []
+        found = (line,)
+        await eventually(lambda: failed == [line])
+        await asyncio.to_thread(watching.close)
+
+
+async def test_a_server_of_other_models_alone_is_never_without_progress(tmp_path: Path) -> None:
+    """Nobody counts its responses, and no request for a token can be sent."""
+    async with FakeGrpcServer([TOKEN]) as server:
+        watching = watch(server.url, tmp_path, 0.1, failed := [], models=("theirs",))
+        enough = time.monotonic() + 1.0  # many times the limit
+        await eventually(lambda: time.monotonic() > enough)
+        assert (watching.verdict.ready, failed, server.asked) == (True, [], [])
         await asyncio.to_thread(watching.close)

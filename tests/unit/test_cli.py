@@ -249,6 +249,22 @@ def test_no_request_goes_without_its_line() -> None:
     assert shown.getvalue().count("no descriptors") < 1000
 
 
+def test_what_is_left_out_of_a_flood_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next line that is shown."""
+    speaks, shown, _ = terminal()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    now = 1000.0
+    for _ in range(300):
+        speaks.log(parse('W1121 01:56:47.1 61 chttp2_server.cc:6] "no descriptors"'))
+    assert "too fast" not in shown.getvalue()
+    now += 1
+    speaks.log(parse('W1121 01:56:48.1 61 x.cc:6] "later"'))
+    assert shown.getvalue().splitlines()[200:] == [
+        "(100 lines came too fast to be shown)",
+        "01:56:48 warning: later",
+    ]
+
+
 def test_verbose_relays_everything() -> None:
     """As the server wrote it."""
     speaks, shown, _ = terminal(verbose=True)

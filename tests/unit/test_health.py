@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -299,6 +300,17 @@ def test_ready_names_each_engine_and_says_how_long_it_is_not(
         until(lambda: get(f"{url}/ready")[1]["not_ready_seconds"] >= 1)
         watch.verdict = Verdict()
         until(lambda: get(f"{url}/ready") == (200, answer))
+
+
+def test_since_when_it_is_not_ready_is_known_though_nobody_asked(
+    endpoint: tuple[HealthState, str],
+) -> None:
+    """A probe may come every minute only."""
+    state, url = endpoint
+    watch = looking(Verdict(("it is stuck",)))
+    with state.serving(watch):
+        time.sleep(2.5)
+        assert get(f"{url}/ready")[1]["not_ready_seconds"] >= 1
 
 
 REBOUND = {"Host": "rebound.example:8003"}
