@@ -592,14 +592,14 @@ def built_for(subject: Subject) -> Findings:
             yield Finding("error", what, "make it as docs/engines.md#guided-decoding says")
 
 
-@check("mpirun is here", lambda s: any(engine.ranks > 1 for engine in s.engines.values()))
+@check("ranks can be started", lambda s: any(e.ranks > 1 for e in s.engines.values()))
 def ranks(subject: Subject) -> Findings:
-    """An engine of several ranks is started by it."""
-    if shutil.which("mpirun", path=subject.environment.get("PATH", "")) is None:
-        counts = [
-            f"{name} has {e.ranks} ranks" for name, e in subject.engines.items() if e.ranks > 1
-        ]
-        yield Finding("error", f"no mpirun here; {', '.join(counts)}", "serve it in the container")
+    """An engine of several ranks is started by MPI or by Slurm."""
+    path = subject.environment.get("PATH", "")
+    if not any(shutil.which(program, path=path) for program in ("mpirun", "srun")):
+        counts = [f"{name}: {e.ranks} ranks" for name, e in subject.engines.items() if e.ranks > 1]
+        what = f"{', '.join(counts)}, neither mpirun nor srun here"
+        yield Finding("error", what, "serve it in the container")
 
 
 @check("the server here has every backend", lambda s: s.configs and (s.server or _finds()))
@@ -718,7 +718,11 @@ def engine_port(subject: Subject) -> Findings:
         yield Finding("error", f"engine_url {url}: is no address", "write HOST:PORT")
         return
     names = _listeners(url)
-    if (not here or (subject.url and not names)) and (problem := _unreachable(url)):
+    if here and subject.url and not names:
+        what = f"engine_url {url}: nobody listens there, and a server runs at {subject.url}"
+        mend = "name that port; `serve` does so by itself (--grpc-port)"
+        yield Finding("warn", what, mend)
+    if not here and (problem := _unreachable(url)):
         mend = "name the gRPC port of the server that has the engine"
         yield Finding("error", f"engine_url {url}: {problem}", mend)
     if set(names) - {_SERVER}:

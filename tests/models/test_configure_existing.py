@@ -281,6 +281,8 @@ def test_each_model_keeps_its_transaction_policy(existing: Existing) -> None:
     existing.write()
     assert existing.config("tensorrt_llm").model_transaction_policy.decoupled
     assert not existing.config("tensorrt_llm_bls").model_transaction_policy.decoupled
+    existing.write("--force", "--decoupled", "false")
+    assert not existing.config("tensorrt_llm").model_transaction_policy.decoupled
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
         lambda d: (d.build("draft", **NOT_PAGED), d.set(DRAFT, enable_chunked_context="true")),
         "tensorrt_llm_draft.enable_chunked_context=true",
     ),
-    "ranks without mpirun": (lambda d: d.rank(2), "no mpirun here"),
+    "ranks without mpirun": (lambda d: d.rank(2), "neither mpirun nor srun here"),
     "one GPU for two ranks": (
         lambda d: (d.rank(2), d.set(ENGINE, gpu_device_ids="0")),
         "the engine has 2 ranks",
@@ -356,11 +356,12 @@ def test_a_placeholder_in_a_backend_is_one_error(deployment: Deployment) -> None
 
 
 def test_an_address_where_nobody_is_while_the_server_runs(deployment: Deployment) -> None:
-    """``--url`` names the running server; ``engine_url`` another port."""
+    """``--url`` names the running server; only ``serve`` mends ``engine_url`` by itself."""
     deployment.both()
     deployment.set(BLS, engine_url="localhost:1")
-    deployment.subject["url"] = "localhost:1"
-    assert any("engine_url localhost:1" in each.what for each in deployment.findings())
+    deployment.subject["url"] = "localhost:2"
+    told = [each for each in deployment.findings() if "engine_url localhost:1" in each.what]
+    assert [each.level for each in told] == ["warn"]
 
 
 def with_ranks(deployment: Deployment, *options: str) -> None:

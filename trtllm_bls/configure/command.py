@@ -136,6 +136,8 @@ def _read_existing(
         if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             options[name] = value
             found.taken.add(option(name))
+    if option("decoupled") not in found.taken:  # it holds for the engines, too
+        found.overrides = [each for each in found.overrides if each.parameter != "decoupled"]
     return found
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import click
 from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.configure.engine import (
@@ -288,11 +287,11 @@ def plan(options: ConfigureOptions) -> Repository:
         name: model_config(model, parameters[name], steps, size) for name, model in models.items()
     }
     configs[BLS.name].instance_group[0].count = options.bls_instances
-    for name, old in options.carried.items():
-        for kept in ("instance_group", "dynamic_batching", "model_warmup"):
-            if kept in (each.name for each, _ in old.ListFields()):
-                configs[name].ClearField(kept)
-                configs[name].MergeFrom(model_config_pb2.ModelConfig(**{kept: getattr(old, kept)}))
+    for name in options.carried.keys() & configs.keys():
+        old = options.carried[name]
+        for field_of_it, _ in old.ListFields():
+            configs[name].ClearField(field_of_it.name)
+        configs[name].MergeFrom(old)
     for name in engines:
         batching = configs[name].dynamic_batching
         batching.preferred_batch_size[:] = [size]
