@@ -189,6 +189,13 @@ class Subject:
         return self.tokenizer_dir or self.directory(BLS.name, "tokenizer_dir")
 
     @property
+    def tokens(self) -> Tokenizer | None:
+        """That tokenizer; ``None`` where there is none that can be loaded, which a check tells."""
+        with suppress(SetupError):
+            return _loaded(self.tokenizer) if self.tokenizer else None
+        return None
+
+    @property
     def draft_tokenizer(self) -> Path | None:
         """The directory of the draft's tokenizer, where the repository names it."""
         return self.directory(BLS.name, "draft_tokenizer_dir")
@@ -700,6 +707,7 @@ def memory_shares(subject: Subject) -> Findings:
 
 
 _ANSWER_S = 5.0
+_LOCAL = (*_LOOPBACK, "[::1]")
 _SERVER = "tritonserver"
 
 
@@ -713,12 +721,12 @@ def engine_port(subject: Subject) -> Findings:
     """With host networking another program or another Triton may own it."""
     url = _engine_url(subject)
     host, _, port = url.rpartition(":")
-    here = host in (*_LOOPBACK, "[::1]")
+    here = host in _LOCAL
     if not host or not port.isdecimal() or "/" in host:
         yield Finding("error", f"engine_url {url}: is no address", "write HOST:PORT")
         return
     names = _listeners(url)
-    if here and subject.url and not names:
+    if here and not names and subject.url and subject.url.rpartition(":")[0] in _LOCAL:
         what = f"engine_url {url}: nobody listens there, and a server runs at {subject.url}"
         mend = "name that port; `serve` does so by itself (--grpc-port)"
         yield Finding("warn", what, mend)
@@ -821,14 +829,11 @@ def same_repository(subject: Subject) -> Findings:
         for model in sorted(subject.configs):
             with suppress(InferenceServerException):  # told by the check of the server
                 answer = client.get_model_config(model, client_timeout=_ANSWER_S)
-                values = {k: v.string_value for k, v in answer.config.parameters.items()}
-                mine = subject.values(model)
+                values, mine = values_of(answer.config), subject.values(model)
                 differing = [key for key in mine.keys() & values if mine[key] != values[key]]
                 if differing:
                     what = f"{subject.url}: {model} has other values of {', '.join(differing)}"
-                    mend = (
-                        "is it another server, or one with other options or from before a change?"
-                    )
+                    mend = "is it another server, or one with other options, or an older one?"
                     yield Finding("warn", what, mend)
 
 
@@ -852,65 +857,44 @@ def _client(subject: Subject) -> Any:
 _MOST_PADDING = 1024
 
 
-@cache
-def _loaded(directory: Path) -> Tokenizer | SetupError:
-    """The tokenizer, which takes seconds, or why there is none."""
-    try:
-        return load_tokenizer(directory)
-    except SetupError as error:
-        return error
+_loaded = cache(load_tokenizer)  # it takes seconds
 
 
-@check("the tokenizer can be loaded", lambda s: s.tokenizer)
+@check("tokenizers can be loaded", lambda s: s.tokenizer)
 def tokenizer(subject: Subject) -> Findings:
     """By the packages that are installed here."""
     for directory in filter(None, (subject.tokenizer, subject.draft_tokenizer)):
-        loaded = _loaded(directory)
-        if isinstance(loaded, SetupError):
-            yield Finding.of(loaded)
+        _loaded(directory)
+    yield from ()
 
 
-@check("all models have one tokenizer, and it can chat", lambda s: s.tokenizer)
+@check("all models have one tokenizer, and it can chat", lambda s: s.tokens)
 def one_tokenizer(subject: Subject) -> Findings:
     """Another one in a step of the ensemble makes other text of the same ids."""
-    assert subject.tokenizer is not None
-    own = _loaded(subject.tokenizer)
-    if isinstance(own, SetupError):
-        return  # told by the check of the tokenizer
+    assert subject.tokens is not None
     for model in (PREPROCESSING.name, POSTPROCESSING.name):
         directory = subject.directory(model, "tokenizer_dir")
-        other = _loaded(directory) if directory else own
-        if isinstance(other, SetupError):
-            yield Finding.of(SetupError(f"{model}: {other}"))
-        elif other.fingerprint != own.fingerprint:
+        if directory and _loaded(directory).fingerprint != subject.tokens.fingerprint:
             what = f"{model}: the tokenizer in {directory} is another than {subject.tokenizer}"
             yield Finding("error", what, "name one tokenizer in all models")
-    if not own.chat_template:
+    if not subject.tokens.chat_template:
         what = f"{subject.tokenizer}: no chat template"
         yield Finding("warn", what, "messages and /v1/chat/completions need one; text does not")
 
 
-@check("engines and tokenizers have one vocabulary", lambda s: s.tokenizer and s.engines)
+@check("engines and tokenizers have one vocabulary", lambda s: s.tokens and s.engines)
 def vocabulary(subject: Subject) -> Findings:
     """An id beyond the embeddings ends a request; other tokens than the draft's waste drafts."""
-    assert subject.tokenizer is not None
-    loaded = _loaded(subject.tokenizer)
-    if isinstance(loaded, SetupError):
-        return  # told by the check of the tokenizer
+    assert subject.tokens is not None
+    tokens, mend = subject.tokens.vocab_size, "use the tokenizer that the model was trained with"
     for model, engine in subject.engines.items():
-        size, mend = engine.vocab_size, "use the tokenizer that the model was trained with"
-        if not size:
-            continue
-        try:
-            check_vocabulary(model, engine, loaded)
-        except SettingsError as error:
-            yield Finding.of(error)
-            continue
-        if loaded.vocab_size > size:
-            what = f"{model}: {loaded.vocab_size - size} added tokens are beyond its embeddings"
+        check_vocabulary(model, engine, subject.tokens)
+        size = engine.vocab_size or tokens
+        if tokens > size:
+            what = f"{model}: {tokens - size} added tokens are beyond its embeddings"
             yield Finding("warn", what, "requests that use them are refused; " + mend)
-        elif size - loaded.vocab_size > _MOST_PADDING:
-            what = f"{model}: {size} embeddings for the tokenizer's {loaded.vocab_size} tokens"
+        elif size - tokens > _MOST_PADDING:
+            what = f"{model}: {size} embeddings for the tokenizer's {tokens} tokens"
             yield Finding("warn", what, mend)
 
 
@@ -921,16 +905,11 @@ def draft_vocabulary(subject: Subject) -> Findings:
     for model, engine in subject.engines.items():
         if target and target.vocab_size and engine.vocab_size not in (None, target.vocab_size):
             what = f"{model} has {engine.vocab_size} embeddings, the target {target.vocab_size}"
-            yield Finding(
-                "warn", what, "take a draft of the same family, or leave draft logits off"
-            )
-    if subject.tokenizer is None or subject.draft_tokenizer is None:
-        return
-    own, drafts = _loaded(subject.tokenizer), _loaded(subject.draft_tokenizer)
-    if isinstance(own, SetupError) or isinstance(drafts, SetupError):
-        return  # told by the check of the tokenizer
-    if own.fingerprint != drafts.fingerprint:
-        what = f"the tokenizer in {subject.draft_tokenizer} has another token table"
+            mend = "take a draft of the same family, or leave draft logits off"
+            yield Finding("warn", what, mend)
+    drafts = subject.draft_tokenizer
+    if subject.tokens and drafts and _loaded(drafts).fingerprint != subject.tokens.fingerprint:
+        what = f"the tokenizer in {drafts} has another token table"
         yield Finding("error", what, "the draft is not used; take one of the target's family")
 
 
