@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import time
 
 import grpc
 import numpy as np
@@ -21,7 +22,7 @@ from tests.helpers.fake_grpc_server import (
     text,
 )
 from tests.helpers.waiting import eventually
-from trtllm_bls.client import Client, Event, Reader
+from trtllm_bls.client import Client, Event, Reader, _translated
 from trtllm_bls.errors import (
     ConnectionFailed,
     DeadlineExceeded,
@@ -173,6 +174,15 @@ async def test_a_call_that_grpc_cancels_by_itself_is_no_closed_client() -> None:
     left.cancel()
     assert await unsent.items.get() is late
     assert str(await left.items.get()) == "the client was closed during the request"
+
+
+@pytest.mark.parametrize(("left_s", "kind"), [(0.0, DeadlineExceeded), (60, ConnectionFailed)])
+def test_a_call_that_ended_unsent_is_late_if_its_deadline_is_over(
+    left_s: float, kind: type[Exception]
+) -> None:
+    """gRPC's words are the same for either."""
+    over_at = time.monotonic() + left_s
+    assert type(_translated("host:1", 60, over_at, None)) is kind
 
 
 async def test_text_before_the_deadline_is_delivered() -> None:

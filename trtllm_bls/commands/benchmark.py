@@ -49,13 +49,18 @@ _FINISH_REASONS = {"stop", "length", "end_id", "tool_calls", None}
 
 
 @program()
-@click.option("-u", "--url", "urls", multiple=True, help="Repeatable; localhost:8001 by default.")
+@click.option(
+    *("-u", "--url", "urls"),
+    multiple=True,
+    help="A server; repeatable.  [default: localhost:8001, Triton's gRPC]",
+)
 @click.option("--model", "models", multiple=True, help="Repeatable; each is asked at each --url.")
 @click.option(
     "--mode",
     type=click.Choice(["batch", "latency", "both"]),
     default="both",
     show_default=True,
+    help="All requests at once, or one after the other.",
 )
 @click.option(
     "--prompts",
@@ -88,7 +93,7 @@ _FINISH_REASONS = {"stop", "length", "end_id", "tool_calls", None}
     show_default=True,
     help="Seconds until a request counts as failed.",
 )
-@click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Of OpenAI APIs.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Key of OpenAI APIs.")
 @options_of(TlsConnection)
 @click.option(
     "--json",

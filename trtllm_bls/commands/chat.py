@@ -53,13 +53,17 @@ Ctrl-C interrupts an answer and keeps its text. A pasted text may have several l
 @click.option("--system", help="The system prompt.")
 @click.option("-o", "--max-tokens", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=float, help="Choose among the likeliest tokens of this probability.")
-@click.option("--top-k", type=int, help="Choose among so many tokens.")
+@click.option(
+    "--top-p",
+    type=float,
+    help="Choose among the likeliest tokens that together reach this probability.",
+)
+@click.option("--top-k", type=int, help="Choose among the k likeliest tokens.")
 @click.option("--seed", type=int, help="Same seed, same text.")
 @click.option(
     "--draft-source", help="Speculation: where drafts come from (off, model, ngram, ...)."
 )
-@click.option("--api-key", envvar="OPENAI_API_KEY", help="Of the OpenAI API.", show_envvar=True)
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Key of an OpenAI API.", show_envvar=True)
 @click.option("--plain", is_flag=True, help="Show answers as they come, without Markdown.")
 @connection_options()
 def main(**given: Any) -> None:
