@@ -68,7 +68,7 @@ def test_anything_else_is_refused_with_the_forms_there_are(text: str) -> None:
 def target_of(**more: Any) -> Any:
     engine = deployed(**more).engine
     while isinstance(engine, RoutingEngine):
-        engine = engine._target
+        engine = engine.target
     return engine
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import os
 import signal
@@ -48,6 +49,9 @@ _HUNG_S = 30  # a worker whose supervisor gets no answer for this long is replac
 _HANDSHAKE_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _STARTUP_FAILURE = 3  # exit code of a worker; uvicorn then ends all workers
+# Older containers have uvicorn before 0.51. Its supervisor starts a worker that cannot start again
+# and again, or has another constructor.
+_SUPERVISES = "target" not in inspect.signature(Multiprocess).parameters
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +171,10 @@ def _serve(
     scheme = "http" if server.tls_cert is None else "https"
     host = f"[{host}]" if ":" in host else host
     raise_descriptor_limit()
+    options = uvicorn_options(ConnectionLimits(error_body=error_body), server.exit_timeout)
+    if _SUPERVISES:
+        options["timeout_worker_healthcheck"] = _HUNG_S
+        options["loop"] = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
     config = uvicorn.Config(
         partial(make_app, parameters, api, front, os.getpid()),
         factory=True,
@@ -175,16 +183,32 @@ def _serve(
         ssl_keyfile=server.tls_key,
         ssl_ca_certs=str(server.tls_client_ca) if server.tls_client_ca is not None else None,
         ssl_cert_reqs=ssl.CERT_NONE if server.tls_client_ca is None else ssl.CERT_REQUIRED,
-        loop=f"{WorkerLoop.__module__}:{WorkerLoop.__name__}",
-        timeout_worker_healthcheck=_HUNG_S,
-        **uvicorn_options(ConnectionLimits(error_body=error_body), server.exit_timeout),
+        **options,
     )
     if parameters is not None:
         print(f"OpenAI API: {scheme}://{host}:{port}/v1", flush=True)
+    if not _SUPERVISES:
+        _serve_with_older(config, sockets)
+        return
     workers = _Workers(config, sockets)
     workers.run()
     if any(process.exitcode == _STARTUP_FAILURE for process in workers.processes):
         raise SetupError("the API did not start; the log says why")
+
+
+def _serve_with_older(config: uvicorn.Config, sockets: list[socket.socket]) -> None:
+    """A single worker is this process, which nothing restarts."""
+    if config.workers > 1:
+        supervisor: Any = Multiprocess
+        supervisor(config, uvicorn.Server(config).run, sockets).run()
+        return
+    # uvicorn ends by raising the signal that stopped it again; here that is a normal end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    try:
+        uvicorn.Server(config).run(sockets)
+    except SystemExit as error:
+        raise SetupError("the API did not start; the log says why") from error
 
 
 class _Workers(Multiprocess):
