@@ -68,6 +68,18 @@ async def test_a_request_without_tokens_is_tried_elsewhere(error: Exception) -> 
     await engine.close()
 
 
+async def test_an_engine_with_a_full_queue_keeps_its_breaker_closed() -> None:
+    """It serves; the next request goes there again."""
+    one, two = engines()
+    engine = together(one, two)
+    one.fault = Fault(error=Overloaded("full"))
+    await tokens(engine)
+    one.fault = None
+    await tokens(engine)
+    assert len(one.requests) == 2
+    await engine.close()
+
+
 class Filling:
     """An engine whose one answer the test fills."""
 

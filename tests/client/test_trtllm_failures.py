@@ -24,6 +24,7 @@ from tests.helpers.scripted_services import (
     playing,
     reaching,
 )
+from tests.helpers.virtual_time import skipping_waits
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.base import RunningCalls
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
@@ -107,6 +108,17 @@ async def test_an_answer_that_is_none_ends_the_request_and_its_work(
     engine.abort.assert_called_once_with("r", call)
     engine.doubt.assert_called_once_with()
     assert not engine.calls.running
+
+
+@skipping_waits
+async def test_a_server_that_is_well_is_asked_once_in_each_stall() -> None:
+    """However long it is silent."""
+    probe = AsyncMock(return_value=None)
+    calls = RunningCalls("trtllm://gpu", 4.0, probe, Mock())
+    calls.add(Mock())
+    await asyncio.sleep(61)
+    assert 10 <= probe.await_count <= 13
+    calls.close()
 
 
 async def test_a_server_that_is_down_is_unavailable_and_comes_back() -> None:

@@ -34,6 +34,7 @@ from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.routing import ReplicatedEngine
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
+from trtllm_bls.engines.trtllm_service.answers import ServiceAnswer
 from trtllm_bls.engines.trtllm_service.requests import service_request
 from trtllm_bls.errors import EngineError, EngineUnavailable
 from trtllm_bls.grpc_client import GrpcChannel
@@ -139,6 +140,23 @@ async def test_a_server_that_ends_early_says_why() -> None:
         chunks = await read(engine, replace(ASK, max_tokens=100, end_id=-1))
         assert tuple(ids(chunks)) == ANSWER[:3]
         assert chunks[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("told", "matched", "kept"),
+    [((7, 8, EOS), None, (7, 8)), ((7, 8, 99), 99, (7, 8)), ((7, 8), 99, (7, 8))],
+)
+def test_an_end_of_the_servers_own_is_no_token_of_the_answer(
+    told: tuple[int, ...], matched: int | None, kept: tuple[int, ...]
+) -> None:
+    """Whether the server has left it in its last message or not."""
+    answer, chunks = ServiceAnswer(replace(ASK, end_id=50, streaming=False), "r"), []
+    complete = {"output_token_ids": told, "finish_reason": "stop"}
+    if matched is not None:
+        complete["matched_token_id"] = matched
+    message = messages.GenerateResponse(request_id="r", complete=complete)
+    assert answer.read([message.SerializeToString()], chunks)
+    assert (chunks[0].token_ids, chunks[0].finish_reason) == (kept, FinishReason.END_ID)
 
 
 SCHEMA = {

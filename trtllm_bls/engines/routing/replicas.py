@@ -142,7 +142,7 @@ class _ReplicaChunks(ChunkStream):
         self._request = request
         self._remembers = engine.resume and _can_resume(request)
         self._ids: list[int] = []
-        self._begun = self._ended = False
+        self._begun = False
         self._tried: list[_Replica] = []
         self._replica: _Replica | None = None
         first = engine.choose(())
@@ -166,7 +166,6 @@ class _ReplicaChunks(ChunkStream):
             if self._remembers:
                 for chunk in chunks:
                     self._ids += chunk.token_ids
-                    self._ended = chunk.final
         else:
             self._release()
         return chunks
@@ -193,13 +192,13 @@ class _ReplicaChunks(ChunkStream):
             replica.open_breaker(error)
         await self._stream.aclose()
         _, reason = StoppingCriteria.of(self._request).feed(tuple(self._ids))
-        if reason is not None and not self._ended:
+        if reason is not None:
             self._stream = last = QueuedChunks()
             end = EngineChunk(token_ids=(), final=True, finish_reason=reason)
             last.put([end])  # all that is missing
             last.end()
             return
-        stays = self._begun and (not self._remembers or self._ended)
+        stays = self._begun and not self._remembers
         other = None if stays else self._engine.choose(self._tried)
         if other is None:
             raise error

@@ -66,9 +66,8 @@ class ServiceAnswer:
         entries = _paired(every, part.logprobs)[sequence.received :] if self._scored else None
         ids, reason = every[sequence.received :], REASONS.get(part.finish_reason)
         if part.finish_reason == "stop":
-            kind = part.WhichOneof("matched_stop")
-            matched = part.matched_token_id if kind == "matched_token_id" else None
-            if kind == "matched_stop_str" or matched in sequence.stop_ids:
+            matched = part.matched_token_id if part.HasField("matched_token_id") else None
+            if matched in sequence.stop_ids:
                 reason = FinishReason.STOP
             elif ids and matched in (None, ids[-1]):
                 ids = ids[:-1]  # an end id of the server's own
