@@ -49,6 +49,7 @@ from trtllm_bls.settings import Override, ServeSettings
 
 MODEL = repository.ROOT / "assets" / "demo" / "target"
 TARGETS = "direct,empty,bls,bls_2,bls_4,ensemble"
+SINGLE = ("direct", "empty", "ensemble", "pipeline", "by_hand")  # targets beside bls and bls_N
 BURST_TOKENS = 20
 BURST_WAVES = {1: 1, 32: 4, 128: 4}  # by requests at once; otherwise 2
 ALONE = 20  # requests one after the other, where one at once is asked for
@@ -247,8 +248,10 @@ def parse() -> argparse.Namespace:
     named = options.targets or ("direct,empty,bls,ensemble" if quick else TARGETS)
     options.targets = [options.model] if options.url else named.split(",")
     for target in [] if options.url else options.targets:
-        if not re.fullmatch(r"direct|empty|ensemble|bls(_[1-9]\d*)?", target):
-            parser.error(f"--targets {target}: direct, empty, ensemble, bls or bls_N")
+        if not re.fullmatch(r"direct|empty|ensemble|pipeline|by_hand|bls(_[1-9]\d*)?", target):
+            parser.error(
+                f"--targets {target}: direct, empty, ensemble, pipeline, by_hand, bls or bls_N"
+            )
     return options
 
 

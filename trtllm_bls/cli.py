@@ -21,6 +21,7 @@ _ELSEWHERE = {
     "drain": "trtllm_bls.commands.drain:command",
     "generate": "trtllm_bls.commands.streaming:main",
     "health": "trtllm_bls.health.command:command",
+    "new": "trtllm_bls.configure.new:command",
     "openai": "trtllm_bls.openai.command:main",
     "recipe": "trtllm_bls.configure.recipe:command",
 }

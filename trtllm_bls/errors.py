@@ -1,4 +1,5 @@
-"""Every error this package raises on purpose, and the Triton status each one becomes.
+"""Every error this package raises on purpose, the Triton status each one becomes, and why a request
+was cancelled.
 
     TrtllmBlsError
     ├── SetupError            the machine or a file is not as we need it; nothing was served yet
@@ -17,11 +18,12 @@
         └── DeadlineExceeded  the caller's own deadline passed first
 
 Broad to catch, narrow to act on. The message is always one line that a user may read: no
-paths, no traceback. Owns nothing but these classes; imports nothing.
+paths, no traceback. Owns nothing but these classes; imports nothing of this package.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import ClassVar
 
 
@@ -106,6 +108,15 @@ class ConnectionFailed(ClientError):
 
 class DeadlineExceeded(ClientError):
     """The deadline that the caller gave, in seconds, passed before the answer was complete."""
+
+
+class CancelCause(str, Enum):
+    """Who cancelled a request: what is passed to ``Task.cancel`` of the task that runs it."""
+
+    CALLER_LEFT = "caller_left"  # also where nobody says
+    DEADLINE = "deadline"  # its own time was up; the caller has got what there was by then
+    SHUTDOWN = "shutdown"
+    BATCH = "batch"  # another prompt of its batch failed
 
 
 # What Triton's scheduler and TensorRT-LLM's executor say of a full queue; a stream loses their

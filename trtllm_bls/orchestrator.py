@@ -19,12 +19,11 @@ from typing import Any, Protocol
 from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.answer import Answer, TextRules
 from trtllm_bls.engines.base import ChunkStream, Engine
-from trtllm_bls.errors import EngineError, InvalidRequest, Overloaded, Unsupported
+from trtllm_bls.errors import CancelCause, EngineError, InvalidRequest, Overloaded, Unsupported
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import (
     MOST_CHARACTERS,
-    CancelCause,
     Ending,
     EngineCapacity,
     EngineRequest,
@@ -183,7 +182,7 @@ class Orchestrator:
                 stream = self._engine.generate(asked)
                 await self._drive(stream, answer, record)
         except (asyncio.CancelledError, Exception) as error:
-            timed_out = isinstance(error, asyncio.TimeoutError) and _has_expired(time_limit)
+            timed_out = isinstance(error, asyncio.TimeoutError) and has_expired(time_limit)
             reason = FinishReason.TIMEOUT if timed_out else FinishReason.ERROR
             if isinstance(error, asyncio.CancelledError):
                 reason = FinishReason.CANCELLED
@@ -393,7 +392,7 @@ class _RequestRecord:
         )
 
 
-def _has_expired(limit: Timeout) -> bool:
+def has_expired(limit: Timeout) -> bool:
     """Whether ``limit`` raised the timeout.
 
     The clock does not tell: timers fire up to its resolution early, which is 1 ms in uvloop.

@@ -404,15 +404,6 @@ class Outcome(str, Enum):
     CANCELLED = "cancelled"  # reason: a ``CancelCause``
 
 
-class CancelCause(str, Enum):
-    """Who cancelled a request: what is passed to ``Task.cancel`` of the task that runs it."""
-
-    CALLER_LEFT = "caller_left"  # also where nobody says
-    DEADLINE = "deadline"  # its own time was up; the caller has got what there was by then
-    SHUTDOWN = "shutdown"
-    BATCH = "batch"  # another prompt of its batch failed
-
-
 @dataclass(kw_only=True)  # see EngineChunk
 class RequestStats:
     """One request (one prompt) that is over. Times are seconds from its arrival.

@@ -40,7 +40,7 @@ def write(repository: Path, targets: list[str], engine_instances: int) -> None:
     _copy(ROOT / "models" / ENGINE, repository / ENGINE, engine_instances)
     shutil.copy(OWN_MODELS / ENGINE / "1" / "model.py", repository / ENGINE / "1" / "model.py")
     for target in targets:
-        if target == "empty":
+        if target in ("empty", "pipeline", "by_hand"):
             shutil.copytree(OWN_MODELS / target, repository / target)
         elif target == "ensemble":
             for model in HELPERS:

@@ -51,6 +51,13 @@ class ScriptedBackend:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.reports.start(loop, self.orchestrator.load)
 
+    def load(self) -> tuple[int, int]:
+        return self.orchestrator.load()
+
+    @property
+    def queued(self) -> int:
+        return self.orchestrator.queued
+
     @property
     def tokens(self) -> int:
         return self.orchestrator.tokens

@@ -476,6 +476,15 @@ def test_what_cannot_be_kept_is_refused_by_name(
     assert caught.value.param == param
 
 
+def test_a_demanded_tool_that_is_not_there_is_named_with_those_that_are(
+    real: openai.OpenAI,
+) -> None:
+    choice: Any = {"type": "function", "function": {"name": "pong"}}
+    tools: Any = [PING, WEATHER]
+    with pytest.raises(openai.BadRequestError, match="no tool 'pong'; tools: ping, weather"):
+        real.chat.completions.create(model=MODEL, messages=HELLO, tools=tools, tool_choice=choice)
+
+
 # --- predictions ------------------------------------------------------------------------------
 
 

@@ -21,7 +21,6 @@ from trtllm_bls.chat_parsing.parser import (
     Reasoning,
     ToolCall,
 )
-from trtllm_bls.errors import InvalidRequest
 
 ARGS = '{"city": "Oslo \\"{\\" é", "days": [1, {"a": null}]}'
 CALL = '{"name": "weather", "arguments": ' + ARGS + "}"
@@ -349,12 +348,6 @@ def test_arguments_of_forced_calls_are_an_object() -> None:
     jsonschema.validate([{"name": "f", "arguments": {"a": 1}}], schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate([{"name": "f", "arguments": "-2"}], schema)
-
-
-def test_forced_calls_name_a_tool_that_is_not_there() -> None:
-    """In one line, with those that are."""
-    with pytest.raises(InvalidRequest, match="no tool 'pong'; tools: ping, set_tree"):
-        forced_calls(TOOLS, "pong")
 
 
 def test_forced_calls_are_parsed() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -108,7 +107,7 @@ class StubbornEngine:
         self.tokens = 0
         self.drained = threading.Event()
         self.problem = ""
-        self.orchestrator = SimpleNamespace(load=lambda: (2, 5), queued=3)
+        self.load, self.queued = lambda: (2, 5), 3
 
     async def engine_problems(self) -> dict[str, str]:
         return {"engine": self.problem}

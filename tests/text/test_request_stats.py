@@ -13,9 +13,15 @@ from tests.helpers.scripted_text import PROMPT, Collected, asking, prompt_ids, s
 from tests.helpers.virtual_time import run_skipping_waits, skipping_waits
 from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.errors import EngineStalled, EngineUnavailable, InvalidRequest, Overloaded
+from trtllm_bls.errors import (
+    CancelCause,
+    EngineStalled,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+)
 from trtllm_bls.orchestrator import Defaults, Orchestrator, stats_of_refusal
-from trtllm_bls.types import CancelCause, Outcome, RequestStats, SpeculationRequest, TextRequest
+from trtllm_bls.types import Outcome, RequestStats, SpeculationRequest, TextRequest
 
 TEXT = "one two three four"
 TOKENS = len(tokenizer().encode_word(TEXT))

@@ -14,9 +14,10 @@ import promql_parser
 import pytest
 import yaml
 
+from trtllm_bls.errors import CancelCause
 from trtllm_bls.launcher.health_endpoint import SERVER_METRICS
 from trtllm_bls.services.request_metrics import METRICS
-from trtllm_bls.types import CancelCause, Outcome
+from trtllm_bls.types import Outcome
 
 ROOT = Path(__file__).parents[2]
 SERIES = {

@@ -6,22 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trtllm_bls.errors import InvalidRequest
-
 
 def forced_calls(
     tools: Sequence[Mapping[str, Any]], name: str | None = None, *, parallel: bool = True
 ) -> str:
     """The schema of a list of one or more calls of the tool called ``name``, or of any tool.
 
-    ``tools``: as in OpenAI's API. ``parallel``: several calls are allowed. Raises
-    ``InvalidRequest`` where there is no such tool.
+    ``tools``: as in OpenAI's API, with one of that name. ``parallel``: several calls are allowed.
     """
     functions = [tool["function"] for tool in tools]
     chosen = [function for function in functions if name in (None, function["name"])]
-    if not chosen:
-        known = ", ".join(function["name"] for function in functions) or "none"
-        raise InvalidRequest("tool_choice", f"there is no tool '{name}'; tools: {known}")
     calls, parameters = [], {}
     for function in chosen:
         name_of = function["name"]

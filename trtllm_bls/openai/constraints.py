@@ -226,6 +226,9 @@ def _forced_guide(
         raise invalid("tool_choice", f"demands a call, and {other.field} another form; send one")
     if not request.tools:
         raise invalid("tool_choice", "is only allowed with tools")
+    names = [tool["function"]["name"] for tool in request.tools]
+    if name is not None and name not in names:
+        raise invalid("tool_choice", f"there is no tool '{name}'; tools: {', '.join(names)}")
     try:
         parallel = request.parallel_tool_calls is not False
         schema = forced_calls(request.tools, name, parallel=parallel)

@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from trtllm_bls.errors import CancelCause
 from trtllm_bls.http.guard import BODY_SEND, BODY_WRITE, ClientGone, header
 from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.services.batch import run_rows
-from trtllm_bls.types import CancelCause, TextChunk, TextRequest
+from trtllm_bls.types import TextChunk, TextRequest
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _STREAM = (

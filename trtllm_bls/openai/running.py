@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trtllm_bls.errors import TrtllmBlsError
-from trtllm_bls.types import CancelCause
+from trtllm_bls.errors import CancelCause, TrtllmBlsError
 
 
 class RunningRequests:

@@ -24,4 +24,5 @@ from trtllm_bls.parameters.models import EngineParameters as EngineParameters
 from trtllm_bls.parameters.models import PostprocessingParameters as PostprocessingParameters
 from trtllm_bls.parameters.models import PreprocessingParameters as PreprocessingParameters
 from trtllm_bls.parameters.models import check as check
+from trtllm_bls.parameters.models import own_grpc_url as own_grpc_url
 from trtllm_bls.parameters.models import parameters_of as parameters_of

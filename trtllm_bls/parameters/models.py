@@ -47,6 +47,11 @@ _TOKENS = count(0, "tokens")
 _SWITCH = choice(auto=None, on=True, off=False)
 
 
+def own_grpc_url() -> str:
+    """This server's gRPC port, ``host:port``: what the environment names, or Triton's default."""
+    return os.environ.get(GRPC_URL) or "localhost:8001"
+
+
 # --- parameters of several models -----------------------------------------------------------
 
 

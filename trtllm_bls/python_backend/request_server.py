@@ -35,9 +35,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_bls.errors import EngineUnavailable, TrtllmBlsError, printable, to_wire
+from trtllm_bls.errors import CancelCause, EngineUnavailable, TrtllmBlsError, printable, to_wire
 from trtllm_bls.python_backend.one_core import OneCore
-from trtllm_bls.types import CancelCause
 
 # Each question whether a caller has left costs a round trip to the server. The watcher asks for at
 # most so many calls per look: for each call every 50 ms up to 60 calls, every 250 ms at 300.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from trtllm_bls.errors import Unsupported
-from trtllm_bls.types import CancelCause
+from trtllm_bls.errors import CancelCause, Unsupported
 
 _ONCE = "this deployment is not decoupled and answers once per request"
 

@@ -43,7 +43,7 @@ class Deployment:
         self.reports = _reports(parameters, pb_utils, model_name)
         self.engine = _engine(parameters, pb_utils, self.tokenizer, self.reports)
         self._parameters = parameters
-        defaults = Defaults(
+        self.defaults = Defaults(
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
             accumulate=parameters.accumulate_tokens,
@@ -58,14 +58,14 @@ class Deployment:
         self.orchestrator = Orchestrator(
             self.tokenizer,
             self.engine,
-            defaults,
+            self.defaults,
             on_end=self.reports.add,
             admission=self.admission,
         )
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to report requests; they run on ``loop``."""
-        self.reports.start(loop, self.orchestrator.load)
+        self.reports.start(loop, self.load)
         # The first line that Triton's logger writes takes 40 ms, because it looks at the file of
         # each loaded module. Writing one now keeps that out of the first request.
         log.info(
@@ -90,6 +90,15 @@ class Deployment:
         except EngineError as error:
             problem = str(error)
         return {target.name: problem}
+
+    def load(self) -> tuple[int, int]:
+        """See ``Orchestrator.load``."""
+        return self.orchestrator.load()
+
+    @property
+    def queued(self) -> int:
+        """Requests that the engine has not been given; any thread may ask."""
+        return self.orchestrator.queued
 
     @property
     def tokens(self) -> int:

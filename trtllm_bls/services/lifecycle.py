@@ -136,7 +136,7 @@ class Lifecycle:
 
     def _write(self) -> None:
         now, running = time.monotonic(), self._server.running
-        runs, waiting = self._sender.orchestrator.load()
+        runs, waiting = self._sender.load()
         self._files.write(
             ProcessStatus(
                 pid=os.getpid(),
@@ -149,7 +149,7 @@ class Lifecycle:
                 engines=self._engines,
                 prompts=runs + waiting,
                 waiting=waiting,
-                queued=self._sender.orchestrator.queued,
+                queued=self._sender.queued,
                 handed_over=self._draining and now - self._unsettled_at > SETTLE_SECONDS,
                 missed_turns=self._missed_turns,
             )

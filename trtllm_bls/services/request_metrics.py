@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from trtllm_bls.errors import EngineError, Overloaded
-from trtllm_bls.types import CancelCause, FinishReason, Outcome, RequestStats, SpeculationStats
+from trtllm_bls.errors import CancelCause, EngineError, Overloaded
+from trtllm_bls.types import FinishReason, Outcome, RequestStats, SpeculationStats
 
 Labels: TypeAlias = tuple[str, ...]  # values, in the order of the metric's label names
 

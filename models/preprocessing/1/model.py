@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.engines.triton.stream_thread import StreamThread
-from trtllm_bls.parameters import Parameters, PreprocessingParameters
+from trtllm_bls.parameters import Parameters, PreprocessingParameters, own_grpc_url
 from trtllm_bls.python_backend import RequestServer, answering
 from trtllm_bls.services.tokens import Preprocessor
 from trtllm_bls.services.triton_log import log_to_triton
@@ -26,7 +26,7 @@ class TritonPythonModel:
             decoupled=False,
             senders=1,
             log_ends=False,
-            before_error_status=StreamThread().has_returned,
+            before_error_status=StreamThread(own_grpc_url()).has_returned,
         )
         self.execute = self._server.accept  # Triton calls it with its requests
 

@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.engines.local import local_engine
 from trtllm_bls.engines.triton.stream_thread import StreamThread
-from trtllm_bls.parameters import EngineParameters, Parameters
+from trtllm_bls.parameters import EngineParameters, Parameters, own_grpc_url
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.engine_steps import EngineSteps, tell_longest
@@ -41,7 +41,7 @@ class TritonPythonModel:
             service.handle,
             decoupled=parameters.decoupled,
             senders=1,
-            before_error_status=StreamThread().has_returned,
+            before_error_status=StreamThread(own_grpc_url()).has_returned,
         )
         self.execute = self._server.accept  # Triton calls it with its requests
         told = tell_longest(self._engine, args["model_name"])

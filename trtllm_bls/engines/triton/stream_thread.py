@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 
 from trtllm_bls.engines.triton.own_port import listening_processes
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
-from trtllm_bls.parameters import GRPC_URL
 
 _STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -17,12 +15,11 @@ _STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 class StreamThread:
     """The thread of the server that this process belongs to, whose gRPC port is at ``url``.
 
-    ``url``: host:port; empty: what the environment names, else Triton's default. ``tls``: of that
-    port.
+    ``url``: host:port. ``tls``: of that port.
     """
 
-    def __init__(self, url: str = "", tls: ssl.SSLContext | None = None) -> None:
-        self._url = url or os.environ.get(GRPC_URL) or "localhost:8001"
+    def __init__(self, url: str, tls: ssl.SSLContext | None = None) -> None:
+        self._url = url
         self._tls = tls
         self._is_own = False
 

@@ -1,0 +1,132 @@
+"""``trtllm-bls new``: a Triton model of a user's own, written with ``trtllm_bls.pipeline``."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import click
+from google.protobuf import text_format
+
+from trtllm_bls.configure.pbtxt import model_config
+from trtllm_bls.contract import NUMPY_TYPES, Model, Tensor
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.parameters.model_config import read_config
+
+_NOTE = "# Written by `trtllm-bls new` from 1/model.py: change inputs and outputs there.\n"
+_MODEL = '''"""Model ``{name}``."""
+
+from trtllm_bls.pipeline import Request, Response, StreamingModel, Tensor
+
+
+class TritonPythonModel(StreamingModel):
+    """Streams what the language model says."""
+
+    inputs = ({inputs},)
+    outputs = ({outputs},)
+
+    async def load(self, deployment):
+        self.llm = deployment.llm()
+
+    async def answer(self, request: Request, response: Response) -> None:
+        async for step in self.llm.text(request.text("{input}"), max_tokens=200):
+            if step.text:
+                await response.send({{"{output}": step.text}})
+'''
+_TEST = '''"""Model ``{name}`` without Triton: run with pytest."""
+
+import runpy
+from pathlib import Path
+
+from trtllm_bls.pipeline import testing
+
+MODEL = runpy.run_path(str(Path(__file__).parent / "1" / "model.py"))["TritonPythonModel"]
+
+
+def test_it_says_what_the_language_model_says():
+    with testing.serving(MODEL, llm=["Hel", "lo"]) as model:
+        answer = model.ask({input}="Hi").wait()
+    assert answer.said("{output}") == [[b"Hel"], [b"lo"]]
+'''
+# What such a model needs of the parameters of ``tensorrt_llm_bls``; the others have defaults.
+_PARAMETERS = {"tokenizer_dir": "../assets/demo/target", "tensorrt_llm_model_name": "tensorrt_llm"}
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--input", "inputs", multiple=True, metavar="NAME:TYPE", default=("prompt:STRING",))
+@click.option("--output", "outputs", multiple=True, metavar="NAME:TYPE", default=("text:STRING",))
+@click.option("--tokenizer-dir", default="", help="The language model's tokenizer.")
+def command(
+    directory: Path, inputs: tuple[str, ...], outputs: tuple[str, ...], tokenizer_dir: str
+) -> None:
+    """Write a Triton model around a language model into DIRECTORY, in a model repository.
+
+    The first input and the first output are texts (STRING). Where DIRECTORY has a 1/model.py, only
+    its config.pbtxt is written, from the inputs and outputs that the model declares.
+
+    \b
+    Examples:
+      trtllm-bls new models/my_pipeline
+      trtllm-bls new models/speech --input text:STRING --output codes:STRING --output pcm:FP32[-1]
+      trtllm-bls new models/speech        after a change of its inputs or outputs
+    """
+    model = directory / "1" / "model.py"
+    if not model.is_file():
+        tensors = [[_tensor(text) for text in texts] for texts in (inputs, outputs)]
+        words = {
+            "name": directory.name,
+            "inputs": ", ".join(map(_spelled, tensors[0])),
+            "outputs": ", ".join(map(_spelled, tensors[1])).replace(", required=True", ""),
+            "input": tensors[0][0].name,
+            "output": tensors[1][0].name,
+        }
+        model.parent.mkdir(parents=True, exist_ok=True)
+        model.write_text(_MODEL.format(**words), encoding="utf-8")
+        test = directory / f"test_{directory.name}.py"
+        test.write_text(_TEST.format(**words), encoding="utf-8")
+        click.echo(f"{model}: write your pipeline here\n{test}: test it without Triton")
+    given = {"tokenizer_dir": tokenizer_dir} if tokenizer_dir else {}
+    config = directory / "config.pbtxt"
+    config.write_text(config_of(model, {**_PARAMETERS, **given}), encoding="utf-8")
+    click.echo(f"{config}: run this command again when inputs or outputs change")
+
+
+def config_of(model: Path, parameters: dict[str, str]) -> str:
+    """The ``config.pbtxt`` of a model file; of one that is there only inputs and outputs change.
+
+    Raises ``SettingsError``.
+    """
+    name, file = model.parents[1].name, model.parents[1] / "config.pbtxt"
+    try:
+        declared: Any = runpy.run_path(str(model))["TritonPythonModel"]
+        tensors = Model(name, declared.inputs, declared.outputs, decoupled=True)
+    except Exception as error:  # whatever the user's file raises
+        raise SettingsError(f"{model}: {type(error).__name__}: {error}") from error
+    config = model_config(tensors, parameters, max_batch_size=0)
+    if file.is_file():
+        present = read_config(file)
+        for field in ("input", "output"):
+            present.ClearField(field)
+            getattr(present, field).extend(getattr(config, field))
+        config = present
+    return _NOTE + str(text_format.MessageToString(config))
+
+
+def _tensor(text: str) -> Tensor:
+    """``NAME:TYPE``, or ``NAME:TYPE[DIMS]`` with -1 for any length."""
+    name, _, dtype = text.partition(":")
+    dtype, _, dims = dtype.partition("[")
+    try:
+        shape = tuple(int(size) for size in dims.rstrip("]").split(",")) if dims else (1,)
+    except ValueError:
+        shape = ()
+    if not name.isidentifier() or dtype not in NUMPY_TYPES or not shape:
+        raise SettingsError(f"{text!r} is not NAME:TYPE[DIMS]; types: {', '.join(NUMPY_TYPES)}")
+    return Tensor(name, dtype, shape, required=True)
+
+
+def _spelled(tensor: Tensor) -> str:
+    dims = "" if tensor.single else f", dims={tensor.dims}"
+    return f'Tensor("{tensor.name}", "{tensor.dtype}"{dims}, required=True)'

@@ -1,0 +1,85 @@
+"""What stands around a Triton model that answers through a deployment: ``ServedModel``."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from trtllm_bls.engines.triton.stream_thread import StreamThread
+from trtllm_bls.parameters import BlsParameters, Parameters
+from trtllm_bls.parameters.engine_tls import engine_tls
+from trtllm_bls.python_backend import Call, RequestServer
+from trtllm_bls.services.deployment import Deployment
+from trtllm_bls.services.lifecycle import Lifecycle
+from trtllm_bls.services.triton_log import log_to_triton
+
+
+class ServedModel(ABC):
+    """A ``TritonPythonModel``: one instance serves all requests; none waits for another.
+
+    Its parameters are those of ``tensorrt_llm_bls``. A subclass gives ``make`` and ``handle``. This
+    class does the rest: Triton's log, the deployment, threads, cancellation, drain.
+    """
+
+    deployment_type: ClassVar[type[Deployment]] = Deployment
+    # Called in Triton's thread with requests that came together, before any of them is handled.
+    prepare_batch: Callable[[Sequence[Call]], None] | None = None
+
+    def initialize(self, args: Mapping[str, str], pb_utils: Any = None) -> None:
+        """Called by Triton. ``pb_utils``: Triton's utilities; a test brings its own."""
+        if pb_utils is None:
+            import triton_python_backend_utils  # exists inside Triton only
+
+            pb_utils = triton_python_backend_utils
+        name = args["model_name"]
+        log_to_triton(pb_utils, name)
+        parameters = Parameters(args).read(BlsParameters)
+        self.deployment = self.deployment_type(parameters, pb_utils, name)
+        self.make(parameters, pb_utils)
+        self._server = RequestServer(
+            pb_utils,
+            self.handle,
+            decoupled=parameters.decoupled,
+            log_ends=not parameters.log_requests,  # which has a line for them, too
+            prepare_batch=self.prepare_batch,
+            before_error_status=StreamThread(
+                parameters.engine_url, engine_tls(parameters)
+            ).has_returned,
+            one_core=parameters.keeps_one_core,
+        )
+        self._lifecycle: Lifecycle | None = None
+        try:
+            asyncio.run_coroutine_threadsafe(self.begin(), self._server.loop).result()
+            if parameters.status_dir:
+                self._lifecycle = Lifecycle(self._server, self.deployment, parameters.status_dir)
+        except BaseException:
+            self._server.close(self._close)  # its threads would keep the process
+            raise
+        self.deployment.start(self._server.loop)
+        self.execute = self._server.accept  # Triton calls it with its requests
+
+    def finalize(self) -> None:
+        """Called by Triton when it unloads the model."""
+        if self._lifecycle is not None:
+            self._lifecycle.close()
+        self._server.close(self._close)
+
+    async def _close(self) -> None:
+        await self.end()
+        await self.deployment.close()
+
+    @abstractmethod
+    def make(self, parameters: BlsParameters, pb_utils: Any) -> None:
+        """Make what ``handle`` needs; the event loop does not run yet."""
+
+    @abstractmethod
+    async def handle(self, call: Call) -> None:
+        """Answer one request; what it raises is answered as an error."""
+
+    async def begin(self) -> None:  # noqa: B027 - most models have nothing to do here
+        """Called on the event loop before the first request; what it raises fails the load."""
+
+    async def end(self) -> None:  # noqa: B027
+        """Called on the event loop after the last request."""
