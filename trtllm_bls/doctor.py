@@ -141,13 +141,17 @@ class Subject:
     @property
     def known_models(self) -> dict[str, Model]:
         """Our models and those of the C++ backend, with the tensors that each should have."""
-        release, ours = self.release or LAST, {model.name: model for model in MODELS}
-        text = models_for(release, "FP32") if self.cpp_models else ours
+        ours = {model.name: model for model in MODELS}
+        none = EngineDir(path=Path())
+
+        def of_release(model: str) -> dict[str, Model]:
+            return models_for(self.release or LAST, self.engines.get(model, none).logits)
+
+        text = of_release(self.target) if self.cpp_models else ours  # as the ensemble hands it on
         found = {}
         for name, config in self.configs.items():
             if config.backend == CPP_BACKEND:
-                engine = self.engines.get(name, EngineDir(path=Path()))
-                found[name] = models_for(release, engine.logits)[ENGINE.name]
+                found[name] = of_release(name)[ENGINE.name]
             elif name in ours and (config.backend == "python" or config.platform == "ensemble"):
                 found[name] = text[name]
         return found
