@@ -157,6 +157,8 @@ def test_logits_of_another_type(demo: Demo, tmp_path: Path) -> None:
         "tensorrt_llm.context_logits",
         "tensorrt_llm.generation_logits",
         "tensorrt_llm.draft_logits",
+        "ensemble.context_logits",
+        "ensemble.generation_logits",
     }
     with_draft(Demo(tmp_path / "both", demo.engine, demo.tokenizer), tmp_path, **half)
     found = findings("logits_types", repository=tmp_path / "both")
