@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -188,6 +190,32 @@ def test_a_draining_process_refuses_what_is_new_and_ends_what_lasts_too_long(
         ended = running.wait().error
         assert ended is not None and ended.code() == EngineUnavailable.status
         lifecycle.close()
+
+
+def test_what_runs_at_the_deadline_is_ended_once(tmp_path: Path) -> None:
+    """Its last response may need longer than until the next look."""
+    ended, looks = list[str](), set[float]()
+
+    async def end_all() -> None:
+        ended.append("all")
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server: Any = SimpleNamespace(loop=loop, running=["a"], responses=0, end_all=end_all)
+    files = StatusDirectory(tmp_path)
+
+    def look() -> bool:
+        looks.add(files.read()[0].written_at)
+        return len(looks) > 5
+
+    with closing(Lifecycle(server, StubbornEngine(), str(tmp_path))):
+        files.ask_to_drain(0.0)
+        until(look)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    assert ended == ["all"]
 
 
 def test_a_drain_needs_no_room_on_the_disk(tmp_path: Path) -> None:
