@@ -16,7 +16,8 @@ import threading
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
@@ -33,9 +34,10 @@ from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.openai.app import ApiSettings, create_app
-from trtllm_bls.openai.exchange import Outbox
+from trtllm_bls.openai.exchange import Outbox, run_all
 from trtllm_bls.openai.exposition import SharedSamples, samples, written
-from trtllm_bls.orchestrator import Defaults
+from trtllm_bls.openai.health import Health
+from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.request_metrics import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
 from trtllm_bls.status import StatusDirectory
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
@@ -487,3 +489,53 @@ def test_workers_add_up_their_metrics(tmp_path: Path) -> None:
     assert values[RUNNING.name].value == 2
     counts = families[DURATION.name].samples
     assert max(sample.value for sample in counts if sample.name.endswith("_count")) == 2
+
+
+async def test_a_write_that_waits_ends_with_its_request() -> None:
+    """A client that does not read leaves nothing behind when the server shuts down."""
+    blocked, ended = asyncio.Event(), asyncio.Event()
+
+    async def write(part: bytes) -> None:
+        blocked.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.set()
+
+    outbox = Outbox(write)
+
+    async def run(request: Any, sink: Any) -> None:
+        outbox.put(b"some text")
+        await asyncio.get_running_loop().create_future()
+
+    async def receive() -> dict[str, str]:
+        await asyncio.get_running_loop().create_future()
+        return {}
+
+    orchestrator: Any = SimpleNamespace(run=run)
+    request: Any = SimpleNamespace(num_return_sequences=1)
+    answering = asyncio.create_task(
+        run_all(orchestrator, [request], lambda *_: None, outbox, receive)
+    )
+    async with asyncio.timeout(20):
+        await blocked.wait()
+        answering.cancel()
+        await asyncio.wait({answering})
+    assert ended.is_set()
+
+
+async def test_a_failure_is_repeated_for_a_second_without_asking_again() -> None:
+    """However many probes come, an engine that is in trouble is asked once a second."""
+    asked = []
+
+    async def run(request: Any, sink: Any) -> None:
+        asked.append(request)
+        raise EngineUnavailable("it is gone")
+
+    health = Health(cast(Orchestrator, SimpleNamespace(run=run)), token_id=1)
+    for _ in range(20):
+        assert await health.problem() == "it is gone"
+    assert len(asked) == 1
+    await asyncio.sleep(1.1)
+    assert await health.problem() == "it is gone"
+    assert len(asked) == 2
