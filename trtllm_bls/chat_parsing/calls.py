@@ -8,6 +8,7 @@ import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 _ARGUMENTS, _OTHER_KEYS = ("arguments", "parameters"), ("name", "type", "id")
@@ -59,10 +60,17 @@ class Reader(ABC):
 
     ``begin`` is called once with the call's name, then ``more`` with pieces of its arguments, which
     add up to JSON. ``begun``: ``begin`` has been called. ``done``: the call is complete.
-    ``broken``: the text is no call, or only the beginning of one.
+    ``broken``: the text is no call, or only the beginning of one. ``schemas``: by name, the
+    parameters of the tools that may be called; ``None``: they are not known.
     """
 
-    def __init__(self, begin: Callable[[str], None], more: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        begin: Callable[[str], None],
+        more: Callable[[str], None],
+        schemas: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._schemas = schemas
         self.begun = self.done = self.broken = False
         self._begin, self._more = begin, more
         self._given = ""  # arguments that ``more`` has not got yet
@@ -84,10 +92,11 @@ class Reader(ABC):
 class CharReader(Reader):
     """A reader that looks at each character once, as a generator."""
 
-    def __init__(self, begin: Callable[[str], None], more: Callable[[str], None]) -> None:
-        super().__init__(begin, more)
-        self._reading = self._read()
-        next(self._reading)
+    @cached_property
+    def _reading(self) -> Reading:
+        reading = self._read()
+        next(reading)
+        return reading
 
     def feed(self, text: str) -> int:
         used = 0
@@ -218,8 +227,8 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 class XmlCall(Reader):
     """Reads what follows ``<function=``: ``name>``, ``<parameter=key>value</parameter>``, the end.
 
-    ``schemas``: the tools' parameters by name. They tell strings from other values; a string is
-    passed on while it is written, another value once it is whole.
+    The schemas tell strings from other values; a string is passed on while it is written, another
+    value once it is whole.
     """
 
     def __init__(
@@ -228,8 +237,7 @@ class XmlCall(Reader):
         more: Callable[[str], None],
         schemas: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(begin, more)
-        self._schemas = schemas or {}
+        super().__init__(begin, more, schemas)
         self._properties: Mapping[str, Any] = {}
         self._step: Callable[[XmlCall], bool] = XmlCall._name
         self._text = ""  # not read yet
@@ -254,7 +262,7 @@ class XmlCall(Reader):
             self.broken = True
             return True
         self._step = XmlCall._parameter
-        self._properties = _mapping(_mapping(self._schemas.get(name)).get("properties"))
+        self._properties = _mapping(_mapping(_mapping(self._schemas).get(name)).get("properties"))
         self._say(name)
         return True
 
@@ -289,19 +297,7 @@ class XmlCall(Reader):
 
 
 class PythonCall(CharReader):
-    """Reads ``name(key=value, …)`` with Python's literals; it is passed on once it is complete.
-
-    ``known``: by name, the tools that may be called; ``None``: any name.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[str], None],
-        more: Callable[[str], None],
-        known: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._known = known
-        super().__init__(begin, more)
+    """Reads ``name(key=value, …)`` with Python's literals; it is passed on once it is complete."""
 
     def _read(self) -> Reading:
         name = text = ""
@@ -309,7 +305,7 @@ class PythonCall(CharReader):
             name += char
             if len(name) > _LONGEST_NAME or not re.fullmatch(r"[^\W\d][\w.-]*", name):
                 raise ValueError("no name")
-        if self._known is not None and name not in self._known:
+        if self._schemas is not None and name not in self._schemas:
             raise ValueError("no tool")
         span = Span("\"'", depth=1)
         while not span.feed(char := (yield)):
