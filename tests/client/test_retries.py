@@ -91,6 +91,18 @@ async def test_the_deadline_bounds_all_tries() -> None:
             await client.generate(**ASK, deadline_s=0.2)
 
 
+async def test_a_pause_that_would_outlast_the_deadline_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller is told at once, and what was wrong rather than that time is over."""
+    monkeypatch.setattr(random, "uniform", lambda _, longest: longest)
+    for name in ("FIRST_RETRY_S", "LONGEST_RETRY_S"):
+        monkeypatch.setattr(f"trtllm_bls.client.{name}", 20)
+    async with FakeGrpcServer(FULL) as server, Client(server.url, retries=2) as client:
+        with pytest.raises(Overloaded):
+            await client.generate(**ASK, deadline_s=15)
+
+
 async def test_each_try_has_what_is_left_of_the_deadline() -> None:
     """So that the last try ends when the caller expects it."""
     lefts: list[float] = []
