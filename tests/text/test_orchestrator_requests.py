@@ -25,7 +25,7 @@ from tests.helpers.virtual_time import run_skipping_waits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.orchestrator import Defaults
-from trtllm_bls.types import Sampling, SpeculationRequest
+from trtllm_bls.types import FinishReason, Sampling, SpeculationRequest
 
 # --- refused --------------------------------------------------------------------------------
 
@@ -191,3 +191,19 @@ def test_a_callers_seed_gives_the_same_text_whatever_else_runs() -> None:
     assert text and not more and not drafted
     unseeded, drafted = run_skipping_waits(texts(None))
     assert len(unseeded) == 5 and drafted
+
+
+def test_no_tokens_at_all_may_be_asked_for() -> None:
+    """Engines have no smaller number than one, which is then not part of the answer."""
+    (chunk,) = ask(saying("one two"), asking(max_tokens=0))
+    assert chunk.text == "" and chunk.ending is not None
+    assert (chunk.ending.finish_reason, chunk.ending.completion_tokens) == (FinishReason.LENGTH, 0)
+
+
+def test_one_new_token_has_to_fit_behind_the_prompt() -> None:
+    """A prompt as long as the model's longest sequence is refused, not sent."""
+    longest = len(prompt_ids())
+    with pytest.raises(InvalidRequest):
+        ask(saying("one two", max_sequence_tokens=longest), asking(max_tokens=None))
+    chunks = ask(saying("one two", max_sequence_tokens=longest + 1), asking(max_tokens=None))
+    assert chunks[-1].ending is not None and chunks[-1].ending.completion_tokens == 1

@@ -11,7 +11,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
-from trtllm_bls.http.guard import GuardedProtocol, _ResponseTransport
+from trtllm_bls.http.guard import ClientGone, GuardedProtocol, _ResponseTransport
 from trtllm_bls.http.triton import TritonAddresses, TritonHttp, _Exchange
 
 
@@ -117,3 +117,52 @@ def test_the_head_of_a_response_leaves_with_what_follows_at_once() -> None:
 
     asyncio.run(run())
     assert written == [b"head first ", b"second", b"alone", b"refused", b"closed"]
+
+
+def test_a_caller_that_does_not_read_is_given_up() -> None:
+    """What it has not read would fill the memory; the model's work is cancelled."""
+    reply = service_pb2.ModelStreamInferResponse()
+    reply.infer_response.outputs.add(name="x", datatype="BOOL", shape=[1])
+    reply.infer_response.raw_output_contents.append(b"\1")
+    packed = reply.SerializeToString()
+
+    async def run() -> None:
+        channel = Channel(*[packed] * 16_385)
+        answering = _Exchange().run(
+            cast(GrpcChannel, channel), b"", asyncio.Event().wait, ignored, False, None
+        )
+        with pytest.raises(ClientGone):
+            await asyncio.wait_for(answering, 20)
+        assert channel.ended == "cancelled"
+
+    async def ignored(message: Any) -> None:
+        pass
+
+    asyncio.run(run())
+
+
+def test_a_version_is_asked_for_in_one_spelling() -> None:
+    """Triton reads 001 as 1. What is known of a model would be kept for each spelling."""
+    asked: list[str] = []
+
+    class Metadata(Channel):
+        async def unary(self, method: str, message: bytes, timeout: float) -> bytes:
+            asked.append(service_pb2.ModelMetadataRequest.FromString(message).version)
+            raise GrpcError("NOT_FOUND", "no such model")
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def run() -> None:
+        program = TritonHttp(TritonAddresses(grpc="localhost:1", http="http://localhost:1"))
+        program._grpc = cast(GrpcChannel, Metadata())
+        path = "/v2/models/m/versions/001/generate"
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        await program(scope, receive, send)
+
+    asyncio.run(run())
+    assert asked == ["1"]
