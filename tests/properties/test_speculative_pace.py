@@ -16,14 +16,7 @@ from tests.helpers.virtual_time import run_skipping_waits as run
 from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.speculative.cost_model import (
-    Acceptance,
-    Costs,
-    RunningTimes,
-    best_length,
-    most_at_load,
-    overlap_gains,
-)
+from trtllm_bls.speculative.cost_model import Acceptance, RunningTimes, most_at_load
 from trtllm_bls.speculative.draft_length import (
     EARLY_INTERVAL,
     EARLY_PAUSE,
@@ -46,13 +39,17 @@ def times(*samples: tuple[int, float], proportional: bool = False) -> RunningTim
     return watched
 
 
-def costs(draft: float, verify: float, overhead: float = 0.0, plain: float | None = None) -> Costs:
-    return Costs(
-        times((1, draft), proportional=True),
-        times((1, verify)),
-        times((0, overhead)),
-        times((0, plain)) if plain else times(),
-    )
+def costs(
+    draft: float, verify: float, overhead: float = 0.0, plain: float | None = None
+) -> SpeculationShared:
+    """What is known once each has been measured."""
+    shared = SpeculationShared()
+    shared.draft_times.add(1, draft)
+    shared.verify_times.add(1, verify)
+    shared.overhead_times.add(0, overhead)
+    if plain is not None:
+        shared.plain_times.add(0, plain)
+    return shared
 
 
 # --- the numbers ------------------------------------------------------------------------------
@@ -89,22 +86,21 @@ def test_acceptance_counts_only_what_was_tried() -> None:
 )
 def test_the_best_length_is_the_formulas(rate: float, overhead: float, length: int) -> None:
     """A draft step costs a tenth of a verification; the known optima come out."""
-    best = best_length(rate, costs(0.1, 1.0, overhead), 16)
+    best = costs(0.1, 1.0, overhead).best_length(MODEL, rate, 16)
     assert abs(best - length) <= 1
 
 
 def test_no_draft_pays_when_plain_decoding_is_faster() -> None:
     """A hopeless rate, a slow draft, or a dear round: decode plainly."""
-    assert best_length(0.05, costs(0.1, 1.0), 8) == 0
-    assert best_length(0.7, costs(0.9, 1.0), 8) == 0
-    assert best_length(0.7, costs(0.1, 1.0, overhead=5.0, plain=1.0), 8) == 0
-    assert best_length(0.7, costs(0.1, 1.0, overhead=0.0, plain=1.0), 8) > 0
+    assert costs(0.1, 1.0).best_length(MODEL, 0.05, 8) == 0
+    assert costs(0.9, 1.0).best_length(MODEL, 0.7, 8) == 0
+    assert costs(0.1, 1.0, overhead=5.0, plain=1.0).best_length(MODEL, 0.7, 8) == 0
+    assert costs(0.1, 1.0, overhead=0.0, plain=1.0).best_length(MODEL, 0.7, 8) > 0
 
 
 def test_an_ngram_costs_no_drafting() -> None:
     """So it is as long as allowed, also where a model's draft would not pay."""
-    free = Costs(None, times((1, 1.0)), times((0, 0.1)), times())
-    assert best_length(0.5, free, 7) == 7
+    assert costs(9.0, 1.0, overhead=0.1).best_length(DraftSource.NGRAM, 0.5, 7) == 7
 
 
 def test_the_load_table_is_read_upwards() -> None:
@@ -311,13 +307,17 @@ async def test_a_request_that_does_not_stream_begins_to_draft_when_the_crowd_has
 
 def test_overlap_gains_where_it_saves_more_than_it_slows() -> None:
     """What it saves: the draft's time, as often as all guesses and the next one are right."""
-    known = costs(draft=0.002, verify=0.02)
-    assert overlap_gains(0.9, 4, known, times((4, 0.02)))  # a device of its own: it is free
-    assert overlap_gains(0.9, 4, known, times((4, 0.024)))  # 0.59 * 8 ms against 4 ms
-    assert not overlap_gains(0.9, 4, known, times((4, 0.025)))
-    assert not overlap_gains(0.5, 4, known, times((4, 0.021)))
-    assert overlap_gains(0.9, 4, known, times()) is None
-    assert overlap_gains(0.9, 4, Costs(None, times(), times(), times()), times((1, 1))) is None
+
+    def gains(rate: float, beside: float) -> bool | None:
+        known = costs(draft=0.002, verify=0.02)
+        known.overlapped_times.add(4, beside)
+        return known.overlap_gains(rate, 4)
+
+    assert gains(0.9, 0.02)  # a device of its own: it is free
+    assert gains(0.9, 0.024)  # 0.59 * 8 ms against 4 ms
+    assert not gains(0.9, 0.025)
+    assert not gains(0.5, 0.021)
+    assert costs(draft=0.002, verify=0.02).overlap_gains(0.9, 4) is None
 
 
 @pytest.mark.parametrize(("beside", "share"), [(0.02, 15 / 16), (0.04, 1 / 16)])

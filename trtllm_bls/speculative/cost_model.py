@@ -1,17 +1,12 @@
-"""What a draft costs and gains: measured times, observed acceptance, the best length of a draft.
+"""What drafts cost and gain: measured times, observed acceptance.
 
-If each token is accepted with probability a, a draft of k tokens yields E = 1 + a + ... + a^k
-tokens on average, in the time of k drafted tokens, one verification and the overhead of a round.
-The length with the most tokens per second wins; length 0 wins where plain decoding is faster.
-
-Knows numbers alone: it is fed with seconds and counts, and asked for a length.
+Knows numbers alone: it is fed with seconds and counts. ``shared`` chooses by them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 _WINDOW = 15  # samples per length; a median of these forgets a load within seconds
@@ -19,7 +14,6 @@ _MEMORY = 0.97  # weight kept per guessed token: about the last 33 count
 # Small, so that the first answer of a process finds out whether drafts pay and loses little if they
 # do not.
 _PRIOR_WEIGHT = 3.0  # guessed tokens that the prior counts for
-FIRST_LENGTH = 2  # of a draft, before any cost is known
 
 
 class Acceptance:
@@ -99,48 +93,6 @@ class Stopwatch:
 
     def seconds_per_token(self) -> float | None:
         return (self._last - self._since) / self._counted if self._counted else None
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of a round's parts; ``draft`` is ``None`` where drafting costs nothing."""
-
-    draft: RunningTimes | None
-    verify: RunningTimes
-    overhead: RunningTimes
-    plain: RunningTimes  # one token of plain decoding
-
-
-def best_length(rate: float, costs: Costs, most: int) -> int:
-    """The draft length in ``0 .. most`` with the most expected tokens per second."""
-    verify = costs.verify.at(0)
-    drafting = 0.0 if costs.draft is None else costs.draft.at(1)
-    if verify is None or drafting is None:
-        return min(most, FIRST_LENGTH)
-    plain = costs.plain.at(0)
-    best, fastest = 0, 1.0 / max(plain if plain is not None else verify, 1e-9)
-    overhead, expected = costs.overhead.at(0) or 0.0, 1.0
-    for length in range(1, most + 1):
-        expected += rate**length
-        seconds = (costs.draft.at(length) or 0.0) if costs.draft else 0.0
-        seconds += (costs.verify.at(length) or 0.0) + overhead
-        if expected > fastest * seconds:
-            best, fastest = length, expected / max(seconds, 1e-9)
-    return best
-
-
-def overlap_gains(rate: float, length: int, costs: Costs, overlapped: RunningTimes) -> bool | None:
-    """Whether drafting on while ``length`` tokens are verified saves more than it slows.
-
-    A draft begun early is of use where all ``length`` tokens and the next one are accepted: then
-    it saves its whole time. On a device of its own it slows nothing; on the target's,
-    ``overlapped`` tells how much. ``None`` before both kinds of verification have been seen.
-    """
-    drafting = costs.draft.at(length) if costs.draft else None
-    alone, beside = costs.verify.at(length), overlapped.at(length)
-    if drafting is None or alone is None or beside is None:
-        return None
-    return rate ** (length + 1) * drafting > beside - alone
 
 
 def most_at_load(schedule: Sequence[tuple[int, int]], in_flight: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtllm_bls.speculative.cost_model import Acceptance, best_length, most_at_load, overlap_gains
+from trtllm_bls.speculative.cost_model import Acceptance, most_at_load
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.shared import SpeculationShared
 
@@ -65,7 +65,7 @@ class DraftLength:
             return 0
         if self._options.num_draft_tokens is not None:
             return most
-        best = best_length(own.rate.rate, self._shared.costs(source), most)
+        best = self._shared.best_length(source, own.rate.rate, most)
         if best == 0 and own.pause == 0:
             early = self._shared.pauses % EARLY_INTERVAL == 0
             self._shared.pauses += 1
@@ -88,8 +88,7 @@ class DraftLength:
         shared.overlap_rounds += 1
         if shared.overlap_rounds <= TRIAL_ROUNDS:
             return shared.overlap_rounds % 2 == 0
-        rate, costs = self._sources[DraftSource.MODEL].rate.rate, shared.costs(DraftSource.MODEL)
-        gains = overlap_gains(rate, length, costs, shared.overlapped_times)
+        gains = shared.overlap_gains(self._sources[DraftSource.MODEL].rate.rate, length)
         return bool(gains) != (shared.overlap_rounds % TRIAL_INTERVAL == 0)
 
     def paused_until(self, source: DraftSource) -> int:
@@ -103,8 +102,7 @@ class DraftLength:
         self._shared.rates[source].add(drafted, accepted)
         if own.pause == 0:
             return
-        pays = best_length(own.rate.rate, self._shared.costs(source), max(1, self.most()))
-        if pays:
+        if self._shared.best_length(source, own.rate.rate, max(1, self.most())):
             own.pause = 0
         else:
             self._pause(own, generated, min(max(2 * own.pause, FIRST_PAUSE), LONGEST_PAUSE))

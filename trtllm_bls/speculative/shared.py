@@ -1,4 +1,9 @@
-"""What requests learn from one another: times, acceptance, the health of the draft engine.
+"""What requests learn from one another: times, acceptance, the health of the draft engine; and the
+best length of a draft, which follows from them.
+
+If each token is accepted with probability a, a draft of k tokens yields E = 1 + a + ... + a^k
+tokens on average, in the time of k drafted tokens, one verification and the overhead of a round.
+The length with the most tokens per second wins; length 0 wins where plain decoding is faster.
 
 One object per pair of engines, long-lived, on one event loop. Owns no engine and no clock: times
 are handed in.
@@ -8,11 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trtllm_bls.speculative.cost_model import Acceptance, Costs, RunningTimes
+from trtllm_bls.speculative.cost_model import Acceptance, RunningTimes
 from trtllm_bls.speculative.options import DraftSource
 from trtllm_bls.types import EngineCapacity
 
 DRAFT_COOL_DOWN_S = 5.0
+FIRST_LENGTH = 2  # of a draft, before any cost is known
 
 
 @dataclass
@@ -45,9 +51,37 @@ class SpeculationShared:
     pauses: int = 0
     _draft_off_until: float = 0.0
 
-    def costs(self, source: DraftSource) -> Costs:
-        drafting = self.draft_times if source is DraftSource.MODEL else None
-        return Costs(drafting, self.verify_times, self.overhead_times, self.plain_times)
+    def best_length(self, source: DraftSource, rate: float, most: int) -> int:
+        """The draft length in ``0 .. most`` with the most expected tokens per second."""
+        draft = self.draft_times if source is DraftSource.MODEL else None
+        verify = self.verify_times.at(0)
+        drafting = 0.0 if draft is None else draft.at(1)
+        if verify is None or drafting is None:
+            return min(most, FIRST_LENGTH)
+        plain = self.plain_times.at(0)
+        best, fastest = 0, 1.0 / max(plain if plain is not None else verify, 1e-9)
+        overhead, expected = self.overhead_times.at(0) or 0.0, 1.0
+        for length in range(1, most + 1):
+            expected += rate**length
+            seconds = (draft.at(length) or 0.0) if draft else 0.0
+            seconds += (self.verify_times.at(length) or 0.0) + overhead
+            if expected > fastest * seconds:
+                best, fastest = length, expected / max(seconds, 1e-9)
+        return best
+
+    def overlap_gains(self, rate: float, length: int) -> bool | None:
+        """Whether drafting on while ``length`` tokens are verified saves more than it slows.
+
+        A draft begun early is of use where all ``length`` tokens and the next one are accepted:
+        then it saves its whole time. On a device of its own it slows nothing; on the target's,
+        ``overlapped_times`` tell how much. ``None`` before both kinds of verification have been
+        seen.
+        """
+        drafting = self.draft_times.at(length)
+        alone, beside = self.verify_times.at(length), self.overlapped_times.at(length)
+        if drafting is None or alone is None or beside is None:
+            return None
+        return rate ** (length + 1) * drafting > beside - alone
 
     def draft_usable(self, now: float) -> bool:
         return not self.draining and now >= self._draft_off_until
