@@ -11,6 +11,7 @@ import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -23,7 +24,7 @@ from tests.helpers.scripted_text import PROMPT, saying, tokenizer
 from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.http import guard
-from trtllm_bls.http.guard import BodyReader, ConnectionLimits, Refused
+from trtllm_bls.http.guard import BodyReader, ConnectionLimits, GuardedProtocol, Refused
 
 BODY = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 100}).encode()
 JSON = "content-type: application/json\r\n"
@@ -500,3 +501,25 @@ def test_published_clients_pass_the_guard(connect: Connect) -> None:
         timeout=60,
     )
     assert done.stdout == b"200"
+
+
+@pytest.mark.parametrize(
+    ("paused", "disconnected", "chunked", "written"),
+    [
+        (False, False, True, True),
+        (True, False, True, False),  # else a client that does not read would fill the memory
+        (False, True, True, False),
+        (False, False, False, False),
+    ],
+)
+def test_a_part_is_written_at_once_where_the_client_reads(
+    paused: bool, disconnected: bool, chunked: bool, written: bool
+) -> None:
+    """Otherwise the caller has to wait until there is room."""
+    sent: list[bytes] = []
+    protocol: Any = SimpleNamespace(
+        flow=SimpleNamespace(write_paused=paused), transport=SimpleNamespace(write=sent.append)
+    )
+    cycle: Any = SimpleNamespace(disconnected=disconnected, chunked_encoding=chunked)
+    assert GuardedProtocol._write_body(protocol, cycle, b"text") is written
+    assert sent == [b"4\r\ntext\r\n"] * written

@@ -218,6 +218,22 @@ def test_what_runs_at_the_deadline_is_ended_once(tmp_path: Path) -> None:
     assert ended == ["all"]
 
 
+def test_a_drain_can_be_asked_for_again_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another deadline: the file that was kept for it has been used by then."""
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    files = StatusDirectory(tmp_path)
+    files.forget_drain()
+    files.ask_to_drain(7.5)
+    monkeypatch.setattr(Path, "touch", full)
+    files.ask_to_drain(9.5)
+    assert files.drain_deadline() == 9.5
+
+
 def test_a_drain_needs_no_room_on_the_disk(tmp_path: Path) -> None:
     """Processes hear of it, of its deadline, and are seen to hand over."""
     engine = StubbornEngine()
