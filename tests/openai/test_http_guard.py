@@ -517,9 +517,11 @@ def test_a_part_is_written_at_once_where_the_client_reads(
 ) -> None:
     """Otherwise the caller has to wait until there is room."""
     sent: list[bytes] = []
-    protocol: Any = SimpleNamespace(
-        flow=SimpleNamespace(write_paused=paused), transport=SimpleNamespace(write=sent.append)
+    protocol: Any = SimpleNamespace(flow=SimpleNamespace(write_paused=paused))
+    cycle: Any = SimpleNamespace(
+        disconnected=disconnected,
+        chunked_encoding=chunked,
+        transport=SimpleNamespace(write=sent.append),
     )
-    cycle: Any = SimpleNamespace(disconnected=disconnected, chunked_encoding=chunked)
     assert GuardedProtocol._write_body(protocol, cycle, b"text") is written
     assert sent == [b"4\r\ntext\r\n"] * written
