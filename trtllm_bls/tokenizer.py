@@ -212,13 +212,6 @@ _PROBE = (
 _PROBE_TOOL = {"type": "function", "function": {"name": "probe_name", "parameters": {}}}
 
 
-def _shows_call(prompt: str) -> bool:
-    """Whether the prompt has the call of ``_PROBE``, and its arguments neither escaped nor in
-    Python's spelling."""
-    spelled_otherwise = '\\"probe_key' in prompt or "'probe_key'" in prompt
-    return all(word in prompt for word in ("probe_name", "probe_value")) and not spelled_otherwise
-
-
 def _calls_in_form(
     messages: Iterable[Mapping[str, Any]], form: tuple[bool, bool]
 ) -> Iterator[Mapping[str, Any]]:
@@ -226,7 +219,7 @@ def _calls_in_form(
     as_text, without_content = form
     for message in messages:
         calls = message.get("tool_calls")
-        if message["role"] != "assistant" or not isinstance(calls, list):
+        if message["role"] != "assistant" or not calls or not isinstance(calls, list):
             yield message
             continue
         content = message.get("content") or ""
@@ -500,7 +493,10 @@ class Tokenizer:
         for form in _CALL_FORMS:
             with suppress(Exception):  # a template is a program: it may raise anything
                 probe = list(_calls_in_form(_PROBE, form))
-                if _shows_call(self._written_by_template(probe, [_PROBE_TOOL], {})):
+                prompt = self._written_by_template(probe, [_PROBE_TOOL], {})
+                # Arguments are shown neither escaped nor in Python's spelling.
+                otherwise = '\\"probe_key' in prompt or "'probe_key'" in prompt
+                if "probe_name" in prompt and "probe_value" in prompt and not otherwise:
                     return form
         return _CALL_FORMS[0]
 

@@ -119,6 +119,14 @@ def test_a_template_gets_calls_in_the_form_it_shows(calls: str, arguments: str, 
     assert prompt.count("I look.") == 3 and prompt.count("<|call|>weather") == 3
 
 
+def test_a_message_without_calls_keeps_its_content() -> None:
+    """Also where the template wants null beside calls, and the client sent an empty list."""
+    tokenizer = tokenizer_of(small("m['content'] is none", "text", ""))
+    said = {"role": "assistant", "content": "Hello.", "tool_calls": []}
+    prompt = tokenizer.render_chat([{"role": "user", "content": "Hi"}, said])
+    assert "<|assistant|>Hello.</s>" in prompt and prompt.count("<|assistant|>") == 1
+
+
 @pytest.mark.parametrize(("arguments", "shown"), [("[1]", "[1]"), ("{", "{"), (7, "7")])
 def test_arguments_that_are_no_object_stay_as_they_are(arguments: Any, shown: str) -> None:
     """A template may refuse them; nothing else does."""
