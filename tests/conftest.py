@@ -15,6 +15,13 @@ import pytest
 
 with suppress(ImportError):  # before any tokenizer, which would hide it from transformers for good
     import torch  # noqa: F401
+with suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    # How fast cases are made says how busy the machine is, and nothing about the code.
+    busy = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("busy machines", **busy)
+    settings.load_profile("busy machines")
 
 if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer
