@@ -80,6 +80,7 @@ def test_top_k_limits_what_can_be_drawn(
 
 def test_min_p_leaves_the_likeliest(engine: Engine, story: Story, deployment: Deployment) -> None:
     """At 1 it leaves nothing else; at 0, everything."""
+    engine.needs("min_p")
     name = engine.spelling("seed", "random_seed")
     rules = {"runtime_top_p": 1.0, "temperature": 5.0, name: 3}
     assert engine.ask(story.prompt, LENGTH, **rules, min_p=1.0).ids == story.tokens
@@ -88,6 +89,7 @@ def test_min_p_leaves_the_likeliest(engine: Engine, story: Story, deployment: De
 
 def test_no_ngram_comes_twice(engine: Engine, deployment: Deployment) -> None:
     """Neither in the answer nor in prompt and answer together."""
+    engine.needs("no_repeat_ngram_size")
     text = scattered(deployment.vocab_size, 53, 6)
     text += engine.ask(text, LENGTH, no_repeat_ngram_size=2).ids
     pairs = list(pairwise(text))
