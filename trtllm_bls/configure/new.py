@@ -70,7 +70,7 @@ def command(
     Examples:
       trtllm-bls new models/my_pipeline
       trtllm-bls new models/speech --input text:STRING --output codes:STRING --output pcm:FP32[-1]
-      trtllm-bls new models/speech        after a change of its inputs or outputs
+      trtllm-bls new models/speech
     """
     model = directory / "1" / "model.py"
     if not model.is_file():
