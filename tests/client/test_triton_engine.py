@@ -20,7 +20,7 @@ from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines.triton import Route, triton_engine
 from trtllm_bls.engines.triton.bls import BlsEngine
 from trtllm_bls.engines.triton.grpc import GrpcEngine
-from trtllm_bls.engines.triton.own_port import is_foreign
+from trtllm_bls.engines.triton.own_port import is_own
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, SetupError
 from trtllm_bls.types import Sampling
 
@@ -113,11 +113,11 @@ async def test_bls_reads_in_the_repository_what_a_model_declares(tmp_path: Path)
 def test_a_port_of_somebody_elses_server_is_known() -> None:
     """One that nobody listens at, or of another machine, is nobody's."""
     with foreign_port() as port:
-        assert is_foreign(f"localhost:{port}")
-        assert not is_foreign(f"elsewhere.example:{port}")
-    assert not is_foreign(f"localhost:{port}")
+        assert is_own(f"localhost:{port}") is False
+        assert is_own(f"elsewhere.example:{port}") is not False
+    assert is_own(f"localhost:{port}") is not False
     with socket.create_server(("127.0.0.1", 0)) as ours:
-        assert not is_foreign(f"127.0.0.1:{ours.getsockname()[1]}")
+        assert is_own(f"127.0.0.1:{ours.getsockname()[1]}") is not False
 
 
 async def test_auto_does_not_speak_to_somebody_elses_server() -> None:

@@ -36,10 +36,10 @@ channel belongs to one event loop; nothing here is thread-safe.
 How to read it: ``protocol`` is HTTP/2 and gRPC's framing as a state machine without I/O, in the
 manner of h11: bytes in, ``Received`` out; requests in, bytes out. Begin with its ``receive``.
 ``connection`` is everything that has to do with asyncio: ``GrpcChannel`` (one server), ``GrpcCall``
-(one RPC) and the connections between them. ``status`` reads how a call ended.
+(one RPC) and the connections between them.
 """
 
 from trtllm_bls.grpc_client.connection import GrpcCall, GrpcChannel, ignore
-from trtllm_bls.grpc_client.status import GrpcError
+from trtllm_bls.grpc_client.protocol import GrpcError
 
 __all__ = ["GrpcCall", "GrpcChannel", "GrpcError", "ignore"]

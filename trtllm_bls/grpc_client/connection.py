@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from trtllm_bls.grpc_client.protocol import Http2Client, Received, packed_headers
-from trtllm_bls.grpc_client.status import GrpcError
+from trtllm_bls.grpc_client.protocol import GrpcError, Http2Client, Received, packed_headers
 
 _CONNECT_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Mapping
+from urllib.parse import unquote_to_bytes
 
 from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
-
-from trtllm_bls.grpc_client.status import GrpcError, not_grpc, status_of
 
 DATA, HEADERS, RESET, SETTINGS, PUSH = 0x0, 0x1, 0x3, 0x4, 0x5
 PING, GOAWAY, UPDATE, CONTINUATION = 0x6, 0x7, 0x8, 0x9
@@ -41,6 +41,14 @@ _NUMBER, _SETTING, _GOAWAY = struct.Struct(">I"), struct.Struct(">HI"), struct.S
 _HEADER_SIZE, _unpack_header = FRAME_HEADER.size, FRAME_HEADER.unpack_from
 _PREFIX_SIZE, _unpack_prefix = _MESSAGE_PREFIX.size, _MESSAGE_PREFIX.unpack_from
 
+# By code, as in gRPC's table of statuses.
+_NAMES = (
+    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND"),
+    *("ALREADY_EXISTS", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION"),
+    *("ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"),
+    "UNAUTHENTICATED",
+)
+_STATUSES = {b"%d" % code: name for code, name in enumerate(_NAMES)}
 # gRPC's table; any other code is INTERNAL.
 _STATUS_OF_RESET = {
     REFUSED_STREAM: "UNAVAILABLE",
@@ -48,6 +56,15 @@ _STATUS_OF_RESET = {
     0xB: "RESOURCE_EXHAUSTED",  # ENHANCE_YOUR_CALM
     0xC: "PERMISSION_DENIED",  # INADEQUATE_SECURITY
 }
+
+
+class GrpcError(Exception):
+    """A call ended with a status other than OK: its name (``"UNAVAILABLE"``) and the details."""
+
+    def __init__(self, status: str, details: str) -> None:
+        super().__init__(f"{status}: {details}")
+        self.status = status
+        self.details = details
 
 
 class ProtocolError(Exception):
@@ -457,3 +474,25 @@ def unpadded(payload: bytes, flags: int) -> bytes:
     if begin > end:
         raise ProtocolError("a frame with more padding than it has room for")
     return payload[begin:end]
+
+
+def status_of(trailers: Mapping[bytes, bytes]) -> GrpcError | None:
+    """The status in a response's last headers; ``None`` for OK."""
+    code = trailers.get(b"grpc-status")
+    if code is None:
+        return not_grpc(trailers) or GrpcError("UNKNOWN", "the call ended without a grpc-status")
+    details = unquote_to_bytes(trailers.get(b"grpc-message", b"")).decode("utf-8", "replace")
+    return None if code == b"0" else GrpcError(_STATUSES.get(code, "UNKNOWN"), details)
+
+
+def not_grpc(headers: Mapping[bytes, bytes]) -> GrpcError | None:
+    """Why a response with these first headers is no gRPC response; ``None`` if it is one."""
+    status = headers.get(b":status", b"200")
+    kind = headers.get(b"content-type", b"application/grpc")
+    if status != b"200":
+        passing = status in (b"429", b"502", b"503", b"504")
+        details = f"HTTP status {status.decode('latin-1')}"
+        return GrpcError("UNAVAILABLE" if passing else "UNKNOWN", details)
+    if not kind.startswith(b"application/grpc"):
+        return GrpcError("UNKNOWN", f"not gRPC: content-type is {kind.decode('latin-1')}")
+    return None

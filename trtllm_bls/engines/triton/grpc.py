@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.engines.base import CallChunks, RunningCalls
-from trtllm_bls.engines.triton.own_port import is_foreign
+from trtllm_bls.engines.triton.own_port import is_own
 from trtllm_bls.errors import EngineError, EngineUnavailable, from_wire
 from trtllm_bls.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
@@ -120,7 +120,7 @@ class GrpcEngine:
 
     async def _ask_model(self) -> None:
         request = service_pb2.ModelConfigRequest(name=self.name).SerializeToString()
-        if self._own_server and self._model is None and is_foreign(self._url):
+        if self._own_server and self._model is None and is_own(self._url) is False:
             problem = f"{self.name}: another process than this server listens at {self._url}"
             raise EngineUnavailable(f"{problem}; {_ADVICE}")
         try:

@@ -24,16 +24,15 @@ def listening_processes(url: str) -> set[int]:
     }
 
 
-def is_foreign(url: str) -> bool:
-    """Whether the port belongs to a process that this one does not descend from.
+def is_own(url: str) -> bool | None:
+    """Whether the port belongs to a process that this one descends from.
 
-    With host networking another Triton may own the default port. A port that nobody listens at, or
-    whose owner cannot be seen, is not foreign.
+    With host networking another Triton may own the default port. ``None``: nobody listens at the
+    port, or its owner cannot be seen.
     """
     known = listening_processes(url)
     if not known:
-        return False
+        return None
     import psutil
 
-    ancestors = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-    return not known & ancestors
+    return not known.isdisjoint((os.getpid(), *(each.pid for each in psutil.Process().parents())))

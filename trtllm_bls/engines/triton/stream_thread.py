@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 
-from trtllm_bls.engines.triton.own_port import listening_processes
+from trtllm_bls.engines.triton.own_port import is_own
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 
@@ -30,7 +30,7 @@ class StreamThread:
         after that. The request sent here names no model, so the thread itself answers with an error
         and no model sees it. Raises ``EngineUnavailable`` where the server cannot be asked.
         """
-        if not self._is_own and not await asyncio.to_thread(_is_ancestors_port, self._url):
+        if not self._is_own and not await asyncio.to_thread(is_own, self._url):
             raise EngineUnavailable(f"{self._url} is not known to be this server's gRPC port")
         self._is_own = True
         channel = GrpcChannel(self._url, tls=self._tls)
@@ -40,11 +40,3 @@ class StreamThread:
             raise EngineUnavailable(f"{self._url}: {error}") from error
         finally:
             await channel.close()
-
-
-def _is_ancestors_port(url: str) -> bool:
-    import psutil
-
-    return not listening_processes(url).isdisjoint(
-        parent.pid for parent in psutil.Process().parents()
-    )
