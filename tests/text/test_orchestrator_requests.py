@@ -203,7 +203,7 @@ def test_no_tokens_at_all_may_be_asked_for() -> None:
 def test_one_new_token_has_to_fit_behind_the_prompt() -> None:
     """A prompt as long as the model's longest sequence is refused, not sent."""
     longest = len(prompt_ids())
-    with pytest.raises(InvalidRequest, match="text_input: .* so that one new token fits"):
+    with pytest.raises(InvalidRequest, match=r"text_input: .* so that one new token fits"):
         ask(saying("one two", max_sequence_tokens=longest), asking(max_tokens=None))
     chunks = ask(saying("one two", max_sequence_tokens=longest + 1), asking(max_tokens=None))
     assert chunks[-1].ending is not None and chunks[-1].ending.completion_tokens == 1

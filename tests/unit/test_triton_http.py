@@ -166,3 +166,23 @@ def test_a_version_is_asked_for_in_one_spelling() -> None:
 
     asyncio.run(run())
     assert asked == ["1"]
+
+
+def test_what_triton_refuses_before_a_model_sees_it_is_no_event() -> None:
+    """A stream whose request never ran is answered with a status and JSON, as by Triton itself."""
+    reply = service_pb2.ModelStreamInferResponse(error_message="[request id: <id_unknown>] no x")
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        channel = Channel(reply.SerializeToString())
+        await _Exchange().run(
+            cast(GrpcChannel, channel), b"", asyncio.Event().wait, send, True, None
+        )
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 400
+    assert dict(sent[0]["headers"])[b"content-type"] == b"application/json"
+    assert json.loads(sent[1]["body"])["error"].endswith("no x")
