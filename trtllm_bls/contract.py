@@ -437,4 +437,49 @@ BLS = Model(
     ),
 )
 
+# Upstream's ``llmapi`` model, which has the name of the engine's: text in, text out, one prompt, no
+# batch. ``configure --from`` writes it with the code of tensorrt_llm_bls, as which a field says
+# what an input means. kv_cache_missed_block and kv_cache_hit_rate are left out: no engine of ours
+# reports them.
+_UPSTREAM = "sampling_param_"
+_KEPT = {tensor.name: tensor for tensor in (*_TEXT_SAMPLING, *_TEXT_INPUTS)}
+LLMAPI = Model(
+    "tensorrt_llm",
+    inputs=(
+        Tensor("text_input", "STRING", (-1,), required=True),
+        Tensor("streaming", "BOOL", field="stream"),
+        Tensor("sampling_param_best_of", "INT32"),
+        *(
+            replace(_KEPT[name], name=_UPSTREAM + name, field=name, required=False)
+            for name in (
+                *("top_k", "max_tokens", "temperature", "top_p"),
+                *("frequency_penalty", "presence_penalty", "seed"),
+            )
+        ),
+        Tensor("sampling_param_stop", "STRING", (-1,), field="stop_words"),
+        Tensor("sampling_param_exclude_input_from_output", "BOOL", field="exclude_input_in_output"),
+        Tensor("sampling_param_return_perf_metrics", "BOOL", field="return_perf_metrics"),
+        Tensor(
+            "sampling_param_logits_post_processor_name",
+            "STRING",
+            field="logits_post_processor_name",
+        ),
+        Tensor("return_finish_reason", "BOOL"),
+        Tensor("return_stop_reason", "BOOL"),
+        Tensor("return_cumulative_logprob", "BOOL", field="return_log_probs"),
+        Tensor("stop", "BOOL"),
+        Tensor("lora_id", "UINT64", field="lora_task_id"),
+        *(replace(tensor, ragged=False) for tensor in _LLM_API[:3]),
+    ),
+    outputs=(
+        Tensor("text_output", "STRING", (-1,)),
+        Tensor("finish_reason", "STRING", (-1,)),
+        Tensor("stop_reason", "STRING", (-1,)),
+        Tensor("cumulative_logprob", "FP32", (-1,), field="cum_log_probs"),
+        Tensor("kv_cache_reused_block", "INT32", (-1,), field="kv_cache_reused_blocks"),
+        *(replace(tensor, dims=(-1,)) for tensor in _PERF_METRICS if "alloc" in tensor.name),
+        *(tensor for tensor in _PERF_METRICS if "kv_cache" not in tensor.name),
+    ),
+)
+
 MODELS = (PREPROCESSING, ENGINE, POSTPROCESSING, ENSEMBLE, BLS)

@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,8 @@ from trtllm_bls.configure.engine import (
     parse_version,
     read_engine,
 )
-from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING, Model
+from trtllm_bls.contract import BLS, ENGINE, LLMAPI, MODELS, POSTPROCESSING, PREPROCESSING, Model
+from trtllm_bls.engines.llm_api import check_arguments
 from trtllm_bls.engines.triton.own_port import listening_processes
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
@@ -61,6 +62,7 @@ from trtllm_bls.parameters import EngineKind, is_true, parameters_of, parse_engi
 from trtllm_bls.parameters import check as check_ours
 from trtllm_bls.parameters.cpp_backend import GUIDES, LAST, Version, check_backend, keys_of
 from trtllm_bls.parameters.model_config import read_config, values_of
+from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.settings import ServeSettings, TlsConnection, option, options_of, setting
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
@@ -134,6 +136,11 @@ class Subject:
         return values_of(self.configs[model]) if model in self.configs else {}
 
     @property
+    def llm_api_models(self) -> list[str]:
+        """The models in which TensorRT-LLM's LLM API runs."""
+        return [name for name in self.configs if self.values(name).get("engine") == "llm_api"]
+
+    @property
     def cpp_models(self) -> list[str]:
         """The models that TensorRT-LLM's C++ backend runs."""
         return [name for name, config in self.configs.items() if config.backend == CPP_BACKEND]
@@ -152,6 +159,10 @@ class Subject:
         for name, config in self.configs.items():
             if config.backend == CPP_BACKEND:
                 found[name] = of_release(name)[ENGINE.name]
+            elif self.values(name).get("tensors") == "llmapi":
+                found[name] = replace(LLMAPI, name=BLS.name)  # whose parameters it has
+            elif self.values(name).get("engine") == "llm_api":
+                found[name] = ENGINE
             elif name in ours and (config.backend == "python" or config.platform == "ensemble"):
                 found[name] = text[name]
         return found
@@ -440,7 +451,7 @@ def placeholders(subject: Subject) -> Findings:
 @check("every parameter is known and has a value that can be read", lambda s: s.configs)
 def parameters(subject: Subject) -> Findings:
     """Names and values, each judged by whoever reads them."""
-    for model in subject.known_models:
+    for model, known in subject.known_models.items():
         for key, value in subject.values(model).items():
             if "${" in value or not value:
                 continue
@@ -448,9 +459,26 @@ def parameters(subject: Subject) -> Findings:
                 if model in subject.cpp_models:
                     check_backend(key, value, subject.release)
                 else:
-                    check_ours(model, key, value)
+                    check_ours(known.name, key, value)
             except SettingsError as error:
                 yield Finding.of(SettingsError(f"{model}.{key}: {error}"))
+
+
+@check("the LLM API can be given its arguments", lambda s: s.llm_api_models)
+def llm_api(subject: Subject) -> Findings:
+    """As the model reads them when it loads; a release's arguments only where one is installed."""
+    for model in subject.llm_api_models:
+        values = subject.values(model)
+        count = max((group.count for group in subject.configs[model].instance_group), default=1)
+        file = values.get("model_yaml")
+        try:
+            gpus_of(values.get("gpu_device_ids", ""), 0, count)
+            config = ModelYaml.read((subject.repository or Path()) / file) if file else ModelYaml()
+            config.load_processors()
+            if subject.packages("tensorrt-llm"):
+                check_arguments(config.arguments)
+        except SettingsError as error:
+            yield Finding.of(error)
 
 
 @check("Triton can load every model", lambda s: s.configs)

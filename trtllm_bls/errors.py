@@ -10,6 +10,7 @@ was cancelled.
     │   └── PromptTooLong     more tokens than the model takes
     ├── Unsupported           a known request that this deployment cannot honour
     ├── Overloaded            refused before any work was done; try again later
+    ├── Stopped               another request of the caller ended it
     ├── EngineError           the engine answered with an error, or did not answer
     │   ├── EngineUnavailable it cannot be reached
     │   └── EngineStalled     it sent nothing for longer than the stall limit
@@ -80,6 +81,12 @@ class Overloaded(TrtllmBlsError):
     def __init__(self, problem: str, limit: str | None = None) -> None:
         super().__init__(problem)
         self.limit = limit
+
+
+class Stopped(TrtllmBlsError):
+    """The caller's request to stop ended it."""
+
+    status = "CANCELLED"
 
 
 class EngineError(TrtllmBlsError):

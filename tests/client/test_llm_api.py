@@ -268,7 +268,6 @@ async def test_model_yaml_is_read_as_upstreams(
         ("tensor_parallel: 2", f"{api.__version__} has no argument tensor_parallel; did you mean"),
         ("[1]", "the file is .*; write a mapping"),
         ("a: {", "cannot be read"),
-        ("triton_config: {decouple: true}", "no key decouple; did you mean decoupled"),
         ("logits_post_processors: {a: none}", "write module.path:attribute"),
         ("logits_post_processors: {a: 'none.such:x'}", "cannot be loaded: No module"),
         ("logits_post_processors: {a: 'os:sep'}", "is not callable"),

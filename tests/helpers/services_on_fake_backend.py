@@ -86,9 +86,9 @@ def engine_service(*answer: int, exclude: bool = True, **script: Any) -> Iterato
 
 @contextmanager
 def text_service(
-    engine: Any, *, decoupled: bool = True, other: Tokenizer | None = None
+    engine: Any, *, decoupled: bool = True, other: Tokenizer | None = None, llmapi: bool = False
 ) -> Iterator[Bench]:
-    service = TextService(orchestrator(engine, other=other), decoupled=decoupled)
+    service = TextService(orchestrator(engine, other=other), decoupled=decoupled, llmapi=llmapi)
     with serving(
         engine, service.handle, decoupled=decoupled, prepare_batch=service.prepare_batch
     ) as bench:

@@ -24,8 +24,12 @@ CHECKOUT = Path(__file__).parents[2] / "models"
 
 
 OLD_SPELLINGS = {"min_length", "random_seed"}
+LLM_API = {
+    *("lora_name", "lora_path", "lora_ckpt_source", "cache_salt", "priority"),
+    "logits_post_processor_name",
+}
 GONE = {
-    "tensorrt_llm": OLD_SPELLINGS | {"runtime_top_p_min", "min_p"},
+    "tensorrt_llm": OLD_SPELLINGS | {"runtime_top_p_min", "min_p"} | LLM_API,
     "ensemble": OLD_SPELLINGS,
     "preprocessing": {"MIN_LENGTH"},
 }

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.configure.engine import LOGITS_DTYPES, parse_version, read_engine
+from trtllm_bls.configure.llm_api import losses, plan_llm_api, upstreams_yaml
 from trtllm_bls.configure.repository import (
     DRAFT,
     ConfigureOptions,
@@ -24,11 +25,12 @@ from trtllm_bls.configure.repository import (
     slurm_script,
     write,
 )
-from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
+from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, LLMAPI, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import check
 from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend, keys_of
 from trtllm_bls.parameters.model_config import read_config, values_of
+from trtllm_bls.parameters.model_yaml import ModelYaml
 from trtllm_bls.settings import Override, option, options_of
 
 _PATH = click.Path(path_type=Path)
@@ -79,22 +81,27 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
 )
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
-    """Write a model repository for TensorRT-LLM's C++ backend.
+    """Write a model repository for TensorRT-LLM's C++ backend, or its LLM API.
 
     \b
     Examples:
       trtllm-bls configure --engine-dir ./engine --tokenizer-dir ./llama --out ./repository
       trtllm-bls configure --from ./old --out ./new --version 0.18
       trtllm-bls configure --engine-dir ./e --tokenizer-dir ./t --out ./r --set max_beam_width=2
+      trtllm-bls configure --engine llm_api --tokenizer-dir ./llama --model-yaml ./y --out ./r
     """
     slurm: Path | None = options.pop("slurm")
-    strict: bool = options.pop("strict")
     sets, draft_sets = options.pop("sets"), options.pop("draft_sets")
     overrides = [
         *(_override(text, ENGINE.name) for text in sets),
         *(_override(f"{DRAFT}.{text}", DRAFT) for text in draft_sets),
     ]
     source: Path | None = options.pop("existing")
+    yaml = upstreams_yaml(source) if source else None
+    if yaml or options["engine"] == "llm_api":
+        _configure_llm_api(ctx, options, overrides, source if yaml else None, yaml)
+        return
+    strict: bool = options.pop("strict")
     found = _read_existing(ctx, source, options, strict) if source else None
     overrides = [*(found.overrides if found else ()), *overrides]
     for name in ("engine_dir", "tokenizer_dir"):
@@ -122,6 +129,41 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise SettingsError(f"{error.filename}: cannot be written: {error.strerror}") from error
     losses = [f"lost: {loss}" for loss in found.losses] if found else []
     _report(repository, wanted.out, [*found.notes, *losses] if found else [])
+
+
+_OF_LLM_API = {  # the options that have a meaning there
+    *("existing", "engine", "model_yaml", "tokenizer_dir", "out", "gpu_device_ids", "decoupled"),
+    *("bls_instances", "check", "force", "sets", "strict"),
+}
+
+
+def _configure_llm_api(
+    ctx: click.Context,
+    options: dict[str, Any],
+    overrides: list[Override],
+    source: Path | None,
+    yaml: Path | None,
+) -> None:
+    """``source``: a repository of upstream's ``llmapi`` model, whose file is ``yaml``."""
+    for name in ctx.params.keys() - _OF_LLM_API:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise SettingsError(
+                f"{option(name)}: has no meaning with the LLM API; see --model-yaml"
+            )
+    upstreams = read_config(source / LLMAPI.name / "config.pbtxt") if source else None
+    options["model_yaml"] = options["model_yaml"] or yaml
+    model = ModelYaml.read(yaml).arguments.get("model", "") if yaml else ""
+    options["tokenizer_dir"] = options["tokenizer_dir"] or (model and Path(model))
+    if not options["tokenizer_dir"]:
+        raise click.UsageError("Missing option '--tokenizer-dir'.", ctx)
+    notes = losses(upstreams) if upstreams else []
+    if options["strict"] and notes:
+        raise SettingsError(f"--strict: {'; '.join(notes)}")
+    del options["strict"]
+    wanted = ConfigureOptions(overrides=tuple(overrides), **options)
+    repository = plan_llm_api(wanted, upstreams)
+    write(repository, wanted.out, wanted.force)
+    _report(repository, wanted.out, notes)
 
 
 def _read_existing(

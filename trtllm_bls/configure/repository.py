@@ -52,6 +52,10 @@ class ConfigureOptions:
     tokenizer_dir: Path = setting("Its tokenizer.", MISSING)
     out: Path = setting("The model repository to write.", MISSING, required=True)
     draft_engine_dir: Path | None = setting("Engine of a draft model (speculation).")
+    engine: Literal["cpp", "llm_api"] = setting(
+        "What generates: TensorRT-LLM's C++ backend, or its LLM API in a Python model.", "cpp"
+    )
+    model_yaml: Path | None = setting("Arguments of the LLM API, as upstream's llmapi has them.")
     max_batch_size: int | None = setting(
         "Requests in one batch.  [default: the engine's]", type=click.IntRange(1)
     )
@@ -268,6 +272,7 @@ class Repository:
     configs: Mapping[str, Any]
     launch: Launch
     warnings: tuple[str, ...] = ()
+    code: Mapping[str, str] = field(default_factory=dict)  # of our models, under another name
 
 
 def plan(options: ConfigureOptions) -> Repository:
@@ -317,10 +322,11 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         raise SettingsError(f"--out {out}: is a file")
     if not force and out.is_dir() and any(out.iterdir()):
         raise SettingsError(f"--out {out}: is not empty; add --force to replace its models")
-    replaced = {out / name for name in (DRAFT, *(model.name for model in MODELS))}
+    names = {DRAFT, *(model.name for model in MODELS), *repository.configs}
+    replaced = {out / name for name in names}
     deleted = {directory.resolve() for directory in replaced}
     for config in repository.configs.values():
-        for key in ("gpt_model_path", "tokenizer_dir"):
+        for key in ("gpt_model_path", "tokenizer_dir", "model_yaml"):
             used = values_of(config).get(key)
             if used and any(Path(used).resolve().is_relative_to(each) for each in deleted):
                 raise SettingsError(f"--force: would delete {used}; choose another --out")
@@ -332,7 +338,8 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         text = text_format.MessageToString(config)
         (out / name / "config.pbtxt").write_text(text, encoding="utf-8")
         if config.backend == "python":
-            shutil.copyfile(REPOSITORY / name / "1" / "model.py", version / "model.py")
+            ours = repository.code.get(name, name)
+            shutil.copyfile(REPOSITORY / ours / "1" / "model.py", version / "model.py")
 
 
 # --- parameters -----------------------------------------------------------------------------

@@ -54,14 +54,15 @@ log = logging.getLogger(__name__)
 
 _NOWHERE = "this package does not pass it on to the LLM API"
 _SPECULATES = "it speculates by speculative_config in its model.yaml"
-_RETENTION = ("starts", "ends", "priorities", "durations_ms")
+_RETENTION = (
+    *(f"retention_token_range_{each}" for each in ("starts", "ends", "priorities", "durations_ms")),
+    *("retention_decode_priority", "retention_decode_duration_ms"),
+)
 _ADAPTER = ("lora_name", "lora_path", "lora_task_id")
-_DECODE = ("retention_decode_priority", "retention_decode_duration_ms")
 _TAKEN = {
     *("guided_decoding_guide_type", "guided_decoding_guide", "logits_post_processor_name"),
     *("lora_task_id", "lora_name", "lora_path", "lora_ckpt_source", "cache_salt", "priority"),
-    *(f"retention_token_range_{each}" for each in _RETENTION),
-    *_DECODE,
+    *_RETENTION,
     *("embedding_bias", "return_perf_metrics"),
 }
 _REFUSED = {tensor.name: _NOWHERE for tensor in ENGINE.inputs if tensor.name not in _TAKEN} | {
@@ -103,7 +104,7 @@ def open_llm(
     names = {"max_batch": "max_batch_size", "max_sequence_tokens": "max_seq_len"}
     given |= {names[key]: size for key, size in parameters.sizes.items() if key in names}
     given |= {"gpus_per_node": len(gpus.split(","))} if gpus else {}
-    _check_arguments(config.arguments)
+    check_arguments(config.arguments)
     processors = config.load_processors()
     try:
         arguments = merge.update_llm_args_with_extra_dict(given, dict(config.arguments))
@@ -130,7 +131,7 @@ def _prepare(environment: Any, gpus: str, telemetry: bool) -> None:
         environment.setdefault("TRTLLM_NO_USAGE_STATS", "1")
 
 
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
+def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse by name what this release has no argument for, before weights are loaded."""
     release = importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
     known = {*release.model_fields, *(each.alias for each in release.model_fields.values())}
@@ -181,11 +182,16 @@ class LlmApiEngine:
         refused = {name: _NOWHERE for name in request.extras if name not in _TAKEN} | _REFUSED
         trtllm.check(request, self._capacity, refused)
         try:
-            params = self._sampling_params(request)
-            options = self._options(request)
+            submit = partial(
+                self._llm.generate_async,
+                {"prompt_token_ids": list(request.input_ids)},
+                sampling_params=self._sampling_params(request),
+                streaming=True,
+                **self._options(request),
+            )
         except (TypeError, ValueError) as error:
             raise InvalidRequest("request", printable(str(error))) from error
-        return TaskChunks(partial(self._run, request, params, options))
+        return TaskChunks(partial(self._run, request, submit))
 
     async def close(self) -> None:
         """Shut the LLM down."""
@@ -205,7 +211,7 @@ class LlmApiEngine:
         if request.bad_sequences:
             given["bad_token_ids"] = [words[0] for words in request.bad_sequences]
         if request.embedding_bias:
-            given["embedding_bias"] = self._bias(request)
+            given["embedding_bias"] = _dense(request.embedding_bias, self._capacity.vocab_size or 0)
         if request.wants.log_probs:
             given["logprobs"] = 1
         if request.wants.perf_metrics or self._capacity.speculates:
@@ -231,15 +237,7 @@ class LlmApiEngine:
             **given,
         )
 
-    def _bias(self, request: EngineRequest) -> Any:
-        """A tensor of all ids; torch is there where TensorRT-LLM is."""
-        bias = np.zeros(self._capacity.vocab_size or 0, np.float32)
-        for token, weight in request.embedding_bias:
-            bias[token] += weight
-        return importlib.import_module("torch").from_numpy(bias)
-
     def _class(self, name: str) -> Any:
-        """A class that some releases have in ``tensorrt_llm``, all in ``tensorrt_llm.llmapi``."""
         return getattr(importlib.import_module("tensorrt_llm.llmapi"), name)
 
     def _options(self, request: EngineRequest) -> dict[str, Any]:
@@ -272,53 +270,25 @@ class LlmApiEngine:
         return make(lora_name=name, lora_int_id=int(number), lora_path=path, **more)
 
     def _retention(self, extras: Mapping[str, Array]) -> Any:
-        starts, ends, ranks, times = (
-            np.asarray(extras.get(f"retention_token_range_{each}", ())).reshape(-1).tolist()
-            for each in _RETENTION
-        )
-        decode = [int(extras[name].reshape(-1)[0]) for name in _DECODE if name in extras]
-        if not starts and not decode:
+        given = {name: extras[name].reshape(-1).tolist() for name in _RETENTION if name in extras}
+        if not given:
             return None
-        times = times or [-1] * len(starts)
-        if not len(starts) == len(ends) == len(ranks) == len(times):
+        *ranges, lasting, decode, decode_lasting = (given.get(name, []) for name in _RETENTION)
+        lasting = lasting or [-1] * len(ranges[0])
+        if len({len(column) for column in (*ranges, lasting)}) > 1:
             raise InvalidRequest("retention_token_range_ends", "each range needs all its values")
         make = self._class("KvCacheRetentionConfig")
-        ranges = [
+        kept = [
             make.TokenRangeRetentionConfig(first, None if last < 0 else last, rank, _ms(lasts))
-            for first, last, rank, lasts in zip(starts, ends, ranks, times, strict=True)
+            for first, last, rank, lasts in zip(*ranges, lasting, strict=True)
         ]
-        return make(ranges, *decode[:1], *map(_ms, decode[1:]))
-
-    def _submit(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        request: EngineRequest,
-        params: Any,
-        options: Mapping[str, Any],
-    ) -> Any:
-        """In the submitting thread, with the event loop on which the answer is awaited: ``LLM``
-        binds the answer to the loop that it finds running."""
-        asyncio._set_running_loop(loop)
-        try:
-            return self._llm.generate_async(
-                {"prompt_token_ids": list(request.input_ids)},
-                sampling_params=params,
-                streaming=True,
-                **options,
-            )
-        finally:
-            asyncio._set_running_loop(None)
+        return make(kept, *decode, *map(_ms, decode_lasting))
 
     async def _run(
-        self,
-        request: EngineRequest,
-        params: Any,
-        options: Mapping[str, Any],
-        chunks: QueuedChunks,
+        self, request: EngineRequest, submit: Callable[[], Any], chunks: QueuedChunks
     ) -> None:
-        sequences = sequence_ends(request)
-        loop, begun = asyncio.get_running_loop(), False
-        given = self._thread.submit(self._submit, loop, request, params, options)
+        sequences, begun = sequence_ends(request), False
+        given = self._thread.submit(_on_loop, asyncio.get_running_loop(), submit)
         try:
             result = await asyncio.wrap_future(given)
             async for step in result:
@@ -347,6 +317,15 @@ class LlmApiEngine:
         return EngineUnavailable(f"{self.name}: {what}")
 
 
+def _on_loop(loop: asyncio.AbstractEventLoop, submit: Callable[[], Any]) -> Any:
+    """In the submitting thread. ``LLM`` binds the answer to the loop that it finds running."""
+    asyncio._set_running_loop(loop)
+    try:
+        return submit()
+    finally:
+        asyncio._set_running_loop(None)
+
+
 def _has_ended(given: Future[Any]) -> bool:
     """Whether a submission that is done leaves nothing to abort."""
     return given.cancelled() or given.exception() is not None or bool(given.result().finished)
@@ -356,6 +335,14 @@ def _abort(given: Future[Any]) -> None:
     """In the submitting thread, after the submission. What has ended must not be aborted."""
     if not _has_ended(given):
         given.result().abort()
+
+
+def _dense(bias: Iterable[tuple[int, float]], vocab_size: int) -> Any:
+    """A tensor of all ids; torch is there where TensorRT-LLM is."""
+    values = np.zeros(vocab_size, np.float32)
+    for token, weight in bias:
+        values[token] += weight
+    return importlib.import_module("torch").from_numpy(values)
 
 
 def _known(field: str, name: str, known: Mapping[str, Any]) -> Any:

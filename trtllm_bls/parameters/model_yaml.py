@@ -17,12 +17,6 @@ from typing import Any
 import yaml
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.declaration import suggestion
-
-_TRITON_KEYS = {
-    *("max_batch_size", "decoupled", "cancellation_check_period_ms", "multimodal"),
-    "lora_adapters",  # ours, which upstream's model does not look at
-}
 
 
 @dataclass(frozen=True)
@@ -45,9 +39,6 @@ class ModelYaml:
             raise SettingsError(f"{path.name}: cannot be read: {what}") from error
         arguments = _mapping(path, "the file", found)
         triton = _mapping(path, "triton_config", arguments.pop("triton_config", None))
-        for key in triton.keys() - _TRITON_KEYS:
-            mend = suggestion(key, _TRITON_KEYS)
-            raise SettingsError(f"{path.name}: triton_config has no key {key}; {mend}")
         name = "logits_post_processors"
         return cls(
             arguments,

@@ -337,6 +337,12 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         "`request_timeout_seconds` is 0; 0 = any.",
         "3600",
     )
+    tensors: str = parameter(
+        choice("bls", "llmapi"),
+        "Inputs and outputs of this model: its own, or those of upstream's `llmapi` model, as "
+        "`configure --from` writes them.",
+        "bls",
+    )
     tensorrt_llm_model_name: str = parameter(MODEL, "Name of the target model.", "tensorrt_llm")
     tensorrt_llm_draft_model_name: str = parameter(MODEL, "Name of the draft model; empty = none.")
     draft_tokenizer_dir: Path | None = parameter(

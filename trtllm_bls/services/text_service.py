@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any, NoReturn
 
 from trtllm_bls.admission import RequestLimits
-from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.errors import CancelCause, InvalidRequest, Stopped
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.batch import check_one_response, run_rows
 from trtllm_bls.types import FinishReason, TextChunk, TextRequest
+from trtllm_bls.wire.engine_server import is_stop
+from trtllm_bls.wire.llmapi import as_llmapi_outputs, as_text_inputs
 from trtllm_bls.wire.text import text_arrays, text_requests, with_callers_name
 
 # A chunk that ends its sequence in one of these ways is followed by an error, or by no response.
@@ -25,7 +28,8 @@ class TextService:
 
     ``decoupled``: the model may send any number of responses to one request. ``limits``: sizes of
     inputs; ``None`` = any. ``exclude_input``: leave the prompt out of an answer that is not
-    streamed, where the request does not say.
+    streamed, where the request does not say. ``llmapi``: callers send and get the tensors of
+    upstream's model of that name.
     """
 
     def __init__(
@@ -35,7 +39,11 @@ class TextService:
         decoupled: bool = True,
         limits: RequestLimits | None = None,
         exclude_input: bool = True,
+        llmapi: bool = False,
     ) -> None:
+        self._llmapi = llmapi
+        # By the caller's id, of the model with a request that stops others.
+        self._running: dict[str, set[asyncio.Task[None]]] = {}
         self._orchestrator = orchestrator
         self._limits = limits
         self._exclude_input = exclude_input
@@ -58,14 +66,16 @@ class TextService:
         self._read_ahead |= found
 
     def _requests(self, call: Call) -> list[TextRequest]:
-        return text_requests(
-            call.arrays, call.id, self._limits, call.parameters, self._exclude_input
-        )
+        arrays = as_text_inputs(call.arrays) if self._llmapi else call.arrays
+        return text_requests(arrays, call.id, self._limits, call.parameters, self._exclude_input)
 
     async def handle(self, call: Call) -> None:
         """Answer one call; Triton's final flag is on the last chunk of the last sequence."""
+        ahead = self._read_ahead.pop(call, None)
+        if self._llmapi and is_stop(call.arrays):
+            self._stop(call.client_id)
         try:
-            requests = self._read_ahead.pop(call, None) or self._requests(call)
+            requests = ahead or self._requests(call)
             if not self._decoupled:
                 check_one_response(
                     stream=any(request.stream for request in requests),
@@ -76,17 +86,44 @@ class TextService:
             self._orchestrator.refused(call.id, error)
             raise
         call.sequences = sum([request.num_return_sequences for request in requests])
-        if len(requests) == 1:
+        if self._llmapi:
+            await self._stoppable(call, self._row(call, requests[0], None))
+        elif len(requests) == 1:
             await self._row(call, requests[0], None)
         else:
             rows = [self._row(call, request, row) for row, request in enumerate(requests)]
             await run_rows([asyncio.create_task(row) for row in rows])
 
+    async def _stoppable(self, call: Call, row: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(row)
+        running = self._running.setdefault(call.client_id, set())
+        running.add(task)
+        try:
+            await run_rows([task])
+        except asyncio.CancelledError:
+            if task in running:
+                raise
+            raise Stopped("stopped by a request with this id") from None
+        finally:
+            running.discard(task)
+            if not running:
+                self._running.pop(call.client_id, None)
+
+    def _stop(self, client_id: str) -> NoReturn:
+        """End all requests of this id, and the one that asks for it: each with an error."""
+        if not client_id:
+            raise InvalidRequest("stop", "needs the request id of the request that is to stop")
+        tasks = self._running.get(client_id, set())
+        while tasks:
+            tasks.pop().cancel(CancelCause.CALLER_LEFT.value)
+        raise Stopped("the requests with this id are stopped")
+
     async def _row(self, call: Call, request: TextRequest, row: int | None) -> None:
         if row is not None:
             request = replace(request, request_id=f"{request.request_id}/{row}")
         try:
-            await self._orchestrator.run(request, _RowSink(call, request, row))
+            sink = _RowSink(call, request, row, self._llmapi)
+            await self._orchestrator.run(request, sink)
         except InvalidRequest as error:
             raise with_callers_name(error, request) from error
 
@@ -94,7 +131,8 @@ class TextService:
 class _RowSink:
     """Text chunks of one row as responses of its call."""
 
-    def __init__(self, call: Call, request: TextRequest, row: int | None) -> None:
+    def __init__(self, call: Call, request: TextRequest, row: int | None, llmapi: bool) -> None:
+        self._llmapi = llmapi
         self._request = request
         self._row = row
         self._call = call
@@ -102,4 +140,7 @@ class _RowSink:
 
     def send(self, chunk: TextChunk) -> None:
         ended = chunk.ending is not None and chunk.ending.finish_reason not in _FOLLOWED
-        self._call.send(text_arrays(chunk, self._request, self._row), final=ended)
+        arrays = text_arrays(chunk, self._request, self._row)
+        if self._llmapi:
+            arrays = as_llmapi_outputs(arrays, self._call.arrays)
+        self._call.send(arrays, final=ended)

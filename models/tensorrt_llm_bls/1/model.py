@@ -19,6 +19,7 @@ class TritonPythonModel(ServedModel):
             decoupled=parameters.decoupled,
             limits=parameters.limits,
             exclude_input=parameters.exclude_input_in_output,
+            llmapi=parameters.tensors == "llmapi",
         )
         self.prepare_batch = self._service.prepare_batch
 

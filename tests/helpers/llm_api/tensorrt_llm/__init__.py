@@ -234,7 +234,7 @@ class _Llm:
         self.options: list[dict[str, Any]] = []
         self.threads: set[int] = set()
         self.is_shut_down = False
-        self.engine = ENGINE or _embedded(model, kwargs.get("max_batch_size", 2048))
+        self.engine = ENGINE or _embedded(model, kwargs.get("max_batch_size", 32))
 
     def _check_thread(self) -> None:
         self.threads.add(threading.get_ident())

@@ -1,0 +1,71 @@
+"""A repository of upstream's llmapi model, converted and served: its clients find it again."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.conformance.engines import LLM_API
+from tests.helpers.server_settings import DEMO, free_ports
+from tests.models.test_configure_llm_api import upstreams
+from trtllm_bls.cli import main
+from trtllm_bls.launcher import TritonServer
+
+PROMPT = "The answer of the engine is"
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    place = tmp_path_factory.mktemp("converted")
+    old = upstreams(place / "old", DEMO / "target")
+    words = ["configure", "--from", str(old), "--out", str(place / "new")]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    code = place / "new" / "tensorrt_llm_engine" / "1" / "model.py"
+    text = code.read_text().replace("import asyncio\n", "import asyncio, sys\n", 1)
+    found = f"sys.path.insert(0, {str(LLM_API)!r})\n\n\nclass TritonPythonModel"
+    code.write_text(text.replace("\nclass TritonPythonModel", found, 1))
+    with TritonServer(free_ports(model_repository=place / "new")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[TritonServer]:
+    with TritonServer(free_ports(model=DEMO / "target")) as server:
+        yield server
+
+
+def post(server: TritonServer, path: str, body: Any) -> str:
+    request = urllib.request.Request(
+        f"{server.http_url}/v2/models/{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        answer: str = response.read().decode()
+    return answer
+
+
+@pytest.mark.live
+@pytest.mark.xdist_group("llm-api")
+def test_a_converted_repository_answers_as_the_embedded_engine(
+    converted: TritonServer, embedded: TritonServer
+) -> None:
+    """By upstream's tensors and by ours, streamed and whole."""
+    ours = {"text_input": PROMPT, "max_tokens": 12}
+    expected = json.loads(post(embedded, "tensorrt_llm_bls/generate", ours))["text_output"]
+    assert expected
+    same = json.loads(post(converted, "tensorrt_llm_bls/generate", ours))["text_output"]
+    theirs = {"text_input": PROMPT, "sampling_param_max_tokens": 12, "return_finish_reason": True}
+    whole = json.loads(post(converted, "tensorrt_llm/generate", theirs))
+    lines = post(converted, "tensorrt_llm/generate_stream", theirs | {"streaming": True})
+    deltas = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: ")]
+    assert same == whole["text_output"] == expected
+    assert "".join(delta["text_output"] for delta in deltas) == expected
+    assert len(deltas) > 2
+    assert whole["finish_reason"] == deltas[-1]["finish_reason"] == "length"

@@ -1,0 +1,109 @@
+"""Upstream's llmapi tensors, served by the orchestrator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.scripted_text import PROMPT, saying
+from tests.helpers.services_on_fake_backend import Bench, text_service
+from tests.helpers.waiting import until
+from trtllm_bls.contract import LLMAPI
+
+OUTPUTS = tuple(LLMAPI.output_named)
+
+
+def asking(bench: Bench, id: str = "", **inputs: Any) -> Any:
+    """A request with every output asked for; a scalar becomes an array without a batch."""
+    types = {tensor.name: tensor.numpy_type for tensor in LLMAPI.inputs}
+    given = {"text_input": PROMPT.encode(), "sampling_param_max_tokens": 100} | inputs
+    arrays = {
+        name: np.array(value if isinstance(value, list) else [value], types[name])
+        for name, value in given.items()
+    }
+    return bench.triton.ask(arrays, *OUTPUTS, id=id)
+
+
+def test_outputs_have_the_declared_types_and_are_those_asked_for() -> None:
+    """Upstream's model sends texts in their place."""
+    with text_service(saying("one two! three"), llmapi=True) as bench:
+        plain = bench.accept(asking(bench)).wait()
+        flags = ("finish_reason", "stop_reason", "cumulative_logprob")
+        more = {f"return_{name}": True for name in flags}
+        more |= {"sampling_param_return_perf_metrics": True, "sampling_param_stop": [b"!"]}
+        told = bench.accept(asking(bench, **more)).wait()
+    assert [set(response) for response in plain.responses] == [{"text_output"}]
+    (response,) = told.responses
+    assert response["text_output"].tolist() == [b"one two"]
+    assert response["finish_reason"].tolist() == [b"stop"]
+    assert response["stop_reason"].tolist() == [b"!"]
+    for name, array in response.items():
+        assert (array.dtype, array.shape) == (LLMAPI.output_named[name].numpy_type, (1,))
+    assert {"cumulative_logprob", "kv_cache_reused_block", "arrival_time_ns"} <= set(response)
+
+
+def test_deltas_are_streamed_and_a_natural_end_is_a_stop() -> None:
+    with text_service(saying("It wasn't fun!"), llmapi=True) as bench:
+        ask = bench.accept(asking(bench, streaming=True, return_finish_reason=True)).wait()
+    assert len(ask.responses) > 1
+    assert b"".join(said[0] for said in ask.said("text_output")) == b"It wasn't fun!"
+    assert ask.said("finish_reason") == [[b"stop"]]
+
+
+def test_what_samples_there_samples_here() -> None:
+    """A temperature alone; without any option the likeliest token is taken, 32 times at most."""
+    engine = saying("one")
+    with text_service(engine, llmapi=True) as bench:
+        bench.accept(asking(bench, sampling_param_temperature=0.5)).wait()
+        bench.accept(asking(bench, sampling_param_temperature=0.0)).wait()
+        ask = bench.triton.ask({"text_input": np.array([PROMPT.encode()], np.object_)}, *OUTPUTS)
+        bench.accept(ask).wait()
+    asked = [request.sampling.is_greedy for request in engine.requests]
+    assert asked == [False, True, True] and engine.requests[-1].max_tokens == 32
+
+
+def test_adapters_and_processors_go_on() -> None:
+    engine = saying("one")
+    names = {"lora_name": b"sql", "sampling_param_logits_post_processor_name": b"all"}
+    with text_service(engine, llmapi=True) as bench:
+        bench.accept(asking(bench, lora_id=7, lora_path=b"/a", **names)).wait()
+    extras = {name: array.tolist() for name, array in engine.requests[0].extras.items()}
+    assert extras == {
+        "lora_task_id": [7],
+        "lora_name": [b"sql"],
+        "lora_path": [b"/a"],
+        "logits_post_processor_name": [b"all"],
+    }
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_stop_answers_both(streaming: bool) -> None:
+    """Upstream's leaves a stopped request that does not stream without an answer."""
+    engine = saying(" ".join("abcdefgh" * 9), step_seconds=0.02)
+    with text_service(engine, llmapi=True) as bench:
+        first = bench.accept(asking(bench, "one", streaming=streaming))
+        second = bench.accept(asking(bench, "one", streaming=streaming))
+        other = bench.accept(asking(bench, "other"))
+        until(lambda: engine.live == 3)
+        stop = bench.accept(asking(bench, "one", stop=True)).wait()
+        codes = [ask.wait().error.code() for ask in (first, second)]
+        assert [*codes, stop.error.code()] == ["CANCELLED"] * 3
+        assert other.wait().error is None
+        nobody = bench.accept(asking(bench, stop=True)).wait()
+        assert "request id" in nobody.error.message()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"sampling_param_best_of": 2}, "sampling_param_best_of"),
+        ({"text_input": [[b"a"]]}, "text_input"),
+        ({"sampling_param_top_p": 7.0}, "top_p"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(wrong: dict[str, Any], field: str) -> None:
+    with text_service(saying("one"), llmapi=True) as bench:
+        ask = bench.accept(asking(bench, **wrong)).wait()
+    assert f": {field}: " in ask.error.message()
