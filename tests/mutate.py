@@ -52,9 +52,9 @@ def main(file: Path) -> None:
 def _copy(tree: Path) -> None:
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     for name in subprocess.check_output(listed, cwd=_ROOT, text=True).split("\0"):
-        if name and (_ROOT / name).is_file():
+        if name and os.path.lexists(_ROOT / name):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(_ROOT / name, tree / name)
+            shutil.copy2(_ROOT / name, tree / name, follow_symlinks=False)
 
 
 def _result(tree: Path, tests: str) -> str:
