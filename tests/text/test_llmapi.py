@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.helpers.scripted_text import PROMPT, saying
-from tests.helpers.services_on_fake_backend import Bench, text_service
+from tests.helpers.services_on_fake_backend import Bench, engine_service, text_service
 from tests.helpers.waiting import until
 from trtllm_bls.contract import LLMAPI
+from trtllm_bls.errors import EngineError
+from trtllm_bls.orchestrator import stats_of_refusal
+from trtllm_bls.services.request_metrics import SPECULATION, RequestMetrics
+from trtllm_bls.types import EngineChunk, EngineRequest, SpeculationStats
+from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader
+from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
 
 OUTPUTS = tuple(LLMAPI.output_named)
 
@@ -107,3 +114,43 @@ def test_what_cannot_be_honoured_is_refused_by_name(wrong: dict[str, Any], field
     with text_service(saying("one"), llmapi=True) as bench:
         ask = bench.accept(asking(bench, **wrong)).wait()
     assert f": {field}: " in ask.error.message()
+
+
+# --- the model of token ids behind it ---------------------------------------------------------
+
+
+def test_a_trace_context_reaches_the_engine() -> None:
+    """A text that is none does not."""
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with engine_service(3, 4) as bench:
+        for sent in (trace, "none"):
+            ask = bench.tokens()
+            ask.sent_parameters = {"traceparent": sent}
+            bench.accept(ask).wait()
+        told = [request.traceparent for request in bench.engine.requests]
+    assert told == [trace, None]
+
+
+@pytest.mark.parametrize("engine", ["llm_api", "embedded"])
+def test_what_an_engine_drafts_by_itself_is_told_once(engine: str) -> None:
+    """On the last response, from an engine that may; the client asks for it without being asked."""
+    model = DeployedModel(parameters={"engine": engine})
+    request = EngineRequest(request_id="r", input_ids=(1,), max_tokens=2)
+    asked = {"total_draft_tokens", "total_accepted_draft_tokens"} & set(model.outputs_for(request))
+    assert bool(asked) == (engine == "llm_api")
+    done = SpeculationStats(drafted=8, accepted=5)
+    chunks = [EngineChunk((3,)), EngineChunk((4,), final=True, speculation=done)]
+    writer = ChunkWriter(EngineCall(request, None), True, None)
+    reader = ResponseReader(request, model)
+    read = [next(reader.chunks(writer.arrays(chunk), chunk.final)) for chunk in chunks]
+    assert [chunk.speculation for chunk in read] == [None, done if asked else None]
+
+
+def test_what_an_engine_drafts_by_itself_is_counted() -> None:
+    """A request without rounds of ours has no router that counts them."""
+    metrics = RequestMetrics()
+    stats = stats_of_refusal("r", EngineError("x"))
+    metrics.add(replace(stats, speculation=SpeculationStats(drafted=8, accepted=5)))
+    metrics.add(replace(stats, speculation=SpeculationStats(drafted=8, accepted=5, rounds=2)))
+    assert metrics.numbers[SPECULATION["drafted"], ()] == 8
+    assert metrics.numbers[SPECULATION["accepted"], ()] == 5
