@@ -13,9 +13,8 @@ from pathlib import Path
 import click
 import pytest
 
-from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.cli import main
-from trtllm_bls.launcher.demo import prompts
+from trtllm_bls.launcher.demo import PROMPTS
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("trtllm_bls", "models", "assets", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
@@ -60,7 +59,7 @@ def test_the_wheel_brings_repository_and_demo(installed: Path) -> None:
     """The demo answers its three prompts with nothing but what was installed."""
     shown = run([installed, "demo", "--max-tokens", "8", "--threads", "1"], installed.parent)
     assert shown.returncode == 0, shown.stderr
-    for prompt in prompts(DEMO / "prompts.json"):
+    for prompt in PROMPTS:
         assert prompt in shown.stdout
     assert "Traceback" not in shown.stderr
 
