@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.errors import InvalidRequest, SettingsError
 
 NUMPY_TYPES: Mapping[str, type] = {
     "BOOL": np.bool_,
@@ -82,6 +82,8 @@ class Tensor:
 
     def __post_init__(self) -> None:
         """Attributes, not properties: they are read for every value of every request."""
+        if self.dtype not in NUMPY_TYPES:
+            raise SettingsError(f"{self.name}: {self.dtype!r} is none of {', '.join(NUMPY_TYPES)}")
         object.__setattr__(self, "key", self.field or self.name)
         object.__setattr__(self, "numpy_type", NUMPY_TYPES[self.dtype])
         object.__setattr__(self, "single", self.dims == (1,))

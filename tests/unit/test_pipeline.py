@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import runpy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.helpers.waiting import eventually, until
 from trtllm_bls.configure.new import command as new
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.engines.triton.other_models import OtherModels, as_array
-from trtllm_bls.errors import EngineError
+from trtllm_bls.errors import EngineError, TrtllmBlsError
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.pipeline import InvalidRequest, Request, Response, StreamingModel, Tensor, connect
 from trtllm_bls.services.testing import serving
@@ -52,6 +53,28 @@ def test_each_step_is_a_response() -> None:
     assert (request.text, request.sampling.temperature) == ("hello", 0.5)
 
 
+def test_a_request_is_counted_with_its_tokens_and_its_reason() -> None:
+    with serving(Short, llm=["a", "b", "c"]) as model:
+        model.ask(prompt="hello").wait()
+    lines = [line for _, line in model.triton.lines if "request id=" in line]
+    assert len(lines) == 1
+    for part in ("outcome=success", "reason=length", "prompt_tokens=1", "completion_tokens=2"):
+        assert part in lines[0]
+
+
+class Short(StreamingModel):
+    """Two tokens."""
+
+    inputs, outputs = Upper.inputs, (Tensor("sound", "FP32", (-1,)),)
+
+    async def load(self, deployment: Any) -> None:
+        self.llm = deployment.llm()
+
+    async def answer(self, request: Request, response: Response) -> None:
+        steps = [step async for step in self.llm.text(request.text("prompt"), max_tokens=2)]
+        await response.send({"sound": [len(step.text) for step in steps]})
+
+
 def test_only_outputs_that_were_asked_for_are_sent() -> None:
     with serving(Upper, llm=["a"]) as model:
         ask = model.ask(prompt="hello", outputs=["count"]).wait()
@@ -60,10 +83,14 @@ def test_only_outputs_that_were_asked_for_are_sent() -> None:
 
 def test_a_mistake_is_the_callers_error() -> None:
     with serving(Upper) as model:
-        ask = model.ask().wait()
+        ask = model.ask(prompt=["a", "b"]).wait()
+        with pytest.raises(AssertionError, match="refuse the request: \\['prompt'\\]"):
+            model.ask()
+        with pytest.raises(AssertionError, match="'promt'"):
+            model.ask(prompt="a", promt="b")
     assert ask.error is not None
     assert ask.error.code() == "INVALID_ARG"
-    assert ask.error.message() == "INVALID_ARG: prompt: 0 texts; send one"
+    assert ask.error.message() == "INVALID_ARG: prompt: 2 texts; send one"
 
 
 def test_the_engines_error_follows_what_came_before_it() -> None:
@@ -131,32 +158,83 @@ def test_other_models_are_called() -> None:
     assert ask.said("text") == [[b"a"], [b"b"]]
 
 
+def group_of(error: Exception) -> BaseException:
+    """What a task group raises, also in Python 3.10, which has none."""
+    group = RuntimeError("unhandled errors in a TaskGroup")
+    group.exceptions = (error,)  # type: ignore[attr-defined]
+    return group
+
+
+async def cancelled() -> None:
+    task = asyncio.create_task(asyncio.sleep(10))
+    task.cancel()
+    await task
+
+
+async def raised(error: BaseException) -> None:
+    raise error
+
+
+async def sent_twice(response: Response) -> None:
+    await response.send({"count": 1}, final=True)
+    await response.send({"count": 2})
+
+
 class Wrong(Upper):
-    """Makes what the request names."""
+    """Makes the mistake that the request names."""
 
     async def answer(self, request: Request, response: Response) -> None:
-        what = request.text("prompt")
-        if what == "undeclared":
-            await response.send({"sound": 1})
-        if what == "option":
-            self.llm.text("x", tempreature=1)
-        if what == "own timeout":
-            async with asyncio.timeout(0.01):
-                await asyncio.Event().wait()
+        mistakes: dict[str, Callable[[], Any]] = {
+            "undeclared": lambda: response.send({"sound": 1}),
+            "option": lambda: self.llm.text("x", tempreature=1),
+            "value": lambda: self.llm.text("x", max_tokens=-1),
+            "no number": lambda: self.llm.text("x", temperature="hot"),
+            "own timeout": lambda: asyncio.wait_for(asyncio.Event().wait(), 0.01),
+            "own cancel": cancelled,
+            "exit": lambda: raised(SystemExit()),
+            "group": lambda: raised(group_of(EngineError("lost"))),
+            "wide": lambda: response.send({"count": [1, 2, 3]}),
+            "large": lambda: response.send({"count": 2**40}),
+            "fraction": lambda: response.send({"count": 1.5}),
+            "word": lambda: response.send({"count": "five"}),
+            "nothing": lambda: response.send({"text": None}),
+            "number": lambda: response.send({"text": 5}),
+            "absent": lambda: request["absent"],
+            "unknown": lambda: request.infer("nobody", {}),
+            "twice": lambda: sent_twice(response),
+        }
+        await mistakes[request.text("prompt")]()
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
         ("undeclared", "INTERNAL: output sound is not declared by this model"),
-        ("option", "INVALID_ARG: tempreature: no such option"),
+        ("option", "INTERNAL: tempreature is no option of a language model"),
+        ("value", "INVALID_ARG: max_tokens: -1 is not allowed; it must be at least 1"),
+        ("no number", "INVALID_ARG: temperature: 'hot' is not a number"),
         ("own timeout", "INTERNAL: unexpected TimeoutError"),
+        ("own cancel", "INTERNAL: unexpected RuntimeError"),
+        ("exit", "INTERNAL: unexpected RuntimeError"),
+        ("group", "INTERNAL: lost"),
+        ("wide", "INTERNAL: output count: shape [3], declared [1]"),
+        ("large", "INTERNAL: output count: 1099511627776 is not INT32"),
+        ("fraction", "INTERNAL: output count: 1.5 is not INT32"),
+        ("word", "INTERNAL: output count: 'five' is not INT32"),
+        ("nothing", "INTERNAL: text: holds objects"),
+        ("number", "INTERNAL: output text: 5 is not STRING"),
+        ("absent", "INVALID_ARG: absent: is missing"),
+        ("unknown", "INTERNAL: nobody: Request for unknown model"),
+        ("twice", "INTERNAL: nothing can follow the last response"),
     ],
 )
 def test_errors_name_what_is_wrong(what: str, message: str) -> None:
     with serving(Wrong) as model:
         ask = model.ask(prompt=what).wait()
-    assert ask.error is not None and ask.error.message().startswith(message)
+    if what == "twice":  # the response has ended; the log tells
+        assert [ask.said("count"), ask.error] == [[[1]], None]
+    else:
+        assert ask.error is not None and ask.error.message().startswith(message)
 
 
 def test_requests_beyond_the_places_wait_and_beyond_that_are_refused() -> None:
@@ -233,6 +311,12 @@ def test_a_new_model_passes_its_own_test_and_keeps_what_was_configured(tmp_path:
     assert [output.name for output in written.output] == ["score", "text"]
     assert values_of(written)["tensorrt_llm_model_name"] == "another"
     assert model.read_text() == text
+    copy = made.rename(made.with_name("copy"))
+    assert run(new, [str(copy)]).exit_code == 0
+    assert read_config(copy / "config.pbtxt").name == "copy"
+    (copy / "1" / "model.py").write_text("")
+    refused = run(new, [str(copy)])
+    assert str(refused.exception).endswith("model.py: has no class TritonPythonModel")
 
 
 @pytest.mark.parametrize(
@@ -241,10 +325,11 @@ def test_a_new_model_passes_its_own_test_and_keeps_what_was_configured(tmp_path:
         ("prompt", "'prompt' is not NAME:TYPE[DIMS]"),
         ("prompt:TEXT", "'prompt:TEXT' is not NAME:TYPE[DIMS]"),
         ("prompt:FP32[a]", "'prompt:FP32[a]' is not NAME:TYPE[DIMS]"),
+        ("a:FP32 --input a:BOOL", "two inputs, or two outputs, have one name"),
     ],
 )
 def test_a_tensor_that_is_none_is_refused(tmp_path: Path, option: str, error: str) -> None:
-    result = CliRunner().invoke(new, [str(tmp_path / "mine"), "--input", option])
+    result = CliRunner().invoke(new, [str(tmp_path / "mine"), "--input", *option.split()])
     assert str(result.exception).startswith(error)
     assert not list(tmp_path.iterdir())
 
@@ -292,5 +377,5 @@ def test_values_become_tensors() -> None:
     assert as_array("x", 3).tolist() == [3]
     assert as_array("x", "é").tolist() == ["é".encode()]
     assert as_array("x", [["a", b"b"]]).tolist() == [[b"a", b"b"]]
-    with pytest.raises(InvalidRequest, match="x: holds objects"):
+    with pytest.raises(TrtllmBlsError, match="x: holds objects"):
         as_array("x", [{}])

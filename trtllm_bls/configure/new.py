@@ -75,6 +75,9 @@ def command(
     model = directory / "1" / "model.py"
     if not model.is_file():
         tensors = [[_tensor(text) for text in texts] for texts in (inputs, outputs)]
+        names = [tensor.name for tensor in tensors[1]]
+        if len({*names}) < len(names) or len({t.name for t in tensors[0]}) < len(tensors[0]):
+            raise SettingsError("two inputs, or two outputs, have one name; give each its own")
         words = {
             "name": directory.name,
             "inputs": ", ".join(map(_spelled, tensors[0])),
@@ -100,13 +103,17 @@ def config_of(model: Path, parameters: dict[str, str]) -> str:
     """
     name, file = model.parents[1].name, model.parents[1] / "config.pbtxt"
     try:
-        declared: Any = runpy.run_path(str(model))["TritonPythonModel"]
+        declared: Any = runpy.run_path(str(model)).get("TritonPythonModel")
+        if declared is None:
+            raise SettingsError("has no class TritonPythonModel")
         tensors = Model(name, declared.inputs, declared.outputs, decoupled=True)
     except Exception as error:  # whatever the user's file raises
-        raise SettingsError(f"{model}: {type(error).__name__}: {error}") from error
+        kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
+        raise SettingsError(f"{model}: {kind}{error}") from error
     config = model_config(tensors, parameters, max_batch_size=0)
     if file.is_file():
         present = read_config(file)
+        present.name = name  # the directory may be a copy of another model's
         for field in ("input", "output"):
             present.ClearField(field)
             getattr(present, field).extend(getattr(config, field))

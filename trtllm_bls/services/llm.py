@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from trtllm_bls.errors import CancelCause, InvalidRequest
+from trtllm_bls.contract import BLS
+from trtllm_bls.errors import CancelCause, InvalidRequest, TrtllmBlsError
 from trtllm_bls.orchestrator import TextSink
 from trtllm_bls.parameters import BlsParameters, Parameters
 from trtllm_bls.services.deployment import Deployment
@@ -43,6 +44,8 @@ class Caller(Protocol):
     id: str
     traceparent: str | None
     tokens: int  # generated for it so far
+    prompt_tokens: int
+    finish_reason: str  # of the latest answer that has ended
     steps: set[Steps]  # that have not been closed
 
 
@@ -62,8 +65,8 @@ class Step:
     text: str
     finish_reason: str | None = None
     stop_reason: str | None = None
-    prompt_tokens: int = field(default=0, repr=False)
-    completion_tokens: int = field(default=0, repr=False)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 class Steps(AsyncIterator[Step]):
@@ -98,6 +101,9 @@ class Steps(AsyncIterator[Step]):
         ending = chunk.ending
         if ending is None or ending.finish_reason in _FAILED:
             return Step(ids, chunk.text)
+        if self._caller is not None:
+            self._caller.prompt_tokens += ending.prompt_tokens
+            self._caller.finish_reason = ending.finish_reason.value
         return Step(
             ids,
             chunk.text,
@@ -152,8 +158,9 @@ class LLM:
     Each method begins an answer and returns its steps. ``options``: fields of ``Sampling``
     (``temperature``, ``top_p``, ``seed``, …) and of ``TextRequest`` (``max_tokens``,
     ``stop_words``, ``stop_token_ids``, ``timeout_s``, …), see ``trtllm_bls.types``. What is not
-    given is the deployment's default. Raises ``InvalidRequest`` for an option that does not exist;
-    the steps raise ``InvalidRequest`` and ``EngineError``.
+    given is the deployment's default. Raises ``TrtllmBlsError`` for an option that does not exist,
+    ``InvalidRequest`` for a value out of its bounds; the steps raise ``InvalidRequest`` and
+    ``EngineError``.
     """
 
     def __init__(self, orchestrator: Runs) -> None:
@@ -179,8 +186,20 @@ class LLM:
         return self._begin(options, messages=json.dumps(messages), chat=chat)
 
     def _begin(self, options: Mapping[str, Any], **prompt: Any) -> Steps:
-        if unknown := sorted(options.keys() - _SAMPLING - _OPTIONS):
-            raise InvalidRequest(unknown[0], f"no such option; {sorted(_SAMPLING | _OPTIONS)} are")
+        for name, value in options.items():
+            if name not in _SAMPLING | _OPTIONS:
+                known = ", ".join(sorted(_SAMPLING | _OPTIONS))
+                raise TrtllmBlsError(f"{name} is no option of a language model; there are: {known}")
+            tensor = BLS.input_named.get(name)
+            if (
+                tensor is not None
+                and tensor.single
+                and tensor.dtype != "STRING"
+                and value is not None
+            ):
+                if not isinstance(value, (int, float)):
+                    raise InvalidRequest(name, f"{value!r} is not a number")
+                tensor.check(value)
         caller = CALLER.get()
         request = TextRequest(
             request_id=f"{caller.id if caller else 'llm'}/{next(_numbers)}",

@@ -9,6 +9,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from trtllm_bls.contract import Tensor
 from trtllm_bls.engines.triton.other_models import ModelStream, OtherModels, as_array
 from trtllm_bls.errors import (
@@ -91,13 +93,16 @@ class Request:
         self.begun_at: float | None = None
         self.first_at = self.last_at = 0.0
         self.longest_gap = 0.0
-        self.responses = self.tokens = 0
+        self.responses = self.tokens = self.prompt_tokens = 0
+        self.finish_reason = "stop"  # of the last answer of the language model
         self.steps: set[Steps] = set()
         self._whole: Mapping[str, Array] = {}
         self._streams: set[ModelStream] = set()
         self._calls: set[asyncio.Future[dict[str, Array]]] = set()
 
     def __getitem__(self, name: str) -> Array:
+        if name not in self._call.arrays:
+            raise InvalidRequest(name, "is missing")
         return self._call.arrays[name]
 
     def __contains__(self, name: str) -> bool:
@@ -105,7 +110,7 @@ class Request:
 
     def text(self, name: str) -> str:
         """The one text of a ``STRING`` input. Raises ``InvalidRequest``."""
-        values = self[name].reshape(-1).tolist() if name in self else []
+        values = self[name].reshape(-1).tolist()
         if len(values) != 1:
             raise InvalidRequest(name, f"{len(values)} texts; send one")
         try:
@@ -151,6 +156,8 @@ class Request:
             raise TrtllmBlsError(f"output {min(unknown)} is not declared by this model")
         if self.responses and not decoupled:
             raise TrtllmBlsError("this model is not decoupled and answers once per request")
+        if not self._call.sequences:
+            raise TrtllmBlsError("nothing can follow the last response of a request")
         arrays = {name: _typed(declared[name], value) for name, value in outputs.items()}
         if decoupled:
             await self._call.ready()
@@ -184,7 +191,9 @@ class Request:
 
     def stats(self, error: BaseException | None) -> RequestStats:
         """The figures of the request, which is over."""
-        outcome, reason = (Outcome.SUCCESS, "stop") if error is None else outcome_of(error)
+        outcome, reason = (
+            (Outcome.SUCCESS, self.finish_reason) if error is None else outcome_of(error)
+        )
         if isinstance(error, DeadlineExceeded):
             outcome, reason = Outcome.CANCELLED, CancelCause.DEADLINE.value
         return RequestStats(
@@ -192,6 +201,7 @@ class Request:
             outcome=outcome,
             reason=reason,
             error=str(error) if isinstance(error, Exception) else None,
+            prompt_tokens=self.prompt_tokens,
             completion_tokens=self.tokens,
             responses=self.responses,
             duration_s=self._clock() - self.arrived_at,
@@ -270,7 +280,7 @@ class StreamingModel(ServedModel):
                 await self.answer(request, Response(request))
             request.finish()
         except BaseException as raised:
-            error = raised
+            error = _told(raised)
             if isinstance(raised, asyncio.TimeoutError) and has_expired(limit):
                 error = DeadlineExceeded(f"the time limit of {seconds:g} s is over")
             raise error from raised
@@ -280,8 +290,38 @@ class StreamingModel(ServedModel):
             self.deployment.reports.add(request.stats(error))
 
 
+def _told(raised: BaseException) -> BaseException:
+    """What the end of a request is told as.
+
+    A task group with one failure is that failure. ``SystemExit`` and a cancellation of the
+    pipeline's own would end the event loop or look like the caller's leaving.
+    """
+    inner: tuple[BaseException, ...] = getattr(raised, "exceptions", ())
+    if len(inner) == 1:
+        return _told(inner[0])
+    # Python 3.10 does not tell who cancelled a task.
+    cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
+    own_cancel = isinstance(raised, asyncio.CancelledError) and not cancels
+    if own_cancel or isinstance(raised, (SystemExit, KeyboardInterrupt)):
+        return RuntimeError(f"answer raised {type(raised).__name__}")
+    return raised
+
+
 def _typed(tensor: Tensor, value: Any) -> Array:
+    """The value as the array of a declared output. Raises ``TrtllmBlsError``."""
     array = as_array(tensor.name, value)
-    if tensor.dtype == "STRING":
+    fits = array.ndim == len(tensor.dims) and all(
+        declared in (-1, size) for declared, size in zip(tensor.dims, array.shape, strict=True)
+    )
+    if not fits:
+        problem = f"shape {list(array.shape)}, declared {list(tensor.dims)}"
+        raise TrtllmBlsError(f"output {tensor.name}: {problem}")
+    if tensor.dtype == "STRING" and array.dtype == np.object_:
         return array
-    return array.astype(tensor.numpy_type, copy=False)
+    cast: Array = array.astype(tensor.numpy_type) if array.dtype.kind in "biuf" else array[:0]
+    # A float is rounded to its type's precision; any other value stays what it is.
+    if tensor.dtype == "STRING" or not (
+        cast.size == array.size and (tensor.dtype.startswith("FP") or np.array_equal(cast, array))
+    ):
+        raise TrtllmBlsError(f"output {tensor.name}: {value!r} is not {tensor.dtype}")
+    return cast

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,11 +27,12 @@ import numpy as np
 
 from trtllm_bls.admission import Admission
 from trtllm_bls.engines.triton.other_models import OtherModels, as_array
+from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import TextSink
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.llm import LLM
 from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.services.request_reports import RequestLog, RequestReports
 from trtllm_bls.services.streaming_model import PipelineDeployment, StreamingModel
 from trtllm_bls.types import Ending, FinishReason, TextChunk, TextRequest, TokenText
 
@@ -67,6 +69,9 @@ class TritonError:
 
     def code(self) -> str:
         return self._code
+
+    def __repr__(self) -> str:
+        return f"{self._code}: {self._message}"
 
 
 class InferenceResponse:
@@ -179,7 +184,8 @@ class Ask:
         arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
         if more := arrays.keys() - set(self._outputs):
             raise self._triton.breach(f"outputs nobody asked for: {more}: the stub would crash")
-        if wide := [name for name, array in arrays.items() if array.shape[0] != 1]:
+        wide = [name for name, array in arrays.items() if array.shape[0] != 1]
+        if wide and self._triton.batched:
             raise self._triton.breach(f"first dimension of a response is not 1: {wide}")
         self.responses.append(arrays)
 
@@ -203,14 +209,19 @@ class _Logger:
 
     def log_error(self, text: str) -> None:
         self._lines.append(("error", text))
+        sys.stderr.write(f"{text}\n")  # which a test shows when it fails
 
 
 class FakeTriton:
-    """The module ``triton_python_backend_utils``."""
+    """The module ``triton_python_backend_utils``.
+
+    ``batched``: the model's ``max_batch_size`` is not 0, so the first dimension is the batch.
+    """
 
     Tensor, TritonError, InferenceResponse = Tensor, TritonError, InferenceResponse
 
-    def __init__(self) -> None:
+    def __init__(self, batched: bool = True) -> None:
+        self.batched = batched
         self.broken: list[str] = []
         self.lines: list[tuple[str, str]] = []
         self.Logger = _Logger(self.lines)
@@ -238,6 +249,10 @@ class Model:
     def ask(self, *, outputs: Sequence[str] = (), id: str = "", **inputs: Any) -> Ask:
         """Send a request; ``inputs`` are arrays, numbers or texts by name. See ``Ask``."""
         declared = [tensor.name for tensor in self.model.outputs]
+        required = {tensor.name for tensor in self.model.inputs if tensor.required}
+        known = {tensor.name for tensor in self.model.inputs}
+        wrong = sorted((required - inputs.keys()) | (inputs.keys() - known))
+        assert not wrong, f"Triton would refuse the request: {wrong} missing or not declared"
         arrays = {name: as_array(name, value) for name, value in inputs.items()}
         ask = self.triton.ask(arrays, *(outputs or declared), id=id)
         self.model.execute([ask])
@@ -259,7 +274,10 @@ class ScriptedLLM:
         self.requests.append(request)
         self.live += 1
         try:
-            for number, piece in enumerate(self._pieces):
+            pieces, reason = self._pieces, FinishReason.END_ID
+            if request.max_tokens is not None and len(pieces) > request.max_tokens:
+                pieces, reason = pieces[: request.max_tokens], FinishReason.LENGTH
+            for number, piece in enumerate(pieces):
                 await sink.ready()
                 if piece is None:
                     await asyncio.Event().wait()
@@ -268,10 +286,8 @@ class ScriptedLLM:
                 text = str(piece)
                 token = TokenText(number, text.encode(), None)
                 sink.send(TextChunk(text, tokens=(token,)))
-            count = len(self._pieces)
-            ending = Ending(
-                finish_reason=FinishReason.END_ID, prompt_tokens=1, completion_tokens=count
-            )
+            count = len(pieces)
+            ending = Ending(finish_reason=reason, prompt_tokens=1, completion_tokens=count)
             sink.send(TextChunk("", ending=ending, tokens=()))
         finally:
             self.live -= 1
@@ -282,6 +298,8 @@ class _Models(OtherModels):
         self._play = play
 
     async def infer(self, model: str, inputs: Any, outputs: Any, request_id: str) -> Any:
+        if model not in self._play:
+            raise EngineError(f"{model}: Request for unknown model; name it in ``models``")
         answer = self._play[model]({name: as_array(name, each) for name, each in inputs.items()})
         return {name: as_array(name, each) for name, each in answer.items()}
 
@@ -312,13 +330,13 @@ def serving(
     function from inputs to outputs, or to a list of them for a stream. ``parameters``: the model's.
     Raises ``AssertionError`` at the end if a rule of Triton was broken or an answer still runs.
     """
-    scripted, triton = ScriptedLLM(llm), FakeTriton()
+    scripted, triton = ScriptedLLM(llm), FakeTriton(batched=False)
 
     class Deployment(PipelineDeployment):
         def __init__(self, parameters: BlsParameters, pb_utils: Any, model_name: str) -> None:
             self.open, self.timeout_s = set(), parameters.request_timeout_seconds or None
             self.admission = Admission(parameters.max_running, parameters.max_queued, None)
-            self.reports = RequestReports(RequestMetrics())
+            self.reports = RequestReports(RequestMetrics(), [RequestLog().add])
 
         def llm(self) -> LLM:
             return LLM(scripted)

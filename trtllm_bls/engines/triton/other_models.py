@@ -11,7 +11,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import np_to_triton_dtype
 
-from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, from_wire
+from trtllm_bls.errors import EngineError, EngineUnavailable, TrtllmBlsError, from_wire
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.types import Array
 from trtllm_bls.wire.engine_client import is_final, output_arrays, packed_infer_message
@@ -23,13 +23,13 @@ _LOST = ("UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED")
 def as_array(name: str, value: Any) -> Array:
     """A value as the array of one tensor: texts become bytes, a single value gets one dimension.
 
-    Raises ``InvalidRequest`` for what no tensor can hold.
+    Raises ``TrtllmBlsError`` for what no tensor can hold.
     """
     array = np.asarray(value)
     if array.dtype.kind in "USO":
         flat = [each.encode() if isinstance(each, str) else each for each in array.reshape(-1)]
         if not all(isinstance(each, bytes) for each in flat):
-            raise InvalidRequest(name, "holds objects; a tensor holds numbers, texts or bytes")
+            raise TrtllmBlsError(f"{name}: holds objects; a tensor holds numbers, texts or bytes")
         shape, array = array.shape, np.empty(len(flat), np.object_)
         array[:] = flat
         array = array.reshape(shape)
@@ -63,7 +63,7 @@ class OtherModels:
     ) -> ModelStream:
         """The responses of a decoupled model."""
         if self._pb is not None:
-            raise InvalidRequest(model, "streams need gRPC; set engine_transport to auto or grpc")
+            raise TrtllmBlsError(f"{model}: a stream needs gRPC; set engine_transport to auto")
         arrays = {name: as_array(name, value) for name, value in inputs.items()}
         return ModelStream(model, self._channel, _packed(model, arrays, outputs, request_id))
 
@@ -140,7 +140,8 @@ def _packed(
 def _failure(model: str, error: GrpcError) -> Exception:
     if error.status in _LOST:
         return EngineUnavailable(f"{model}: {error.details}")
-    return _named(model, from_wire(error.details))
+    hint = "; use request.stream" if "decoupled transaction policy" in error.details else ""
+    return _named(model, from_wire(error.details + hint))
 
 
 def _named(model: str, error: Exception) -> Exception:
