@@ -402,15 +402,10 @@ def _requirements(packages: Callable[[str], str | None]) -> Iterator[tuple[str, 
 def pins(subject: Subject) -> Findings:
     """Another one can break `import tensorrt_llm`, which builds engines but does not serve them."""
     present, release = subject.packages("transformers"), subject.packages("tensorrt-llm") or ""
-    pinned = [pin for since, pin in PINS if since <= PackageVersion(release).release]
-    if (
-        present
-        and pinned
-        and pinned[-1]
-        and PackageVersion(present).release[:2] != PackageVersion(pinned[-1]).release[:2]
-    ):
-        what = f"transformers {present} beside tensorrt-llm {release}, made with {pinned[-1]}"
-        mend = f"pip install transformers=={pinned[-1]} before building engines here"
+    *_, pinned = ["", *(pin for since, pin in PINS if since <= PackageVersion(release).release)]
+    if present and pinned and _numbers(present, 2) != _numbers(pinned, 2):
+        what = f"transformers {present} beside tensorrt-llm {release}, made with {pinned}"
+        mend = f"pip install transformers=={pinned} before building engines here"
         yield Finding("warn", what, mend)
 
 
@@ -499,9 +494,8 @@ def layout(subject: Subject) -> Findings:
         most = engine.max_batch_size if engine else None
         if model in subject.known_models and config.max_batch_size < 1:
             what = f"{model}: max_batch_size is {config.max_batch_size}"
-            yield Finding(
-                "error", what, f"every tensor has a batch dimension; set {most or 1} or so"
-            )
+            mend = f"every tensor has a batch dimension; set {most or 1} or so"
+            yield Finding("error", what, mend)
         elif most and config.max_batch_size > most:
             what = f"{model}: max_batch_size is {config.max_batch_size}, the engine's is {most}"
             yield Finding("error", what, f"set at most {most}, or build a larger engine")
@@ -510,19 +504,18 @@ def layout(subject: Subject) -> Findings:
 @check("every model that another one calls is there", lambda s: s.configs)
 def wiring(subject: Subject) -> Findings:
     """The orchestrator's engines, and the ensemble's steps."""
-    named: dict[str, list[str]] = {}
-    for model, config in subject.configs.items():
-        named[model] = [step.model_name for step in config.ensemble_scheduling.step]
-    if BLS.name in subject.configs:
-        elsewhere = bool(subject.values(BLS.name).get("engine"))
-        named[BLS.name] = [
-            name for name in (subject.target, subject.draft) if name and not elsewhere
-        ]
-        if subject.values(BLS.name).get("draft_source") == "model" and not subject.draft:
-            what = f"{BLS.name}: draft_source is model, tensorrt_llm_draft_model_name is empty"
-            yield Finding("error", what, "name the draft model, or set draft_source to off")
-    for model, others in named.items():
-        for name in others:
+    called = {
+        model: [step.model_name for step in config.ensemble_scheduling.step]
+        for model, config in subject.configs.items()
+    }
+    told = subject.values(BLS.name)
+    if BLS.name in called and not told.get("engine"):
+        called[BLS.name] = [subject.target, subject.draft]
+    if told.get("draft_source") == "model" and not subject.draft:
+        what = f"{BLS.name}: draft_source is model, tensorrt_llm_draft_model_name is empty"
+        yield Finding("error", what, "name the draft model, or set draft_source to off")
+    for model, others in called.items():
+        for name in filter(None, others):
             if name not in subject.configs and "${" not in name:
                 yield Finding("error", f"{model}: calls {name}, which is not there", "add it")
 
@@ -595,9 +588,8 @@ def decoupled(subject: Subject) -> Findings:
             what = f"{model}: is {'' if streams else 'not '}decoupled, whatever its parameter says"
             yield Finding("error", what, "only model_transaction_policy counts; set it, or none")
         if streams and model in (PREPROCESSING.name, POSTPROCESSING.name):
-            yield Finding(
-                "error", f"{model}: is decoupled", "it answers once; leave the policy out"
-            )
+            mend = "it answers once; leave the policy out"
+            yield Finding("error", f"{model}: is decoupled", mend)
     if policies.get(BLS.name, True) and not policies.get(subject.target, True):
         mend = "set model_transaction_policy { decoupled: true }"
         yield Finding("error", f"{subject.target}: is not decoupled", mend)
@@ -650,10 +642,8 @@ def backends(subject: Subject) -> Findings:
             name = config.backend
             if name and "${" not in name and not (there / name).is_dir():
                 image = image_of(subject.release) if subject.release else None
-                what = f"{model}: no backend {name} in {there}"
-                yield Finding(
-                    "error", what, f"serve it from {image or 'the container that has it'}"
-                )
+                mend = f"serve it from {image or 'the container that has it'}"
+                yield Finding("error", f"{model}: no backend {name} in {there}", mend)
 
 
 @check("the target can verify drafts, and the draft can make them", _speculates)
@@ -741,6 +731,10 @@ def memory_shares(subject: Subject) -> Findings:
 _ANSWER_S = 5.0
 _LOCAL = (*_LOOPBACK, "[::1]")
 _SERVER = "tritonserver"
+_NO_SERVICE = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: "no answer",
+    grpc.StatusCode.UNIMPLEMENTED: "not TensorRT-LLM's service",
+}
 
 
 def _engine_url(subject: Subject) -> str:
@@ -811,9 +805,7 @@ def _service_problem(address: str) -> str:
         try:
             status = ask(messages.HealthCheckRequest(), timeout=_ANSWER_S).status
         except grpc.RpcError as error:
-            late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            other = error.code() is grpc.StatusCode.UNIMPLEMENTED
-            return "no answer" if late else "not TensorRT-LLM's service" if other else ""
+            return _NO_SERVICE.get(error.code(), "")
     return "" if status == "OK" else f"it is not healthy: {status}"
 
 
@@ -871,15 +863,11 @@ def same_repository(subject: Subject) -> Findings:
 
 def _client(subject: Subject) -> Any:
     # A proxy that the environment names is not used here; the check of proxies reports it.
-    channel_args: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
-    tls = subject.tls
-    if tls is None:
-        return InferenceServerClient(subject.url, channel_args=channel_args)
-    if tls.server_name:
-        channel_args.append(("grpc.ssl_target_name_override", tls.server_name))
-    files = ("root_certificates", "private_key", "certificate_chain")
-    named = {name: str(path) for name in files if (path := getattr(tls, name))}
-    return InferenceServerClient(subject.url, ssl=True, channel_args=channel_args, **named)
+    args: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
+    files = {name: str(value) for name, value in vars(subject.tls or Tls()).items() if value}
+    if name := files.pop("server_name", None):
+        args.append(("grpc.ssl_target_name_override", name))
+    return InferenceServerClient(subject.url, ssl=bool(subject.tls), channel_args=args, **files)
 
 
 # --- tokenizers against the engines' vocabularies ---------------------------------------------
@@ -974,16 +962,10 @@ def command(as_json: bool, **given: Any) -> None:
         found = [{"check": name, **vars(finding)} for name, finding in findings]
         click.echo(json.dumps({"findings": found, "count": count}, indent=1, ensure_ascii=False))
     else:
-        _show(findings)
+        console = Console(highlight=False)
+        for name, f in findings:
+            line = f"{name}: {f.what}; {f.mend}" if f.mend else f"{name}: {f.what}"
+            level = (f"{f.level:<5} ", _STYLES[f.level])
+            console.print(Text.assemble(level, line), soft_wrap=True)
         click.echo(f"{count['error']} errors, {count['warn']} warnings")
     sys.exit(1 if count["error"] else 0)
-
-
-def _show(findings: list[tuple[str, Finding]]) -> None:
-    console = Console(highlight=False)
-    for name, finding in findings:
-        line = Text(f"{finding.level:<5} ", style=_STYLES[finding.level])
-        line.append(f"{name}: {finding.what}", style="")
-        if finding.mend:
-            line.append(f"; {finding.mend}", style="")
-        console.print(line, soft_wrap=True)

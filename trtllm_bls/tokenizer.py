@@ -51,12 +51,9 @@ _MANY = 1 << 14  # ids, which are packed in a fraction of a millisecond
 GUARD = "\ufdd0"  # a code point that Unicode keeps out of texts for uses such as this
 
 # What templates are written for; any other role must not complete a control token (``<|{role}|>``).
-_ROLES = {"system", "developer", "user", "model", "assistant", "tool", "function", "ipython"} | {
-    "environment",
-    "observation",
-    "context",
-    "documents",
-    "critic",
+_ROLES = {
+    *("system", "developer", "user", "model", "assistant", "tool", "function", "ipython"),
+    *("environment", "observation", "context", "documents", "critic"),
 }
 _MAX_ROLE = 64  # characters
 
@@ -78,12 +75,8 @@ class ChatGuard:
         normalize: Callable[[str], str] | None = None,
     ) -> None:
         special = {token for token in special if token.strip()}
-        written = {
-            token
-            for token in added
-            if token.strip() and token in template and not _looked_for(token, template)
-        }
-        self._all = special | written
+        written = {token for token in added if token.strip() and token in template}
+        self._all = special | {token for token in written if not _looked_for(token, template)}
         self._everywhere = _Spellings(self._all, normalize)
         self._by_assistant = _Spellings(special, normalize)
 
@@ -415,12 +408,9 @@ class Tokenizer:
         """The fewest tokens that ``text`` can have, without tokenising it; 0 without a bound."""
         if self._chars_per_token is None:
             return 0
-        begin = (
-            0  # ``encode`` merges begin-of-sequence tokens that the text spells at its beginning
-        )
-        if self._hf.bos_token:
-            spelled = re.match(f"(?:{re.escape(self._hf.bos_token)})*", text)
-            begin = 0 if spelled is None else spelled.end()
+        # ``encode`` merges begin-of-sequence tokens that the text spells at its beginning.
+        spelled = re.match(f"(?:{re.escape(self._hf.bos_token or '')})*", text)
+        begin = 0 if spelled is None else spelled.end()
         return -(-(len(text) - begin) // self._chars_per_token)
 
     @cached_property
@@ -473,9 +463,8 @@ class Tokenizer:
         from transformers.utils import chat_template_utils
 
         render = getattr(chat_template_utils, "render_jinja_template", None)
-        if render is None or all(
-            message.get("content", "") is not None for message in conversation
-        ):
+        has_null = any(message.get("content", "") is None for message in conversation)
+        if render is None or not has_null:
             hf = self._hf
             return str(hf.apply_chat_template(conversation, tools=tools, tokenize=False, **further))
         # The same but for what newer releases drop: null, which a template looks for.

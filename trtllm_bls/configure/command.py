@@ -147,9 +147,8 @@ def _configure_llm_api(
     """``source``: a repository of upstream's ``llmapi`` model, whose file is ``yaml``."""
     for name in ctx.params.keys() - _OF_LLM_API:
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise SettingsError(
-                f"{option(name)}: has no meaning with the LLM API; see --model-yaml"
-            )
+            what = "has no meaning with the LLM API; see --model-yaml"
+            raise SettingsError(f"{option(name)}: {what}")
     upstreams = read_config(source / LLMAPI.name / "config.pbtxt") if source else None
     options["model_yaml"] = options["model_yaml"] or yaml
     model = ModelYaml.read(yaml).arguments.get("model", "") if yaml else ""
@@ -303,17 +302,17 @@ class Existing:
         if new != old:
             self.notes.append(f"{old} is called {new} here; requests to it need the new name")
         if config.backend == "python":
-            self.notes.append(
-                f"{old}: its Python backend is replaced by the C++ backend tensorrtllm"
-            )
+            told = "its Python backend is replaced by the C++ backend tensorrtllm"
+            self.notes.append(f"{old}: {told}")
         if "inflight" not in values.get("gpt_model_type", "inflight"):
-            told = f"{old}: gpt_model_type {values['gpt_model_type']} becomes in-flight batching"
-            self.losses.append(told)
+            kind = values["gpt_model_type"]
+            self.losses.append(f"{old}: gpt_model_type {kind} becomes in-flight batching")
         if "gpu_device_ids" in values:
             name = "gpu_device_ids" if new == ENGINE.name else "draft_gpu_device_ids"
             self.options[name] = values["gpu_device_ids"]
-        for key in [key for key in values if key not in _NOT_COPIED]:
-            value = values[key]
+        for key, value in values.items():
+            if key in _NOT_COPIED:
+                continue
             if key == "worker_path" and self._release >= _WORKER_PATH_RENAMED:
                 key = "executor_worker_path"
             try:
@@ -322,8 +321,8 @@ class Existing:
                 if key == "exclude_input_in_output" and new == ENGINE.name:
                     self.overrides.append(Override(BLS.name, key, value))
             except SettingsError as error:
-                told = f"{old}.{key}={value} is left out, as it had no effect: {error}"
-                self.notes.append(told)
+                why = f"as it had no effect: {error}"
+                self.notes.append(f"{old}.{key}={value} is left out, {why}")
         policy = str(config.model_transaction_policy.decoupled).lower()
         self.overrides.append(Override(new, "decoupled", policy))
         self._add_inputs(config)

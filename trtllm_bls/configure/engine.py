@@ -174,14 +174,12 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
     path = Path(os.path.abspath(directory))  # links stay links, as in the server's configuration
     file = path / "config.json"
     ranks = len(list(path.glob("rank*.engine")))
-    if check:
-        for missing, there in (
-            ("no such directory", path.is_dir()),
-            ("no config.json in it; name the directory trtllm-build wrote", file.is_file()),
-            ("no rank*.engine in it; name the directory trtllm-build wrote", ranks > 0),
-        ):
-            if not there:
-                raise SettingsError(f"{option} {directory}: {missing}")
+    if check and not path.is_dir():
+        raise SettingsError(f"{option} {directory}: no such directory")
+    if check and not (file.is_file() and ranks):
+        missing = "rank*.engine" if file.is_file() else "config.json"
+        what = f"no {missing} in it; name the directory trtllm-build wrote"
+        raise SettingsError(f"{option} {directory}: {what}")
     if not file.is_file():
         return EngineDir(path=path)
     try:
@@ -190,6 +188,8 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         pretrained = config.get("pretrained_config", {})
         logits = pretrained.get("logits_dtype", "float32")
         plugins = build.get("plugin_config", {})
+        before_0_11 = [int(build.get(key) or 0) for key in ("max_input_len", "max_output_len")]
+        whole = sum(before_0_11) if all(before_0_11) else None
         world = pretrained.get("mapping", {}).get("world_size") or ranks
     except (OSError, ValueError, AttributeError) as error:
         raise SettingsError(f"{option} {directory}: config.json cannot be read: {error}") from error
@@ -210,7 +210,7 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         vocab_size=pretrained.get("vocab_size"),
         max_batch_size=build.get("max_batch_size"),
         max_beam_width=build.get("max_beam_width"),
-        max_sequence_tokens=_longest(build),
+        max_sequence_tokens=build.get("max_seq_len") or whole,
         max_input_tokens=None if build.get("max_seq_len") else build.get("max_input_len"),
         max_step_tokens=build.get("max_num_tokens"),
         max_draft_tokens=build.get("max_draft_len"),
@@ -220,13 +220,6 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         paged_cache=str(build.get("kv_cache_type") or "paged").lower().endswith("paged")
         and plugins.get("paged_kv_cache") not in (False, "disable"),
     )
-
-
-def _longest(build: dict[str, Any]) -> int | None:
-    if build.get("max_seq_len"):
-        return int(build["max_seq_len"])
-    before_0_11 = [int(build.get(key) or 0) for key in ("max_input_len", "max_output_len")]
-    return sum(before_0_11) if all(before_0_11) else None
 
 
 def _mode(value: Any) -> str:
@@ -284,12 +277,6 @@ def ends_after_one_step(engine: EngineDir, version: Version) -> bool:
     return engine.mode == EXTERNAL_DRAFTS and version < MANY_STEPS_SINCE
 
 
-def check_engine(model: str, engine: EngineDir, parameters: Mapping[str, str]) -> None:
-    """Raises ``SettingsError`` for parameters of ``model`` that its engine was not built for."""
-    for error in misfits(model, engine, parameters):
-        raise error
-
-
 def misfits(
     model: str, engine: EngineDir, parameters: Mapping[str, str]
 ) -> Iterator[SettingsError]:
@@ -302,17 +289,12 @@ def misfits(
 def _not_built_for(engine: EngineDir, parameters: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for key in ("enable_kv_cache_reuse", "enable_chunked_context"):
         if engine.paged_context is False and is_true(parameters.get(key, "")):
-            yield (
-                key,
-                f"the engine in {engine.path} was built without paged context attention; build it "
-                "with --use_paged_context_fmha enable",
-            )
+            what = f"the engine in {engine.path} was built without paged context attention"
+            yield key, f"{what}; build it with --use_paged_context_fmha enable"
     if not engine.paged_cache:
-        yield (
-            "gpt_model_path",
-            "it has no paged KV cache, which in-flight batching needs; build it with "
-            "--kv_cache_type paged (before 0.13 --paged_kv_cache enable)",
-        )
+        what = "it has no paged KV cache, which in-flight batching needs"
+        mend = "build it with --kv_cache_type paged (before 0.13 --paged_kv_cache enable)"
+        yield "gpt_model_path", f"{what}; {mend}"
     beams = parameters.get("max_beam_width", "")
     if engine.max_beam_width and beams.isdecimal() and int(beams) > engine.max_beam_width:
         yield "max_beam_width", f"the engine was built for at most {engine.max_beam_width}"
@@ -423,12 +405,9 @@ def warnings(
     longest = engine.max_prompt_tokens(chunked=True)
     limit = int(parameters.get("max_prompt_tokens") or 0)
     if longest and limit < longest:
-        what = "prompts are limited"
-        if models[BLS.name]["draft_source"] != "off":
-            what = "prompts and, with drafts, whole answers are limited"
-        yield (
-            f"{what} to {limit} tokens by max_num_tokens; --chunked-context would allow {longest}"
-        )
+        drafts = models[BLS.name]["draft_source"] != "off"
+        what = f"prompts{' and, with drafts, whole answers' * drafts} are limited to {limit} tokens"
+        yield f"{what} by max_num_tokens; --chunked-context would allow {longest}"
     if engine.mode == _LOOKAHEAD and parameters.get("decoding_mode") != "lookahead":
         yield (
             "the engine was built for lookahead decoding, which is off: set decoding_mode=lookahead"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from trtllm_bls.configure.pbtxt import PARAMETERS, config_text
@@ -56,11 +56,7 @@ def _parameters_table(parameters: Mapping[str, Parameter]) -> str:
         (code(key), each.kind.expected, code(each.in_file), code(each.env), each.help)
         for key, each in parameters.items()
     )
-    return _table(("key", "value", "as shipped", "variable", "meaning"), rows)
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = (head, ("---",) * len(head), *rows)
+    lines = (("key", "value", "as shipped", "variable", "meaning"), ("---",) * 5, *rows)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,15 @@ FLAGS: Mapping[tuple[str, str], tuple[Version, Version]] = {
 }
 
 
+def _has(tool: str, flag: str, release: Version) -> bool:
+    since, until = FLAGS.get((tool, flag), (OLDEST, NEWEST))
+    return since <= release <= until
+
+
 # --- presets ---------------------------------------------------------------------------------
 
 _EXAMPLES_MOVED = Version(0, 20)  # from examples/llama to examples/models/core/llama
 _GEMM_AUTO_SINCE = Version(0, 11)
-_SEQ_LEN_SINCE = Version(0, 11)
-_MODE_SINCE = Version(0, 10)
 PRECISIONS = ("bf16", "fp16", "int4_awq", "fp8")
 _QUANTIZED = ("int4_awq", "fp8")
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "int4_awq": "float16", "fp8": "bfloat16"}
@@ -81,12 +85,9 @@ _GEMMA = Family(
     more=(("ckpt-type", "hf"),),
 )
 _WHOLE = ("bf16", "fp16")
-_GRANITE = Family(
-    "llama",
-    Version(0, 16),
-    (*_WHOLE, "fp8"),
-    environment=("env", "TRTLLM_DISABLE_UNIFIED_CONVERTER=1"),
-)
+_UNIFIED_OFF = ("env", "TRTLLM_DISABLE_UNIFIED_CONVERTER=1")
+_GRANITE = Family("llama", Version(0, 16), (*_WHOLE, "fp8"), environment=_UNIFIED_OFF)
+_NAS = Family("nemotron_nas", Version(0, 14), (*_WHOLE, "fp8"), more=(("trust_remote_code", ""),))
 # By the release notes and the READMEs of the examples.
 _FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), _LLAMA),
@@ -101,12 +102,7 @@ _FAMILIES = {
     "gemma2": replace(_GEMMA, since=Version(0, 13)),
     "gemma3_text": replace(_GEMMA, since=Version(0, 19)),
     "nemotron": Family("", Version(0, 15)),
-    "nemotron-nas": Family(
-        "nemotron_nas",
-        Version(0, 14),
-        (*_WHOLE, "fp8"),
-        more=(("trust_remote_code", ""),),
-    ),
+    "nemotron-nas": _NAS,
     "deepseek": Family("deepseek_v1", Version(0, 14), _WHOLE, "contrib"),
     "deepseek_v2": Family("deepseek_v2", Version(0, 15), ("bf16",), "contrib"),
 }
@@ -154,20 +150,12 @@ class Preset:
     max_input_len: int
     max_output_len: int
     precisions: tuple[str, ...] = PRECISIONS
-    build_step: str = "TensorRT-LLM's checkpoint to the engine, on a GPU of the kind that serves it"
     rounds: bool = False  # each request is one round of speculation: its prompt is all text so far
 
 
 PRESETS = {
     "throughput": Preset("bf16", 128, 256, 256),
-    "latency": Preset(
-        "fp8",
-        4,
-        2048,
-        1024,
-        ("fp8",),
-        "TensorRT-LLM's checkpoint to the engine, on a GPU of the Hopper generation",
-    ),
+    "latency": Preset("fp8", 4, 2048, 1024, ("fp8",)),
     "target": Preset("bf16", 32, 2048, 1024, rounds=True),
     "draft": Preset("bf16", 32, 2048, 1024, rounds=True),
 }
@@ -178,14 +166,15 @@ def _own_flags(preset_name: str, options: RecipeOptions) -> Flags:
     gemm = "bfloat16" if options.precision in (None, "bf16", "fp8") else "float16"
     if options.release >= _GEMM_AUTO_SINCE:  # before, it must name a type
         gemm = "auto"
-    profiles = [("multiple_profiles", "enable")] if options.release >= (0, 10) else []
+    has = partial(_has, BUILD, release=options.release)
+    profiles = [("multiple_profiles", "enable")] if has("multiple_profiles") else []
     if preset_name == "throughput":
         return [("gemm_plugin", gemm), *profiles]
     if preset_name == "draft":
         return [("gemm_plugin", gemm), ("gather_generation_logits", "")]
     if preset_name == "target":
         flags = [("gemm_plugin", gemm), ("max_draft_len", str(options.max_draft_len))]
-        if options.release >= _MODE_SINCE:
+        if has("speculative_decoding_mode"):
             flags.append(("speculative_decoding_mode", "draft_tokens_external"))
         return flags
     flags = [
@@ -219,11 +208,13 @@ def recipe(preset_name: str, options: RecipeOptions) -> list[Step]:
             f"--release {options.release}: engines are built by {OLDEST} to "
             f"{NEWEST}; serve a later one with `trtllm-serve --grpc` (docs/engines.md)"
         )
+    gpu = "Hopper generation" if preset_name == "latency" else "kind that serves it"
     engine = options.out / preset_name
     converted = options.out / f"{preset_name}-checkpoint"
+    what = f"TensorRT-LLM's checkpoint to the engine, on a GPU of the {gpu}"
     steps = [
         _conversion(options, precision, converted),
-        (preset.build_step, _build(preset_name, options, converted, engine)),
+        (what, _build(preset_name, options, converted, engine)),
     ]
     if preset_name != "draft":
         steps.append(_configure(preset_name, options, engine))
@@ -315,7 +306,7 @@ def _build(preset_name: str, options: RecipeOptions, converted: Path, engine: Pa
         ("max_batch_size", str(batch)),
         ("max_input_len", str(longest)),
         ("max_seq_len", str(prompt + answer + draft))
-        if options.release >= _SEQ_LEN_SINCE
+        if _has(BUILD, "max_seq_len", options.release)
         else ("max_output_len", str(answer + draft)),
         ("max_num_tokens", str(rows)),
         ("use_paged_context_fmha", "enable"),
@@ -350,8 +341,8 @@ def _words(tool: str, flags: Flags, release: Version) -> list[str]:
     """The flags as words; raises ``SettingsError`` where the release's tool does not have one."""
     words = []
     for name, value in flags:
-        since, until = FLAGS.get((tool, name), (OLDEST, NEWEST))
-        if not since <= release <= until:
+        if not _has(tool, name, release):
+            since, until = FLAGS[tool, name]
             raise SettingsError(
                 f"--release {release}: {tool} has --{name} from {since} to {until} only, as far as "
                 "is known; choose another release or preset"

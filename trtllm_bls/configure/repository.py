@@ -20,12 +20,12 @@ from trtllm_bls.configure.engine import (
     LOGITS_DTYPES,
     EngineDir,
     check_drafting,
-    check_engine,
     check_releases,
     check_target,
     check_vocabulary,
     engine_facts,
     engine_parameters,
+    misfits,
     models_for,
     parse_version,
     read_engine,
@@ -127,9 +127,11 @@ class ConfigureOptions:
     @property
     def separate_gpus(self) -> bool:
         """Whether target and draft have no GPU in common."""
-        if self.draft_engine_dir is None or not (self.gpu_device_ids and self.draft_gpu_device_ids):
-            return False
-        return not _ids(self.gpu_device_ids) & _ids(self.draft_gpu_device_ids)
+        gpus, others = (
+            {*(text or "").replace(";", ",").split(",")} - {""}
+            for text in (self.gpu_device_ids, self.draft_gpu_device_ids)
+        )
+        return bool(self.draft_engine_dir and gpus and others) and gpus.isdisjoint(others)
 
 
 def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
@@ -159,10 +161,6 @@ def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
         yield f"{option(each.name)} {text}", Override(model, key, text)
     for override in options.overrides:
         yield f"--set {override}", override
-
-
-def _ids(text: str) -> set[str]:
-    return set(text.replace(";", ",").split(","))
 
 
 # --- how it is started -----------------------------------------------------------------------
@@ -209,9 +207,9 @@ def plan_launch(
     if version < _NO_SPAWN_SINCE:
         raise SettingsError("--disable-spawn-processes: TensorRT-LLM has it since 0.13")
     ids, first = {}, 1
-    for name, engine in engines.items():
-        ids[name] = ",".join(map(str, range(first, first + (engine.ranks or 1))))
-        first += engine.ranks or 1
+    for name, count in zip(engines, ranks, strict=True):
+        ids[name] = ",".join(map(str, range(first, first + count)))
+        first += count
     return Launch(tuple(engines), first, orchestrator=True, participants=ids)
 
 
@@ -391,7 +389,8 @@ def _parameters(
         _check_override(named, override, values, engines, version)
         values[override.model][override.parameter] = override.value
     for name, engine in engines.items():
-        check_engine(name, engine, values[name])
+        for error in misfits(name, engine, values[name]):
+            raise error
         values[name] = engine_facts(engine, version, values[name]) | values[name]
     source = values[BLS.name]["draft_source"]
     if DRAFT in engines or source != "off":

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KINDS = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
 ENGINE_STACK_BYTES = 32 * 2**20  # of the thread that compiles in the engine's process
 _TRIAL_STACK_BYTES = 8 * 2**20
 _MEMORY_BYTES = 2 * 2**30  # of the child's address space, of which it needs a tenth
@@ -93,13 +92,12 @@ class GrammarTrial:
             problem: str | None = json.loads(answer)
             return problem
         code = child.wait()
-        limit = (
-            f"compiling it takes more than {self._seconds:g} s (parameter guide_compile_seconds)"
-        )
+        limit = f"more than {self._seconds:g} s (parameter guide_compile_seconds)"
+        late = f"cannot be enforced: compiling it takes {limit}"
         if code == -signal.SIGKILL:
-            raise TimeoutError(f"cannot be enforced: {limit}")
+            raise TimeoutError(late)
         if code == -signal.SIGXCPU:
-            return f"cannot be enforced: {limit}"
+            return late
         return "cannot be enforced: its rules are too many, nested or chained too deeply"
 
     def abandon(self, caller: object) -> None:
@@ -120,15 +118,15 @@ class GrammarTrial:
         if self._child is not None:
             self._ended(self._child)
 
-    def _ended(self, child: subprocess.Popen[str]) -> int:
-        """Close the pipes to a child that ends; its exit code."""
+    def _ended(self, child: subprocess.Popen[str]) -> None:
+        """Close the pipes to a child that ends."""
         assert child.stdin is not None and child.stdout is not None
         with suppress(BrokenPipeError):  # what is left to be written
             child.stdin.close()
         child.stdout.close()
         with self._lock:
             self._child = None
-        return child.wait()
+        child.wait()
 
 
 def compiled(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
@@ -231,9 +229,8 @@ def _portable(pattern: str) -> str:
     found, inside = [], ""
     for part in re.findall(r"\\.|\[\^?\]?|&&|--|~~|.", pattern, re.DOTALL):
         if inside and part in _SET_OPERATORS:
-            raise ValueError(
-                f"{part} inside [] has another meaning elsewhere; write it as \\{part[0]}"
-            )
+            mend = f"write it as \\{part[0]}"
+            raise ValueError(f"{part} inside [] has another meaning elsewhere; {mend}")
         if part[0] == "[":
             inside = part
         elif part == "]":
@@ -249,20 +246,15 @@ def _portable(pattern: str) -> str:
 def _read(text: str) -> Any:
     integer, other = partial(_exact, int), partial(_exact, float)
     return json.loads(
-        text,
-        object_hook=_checked,
-        parse_int=integer,
-        parse_float=other,
-        parse_constant=other,
+        text, object_hook=_checked, parse_int=integer, parse_float=other, parse_constant=other
     )
 
 
 def _checked(schema: dict[str, Any]) -> dict[str, Any]:
     """Refuse what llguidance does not keep: it counts a key that is written twice as two."""
     least, required = schema.get("minProperties"), schema.get("required")
-    if isinstance(least, int) and least > max(
-        1, len(set(map(str, required))) if isinstance(required, list) else 0
-    ):
+    named = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > max(1, named):
         raise ValueError("minProperties is beyond the required keys; name more keys as required")
     return schema
 

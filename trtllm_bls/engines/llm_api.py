@@ -99,10 +99,9 @@ def open_llm(
         merge = importlib.import_module("tensorrt_llm.llmapi.llm_utils")
     except ImportError as error:
         raise SetupError(f"engine llm_api needs TensorRT-LLM in this Python: {error}") from error
-    given: dict[str, Any] = {"model": str(parameters.model_dir)}
-    given |= {"guided_decoding_backend": "xgrammar"}
     names = {"max_batch": "max_batch_size", "max_sequence_tokens": "max_seq_len"}
-    given |= {names[key]: size for key, size in parameters.sizes.items() if key in names}
+    given = {names[key]: size for key, size in parameters.sizes.items() if key in names}
+    given |= {"model": str(parameters.model_dir), "guided_decoding_backend": "xgrammar"}
     given |= {"gpus_per_node": len(gpus.split(","))} if gpus else {}
     check_arguments(config.arguments)
     processors = config.load_processors()
@@ -201,10 +200,9 @@ class LlmApiEngine:
             await asyncio.to_thread(self._llm.shutdown)
 
     def _sampling_params(self, request: EngineRequest) -> Any:
-        least = request.sampling.min_tokens
         single, _ = trtllm.stop_ids(request)
         given: dict[str, Any] = trtllm.sampling_fields(request.sampling)
-        if least:
+        if least := request.sampling.min_tokens:
             given["min_tokens"] = least
         if single:
             given |= {"stop_token_ids": single, "include_stop_str_in_output": True}
@@ -216,8 +214,7 @@ class LlmApiEngine:
             given["logprobs"] = 1
         if request.wants.perf_metrics or self._capacity.speculates:
             given["return_perf_metrics"] = True
-        guide = trtllm.guide_of(request.extras)
-        if guide is not None:
+        if guide := trtllm.guide_of(request.extras):
             kind = _GUIDES.get(guide[0])
             how = {kind: guide[1]} if kind else {"json_object": True}
             given["guided_decoding"] = self._class("GuidedDecodingParams")(**how)
@@ -384,22 +381,16 @@ def _read(output: Any, sequence: SequenceEnds, wants: Wants, finished: bool) -> 
 
 def _metrics(figures: Any) -> EngineMetrics:
     """Of ``RequestPerfMetrics``. The clock is the worker's, which is of this machine."""
-    times, blocks, drafts = (
-        figures.timing_metrics,
-        figures.kv_cache_metrics,
-        figures.speculative_decoding,
-    )
+    blocks, drafts = figures.kv_cache_metrics, figures.speculative_decoding
     at = ("arrival_time", "first_scheduled_time", "first_token_time", "last_token_time")
+    times = {f"{name}_ns": getattr(figures.timing_metrics, name) for name in at}
     return EngineMetrics(
         kv_cache_alloc_new_blocks=blocks.num_new_allocated_blocks,
         kv_cache_reused_blocks=blocks.num_reused_blocks,
         kv_cache_alloc_total_blocks=blocks.num_total_allocated_blocks,
         total_accepted_draft_tokens=drafts.total_accepted_draft_tokens,
         total_draft_tokens=drafts.total_draft_tokens,
-        **{
-            f"{name}_ns": round(getattr(times, name) / timedelta(microseconds=1) * 1000)
-            for name in at
-        },
+        **{name: round(time / timedelta(microseconds=1) * 1000) for name, time in times.items()},
     )
 
 
@@ -413,11 +404,10 @@ def _speculation(drafts: Any) -> SpeculationStats | None:
 
 def _log_probs(ids: tuple[int, ...], entries: Iterable[Any]) -> tuple[float, ...]:
     """Of each id; an entry is its number, or those of several ids by id."""
-    values = []
+    values: list[float] = []
     for token, entry in zip(ids, entries, strict=False):
         listed: Any = entry[token] if isinstance(entry, Mapping) else entry
-        value: float = getattr(listed, "logprob", listed)
-        values.append(value)
+        values.append(getattr(listed, "logprob", listed))
     if len(values) != len(ids):
         raise EngineError("the engine's log-probabilities are not those of its tokens")
     return tuple(values)

@@ -202,7 +202,8 @@ class TritonHttp:
             headers.append((b"accept-encoding", b"identity"))  # else httpx would ask for gzip
         body_read = asyncio.Event()
         content: bytes | AsyncIterator[bytes] | None = generate
-        if generate is not None or not _has_body(scope):
+        has_body = {b"content-length", b"transfer-encoding"} & {key for key, _ in scope["headers"]}
+        if generate is not None or not has_body:
             body_read.set()
         else:
             content = self._other_body(scope, receive, body_read)
@@ -277,10 +278,6 @@ async def _until_gone(
     while (await receive())["type"] != "http.disconnect":
         pass
     working.cancel()
-
-
-def _has_body(scope: Scope) -> bool:
-    return any(key in (b"content-length", b"transfer-encoding") for key, _ in scope["headers"])
 
 
 async def _declared(channel: GrpcChannel, name: str, version: str) -> Declared:

@@ -69,7 +69,6 @@ def _model(text: str) -> str:
 
 
 FLAG = Kind("true or false", _flag)
-NUMBER = Kind("a number that is not negative", _number)
 SECONDS = Kind("a number of seconds that is not negative", _number)
 TEXT = Kind("a text", str, unset="")
 MODEL = Kind("the name of a model of this server (an address is for `engine`)", _model, unset="")
@@ -92,9 +91,8 @@ def count(least: int, unit: str = "") -> Kind:
 
 def auto_or(kind: Kind) -> Kind:
     """The same, or the word ``auto``, which is read as ``None``."""
-    return Kind(
-        f"{kind.expected}, or auto", lambda text: None if text == "auto" else kind.parse(text)
-    )
+    words = f"{kind.expected}, or auto"
+    return Kind(words, lambda text: None if text == "auto" else kind.parse(text))
 
 
 def none_if_zero(kind: Kind) -> Kind:

@@ -16,12 +16,12 @@ def engine_tls(parameters: BlsParameters) -> ssl.SSLContext | None:
     """
     ca, pin = parameters.engine_tls_ca, parameters.engine_tls_pin
     cert, key = parameters.engine_tls_cert, parameters.engine_tls_key
-    if ca is None and cert is None and key is None and pin is None:
+    files = [path for path in (pin, ca, cert, key) if path]
+    if not files:
         return None
     if ca is None and pin is None:
-        raise SettingsError(
-            "parameter engine_tls_ca is empty: name the authorities to trust at engine_url"
-        )
+        what = "parameter engine_tls_ca is empty"
+        raise SettingsError(f"{what}: name the authorities to trust at engine_url")
     if (cert is None) != (key is None):
         raise SettingsError("parameters engine_tls_cert and engine_tls_key: set both or neither")
     try:
@@ -29,8 +29,8 @@ def engine_tls(parameters: BlsParameters) -> ssl.SSLContext | None:
         if cert is not None:
             context.load_cert_chain(cert, key)
     except (OSError, ValueError) as error:  # ssl's own errors are among them
-        files = ", ".join(str(path) for path in (pin, ca, cert, key) if path)
-        raise SettingsError(f"parameters engine_tls_*: {files}: not usable: {error}") from error
+        named = ", ".join(map(str, files))
+        raise SettingsError(f"parameters engine_tls_*: {named}: not usable: {error}") from error
     return context
 
 

@@ -83,9 +83,7 @@ def gpus_of(gpu_device_ids: str, instance: int, instances: int) -> str:
     ``gpu_device_ids`` has those of each process, with semicolons between them.
     """
     if instances == 1:
-        return (
-            ""  # as in upstream's model, which looks at the parameter only where there are several
-        )
+        return ""  # as in upstream's model, which reads it only where there are several
     lists = [each.strip() for each in gpu_device_ids.split(";")]
     if len(lists) != instances or not all(lists):
         problem = f"gpu_device_ids = '{gpu_device_ids}': {instances} instances need a list each"

@@ -95,23 +95,19 @@ class Steps(AsyncIterator[Step]):
             await self._wait()
         chunk = self._arrived.popleft()
         self._wake()
-        ids = tuple([token.token_id for token in chunk.tokens or ()])
+        step = Step(tuple([token.token_id for token in chunk.tokens or ()]), chunk.text)
         if self._caller is not None:
-            self._caller.tokens += len(ids)
+            self._caller.tokens += len(step.ids)
         ending = chunk.ending
-        if ending is None or ending.finish_reason in _FAILED:
-            return Step(ids, chunk.text)
-        if self._caller is not None:
-            self._caller.prompt_tokens += ending.prompt_tokens
-            self._caller.finish_reason = ending.finish_reason.value
-        return Step(
-            ids,
-            chunk.text,
-            ending.finish_reason.value,
-            ending.stop_reason,
-            ending.prompt_tokens,
-            ending.completion_tokens,
-        )
+        if ending is not None and ending.finish_reason not in _FAILED:
+            step.finish_reason = ending.finish_reason.value
+            step.stop_reason = ending.stop_reason
+            step.prompt_tokens = ending.prompt_tokens
+            step.completion_tokens = ending.completion_tokens
+            if self._caller is not None:
+                self._caller.prompt_tokens += step.prompt_tokens
+                self._caller.finish_reason = step.finish_reason
+        return step
 
     async def aclose(self) -> None:
         """End the engine's work, unless it has ended. May be called twice."""
@@ -191,15 +187,11 @@ class LLM:
                 known = ", ".join(sorted(_SAMPLING | _OPTIONS))
                 raise TrtllmBlsError(f"{name} is no option of a language model; there are: {known}")
             tensor = BLS.input_named.get(name)
-            if (
-                tensor is not None
-                and tensor.single
-                and tensor.dtype != "STRING"
-                and value is not None
-            ):
-                if not isinstance(value, (int, float)):
-                    raise InvalidRequest(name, f"{value!r} is not a number")
-                tensor.check(value)
+            if value is None or tensor is None or not tensor.single or tensor.dtype == "STRING":
+                continue
+            if not isinstance(value, (int, float)):
+                raise InvalidRequest(name, f"{value!r} is not a number")
+            tensor.check(value)
         caller = CALLER.get()
         request = TextRequest(
             request_id=f"{caller.id if caller else 'llm'}/{next(_numbers)}",

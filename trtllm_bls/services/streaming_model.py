@@ -126,9 +126,8 @@ class Request:
         Cancelled with the request. Raises ``EngineError``, or ``EngineUnavailable`` while the
         server cannot be reached.
         """
-        call = asyncio.ensure_future(
-            self._model.other_models.infer(model, inputs, outputs, self.id)
-        )
+        work = self._model.other_models.infer(model, inputs, outputs, self.id)
+        call = asyncio.ensure_future(work)
         self._calls.add(call)
         try:
             return await call
@@ -175,10 +174,11 @@ class Request:
 
     def finish(self) -> None:
         """``answer`` has returned: send the one response of a model that is not decoupled."""
-        if not self._model.decoupled:
-            if not self.responses:
-                raise TrtllmBlsError("this model is not decoupled and has not answered")
-            self._call.send(self._whole, True)
+        if self._model.decoupled:
+            return
+        if not self.responses:
+            raise TrtllmBlsError("this model is not decoupled and has not answered")
+        self._call.send(self._whole, True)
 
     async def close(self) -> None:
         """End what the request has begun and not ended."""
@@ -191,11 +191,11 @@ class Request:
 
     def stats(self, error: BaseException | None) -> RequestStats:
         """The figures of the request, which is over."""
-        outcome, reason = (
-            (Outcome.SUCCESS, self.finish_reason) if error is None else outcome_of(error)
-        )
+        outcome, reason = Outcome.SUCCESS, self.finish_reason
         if isinstance(error, DeadlineExceeded):
             outcome, reason = Outcome.CANCELLED, CancelCause.DEADLINE.value
+        elif error is not None:
+            outcome, reason = outcome_of(error)
         return RequestStats(
             request_id=self.id,
             outcome=outcome,

@@ -41,15 +41,12 @@ def as_text_inputs(arrays: Mapping[str, Array]) -> dict[str, Array]:
 
 def as_llmapi_outputs(outputs: Mapping[str, Array], asked: Mapping[str, Array]) -> dict[str, Array]:
     """What upstream's model sends to a request with the inputs ``asked``."""
+    flags = {None, *(name for name, array in asked.items() if array.any())}
     found = {
         tensor.name: outputs[tensor.key].reshape(-1)
         for tensor in LLMAPI.outputs
-        if tensor.key in outputs and _is_asked(_ASKED.get(tensor.name), asked)
+        if tensor.key in outputs and _ASKED.get(tensor.name) in flags
     }
     if (reason := found.get("finish_reason")) is not None and reason[0] == b"end_id":
         found["finish_reason"] = np.array([b"stop"], np.object_)  # there is one word for both
     return found
-
-
-def _is_asked(flag: str | None, asked: Mapping[str, Array]) -> bool:
-    return flag is None or (flag in asked and bool(asked[flag].any()))

@@ -97,6 +97,8 @@ class BlsEngine:
         }
         outputs, request_id = self._model.outputs_for(request), wire_id(request)
         responses = ResponseReader(request, self._model)
+        # The API does not pass Triton's final flag on; a whole non-streaming answer is the last.
+        in_one_piece = not request.streaming and request.num_return_sequences == 1
         items: asyncio.Queue[Any] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -117,7 +119,7 @@ class BlsEngine:
                 if isinstance(item, Exception):
                     over = True  # an error is the last thing a child sends
                     raise item
-                for chunk in responses.chunks(item, last=self._is_last(request, item)):
+                for chunk in responses.chunks(item, last=in_one_piece):
                     yield chunk
             over = True
             for chunk in responses.rest():
@@ -130,11 +132,6 @@ class BlsEngine:
         """Let the threads end; the server is going down and ends every child itself."""
         for pool in (self._readers, self._stoppers):
             pool.shutdown(wait=False, cancel_futures=True)
-
-    @staticmethod
-    def _is_last(request: EngineRequest, arrays: Mapping[str, Array]) -> bool:
-        # The API does not pass Triton's final flag on; a whole non-streaming answer is the last.
-        return not request.streaming and request.num_return_sequences == 1
 
     # --- in threads of the pools --------------------------------------------------------------
 

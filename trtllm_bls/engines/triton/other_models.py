@@ -48,10 +48,9 @@ class OtherModels:
         self, model: str, inputs: Mapping[str, Any], outputs: Sequence[str], request_id: str
     ) -> dict[str, Array]:
         """The one response of a model that is not decoupled."""
-        arrays = {name: as_array(name, value) for name, value in inputs.items()}
         if self._pb is not None:
-            return await self._infer_inside(model, arrays, outputs, request_id)
-        message = _packed(model, arrays, outputs, request_id)
+            return await self._infer_inside(model, inputs, outputs, request_id)
+        message = _packed(model, inputs, outputs, request_id)
         try:
             answer = await self._channel.unary(_SERVICE + "ModelInfer", message)
         except GrpcError as error:
@@ -64,17 +63,16 @@ class OtherModels:
         """The responses of a decoupled model."""
         if self._pb is not None:
             raise TrtllmBlsError(f"{model}: a stream needs gRPC; set engine_transport to auto")
-        arrays = {name: as_array(name, value) for name, value in inputs.items()}
-        return ModelStream(model, self._channel, _packed(model, arrays, outputs, request_id))
+        return ModelStream(model, self._channel, _packed(model, inputs, outputs, request_id))
 
     async def _infer_inside(
-        self, model: str, arrays: Mapping[str, Array], outputs: Sequence[str], request_id: str
+        self, model: str, inputs: Mapping[str, Any], outputs: Sequence[str], request_id: str
     ) -> dict[str, Array]:
         response = await self._pb.InferenceRequest(
             model_name=model,
             request_id=request_id,
             requested_output_names=list(outputs),
-            inputs=[self._pb.Tensor(name, array) for name, array in arrays.items()],
+            inputs=[self._pb.Tensor(name, array) for name, array in _arrays(inputs)],
         ).async_exec()
         if response.has_error():
             raise _named(model, from_wire(response.error().message()))
@@ -92,9 +90,8 @@ class ModelStream:
         self._model = model
         self._arrived: asyncio.Queue[bytes | GrpcError | None] = asyncio.Queue()
         self._over = False
-        self._call = channel.open(
-            _SERVICE + "ModelStreamInfer", self._on_messages, self._arrived.put_nowait
-        )
+        method = _SERVICE + "ModelStreamInfer"
+        self._call = channel.open(method, self._on_messages, self._arrived.put_nowait)
         self._call.send(message)
 
     def __aiter__(self) -> ModelStream:
@@ -108,9 +105,8 @@ class ModelStream:
                 raise _failure(self._model, message or GrpcError("INTERNAL", "ended in mid-stream"))
             reply = service_pb2.ModelStreamInferResponse.FromString(message)
             self._over = bool(reply.error_message) or is_final(reply.infer_response)
-            if (
-                self._over
-            ):  # Triton 24.10 leaks a request that is cancelled around its last response
+            if self._over:
+                # Triton 24.10 leaks a request that is cancelled around its last response.
                 self._call.half_close()
             if reply.error_message:
                 raise _named(self._model, from_wire(reply.error_message))
@@ -130,10 +126,14 @@ class ModelStream:
             self._arrived.put_nowait(message)
 
 
+def _arrays(values: Mapping[str, Any]) -> list[tuple[str, Array]]:
+    return [(name, as_array(name, value)) for name, value in values.items()]
+
+
 def _packed(
-    model: str, arrays: Mapping[str, Array], outputs: Sequence[str], request_id: str
+    model: str, inputs: Mapping[str, Any], outputs: Sequence[str], request_id: str
 ) -> bytes:
-    typed = [(name, np_to_triton_dtype(array.dtype), array) for name, array in arrays.items()]
+    typed = [(name, np_to_triton_dtype(array.dtype), array) for name, array in _arrays(inputs)]
     return packed_infer_message(model, request_id, typed, outputs)
 
 
