@@ -126,8 +126,10 @@ def test_llama_index_s_requests_are_answered_as_it_reads_them(
     text = ask(server.grpc_url, model, text_input=PROMPT, max_tokens=TOKENS).text
     for _ in range(2):
         parts = streamed(server.grpc_url, model)
-        assert len(parts) == (1 if model == "ensemble" else TOKENS - 1)
-        assert text.startswith("".join(parts)) and parts[0]
+        # Tokens that arrive while a response is being sent share the next one.
+        assert parts[0] and text.startswith("".join(parts))
+        assert len(parts) == TOKENS - 1 or "".join(parts) == text
+        assert model != "ensemble" or len(parts) == 1
 
 
 @pytest.fixture(scope="module")

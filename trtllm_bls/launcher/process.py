@@ -34,6 +34,7 @@ PRIVATE = 0o077
 GRACE_MARGIN = 10.0
 
 # The longest wait for killed processes to disappear, and for the log to end.
+_FOREVER_S = 1e9
 LAST_LINES_S = 5.0
 
 # Before a restart. A server that was up for _HEALTHY_S begins with the first delay again.
@@ -146,7 +147,9 @@ class GuardedProcess:
 
         Raises ``subprocess.TimeoutExpired``.
         """
-        code = self._guard.wait(timeout)
+        # With a limit, Popen looks 20 times a second. Without one it blocks in the kernel, and a
+        # signal that came just before, or that another thread took, is not handled until the end.
+        code = self._guard.wait(_FOREVER_S if timeout is None else timeout)
         self._kill_what_is_left(code)
         self._reader.join(LAST_LINES_S)
         return code if code >= 0 else 128 - code
