@@ -69,6 +69,7 @@ def _model(text: str) -> str:
 
 
 FLAG = Kind("true or false", _flag)
+NUMBER = Kind("a number that is not negative", _number)
 SECONDS = Kind("a number of seconds that is not negative", _number)
 TEXT = Kind("a text", str, unset="")
 MODEL = Kind("the name of a model of this server (an address is for `engine`)", _model, unset="")
