@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.openai.command import read_parameters
+from trtllm_bls.openai.command import places_of, read_parameters
 from trtllm_bls.parameters import GRPC_URL, MODEL_DIR
 
 
@@ -47,6 +47,17 @@ def test_each_worker_has_twice_its_share_of_what_may_run_at_once(repository: Pat
     """As the processes of ``tensorrt_llm_bls`` do."""
     assert read_parameters(repository, {}).max_running == 100
     assert read_parameters(repository, {}, workers=4).max_running == 50
+
+
+def test_places_are_those_of_all_processes_of_the_model(repository: Path) -> None:
+    """Where Triton starts one for each GPU, nobody here knows their number."""
+    config = repository / "tensorrt_llm_bls" / "config.pbtxt"
+    text = config.read_text()
+    config.write_text(text + "instance_group { count: 4 kind: KIND_CPU }")
+    assert places_of(repository) == 4 * (50 + 200)
+    for groups in ("", "instance_group { count: 4 }"):
+        config.write_text(text + groups)
+        assert places_of(repository) == 0
 
 
 def test_relative_paths_start_where_they_were_given(

@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 from tritonclient.grpc import service_pb2
 
+from trtllm_bls.errors import Overloaded
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.http.guard import ClientGone, GuardedProtocol, _ResponseTransport
-from trtllm_bls.http.triton import TritonAddresses, TritonHttp, _Exchange
+from trtllm_bls.http.triton import Room, TritonAddresses, TritonHttp, _Exchange
 
 
 class Channel:
@@ -186,3 +187,107 @@ def test_what_triton_refuses_before_a_model_sees_it_is_no_event() -> None:
     assert sent[0]["status"] == 400
     assert dict(sent[0]["headers"])[b"content-type"] == b"application/json"
     assert json.loads(sent[1]["body"])["error"].endswith("no x")
+
+
+BLS = "tensorrt_llm_bls"
+
+
+class Callers:
+    """Clients of a program in front of ``tensorrt_llm_bls``, and the calls that reached it."""
+
+    def __init__(self, places: int) -> None:
+        self.opened: list[Channel] = []
+        self.refused: list[Overloaded] = []
+        triton = TritonAddresses(grpc="localhost:1", http="http://localhost:1")
+        self._program = TritonHttp(triton, room=Room(places, self.refused.append))
+        self._program._grpc = cast(GrpcChannel, self)
+
+    async def unary(self, method: str, message: bytes, timeout: float) -> bytes:
+        answer = service_pb2.ModelMetadataResponse(name="m")
+        answer.inputs.add(name="text_input", datatype="BYTES", shape=[-1])
+        answer.inputs.add(name="stop", datatype="BOOL", shape=[1])
+        return bytes(answer.SerializeToString())
+
+    def open(self, method: str, on_messages: Any, on_end: Any) -> Channel:
+        self.opened.append(Channel().open(method, on_messages, on_end))
+        return self.opened[-1]
+
+    async def ask(self, body: bytes, leaves: asyncio.Event, model: str = BLS) -> dict[str, Any]:
+        """How the answer begins; the client takes 20 s to read that."""
+        heads: list[dict[str, Any]] = []
+        bodies = [{"type": "http.request", "body": body}]
+
+        async def receive() -> Any:
+            if bodies:
+                return bodies.pop()
+            await leaves.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            heads.append(message)
+            await asyncio.sleep(20 if message.get("status") == 200 else 0)
+
+        headers = [(b"content-type", b"application/json")]
+        path = f"/v2/models/{model}/generate_stream"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        await self._program(scope, receive, send)
+        return heads[0] if heads else {}
+
+    async def come(self, *bodies: bytes, model: str = BLS) -> list[asyncio.Event]:
+        """Clients that come at once; set an event and the client leaves."""
+        leaving = [asyncio.Event() for _ in bodies]
+        self._asking = [
+            asyncio.create_task(self.ask(body, leaves, model))
+            for body, leaves in zip(bodies, leaving, strict=True)
+        ]
+        await turns()
+        return leaving
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+ASKS = b'{"text_input": "a"}'
+
+
+def test_a_request_without_a_place_is_refused_before_triton_sees_it() -> None:
+    """While Triton works on those that it takes, it would be seconds until it refuses one."""
+
+    async def run() -> None:
+        callers = Callers(places=2)
+        await callers.come(*[ASKS] * 4)  # nobody knows the model's inputs yet
+        assert (len(callers.opened), len(callers.refused)) == (2, 2)
+        head = await asyncio.wait_for(callers.ask(b"no JSON", asyncio.Event()), 5)
+        assert (head["status"], dict(head["headers"])[b"retry-after"]) == (429, b"1")
+        assert "(parameter max_queued_requests); try again in" in str(callers.refused[2])
+        assert len(callers.opened) == 2
+
+    asyncio.run(run())
+
+
+def test_a_place_is_free_once_the_models_work_ends() -> None:
+    """Also while its caller still reads, or when it leaves. What needs no place goes on."""
+    last = service_pb2.ModelStreamInferResponse()
+    last.infer_response.parameters["triton_final_response"].bool_param = True
+    last.infer_response.outputs.add(name="x", datatype="BOOL", shape=[1])
+    last.infer_response.raw_output_contents.append(b"\1")
+
+    async def run() -> None:
+        callers = Callers(places=2)
+        _, leaves = await callers.come(ASKS, ASKS)
+        await callers.come(b'{"text_input": "a", "stop": true}')
+        await callers.come(ASKS, model="another")
+        assert len(callers.opened) == 4
+        await callers.come(ASKS)
+        assert len(callers.refused) == 1
+
+        callers.opened[0].on_messages([last.SerializeToString()])
+        leaves.set()
+        await turns()
+        assert callers.opened[1].ended == "cancelled"
+        await callers.come(ASKS, ASKS, ASKS)
+        assert (len(callers.opened), len(callers.refused)) == (6, 2)
+
+    asyncio.run(run())

@@ -12,6 +12,7 @@ import logging
 import math
 import re
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ import httpx
 from starlette.types import Receive, Scope, Send
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.errors import Overloaded, from_wire, is_for_room
+from trtllm_bls.errors import Overloaded, from_wire, is_for_room, to_wire
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.http.guard import BODY_WRITE, BodyReader, ClientGone, Refused, header
 from trtllm_bls.http.triton_forms import (
@@ -44,6 +45,8 @@ _ONLY_ONE = (
 )
 # How Triton begins its refusal of a request that no model has seen; it is never an event.
 _NOT_RUN = "[request id: "
+_LIMITED = "tensorrt_llm_bls"
+_TO_STOP = b'"stop"'  # the key of a request that ends another one, and needs no place itself
 _AGAIN_IN = re.compile(r"try again in about (\d+) s")
 _DRAINING = "has no available versions"  # Triton's words from the moment that it is told to stop
 _JSON = (b"content-type", b"application/json")
@@ -88,6 +91,42 @@ class _Error:
         return [(b"retry-after", self.retry_s.encode())] if self.retry_s else []
 
 
+class Room:
+    """The requests to ``tensorrt_llm_bls`` in Triton, which has ``places`` for them.
+
+    Triton needs seconds to refuse many requests at once. A request that Triton has no place for is
+    therefore refused before it is sent there. Clients of gRPC and of other workers take places too,
+    so Triton may have fewer than this says, and never has more. ``on_refused``: counts a refusal.
+    """
+
+    def __init__(self, places: float, on_refused: Callable[[Overloaded], None]) -> None:
+        self._places, self._on_refused = places, on_refused
+        self._since: dict[object, float] = {}
+        self._average_s = 0.0  # how long a request has its place
+
+    def check(self, model: str, body: bytes) -> None:
+        """Raises ``Overloaded`` if Triton would refuse the request in ``body``."""
+        if len(self._since) >= self._places and self._needs_place(model, body):
+            why = f"requests running and waiting: {self._places}, as many as may"
+            limit, seconds = "max_queued_requests", max(1, math.ceil(self._average_s))
+            told = f"{why} (parameter {limit}); try again in about {seconds} s"
+            error = Overloaded(told, limit)
+            self._on_refused(error)
+            raise error
+
+    def enter(self, model: str, body: bytes, request: object) -> None:
+        if self._needs_place(model, body):
+            self._since[request] = time.monotonic()
+
+    def leave(self, request: object) -> None:
+        """The model has sent its last response, or the request was cancelled."""
+        if since := self._since.pop(request, None):
+            self._average_s += 0.2 * (time.monotonic() - since - self._average_s)
+
+    def _needs_place(self, model: str, body: bytes) -> bool:
+        return model == _LIMITED and _TO_STOP not in body
+
+
 class TritonHttp:
     """Triton's HTTP surface as an ASGI application; ``close`` it on the loop that served it.
 
@@ -101,7 +140,9 @@ class TritonHttp:
         bodies: BodyReader | None = None,
         max_other_bytes: int = 64 * 2**20,
         is_allowed: Callable[[bytes], bool] | None = None,
+        room: Room | None = None,
     ) -> None:
+        self._room = room or Room(math.inf, lambda error: None)
         self._grpc = GrpcChannel(triton.grpc, tls=triton.tls) if triton.grpc else None
         self._bodies = bodies or BodyReader()
         self._max_other_bytes = max_other_bytes
@@ -156,17 +197,22 @@ class TritonHttp:
                 await self._pass_on(scope, receive, send, body)
             except TooLarge as error:
                 await _send_error(send, _Error(400, str(error)))
+            except Overloaded as error:
+                await _send_error(send, _error_of_model(to_wire(error)))
             except GrpcError as error:
                 await _send_error(send, _error_of_call(error))
         if request is not None and self._grpc is not None:
             stream = called[3] == "generate_stream"
             write = scope.get(BODY_WRITE)
-            await _Exchange().run(self._grpc, request, receive, send, stream, write)
+            exchange = _Exchange(self._room.leave)
+            self._room.enter(called[1], body, exchange)
+            await exchange.run(self._grpc, request, receive, send, stream, write)
 
     async def _request(self, name: str, version: str, body: bytes, scope: Scope) -> bytes:
-        """The message of a ``generate``. Raises ``GrpcError`` and what ``infer_request`` raises."""
+        """The message of a ``generate``, or why there is none: an error that ``_answer`` knows."""
         if self._grpc is None:
             raise LeftToTriton
+        self._room.check(name, body)
         now = asyncio.get_running_loop().time()
         asked_at, asking = self._declared.get((name, version), (-math.inf, None))
         if asking is None or now - asked_at > _METADATA_SECONDS:
@@ -178,6 +224,7 @@ class TritonHttp:
         except GrpcError:
             self._declared.pop((name, version), None)
             raise
+        self._room.check(name, body)  # others may have entered meanwhile
         traceparent = header(scope, b"traceparent").decode("latin-1")
         arguments = (body, declared, version, traceparent)
         if len(body) > _LONG_BODY:
@@ -291,7 +338,8 @@ async def _declared(channel: GrpcChannel, name: str, version: str) -> Declared:
 class _Exchange:
     """One ``generate``: the call to the model, and what it sent that the caller has not got yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, leave: Callable[[_Exchange], None] = lambda exchange: None) -> None:
+        self._leave = leave  # called when the model's work ends, which a slow reader may outlast
         self._arrived: list[bytes] = []  # responses, as JSON
         self._error: _Error | None = None
         self._over = False  # the model sends no more
@@ -318,6 +366,7 @@ class _Exchange:
             await (self._send_events(send, write) if stream else self._send_one(send))
         finally:
             watching.cancel()
+            self._leave(self)
             # Triton 24.10 keeps a request for ever whose cancel meets its last response. So a call
             # whose request is over is closed in order.
             if self._over:
@@ -395,6 +444,8 @@ class _Exchange:
                 self._arrived.append(response_json(response))
         if len(self._arrived) > _MOST_WAITING:
             self._gone = True
+        if self._over:
+            self._leave(self)
         self._changed.set()
 
     def _on_end(self, error: GrpcError | None) -> None:
@@ -404,6 +455,7 @@ class _Exchange:
 
     def _fail(self, error: _Error) -> None:
         self._error, self._over = error, True
+        self._leave(self)
         self._changed.set()
 
 

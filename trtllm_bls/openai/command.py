@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,8 @@ def main(context: click.Context, /, **options: Any) -> None:
     parameters = None
     if not (front and front.alone):
         parameters = read_parameters(options["model_repository"], given, options["workers"])
+        if front:
+            front = replace(front, places=places_of(options["model_repository"]))
     if parameters and parameters.status_dir and not front:  # else ``serve`` has done so
         try:
             StatusDirectory(parameters.status_dir).forget_drain()
@@ -109,6 +111,17 @@ def main(context: click.Context, /, **options: Any) -> None:
     )
     server = {field.name: options[field.name] for field in fields(ServerSettings)}
     sys.exit(serve(parameters, api, ServerSettings(**server), front))
+
+
+def places_of(repository: Path) -> int:
+    """Requests that the model in Triton takes, running or waiting; 0: it depends on the GPUs."""
+    from trtllm_bls.parameters.model_config import read_config
+
+    groups = read_config(repository / MODEL / "config.pbtxt").instance_group
+    if not groups or any(group.Kind.Name(group.kind) != "KIND_CPU" for group in groups):
+        return 0
+    model = read_parameters(repository, {}, sum(group.count or 1 for group in groups))
+    return model.instances * (model.max_running + model.max_queued)
 
 
 def read_parameters(

@@ -30,7 +30,7 @@ from trtllm_bls.http.guard import (
     accepting,
     raise_descriptor_limit,
 )
-from trtllm_bls.http.triton import TritonAddresses, TritonHttp
+from trtllm_bls.http.triton import Room, TritonAddresses, TritonHttp
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.errors import error_body
 from trtllm_bls.openai.keys import is_allowed
@@ -78,6 +78,7 @@ class TritonFront:
     """Triton's HTTP surface at ``port``, in front of Triton at ``grpc``, ``http`` and ``metrics``.
 
     ``alone``: the OpenAI API is not served. ``keys``: clients must bring an API key here too.
+    ``places``: how many requests the model takes, running or waiting; 0: nobody knows.
     ``tls_pin``: gRPC has TLS with this certificate; ``tls_cert`` and ``tls_key`` are shown to it.
     """
 
@@ -87,12 +88,13 @@ class TritonFront:
     metrics: str
     alone: bool = False
     keys: bool = False
+    places: int = 0
     max_other_bytes: int = 64 * 2**20
     tls_pin: str = ""
     tls_cert: str = ""
     tls_key: str = ""
 
-    def application(self, api: ApiSettings) -> TritonHttp:
+    def application(self, api: ApiSettings, room: Room | None) -> TritonHttp:
         """Raises ``OSError`` and ``ValueError`` for certificates that cannot be read."""
         tls = trusting(Path(self.tls_pin)) if self.tls_pin else None
         if tls is not None and self.tls_cert:
@@ -102,6 +104,7 @@ class TritonFront:
             BodyReader(api.max_body_bytes),
             self.max_other_bytes,
             partial(is_allowed, api.keys) if self.keys and api.keys else None,
+            room,
         )
 
 
@@ -250,11 +253,15 @@ def make_app(
             sys.exit(0)
     try:
         app: ASGIApp = Starlette()
+        room = None
         if parameters is not None:
-            app = create_app(Deployment(parameters, model_name=api.model_names[0]), api)
+            backend = Deployment(parameters, model_name=api.model_names[0])
+            app = create_app(backend, api)
+            if front is not None and front.places:
+                room = Room(front.places, partial(backend.orchestrator.refused, ""))
         if front is None:
             return app
-        triton = front.application(api)
+        triton = front.application(api, room)
         guarded: ASGIApp = triton
         if api.allowed_hosts is not None:
             guarded = BrowserGuard(triton, api.allowed_hosts, api.allowed_origins, triton.refuse)
