@@ -79,6 +79,7 @@ class Stream:
         while True:
             result, error = self.arrived.get(timeout=60)
             if error is not None:
+                self.client.stop_stream()  # a server does not end while a stream is open
                 raise error
             if result.get_response().outputs:
                 yield result
