@@ -412,7 +412,6 @@ def pins(subject: Subject) -> Findings:
 # --- parameters and engines: what TensorRT-LLM would ignore or refuse later -------------------
 
 
-_BATCHING = "inflight_fused_batching"
 _ALWAYS = Version(0, 9)  # what every release demands has a line of its own
 # Slow, so that a limit which is too short is found: tokens per second of a prompt and an answer.
 _SLOW_PREFILL, _SLOW_DECODING = 500, 20
@@ -530,9 +529,10 @@ def tensors(subject: Subject) -> Findings:
             for tensor in (*config.input, *config.output)
         }
         rows = {tensor.name: tensor.dtype for tensor in (*table.inputs, *table.outputs)}
-        for name in [name for name in rows if kinds.get(name, rows[name]) != rows[name]]:
-            what = f"{model}.{name} is declared {kinds[name]}, it is {rows[name]}"
-            yield Finding("error", what, f"declare it TYPE_{rows[name]}")
+        for name, kind in rows.items():
+            if kinds.get(name, kind) != kind:
+                what = f"{model}.{name} is declared {kinds[name]}, it is {kind}"
+                yield Finding("error", what, f"declare it TYPE_{kind}")
         if missing := [name for name in rows if name not in kinds]:
             what = f"{model}: does not declare {', '.join(missing)}"
             yield Finding("error", what, "write it again with trtllm-bls configure")
@@ -544,17 +544,14 @@ def demanded_parameters(subject: Subject) -> Findings:
     release = subject.release or LAST
     for model in subject.cpp_models:
         values = subject.values(model)
-        for name, value in (("gpt_model_path", "DIRECTORY"), ("gpt_model_type", _BATCHING)):
+        needed = {"gpt_model_path": "DIRECTORY", "gpt_model_type": "inflight_fused_batching"}
+        for name, value in needed.items():
             if not values.get(name):
                 yield Finding("error", f"{model}: {name} is missing", f"set {name}={value}")
-        demanded = [
-            name
-            for name, key in keys_of(release).items()
-            if key.demanded and _ALWAYS < key.demanded <= release and name not in values
-        ]
-        if demanded:
+        late = {n: key.demanded for n, key in keys_of(release).items() if n not in values}
+        if lacks := [n for n, since in late.items() if since and _ALWAYS < since <= release]:
             mend = "add them, with an empty value where nothing is meant"
-            yield Finding("error", f"{model}: no {', '.join(demanded)}", mend)
+            yield Finding("error", f"{model}: no {', '.join(lacks)}", mend)
 
 
 @check("backend and engines are of one release", lambda s: s.engines)
@@ -600,13 +597,12 @@ def one_step_drafts(subject: Subject) -> Findings:
     """Older releases end each request to an engine for external drafts after one step."""
     release = subject.release or LAST
     for model, engine in subject.engines.items():
-        told = is_true(subject.values(model).get("one_step_requests", ""))
-        if not ends_after_one_step(engine, release) or (model == subject.target and told):
+        if not ends_after_one_step(engine, release):
             continue
         if model != subject.target:
             mend = "build it without a speculative_decoding_mode"
             yield Finding("error", f"{model}: drafts one token only ({EXTERNAL_DRAFTS})", mend)
-        else:
+        elif not is_true(subject.values(model).get("one_step_requests", "")):
             mend = f"set {model}.one_step_requests=true; trtllm-bls configure writes it"
             yield Finding("error", f"{model}: requests without drafts answer one token", mend)
 
@@ -662,10 +658,9 @@ def speculation(subject: Subject) -> Findings:
 @check("target and draft have logits of one type", lambda s: len(s.engines) > 1)
 def logits_types(subject: Subject) -> Findings:
     """Triton refuses drafts' logits of another type than the target's input."""
-    types = {name: engine.logits for name, engine in subject.engines.items()}
-    made, taken = types.get(subject.draft), types.get(subject.target)
-    if made and taken and made != taken:
-        what = f"the draft's logits are {made}, the target takes {taken}"
+    draft, target = subject.engines.get(subject.draft), subject.engines.get(subject.target)
+    if draft and target and draft.logits != target.logits:
+        what = f"the draft's logits are {draft.logits}, the target takes {target.logits}"
         mend = "build both with one --logits_dtype, or leave use_draft_logits off"
         yield Finding("warn", what, mend)
 
@@ -711,13 +706,10 @@ def memory_shares(subject: Subject) -> Findings:
     gpus: dict[str, list[str]] = {}
     for model in subject.cpp_models:
         values = subject.values(model)
-        share = values.get("kv_cache_free_gpu_mem_fraction") or "0.9"
-        try:
-            large = float(share) > 0.8
-        except ValueError:
-            continue  # told by the check of parameters
-        if large and not values.get("max_tokens_in_paged_kv_cache"):
-            gpus.setdefault(values.get("gpu_device_ids", ""), []).append(model)
+        with suppress(ValueError):  # told by the check of parameters
+            large = float(values.get("kv_cache_free_gpu_mem_fraction") or 0.9) > 0.8
+            if large and not values.get("max_tokens_in_paged_kv_cache"):
+                gpus.setdefault(values.get("gpu_device_ids", ""), []).append(model)
     for models in gpus.values():
         if len(models) > 1:
             what = f"{' and '.join(models)} share GPUs and want 80 % or more of what is free each"

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trtllm_bls.checkpoint_dir import check_tokenizer, config_vocab_size, generation_eos, one_line
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
@@ -38,7 +38,6 @@ from trtllm_bls.types import ChatOptions, PromptIds
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 _PLAIN_CHAT = ChatOptions()
 _MAX_ID = 2**31 - 1  # ids are int32 on the wire
 # Characters. Shorter texts are tokenised faster than the interpreter's lock is released and taken.
@@ -559,11 +558,9 @@ class Tokenizer:
         """The token as the table spells it; ``None`` for an id that is not in the table."""
         if not 0 <= token_id <= _MAX_ID:
             return None
-        if self._backend is not None:
-            found = self._backend.id_to_token(token_id)
-        else:
-            found = self._tokens.get(token_id)
-        return None if found is None else str(found)
+        find = self._tokens.get if self._backend is None else self._backend.id_to_token
+        found: str | None = find(token_id)
+        return found
 
     @cached_property
     def _tokens(self) -> dict[int, str]:

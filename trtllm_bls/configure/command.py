@@ -194,7 +194,7 @@ def _report(repository: Repository, out: Path, notes: list[str]) -> None:
     for note in (*notes, *repository.warnings):
         click.echo(f"note: {note}")
     launch = repository.launch
-    if launch.by_serve:
+    if launch.world_size == 1 and not launch.orchestrator:  # one server process
         click.echo(f"next: trtllm-bls serve --model-repository {out}")
     else:
         click.echo("next: start it with TensorRT-LLM's launcher, on a machine with these GPUs")

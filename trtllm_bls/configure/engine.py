@@ -112,8 +112,6 @@ _MODES = (
 )
 EXTERNAL_DRAFTS = "draft_tokens_external"
 _WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
-_LOOKAHEAD = "lookahead_decoding"
-_GUIDES_PAGE = "docs/engines.md#guided-decoding"
 LOOKAHEAD_SIZES = tuple(f"lookahead_{n}_size" for n in ("window", "ngram", "verification_set"))
 # An older release ends every request to an engine for external drafts after one step, also a
 # request without a draft.
@@ -312,8 +310,8 @@ def _incomplete(parameters: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         yield "decoding_mode", f"set {', '.join(absent)} too, as the engine was built for"
     backend, file = (parameters.get(key) for key in GUIDES)
     if backend and not file:
-        why = f"without {GUIDES[1]} nothing would be guided; set it too ({_GUIDES_PAGE})"
-        yield GUIDES[0], why
+        page = "docs/engines.md#guided-decoding"
+        yield GUIDES[0], f"without {GUIDES[1]} nothing would be guided; set it too ({page})"
     if file and not backend:
         yield GUIDES[1], f"nobody reads it without {GUIDES[0]}; set that to xgrammar"
 
@@ -408,7 +406,7 @@ def warnings(
         drafts = models[BLS.name]["draft_source"] != "off"
         what = f"prompts{' and, with drafts, whole answers' * drafts} are limited to {limit} tokens"
         yield f"{what} by max_num_tokens; --chunked-context would allow {longest}"
-    if engine.mode == _LOOKAHEAD and parameters.get("decoding_mode") != "lookahead":
+    if engine.mode == "lookahead_decoding" and parameters.get("decoding_mode") != "lookahead":
         yield (
             "the engine was built for lookahead decoding, which is off: set decoding_mode=lookahead"
             f" and {', '.join(LOOKAHEAD_SIZES)}"

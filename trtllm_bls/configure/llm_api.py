@@ -58,19 +58,15 @@ def plan_llm_api(options: ConfigureOptions, upstreams: Any = None) -> Repository
     }
     parameters = {name: engine, BLS.name: text}
     if upstreams:
-        parameters[LLMAPI.name] = text | {
-            "tensors": "llmapi",
-            "decoupled": str(config.decoupled).lower(),
-        }
+        streams = str(config.decoupled).lower()
+        parameters[LLMAPI.name] = text | {"tensors": "llmapi", "decoupled": streams}
     for override in options.overrides:
         _set(parameters, name, override)
     if options.check:
         load_tokenizer(options.tokenizer_dir)
-    configs = {
-        name: model_config(replace(ENGINE, name=name), engine),
-        BLS.name: model_config(BLS, text),
-    }
-    configs[name].instance_group[0].count = count
+    served = model_config(replace(ENGINE, name=name), engine)
+    served.instance_group[0].count = count
+    configs = {name: served, BLS.name: model_config(BLS, text)}
     configs[BLS.name].instance_group[0].count = options.bls_instances
     if upstreams:
         configs[LLMAPI.name] = model_config(LLMAPI, parameters[LLMAPI.name], max_batch_size=0)

@@ -75,8 +75,7 @@ def command(
     model = directory / "1" / "model.py"
     if not model.is_file():
         tensors = [[_tensor(text) for text in texts] for texts in (inputs, outputs)]
-        names = [tensor.name for tensor in tensors[1]]
-        if len({*names}) < len(names) or len({t.name for t in tensors[0]}) < len(tensors[0]):
+        if any(len({tensor.name for tensor in each}) < len(each) for each in tensors):
             raise SettingsError("two inputs, or two outputs, have one name; give each its own")
         words = {
             "name": directory.name,

@@ -163,7 +163,7 @@ PRESETS = {
 
 def _own_flags(preset_name: str, options: RecipeOptions) -> Flags:
     """The build flags of a preset beside those that every engine has."""
-    gemm = "bfloat16" if options.precision in (None, "bf16", "fp8") else "float16"
+    gemm = _DTYPES[options.precision or "bf16"]
     if options.release >= _GEMM_AUTO_SINCE:  # before, it must name a type
         gemm = "auto"
     has = partial(_has, BUILD, release=options.release)
@@ -327,10 +327,8 @@ def _configure(preset_name: str, options: RecipeOptions, engine: Path) -> Step:
             what += "; requests without drafts end after one step on this release"
     if preset_name == "latency" and options.lookahead is not None:
         if not keys_of(options.release).keys() >= set(LOOKAHEAD_SIZES):
-            raise SettingsError(
-                f"--release {options.release}: the C++ backend has lookahead decoding since "
-                "0.19; add --lookahead off"
-            )
+            problem = "the C++ backend has lookahead decoding since 0.19; add --lookahead off"
+            raise SettingsError(f"--release {options.release}: {problem}")
         words += ["--set", "decoding_mode=lookahead"]
         for key, value in zip(LOOKAHEAD_SIZES, options.lookahead, strict=True):
             words += ["--set", f"{key}={value}"]

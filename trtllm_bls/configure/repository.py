@@ -189,11 +189,6 @@ class Launch:
     orchestrator: bool = False
     participants: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def by_serve(self) -> bool:
-        """Whether ``trtllm-bls serve`` can start it, as one server process."""
-        return self.world_size == 1 and not self.orchestrator
-
 
 def plan_launch(
     options: ConfigureOptions, engines: Mapping[str, EngineDir], version: Version

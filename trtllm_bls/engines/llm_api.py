@@ -20,8 +20,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
@@ -49,6 +47,7 @@ from trtllm_bls.types import (
     SpeculationStats,
     Wants,
 )
+from trtllm_bls.wire.words import dense_bias
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +208,9 @@ class LlmApiEngine:
         if request.bad_sequences:
             given["bad_token_ids"] = [words[0] for words in request.bad_sequences]
         if request.embedding_bias:
-            given["embedding_bias"] = _dense(request.embedding_bias, self._capacity.vocab_size or 0)
+            bias = dense_bias(request.embedding_bias, self._capacity.vocab_size or 0)
+            torch = importlib.import_module("torch")  # it is there where TensorRT-LLM is
+            given["embedding_bias"] = torch.from_numpy(bias)
         if request.wants.log_probs:
             given["logprobs"] = 1
         if request.wants.perf_metrics or self._capacity.speculates:
@@ -332,14 +333,6 @@ def _abort(given: Future[Any]) -> None:
     """In the submitting thread, after the submission. What has ended must not be aborted."""
     if not _has_ended(given):
         given.result().abort()
-
-
-def _dense(bias: Iterable[tuple[int, float]], vocab_size: int) -> Any:
-    """A tensor of all ids; torch is there where TensorRT-LLM is."""
-    values = np.zeros(vocab_size, np.float32)
-    for token, weight in bias:
-        values[token] += weight
-    return importlib.import_module("torch").from_numpy(values)
 
 
 def _known(field: str, name: str, known: Mapping[str, Any]) -> Any:

@@ -233,12 +233,11 @@ class EngineParameters(_Generating):
     @property
     def sizes(self) -> Mapping[str, Any]:
         """The sizes that are set, by their names in the engine's own settings."""
-        names = ("max_batch", "max_queue_size", "max_tokens_per_step", "max_sequence_tokens")
-        named = {
-            name: getattr(self, name)
-            for name in (*names, "max_draft_len", "threads", "guide_compile_seconds")
-        }
-        return {name: size for name, size in named.items() if size}
+        names = (
+            *("max_batch", "max_queue_size", "max_tokens_per_step", "max_sequence_tokens"),
+            *("max_draft_len", "threads", "guide_compile_seconds"),
+        )
+        return {name: size for name in names if (size := getattr(self, name))}
 
 
 @dataclass(frozen=True, kw_only=True)

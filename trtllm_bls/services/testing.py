@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -303,13 +303,10 @@ class _Models(OtherModels):
         answer = self._play[model]({name: as_array(name, each) for name, each in inputs.items()})
         return {name: as_array(name, each) for name, each in answer.items()}
 
-    def stream(self, model: str, inputs: Any, outputs: Any, request_id: str) -> Any:
-        async def responses() -> AsyncGenerator[dict[str, Any], None]:
-            for answer in self._play[model](inputs):
-                await asyncio.sleep(0)
-                yield {name: as_array(name, each) for name, each in answer.items()}
-
-        return responses()
+    async def stream(self, model: str, inputs: Any, outputs: Any, request_id: str) -> Any:
+        for answer in self._play[model](inputs):
+            await asyncio.sleep(0)
+            yield {name: as_array(name, each) for name, each in answer.items()}
 
     async def close(self) -> None:
         pass

@@ -15,7 +15,7 @@ from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import Array, PromptIds, TokenIds
 from trtllm_bls.wire.text import prompt_requests, sequence_ids
-from trtllm_bls.wire.words import pack_words
+from trtllm_bls.wire.words import dense_bias, pack_words
 
 
 class Preprocessor:
@@ -55,12 +55,8 @@ class Preprocessor:
         return ids
 
     def _bias(self, prompts: Sequence[Prompt]) -> Array:
-        asked = any(prompt.embedding_bias for prompt in prompts)
-        dense = np.zeros((len(prompts), self._vocab_size if asked else 0), dtype=np.float32)
-        for row, prompt in enumerate(prompts):
-            for token, weight in prompt.embedding_bias:
-                dense[row, token] += weight
-        return dense
+        size = self._vocab_size if any(prompt.embedding_bias for prompt in prompts) else 0
+        return np.stack([dense_bias(prompt.embedding_bias, size) for prompt in prompts])
 
 
 class Postprocessor:

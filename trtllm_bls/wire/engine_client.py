@@ -43,7 +43,7 @@ from trtllm_bls.types import (
     Wants,
 )
 from trtllm_bls.wire.scores import METRICS
-from trtllm_bls.wire.words import pack_words
+from trtllm_bls.wire.words import dense_bias, pack_words
 
 NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 _ID = struct.Struct("<i")
@@ -52,9 +52,10 @@ _NUMBERS = itertools.count(secrets.randbits(62))  # of 63 bits, however long it 
 _NO_WANTS = Wants()
 _DRAFTED = ("total_draft_tokens", "total_accepted_draft_tokens")
 _SPELLINGS = {
-    tensor.key: tuple(other for other in ENGINE.inputs if other.key == tensor.key)
+    tensor.key: tuple(other.name for other in ENGINE.inputs if other.key == tensor.key)
     for tensor in ENGINE.inputs
 }
+_NO_INPUT = "this engine version has no such input"
 # What TensorRT-LLM's last form declares. Older spellings are left out: two names of one option are
 # never both sent.
 _LAST_FORM = {
@@ -298,17 +299,14 @@ def request_inputs(
     if request.bad_sequences:
         arrays["bad_words_list"] = pack_words(request.bad_sequences)[None]
     if request.embedding_bias:
-        dense = np.zeros((1, vocab_size), dtype=np.float32)
-        for token, weight in request.embedding_bias:
-            dense[0, token] += weight
-        arrays["embedding_bias"] = dense
+        arrays["embedding_bias"] = dense_bias(request.embedding_bias, vocab_size)[None]
     if request.draft is not None:
         arrays |= _draft_arrays(request.draft, declared.get("draft_logits"))
     if "exclude_input_in_output" in declared:
         arrays["exclude_input_in_output"] = _one_of("exclude_input_in_output", True)
     for name in arrays:
         if name not in declared:
-            raise InvalidRequest(name, "this engine version has no such input")
+            raise InvalidRequest(name, _NO_INPUT)
     return [(name, declared[name], array) for name, array in arrays.items()]
 
 
@@ -318,7 +316,18 @@ def _plain_arrays(names: frozenset[str], *values: Any) -> Mapping[str, Array]:
 
     Kept, since most requests of a deployment differ in nothing but their prompts.
     """
-    return {(name := _spelling(key, names)): _one_of(name, value) for key, value in _plain(*values)}
+    max_tokens, streaming, sequences, end_id, pad_id, sampling, wants = values
+    given = {
+        "max_tokens": max_tokens,
+        "streaming": streaming or None,  # absent means no
+        "num_return_sequences": sequences if sequences > 1 else None,
+        **{"end_id": end_id, "pad_id": pad_id, **vars(sampling)},
+    }
+    # Counts are the caller's own business; the engine need not send them.
+    wanted = [name for name, want in vars(wants).items() if want and not name.startswith("num_")]
+    given |= {f"return_{name}": True for name in wanted}
+    told = ((key, value) for key, value in given.items() if value is not None)
+    return {(name := _spelling(key, names)): _one_of(name, value) for key, value in told}
 
 
 _PLAIN = attrgetter(
@@ -326,31 +335,12 @@ _PLAIN = attrgetter(
 )
 
 
-def _plain(
-    max_tokens: int, streaming: bool, sequences: int, *more: Any
-) -> Iterator[tuple[str, Any]]:
-    end_id, pad_id, sampling, wants = more
-    yield "max_tokens", max_tokens
-    if streaming:  # absent means no
-        yield "streaming", True
-    if sequences > 1:
-        yield "num_return_sequences", sequences
-    given = {"end_id": end_id, "pad_id": pad_id} | vars(sampling)
-    yield from ((name, value) for name, value in given.items() if value is not None)
-    for name, wanted in vars(wants).items():
-        # Counts are the caller's own business; the engine need not send them.
-        if wanted and not name.startswith("num_"):
-            yield f"return_{name}", True
-
-
 def _spelling(key: str, declared: frozenset[str]) -> str:
-    spellings = _SPELLINGS.get(key, ())
-    for tensor in spellings:
-        if tensor.name in declared:
-            return tensor.name
-    raise InvalidRequest(
-        spellings[0].name if spellings else key, "this engine version has no such input"
-    )
+    spellings = _SPELLINGS.get(key, (key,))
+    for name in spellings:
+        if name in declared:
+            return name
+    raise InvalidRequest(spellings[0], _NO_INPUT)
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Word lists as token ids: the ``[2, N]`` layout of stop and bad words.
+"""Word lists as token ids, the ``[2, N]`` layout of stop and bad words; and biases of tokens.
 
 Row 0 holds all words' ids end to end, row 1 the running end offset of each word, then -1.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -47,3 +47,11 @@ def unpack_words(name: str, packed: Array) -> tuple[TokenIds, ...]:
             words.append(tuple(ids[start:offset]))
             start = offset
     return tuple(words)
+
+
+def dense_bias(bias: Iterable[tuple[int, float]], vocab_size: int) -> Array:
+    """An ``embedding_bias`` as one number for each id."""
+    values = np.zeros(vocab_size, np.float32)
+    for token, weight in bias:
+        values[token] += weight
+    return values
