@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.openai.test_refusals import ask, completion
 from trtllm_bls.admission import Admission
 from trtllm_bls.http.guard import accepting
 from trtllm_bls.openai.completions import CompletionResponse
+from trtllm_bls.openai.exchange import Outbox, run_all
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.types import TextRequest
 
@@ -130,3 +132,36 @@ def test_the_long_work_of_one_request_is_done_beside_the_loop(
     assert all(len(choice["logprobs"]["tokens"]) for choice in found["choices"])
     assert len(at["loop"]) == len(at["tokenised"]) == len(at["written"]) == 1
     assert not at["loop"] & (at["tokenised"] | at["written"])
+
+
+def test_other_streams_have_a_turn_between_answers_that_arrive_together() -> None:
+    """Reading a thousand choices with log-probabilities takes most of a second."""
+
+    async def run() -> list[int]:
+        backend, at, turn = ScriptedBackend(saying(SAYS)), list[int](), 0
+
+        def count() -> None:
+            nonlocal turn
+            turn += 1
+            loop.call_soon(count)
+
+        async def ignored(part: bytes) -> None:
+            pass
+
+        loop = asyncio.get_running_loop()
+        asks = TextRequest(request_id="", text=PROMPT, max_tokens=4, num_return_sequences=2)
+        requests = [replace(asks, request_id=str(index)) for index in range(8)]
+        count()
+        await run_all(
+            backend.orchestrator,
+            requests,
+            lambda index, chunk: at.append(turn),
+            Outbox(ignored),
+            asyncio.Event().wait,
+        )
+        await backend.close()
+        return at
+
+    at = asyncio.run(run())
+    assert len(at) == 16
+    assert max(map(at.count, at)) <= 2  # the choices of one prompt

@@ -211,8 +211,18 @@ async def _run_prompts(
     if len(requests) > 1:
         # On the event loop, tokenising hundreds of prompts would hold up every stream.
         await asyncio.to_thread(orchestrator.encode_ahead, requests)
+    turn = asyncio.Lock()
+
+    async def ready() -> None:
+        # An answer that comes whole is much to read. Where those of all prompts arrive at once,
+        # other streams get a turn of the event loop after each.
+        async with turn:
+            await asyncio.sleep(0)
+        await outbox.ready()
+
     for index, request in enumerate(requests):
-        sink = PromptSink(index * request.num_return_sequences, on_chunk, outbox.ready)
+        waits = ready if len(requests) > 1 and not request.stream else outbox.ready
+        sink = PromptSink(index * request.num_return_sequences, on_chunk, waits)
         runs.append(orchestrator.run(request, sink))
     if len(runs) == 1:
         await runs[0]
