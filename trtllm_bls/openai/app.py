@@ -77,7 +77,7 @@ _REFUSED_FOR = {401: "authorization", 403: "origin", 415: "content-type", 421: "
 class ApiSettings:
     """Settings of one server.
 
-    ``model_names``: what requests may name; ``/v1/models`` lists them in this order.
+    ``model_names``: what requests may name, at least one; ``/v1/models`` lists them in this order.
     ``keys``: digests of the API keys (``keys.read_keys``). Without any, everybody may ask.
     ``max_body_bytes``, ``body_s``: size of a request's JSON, and seconds in which it has to come.
     ``allowed_hosts``: names by which clients reach a server that listens on this machine alone.
@@ -91,7 +91,7 @@ class ApiSettings:
     ``triton_metrics``: where Triton tells its own metrics, which ``/metrics`` then has too.
     """
 
-    model_names: tuple[str, ...]
+    model_names: tuple[str, ...] = ()
     keys: tuple[bytes, ...] = ()
     max_body_bytes: int = 4 * 2**20
     body_s: float = ConnectionLimits.body_s

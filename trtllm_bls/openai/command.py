@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import BlsParameters, Parameters, parameters_in
-from trtllm_bls.parameters.declaration import DIRECTORY, FILE
+from trtllm_bls.parameters.declaration import DIRECTORY, FILE, check_in
 from trtllm_bls.settings import ServeSettings, is_loopback, options_of
 from trtllm_bls.status import StatusDirectory
 
@@ -143,6 +143,7 @@ def read_parameters(
         except SettingsError as error:
             raise SettingsError(f"--model-repository: {error}") from error
     for key, value in given.items():
+        check_in(_DECLARED, MODEL, key, value)
         is_path = _DECLARED[key].kind in (DIRECTORY, FILE)
         values[key] = os.path.abspath(value) if is_path and value else value
     values["engine_transport"] = "grpc"
