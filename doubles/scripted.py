@@ -37,6 +37,7 @@ class Script:
     ``batch_limit`` counts token rows: a step of more rows than that makes later steps wait.
     ``one_step`` plays an engine built for external drafts, which ends every request after one
     step; ``tells_reason`` false plays Triton's wire, which never says why a request ended.
+    ``cached_tokens``: what it says of every prompt.
     """
 
     name: str = "scripted"
@@ -48,6 +49,7 @@ class Script:
     batch_limit: int | None = None
     one_step: bool = False
     tells_reason: bool = True
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +253,7 @@ class _ScriptedSequence:
                 (np.stack(logits) if logits else empty) if wants.generation_logits else None
             ),
             metrics=self._metrics() if wants.perf_metrics else None,
+            cached_tokens=self._script.cached_tokens if first else None,
         )
 
     def _add(self, choice: Choice) -> None:

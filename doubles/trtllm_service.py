@@ -210,6 +210,7 @@ class _Answer:
             for _ in range(request.num_return_sequences)
         ]
         self._queue: asyncio.Queue[EngineChunk | Exception | None] = asyncio.Queue()
+        self._cached_tokens = 0
         service.live += 1
         self._task = asyncio.create_task(self._run())
         # A task that is cancelled before its first step runs no `finally` of its own.
@@ -240,6 +241,7 @@ class _Answer:
         while (chunk := await self._queue.get()) is not None:
             if isinstance(chunk, Exception):
                 raise chunk
+            self._cached_tokens = self._cached_tokens or chunk.cached_tokens or 0
             sequence = self._sequences[chunk.sequence_index]
             pending = sequence.take(chunk)
             if self._message.streaming:
@@ -265,6 +267,7 @@ class _Answer:
             sequence_index=index,
             prompt_tokens=len(self._request.input_ids),
             completion_tokens=end,
+            cached_tokens=self._cached_tokens,
             logprobs=self._log_probs(sequence, begin, end),
         )
 
@@ -279,6 +282,7 @@ class _Answer:
             finish_reason=(sequence.reason or "cancelled") if told else "",
             prompt_tokens=len(self._request.input_ids),
             completion_tokens=kept,
+            cached_tokens=self._cached_tokens,
             logprobs=self._log_probs(sequence, 0, scored),
         )
         if sequence.matched is not None:

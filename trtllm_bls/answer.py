@@ -154,6 +154,7 @@ class SequenceText:
         self._context_logits: Array | None = None
         self._metrics: EngineMetrics | None = None
         self._speculation: SpeculationStats | None = None
+        self._cached_tokens: int | None = None
         self._drafted: list[tuple[int, int]] = []  # characters of the completion, begin and end
         self._released = 0  # characters of the completion that may leave
         # Not emitted yet: text, how many tokens came, and whether context logits did.
@@ -327,6 +328,7 @@ class SequenceText:
             # The same seed without drafts draws other tokens, so telling it would help nobody.
             seed=request.sampling.seed if self._speculation is None else None,
             speculation=self._speculation,
+            cached_tokens=self._cached_tokens,
         )
 
     # --- scores and figures -------------------------------------------------------------------
@@ -334,9 +336,11 @@ class SequenceText:
     def _note_figures(self, chunk: EngineChunk) -> None:
         if chunk.context_logits is not None and self._context_logits is None:
             self._context_logits, self._new_context = chunk.context_logits, True
+        exposed = self._rules.expose_kv_cache_metrics
         if chunk.metrics is not None:
-            exposed = self._rules.expose_kv_cache_metrics
             self._metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
+        if exposed and self._cached_tokens is None:
+            self._cached_tokens = chunk.cached_tokens
         if chunk.speculation is not None:
             self._speculation = chunk.speculation
 
@@ -406,4 +410,5 @@ def _is_plain(chunk: EngineChunk) -> bool:
         or chunk.context_logits is not None
         or chunk.metrics is not None
         or chunk.speculation is not None
+        or chunk.cached_tokens is not None
     )

@@ -313,6 +313,8 @@ ENGINE = Model(
         *_INDICES,
         *_PERF_METRICS,
         *_COUNTS,
+        # Ours, on the first response of each sequence.
+        Tensor("cached_tokens", "INT32", since=_NEVER),
     ),
 )
 

@@ -225,7 +225,8 @@ class EngineChunk:
     ``log_probs``, ``top_log_probs`` and ``generation_logits`` belong to exactly these
     ``token_ids``. ``final`` marks the last chunk of a sequence; ``finish_reason`` is ``None`` even
     there when the engine's wire does not say. ``speculation`` counts all rounds so far; ``None``
-    where there are none.
+    where there are none. ``cached_tokens``, on a sequence's first chunk: how many tokens of the
+    prompt were in the KV cache already; ``None`` where the engine does not say.
     """
 
     token_ids: TokenIds
@@ -239,6 +240,7 @@ class EngineChunk:
     generation_logits: Array | None = None  # [len(token_ids), vocab]
     metrics: EngineMetrics | None = None
     speculation: SpeculationStats | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,6 +343,8 @@ class Ending:
 
     ``completion_tokens`` counts every generated token up to and including the one that completed
     a stop; the end token itself is not counted. ``seed`` is what sampling really used.
+    ``cached_tokens`` of the prompt were in the KV cache already; ``None`` where the engine does not
+    say or ``expose_kv_cache_metrics`` is off.
     """
 
     finish_reason: FinishReason
@@ -349,6 +353,7 @@ class Ending:
     stop_reason: str | None = None  # the stop string that fired
     seed: int | None = None
     speculation: SpeculationStats | None = None  # None: the request ran without it
+    cached_tokens: int | None = None
 
 
 class TokenText(NamedTuple):

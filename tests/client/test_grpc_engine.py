@@ -51,7 +51,8 @@ async def test_chunks_come_as_they_are_said_and_the_request_is_whole() -> None:
         (message,) = triton.asked
         number, _, name = message.id.partition("/")
         assert (int(number) < 2**63, name, message.model_name) == (True, "mine", "tensorrt_llm")
-        assert [o.name for o in message.outputs] == ["output_ids", "sequence_length"]
+        outputs = ["output_ids", "sequence_length", "cached_tokens"]
+        assert [o.name for o in message.outputs] == outputs
         assert inputs(message)["input_ids"] == [[7, 8]]
         assert inputs(message)["streaming"] == [[True]]
         assert message.parameters["triton_enable_empty_final_response"].bool_param

@@ -104,6 +104,19 @@ async def test_each_sequence_is_told_once(
             assert streaming or len(mine) == 1
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_the_first_chunk_tells_what_was_cached(
+    api: Any, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    script = Script(cached_tokens=1)
+    async with opened(api, monkeypatch, script=script) as (engine, _):
+        asked = replace(ASK, streaming=streaming, num_return_sequences=2)
+        for index in range(2):
+            chunks = await read(engine, asked)
+            told = [each.cached_tokens for each in chunks if each.sequence_index == index]
+            assert told == [1] + [None] * (len(told) - 1)
+
+
 async def test_log_probs_are_those_of_the_tokens(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[0.1, 0.2, 0.3, 0.4]] * 4
     async with opened(api, monkeypatch, table(rows)) as (engine, _):

@@ -87,6 +87,15 @@ def test_nothing_is_told_twice_and_nothing_is_lost(
         assert len(chunks) == 1
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_the_first_chunk_tells_what_was_cached(streaming: bool) -> None:
+    """The service repeats it in every message."""
+    script = Script(cached_tokens=1)
+    chunks, _ = answered(replace(ASK, streaming=streaming), script=script)
+    told = [chunk.cached_tokens for chunk in chunks]
+    assert told == [1] + [None] * (len(told) - 1)
+
+
 @pytest.mark.parametrize("variant", [{}, {"extra_log_prob": True}])
 @pytest.mark.parametrize("streaming", [True, False])
 def test_log_probs_belong_to_their_tokens(variant: dict[str, Any], streaming: bool) -> None:

@@ -78,9 +78,12 @@ def serving(
 
 
 @contextmanager
-def engine_service(*answer: int, exclude: bool = True, **script: Any) -> Iterator[Bench]:
+def engine_service(
+    *answer: int, exclude: bool = True, exposed: bool = False, **script: Any
+) -> Iterator[Bench]:
     engine = ScriptedEngine(reciting(answer, 2, END), Script(vocab_size=50, **script))
-    with serving(engine, EngineService(engine, exclude).handle) as bench:
+    service = EngineService(engine, exclude, expose_kv_cache_metrics=exposed)
+    with serving(engine, service.handle) as bench:
         yield bench
 
 

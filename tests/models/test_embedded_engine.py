@@ -175,8 +175,9 @@ def test_logits_of_a_draft_belong_to_the_tokens_that_came(engine: EmbeddedEngine
 
 
 def test_nothing_comes_that_was_not_asked_for(engine: EmbeddedEngine) -> None:
-    """Chunks of a plain request hold tokens and the end, nothing else."""
-    for chunk in answers(engine, request(IDS, 3))[0]:
+    """Chunks of a plain request hold tokens and the end; the first one tells what was cached."""
+    first, *rest = answers(engine, request(IDS, 3))[0]
+    for chunk in (replace(first, cached_tokens=None), *rest):
         assert replace(chunk, token_ids=(), final=False, finish_reason=None) == EngineChunk(
             token_ids=()
         )
@@ -208,6 +209,8 @@ def test_metrics_tell_times_in_order_and_tokens_reused(engine: EmbeddedEngine) -
     assert len(set(times)) == 4
     assert (metrics.kv_cache_reused_blocks, metrics.kv_cache_alloc_new_blocks) == (29, 5)
     assert metrics.kv_cache_alloc_total_blocks == 34
+    (chunks,) = answers(engine, asked)
+    assert [chunk.cached_tokens for chunk in chunks] == [29, None, None, None, None]
 
 
 # --- many at once, and those who leave ----------------------------------------------------------

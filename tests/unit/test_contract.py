@@ -36,6 +36,7 @@ OURS = {
         *LLM_API,
     },
     ("tensorrt_llm", "inputs"): {"min_p", "no_repeat_ngram_size", *LLM_API},
+    ("tensorrt_llm", "outputs"): {"cached_tokens"},
     ("tensorrt_llm_bls", "outputs"): {"finish_reason", "stop_reason", "seed", "num_draft_rounds"},
 }
 # Required there, optional here: a conversation may take the prompt's place; and an ensemble ends

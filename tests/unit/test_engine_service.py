@@ -40,6 +40,18 @@ def test_the_prompt_is_in_the_whole_answer_unless_excluded(
     assert ids(streamed) == [[3], [4], []]
 
 
+@pytest.mark.parametrize("exposed", [True, False])
+def test_what_was_cached_is_on_the_first_response_where_it_is_exposed(exposed: bool) -> None:
+    names = ("output_ids", "sequence_length", "cached_tokens")
+    with engine_service(3, 4, exposed=exposed, cached_tokens=1) as bench:
+        streamed = bench.accept(bench.tokens(outputs=names, streaming=TRUE)).wait()
+        whole = bench.accept(bench.tokens(outputs=names)).wait()
+    told = [
+        [response.get("cached_tokens") for response in ask.responses] for ask in (streamed, whole)
+    ]
+    assert told == ([[[[1]], None, None], [[[1]]]] if exposed else [[None] * 3, [None]])
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_stop_request_ends_with_what_there_is(streaming: bool) -> None:
     """The stopped request ends normally, without error; the stop itself says nothing."""

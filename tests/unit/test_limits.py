@@ -188,7 +188,7 @@ def test_reused_blocks_are_not_told() -> None:
 def test_an_operator_may_have_reused_blocks_told(exposed: bool) -> None:
     """``expose_kv_cache_metrics``; not as shipped."""
     sink = Collected()
-    engine = saying("one two three")
+    engine = saying("one two three", cached_tokens=2)
     defaults = Defaults(expose_kv_cache_metrics=exposed)
     request = asking(wants=Wants(perf_metrics=True))
     asyncio.run(Orchestrator(tokenizer(), engine, defaults).run(request, sink))
@@ -196,6 +196,8 @@ def test_an_operator_may_have_reused_blocks_told(exposed: bool) -> None:
     assert told is not None
     assert (told.kv_cache_reused_blocks is not None) == exposed
     assert told.kv_cache_alloc_total_blocks is not None
+    ending = sink.chunks[-1].ending
+    assert ending is not None and ending.cached_tokens == (2 if exposed else None)
 
 
 def test_the_time_in_the_queue_is_part_of_the_requests_own() -> None:

@@ -277,6 +277,14 @@ def test_metrics_survive_a_wire_that_does_not_mark_the_last_response() -> None:
     assert chunks[-1].final and chunks[-1].metrics == with_zeros(metrics)
 
 
+def test_what_was_cached_is_asked_for_where_it_is_declared() -> None:
+    assert "cached_tokens" in LAST_FORM.outputs_for(ASK)
+    arrays, _ = sent(ASK, [EngineChunk((5,), cached_tokens=7), EngineChunk((6,))])
+    responses = ResponseReader(ASK, LAST_FORM)
+    chunks = [chunk for each in arrays for chunk in responses.chunks(each, last=False)]
+    assert [chunk.cached_tokens for chunk in chunks] == [7, None]
+
+
 # --- text -----------------------------------------------------------------------------------
 
 

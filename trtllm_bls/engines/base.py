@@ -317,5 +317,6 @@ def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         top_log_probs=tuple(each for places in best for each in places) if best else None,
         cum_log_prob=totals[-1] if totals else None,
         context_logits=next(contexts, None),
+        cached_tokens=chunks[0].cached_tokens,
         generation_logits=np.concatenate(rows) if rows else None,
     )

@@ -28,11 +28,13 @@ class SequenceEnds:
     """One sequence of the engine: ids in as they come, chunks out, the last of them ``final``.
 
     ``indices``: the sequences of ``request`` that it is. ``received`` counts the ids that came in.
+    ``cached_tokens``: set before the first ids are fed, it is on the first chunk.
     """
 
     def __init__(self, request: EngineRequest, indices: Sequence[int]) -> None:
         self.done = False
         self.received = 0
+        self.cached_tokens: int | None = None
         self.stop_ids = frozenset(stop[0] for stop in request.stop_sequences if len(stop) == 1)
         self._criteria = StoppingCriteria.of(request)
         self._indices = indices
@@ -73,6 +75,7 @@ class SequenceEnds:
             chunk = join_chunks(self._collected)
         elif not kept and not self.done:
             return []
+        chunk.cached_tokens, self.cached_tokens = self.cached_tokens, None
         if len(self._indices) == 1:  # nearly always
             return [chunk]
         return [replace(chunk, sequence_index=index) for index in self._indices]

@@ -293,6 +293,8 @@ class LlmApiEngine:
                 begun = True
                 for output in step.outputs:
                     sequence = sequences[output.index]
+                    if not sequence.received:
+                        sequence.cached_tokens = getattr(step, "cached_tokens", None)
                     chunks.put(_read(output, sequence, request.wants, step.finished))
                 if all(sequence.done for sequence in sequences):
                     return

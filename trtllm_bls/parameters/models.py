@@ -129,8 +129,8 @@ class _Generating(ModelParameters):
     expose_kv_cache_metrics: bool = parameter(
         FLAG,
         "Answer `return_perf_metrics` also with how many KV-cache blocks were new and how many "
-        "were reused, in place of zeros. That tells a caller whether another prompt began with "
-        "the same text.",
+        "were reused, in place of zeros, and tell `cached_tokens` of the prompt. That tells a "
+        "caller whether another prompt began with the same text.",
         "false",
         env=EXPOSE_METRICS,
     )

@@ -131,8 +131,9 @@ class EngineService:
                     # Wait until the last response has been taken. In Triton 24.10, a caller that
                     # uses the BLS API can hang if two responses of one stream arrive together.
                     await call.ready()
-                    if chunk.metrics is not None and not self._expose:
-                        chunk = replace(chunk, metrics=chunk.metrics.without_reuse())
+                    if not self._expose:
+                        chunk.cached_tokens = None
+                        chunk.metrics = chunk.metrics and chunk.metrics.without_reuse()
                     sequences[chunk.sequence_index].add(chunk)
         finally:
             self._rows, self._begun = self._rows - 1, self._begun - begun

@@ -43,6 +43,7 @@ class AnswerFigures:
             finish_reason=finish,
             context_logits=chunk.context_logits,
             speculation=stats,
+            cached_tokens=chunk.cached_tokens,
         )
         if chunk.log_probs is not None:
             entered.log_probs = chunk.log_probs[:kept]

@@ -257,6 +257,7 @@ class DeployedModel:
             names += METRICS
         elif self.speculates:
             names += _DRAFTED  # sent once, at the end, if the engine speculates by itself
+        names.append("cached_tokens")  # sent once, at the beginning, by an engine that tells it
         return [name for name in names if name in self.outputs]
 
     def _number(self, key: str) -> int | None:
@@ -495,6 +496,7 @@ class ResponseReader:
             final=final or not self._request.streaming,
             metrics=self._metrics(arrays),
             speculation=self._speculation(arrays),
+            cached_tokens=_number(arrays, "cached_tokens"),
             **self._scores(arrays, index, len(row)),
         )
 

@@ -149,6 +149,8 @@ class ChunkWriter:
         elif (done := chunk.speculation) is not None:  # of an engine that speculates by itself
             arrays["total_draft_tokens"] = _one(done.drafted)
             arrays["total_accepted_draft_tokens"] = _one(done.accepted)
+        if chunk.cached_tokens is not None:
+            arrays["cached_tokens"] = _one(chunk.cached_tokens)
         return arrays
 
 

@@ -152,10 +152,10 @@ class Sequence:
         if not self.finish and not (new and self.request.streaming):
             return None
         wants, logits, metrics = self.request.wants, None, None
+        reused = self._metrics.get("kv_cache_reused_blocks", 0)
         if wants.generation_logits:
             logits = np.array(self._logits, dtype=np.float32).reshape(-1, self._vocab_size)
         if wants.perf_metrics:  # on every response, as TensorRT-LLM sends them
-            reused = self._metrics.get("kv_cache_reused_blocks", 0)
             metrics = EngineMetrics(  # a block is one token here
                 kv_cache_alloc_new_blocks=self.computed - reused,
                 kv_cache_alloc_total_blocks=self.computed,
@@ -173,6 +173,7 @@ class Sequence:
             context_logits=np.concatenate(self._context) if self._context else None,
             generation_logits=logits,
             metrics=metrics,
+            cached_tokens=reused if self._reported == len(self.request.input_ids) else None,
         )
         self._reported = len(self.tokens)
         self._log_probs, self._logits, self._context = [], [], []

@@ -49,6 +49,8 @@ class ServiceAnswer:
         sequence = self._sequences[index]
         if sequence.done:
             return []
+        if not sequence.received:
+            sequence.cached_tokens = part.cached_tokens
         if not streamed:
             return self._read_complete(sequence, part)
         several = part.token_ids  # all of them new

@@ -130,6 +130,7 @@ class RequestOutput:
     def __init__(self, llm: _Llm, request: EngineRequest, params: Any) -> None:
         self.outputs = [CompletionOutput(index) for index in range(params.n)]
         self.aborted = self._done = False
+        self.cached_tokens = 0
         self._ended = self._accepted = 0
         self._params = params
         self._llm = llm
@@ -163,6 +164,7 @@ class RequestOutput:
 
     def _take(self, chunk: Any) -> None:
         output, ids = self.outputs[chunk.sequence_index], list(chunk.token_ids)
+        self.cached_tokens = self.cached_tokens or chunk.cached_tokens or 0
         scores = list(chunk.log_probs or ())
         if chunk.finish_reason is FinishReason.END_ID:
             ids.append(self._params.end_id)
