@@ -14,7 +14,6 @@ from trtllm_bls.errors import TrtllmBlsError
 from trtllm_bls.settings import ServeSettings, options_of
 
 _ELSEWHERE = {
-    "benchmark": "trtllm_bls.commands.benchmark:main",
     "chat": "trtllm_bls.commands.chat:main",
     "configure": "trtllm_bls.configure:command",
     "doctor": "trtllm_bls.doctor:command",
@@ -67,7 +66,6 @@ def main() -> None:
       trtllm-bls serve --model ./llama  serve your own checkpoint
       trtllm-bls generate "Hello"       text from a server on port 8001
       trtllm-bls chat                   a conversation with it
-      trtllm-bls benchmark              how many tokens a second, how soon
     """
 
 

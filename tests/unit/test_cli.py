@@ -62,7 +62,7 @@ def test_help_has_examples_that_parse(name: str) -> None:
         command(name).make_context(name, words)
 
 
-@pytest.mark.parametrize("name", ["benchmark", "chat", "doctor", "generate", "health"])
+@pytest.mark.parametrize("name", ["chat", "doctor", "generate", "health"])
 def test_commands_that_connect_have_the_same_tls_options(name: str, tmp_path: Path) -> None:
     """The spellings of TensorRT-LLM's own clients are taken too, but help does not show them."""
     file = tmp_path / "file.pem"

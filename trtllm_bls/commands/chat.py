@@ -25,7 +25,7 @@ from rich.markdown import Markdown
 from rich.text import Text
 
 from trtllm_bls.commands.reply import Reply
-from trtllm_bls.commands.servers import Question, Server, server_at
+from trtllm_bls.commands.servers import Server, server_at
 from trtllm_bls.commands.terminal import (
     Exit,
     Interruption,
@@ -102,7 +102,7 @@ class Conversation:
         self._loop = loop
         self._max_tokens = given["max_tokens"]
         names = ("temperature", "top_p", "top_k", "seed", "draft_source")
-        self._fields = {name: given[name] for name in names}
+        self._fields = {name: given[name] for name in names if given[name] is not None}
         self._system: str | None = given["system"]
         self._turns: list[dict[str, str]] = []
         self._replies: list[Reply] = []
@@ -174,11 +174,9 @@ class Conversation:
         return interruption.happened
 
     async def _read(self, reply: Reply) -> None:
-        question = Question(
-            messages=self._messages, max_tokens=self._max_tokens, fields=self._fields
-        )
+        asked = self._server.ask(self._messages, self._max_tokens, self._fields)
         with self._display(reply) as show, contextlib.suppress(asyncio.CancelledError):
-            async with aclosing(self._server.ask(question)) as events:
+            async with aclosing(asked) as events:
                 async for event in events:
                     reply.add(event)
                     show(event.text)

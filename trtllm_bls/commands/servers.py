@@ -1,4 +1,4 @@
-"""One interface to both APIs: ``TritonTextModel`` and ``OpenAIModel`` answer the same ``Question``
+"""One interface to both APIs: ``TritonTextModel`` and ``OpenAIModel`` answer the same conversation
 with the same events. ``server_at`` opens either.
 """
 
@@ -7,9 +7,8 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -27,47 +26,30 @@ from trtllm_bls.errors import (
 
 _READY_S = 10.0
 
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A conversation, or a prompt as it is. ``fields`` have their names in OpenAI's API, extensions
-    as in vLLM; ``None`` in them leaves the choice to the server."""
-
-    messages: tuple[Mapping[str, str], ...] = ()  # role and content
-    prompt: str = ""
-    max_tokens: int
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The fields that say something."""
-        return {name: value for name, value in self.fields.items() if value is not None}
+# Of a conversation, each with its role and content.
+Messages = Sequence[Mapping[str, str]]
 
 
 class TritonTextModel:
     """``tensorrt_llm_bls``, or another model with its tensors, over gRPC.
 
     ``ask`` has the answer as it comes, and raises what went wrong; closing it ends the server's
-    work.
+    work. ``fields`` have their names in OpenAI's API, which are the tensors' names too.
     """
 
     def __init__(self, client: Client, model: str) -> None:
         self.model = model
         self._client = client
 
-    async def ask(self, question: Question) -> AsyncGenerator[Event, None]:
-        given = question.given
-        if given.pop("ignore_eos", False):
-            given["end_id"] = -1
-        if given.get("temperature") and not given.keys() & {"top_k", "top_p"}:
+    async def ask(
+        self, messages: Messages, max_tokens: int, fields: Mapping[str, Any]
+    ) -> AsyncGenerator[Event, None]:
+        conversation = json.dumps(messages, ensure_ascii=False)
+        given: dict[str, Any] = {"messages": conversation, "max_tokens": max_tokens}
+        given |= {"return_num_input_tokens": True, "return_num_output_tokens": True, **fields}
+        if fields.get("temperature") and not fields.keys() & {"top_k", "top_p"}:
             given["top_p"] = 1.0  # a temperature alone stays greedy there
-        if question.messages:
-            given["messages"] = json.dumps(question.messages, ensure_ascii=False)
-        else:
-            given["text_input"] = question.prompt
-        given |= {"return_num_input_tokens": True, "return_num_output_tokens": True}
-        fields = {"max_tokens": question.max_tokens, **given}
-        async with self._client.stream(self.model, **fields) as stream:
+        async with self._client.stream(self.model, **given) as stream:
             async for event in stream:
                 yield event
 
@@ -93,15 +75,14 @@ class OpenAIModel:
         except (ValueError, KeyError, IndexError, TypeError):
             raise EngineError(f"{self._url}/models: names no model") from None
 
-    async def ask(self, question: Question) -> AsyncGenerator[Event, None]:
-        body: dict[str, Any] = {"model": self.model, "max_tokens": question.max_tokens}
-        body |= {"stream": True, "stream_options": {"include_usage": True}, **question.given}
-        if question.messages:
-            path, body["messages"] = "chat/completions", question.messages
-        else:
-            path, body["prompt"] = "completions", question.prompt
+    async def ask(
+        self, messages: Messages, max_tokens: int, fields: Mapping[str, Any]
+    ) -> AsyncGenerator[Event, None]:
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
+        body["messages"] = messages
+        body |= {"stream": True, "stream_options": {"include_usage": True}, **fields}
         incomplete, ended = b"", False
-        async with aclosing(self._exchange("POST", path, json.dumps(body))) as parts:
+        async with aclosing(self._exchange("POST", "chat/completions", json.dumps(body))) as parts:
             # Not httpx's ``aiter_lines``: it also splits at U+2028, which JSON may hold as it is.
             async for part in parts:
                 *blocks, incomplete = (incomplete + part).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -123,7 +104,7 @@ class OpenAIModel:
                 raise _refusal(500, data)
             usage = event.get("usage") or {}
             choice: Mapping[str, Any] = next(iter(event.get("choices") or ()), {})
-            text = (choice.get("delta") or {}).get("content") or choice.get("text") or ""
+            text = (choice.get("delta") or {}).get("content") or ""
         except (ValueError, AttributeError):
             raise EngineError(f"{self._url}: an event cannot be read: {data[:80]!r}") from None
         return Event(
