@@ -25,16 +25,18 @@ from trtllm_bls.tokenizer import load_tokenizer
 
 EXAMPLES = ROOT / "examples"
 LONG = "the quick brown fox jumps over the lazy dog and runs into the woods again " * 8
-# Streams what a decoupled model of the same server streams.
+# Streams what a decoupled model of the same server streams; ``once`` asks for one response.
 CALLER = """
 from trtllm_bls.pipeline import StreamingModel, Tensor
 
 class TritonPythonModel(StreamingModel):
-    inputs = (Tensor("what", "STRING", required=True),)
+    inputs = (Tensor("what", "STRING", required=True), Tensor("once", "INT32"))
     outputs = (Tensor("said", "STRING"),)
 
     async def answer(self, request, response):
         inputs = {"text_input": [["the fox runs"]], "max_tokens": int32(20), "stream": [[True]]}
+        if "once" in request:
+            await request.infer(request.text("what"), inputs)
         async for part in request.stream(request.text("what"), inputs, ["text_output"]):
             if part["text_output"][0]:
                 await response.send({"said": part["text_output"]})
@@ -42,6 +44,12 @@ class TritonPythonModel(StreamingModel):
 def int32(value):
     import numpy
     return numpy.array([[value]], numpy.int32)
+"""
+INSIDE = """
+parameters {
+  key: "engine_transport"
+  value { string_value: "bls" }
+}
 """
 
 
@@ -56,6 +64,12 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer
     (caller / "1").mkdir(parents=True)
     (caller / "1" / "model.py").write_text(CALLER)
     (caller / "config.pbtxt").write_text(config_of(caller / "1" / "model.py", {}))
+    # The same two as on a server without a gRPC port: models are called inside Triton.
+    for name in ("speech", "caller"):
+        inside = settings.model_repository / f"{name}_inside"
+        shutil.copytree(settings.model_repository / name, inside)
+        config = (inside / "config.pbtxt").read_text().replace(f'"{name}"', f'"{name}_inside"')
+        (inside / "config.pbtxt").write_text(config + INSIDE)
     with TritonServer(settings) as running:
         yield running
 
@@ -102,15 +116,18 @@ def live_requests(server: TritonServer) -> float:
     return float(found[0].rpartition(" ")[2])
 
 
-def test_sound_comes_while_codes_are_still_made(pipelines: TritonServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["speech", "speech_inside"])
+def test_sound_comes_while_codes_are_still_made(
+    pipelines: TritonServer, tmp_path: Path, model: str
+) -> None:
     """And all of it is what the vocoder makes of the language model's ids."""
     ids = load_tokenizer(DEMO / "target").encode(LONG, True)
     began, arrivals, pcm, codes = time.monotonic(), [], [], 0
-    for result in Stream(pipelines, "speech", text=LONG, max_codes=1000):
+    for result in Stream(pipelines, model, text=LONG, max_codes=1000):
         arrivals.append(time.monotonic() - began)
         pcm.append(result.as_numpy("pcm"))
         codes += int(result.as_numpy("codes")[0])
-    assert codes == len(ids) or codes == len(ids) + 1
+    assert codes == len(ids)
     seconds = np.arange(640, dtype=np.float32) / 16_000
     tones = np.sin(2 * np.pi * (100 + np.array(ids)[:, None] % 1000) * seconds).reshape(-1)
     sound = np.concatenate(pcm)
@@ -170,6 +187,21 @@ def test_another_models_failure_is_told_with_its_name(pipelines: TritonServer) -
     assert "".join(said) == "the fox runs" and len(said) > 1
     with pytest.raises(InferenceServerException, match=r"INTERNAL: nobody: .*unknown model"):
         list(Stream(pipelines, "caller", what="nobody"))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [("caller", "unknown model"), ("caller_inside", "'nobody' is not ready")]
+)
+def test_one_response_of_a_model_that_is_not_there_is_an_error(
+    pipelines: TritonServer, model: str, reason: str
+) -> None:
+    with pytest.raises(InferenceServerException, match=f"INTERNAL: nobody: .*{reason}"):
+        list(Stream(pipelines, model, what="nobody", once=1))
+
+
+def test_a_stream_inside_triton_is_refused_with_what_to_set(pipelines: TritonServer) -> None:
+    with pytest.raises(InferenceServerException, match="a stream needs gRPC; set engine_transport"):
+        list(Stream(pipelines, "caller_inside", what="tensorrt_llm_bls"))
 
 
 def test_many_callers_that_leave_at_any_time_leave_nothing_behind(pipelines: TritonServer) -> None:

@@ -563,6 +563,7 @@ class SenderThreads:
             except IndexError:
                 call, response, final = self._later.popleft()
             ended_well = call.deliver(response, final)
+            del response  # an error keeps its request, and this thread may wait long for the next
             self._reports.append((call, ended_well))
             waited_for = call.waiting or call.pending or not call.sequences or self.turns
             if (waited_for or not ended_well) and not self._waking:

@@ -8,7 +8,7 @@ import json
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -83,16 +83,17 @@ class Steps(AsyncIterator[Step]):
         self._caller = CALLER.get()
         if self._caller is not None:
             self._caller.steps.add(self)
-        self._task = asyncio.create_task(orchestrator.run(request, self))
+        self._task: asyncio.Task[None] | None = asyncio.create_task(orchestrator.run(request, self))
         self._task.add_done_callback(lambda _: self._wake())
 
     async def __anext__(self) -> Step:
         while not self._arrived:
-            if self._task.done():
-                await self.aclose()
-                await self._task  # raises what ended it
+            if self._task is None:
                 raise StopAsyncIteration
-            await self._wait()
+            if self._task.done():
+                await self._released()  # raises what ended it
+            else:
+                await self._wait()
         chunk = self._arrived.popleft()
         self._wake()
         step = Step(tuple([token.token_id for token in chunk.tokens or ()]), chunk.text)
@@ -111,13 +112,20 @@ class Steps(AsyncIterator[Step]):
 
     async def aclose(self) -> None:
         """End the engine's work, unless it has ended. May be called twice."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel(CancelCause.CALLER_LEFT.value)
+            await asyncio.wait({self._task})  # a reader that waits is woken first, and cancelled
+        if self._task is not None:  # asyncio would log an error that nobody took
+            await asyncio.gather(self._released(), return_exceptions=True)
+
+    def _released(self) -> asyncio.Task[None]:
+        # The traceback of a task that failed refers to this object: kept here, both would stay
+        # until a garbage collection.
+        assert self._task is not None
+        task, self._task = self._task, None
         if self._caller is not None:
             self._caller.steps.discard(self)
-        if not self._task.done():
-            self._task.cancel(CancelCause.CALLER_LEFT.value)
-            await asyncio.wait({self._task})
-        if not self._task.cancelled():
-            self._task.exception()  # has been seen: asyncio would log it otherwise
+        return task
 
     async def __aenter__(self) -> Steps:
         return self
@@ -140,8 +148,7 @@ class Steps(AsyncIterator[Step]):
     async def _wait(self) -> None:
         # The reader waits only while nothing has arrived, the writer only while something has.
         self._waiter = asyncio.get_running_loop().create_future()
-        with suppress(asyncio.InvalidStateError):
-            await self._waiter
+        await self._waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

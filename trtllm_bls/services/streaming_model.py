@@ -283,11 +283,14 @@ class StreamingModel(ServedModel):
             error = _told(raised)
             if isinstance(raised, asyncio.TimeoutError) and has_expired(limit):
                 error = DeadlineExceeded(f"the time limit of {seconds:g} s is over")
+            if error is raised:  # as its own cause it would be a reference cycle
+                raise
             raise error from raised
         finally:
             await request.close()
             self.deployment.open.discard(request)
             self.deployment.reports.add(request.stats(error))
+            error = None  # whose traceback refers to this frame: a reference cycle
 
 
 def _told(raised: BaseException) -> BaseException:

@@ -11,7 +11,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import np_to_triton_dtype
 
-from trtllm_bls.errors import EngineError, EngineUnavailable, TrtllmBlsError, from_wire
+from trtllm_bls.errors import EngineError, EngineUnavailable, Overloaded, TrtllmBlsError, from_wire
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.types import Array
 from trtllm_bls.wire.engine_client import is_final, output_arrays, packed_infer_message
@@ -146,6 +146,5 @@ def _failure(model: str, error: GrpcError) -> Exception:
 
 def _named(model: str, error: Exception) -> Exception:
     """The error of another model; a mistake in what it was sent is not the caller's."""
-    if isinstance(error, EngineUnavailable):
-        return EngineUnavailable(f"{model}: {error}")
-    return EngineError(f"{model}: {error}")
+    kind = EngineUnavailable if isinstance(error, Overloaded) else EngineError
+    return kind(f"{model}: {error}")
