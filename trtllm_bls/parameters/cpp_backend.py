@@ -1,15 +1,17 @@
 """The parameters of the C++ ``tensorrtllm`` backend: which release reads which, and their values.
 
 The backend ignores a key that it does not know, and treats a value that it cannot read as not set.
-So a misspelled key or value is refused here. The rows follow the backend's sources at its release
-tags.
+So a misspelled key or value is refused here. cpp_backend.csv follows the backend's sources at
+its release tags.
 """
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from trtllm_bls.errors import SettingsError
@@ -73,66 +75,6 @@ _KINDS = {
     ),
     "guide": ("xgrammar", r"xgrammar"),
 }
-# name, kind, the releases that read it ("0.12-0.14"; "0.12" = since then), and after "!" the first
-# release whose constructor throws where the key is absent.
-_ROWS = """
-batch_scheduler_policy            policy    0.9
-cancellation_check_period_ms      number    0.10
-cross_kv_cache_fraction           share     0.14
-cuda_graph_cache_size             count     0.15
-cuda_graph_mode                   flag      0.15
-decoding_mode                     mode      0.9
-eagle_choices                     tree      0.16
-enableContextFMHAFP32Acc          flag      0.12-0.14
-enable_chunked_context            flag      0.9
-enable_context_fmha_fp32_acc      flag      0.15
-enable_kv_cache_reuse             flag      0.9
-enable_trt_overlap                flag      0.9
-encoder_model_path                text      0.11
-exclude_input_in_output           flag      0.9
-executor_worker_path              text      0.10
-gpt_model_path                    text      0.9        !0.9
-gpt_model_type                    batching  0.9        !0.9
-gpu_device_ids                    ids       0.9
-gpu_weights_percent               share     0.10
-guided_decoding_backend           guide     0.19       !0.19
-iter_stats_max_iterations         count     0.10
-kv_cache_free_gpu_mem_fraction    part      0.9
-kv_cache_host_memory_bytes        count     0.10
-kv_cache_onboard_blocks           flag      0.10
-lookahead_ngram_size              number    0.19
-lookahead_verification_set_size   number    0.19
-lookahead_window_size             number    0.19
-lora_cache_gpu_memory_fraction    part      0.9
-lora_cache_host_memory_bytes      count     0.9
-lora_cache_max_adapter_size       number    0.9
-lora_cache_optimal_adapter_size   number    0.9
-lora_prefetch_dir                 text      0.19
-max_attention_window_size         number    0.9-0.12
-max_attention_window_size         sizes     0.13
-max_beam_width                    number    0.9
-max_tokens_in_paged_kv_cache      number    0.9
-medusa_choices                    tree      0.9
-multiBlockMode                    flag      0.12-0.14
-multi_block_mode                  flag      0.15
-normalize_log_probs               flag      0.9
-num_nodes                         number    0.19
-participant_ids                   ids       0.13
-recv_poll_period_ms               count     0.13
-request_stats_max_iterations      count     0.10
-sink_token_length                 count     0.10
-speculative_decoding_fast_logits  flag      0.15
-stats_check_period_ms             count     0.10
-tokenizer_dir                     text      0.19       !0.19
-worker_path                       text      0.9
-xgrammar_tokenizer_info_path      text      0.19       !0.19
-"""
-
-
-def parse_releases(text: str, last: Version = LAST) -> tuple[Version, Version]:
-    """The first and the last release of ``0.12-0.14``; of ``0.12`` they are 0.12 and ``last``."""
-    since, _, until = text.partition("-")
-    return _version(since), _version(until) if until else last
 
 
 def _version(text: str) -> Version:
@@ -140,16 +82,16 @@ def _version(text: str) -> Version:
     return Version(int(major), int(minor))
 
 
-def _keys() -> Iterator[Key]:
-    for row in _ROWS.strip().splitlines():
-        name, kind, releases, *demanded = row.split()
-        expected, pattern = _KINDS[kind]
-        since, until = parse_releases(releases)
-        first = _version(demanded[0][1:]) if demanded else None
-        yield Key(name, expected, re.compile(pattern), since, until, first)
+def _key(row: Mapping[str, str]) -> Key:
+    """Of a row of cpp_backend.csv: without ``until`` the last release reads the key too."""
+    expected, pattern = _KINDS[row["kind"]]
+    until = _version(row["until"] or str(LAST))
+    demanded = _version(row["demanded"]) if row["demanded"] else None
+    return Key(row["key"], expected, re.compile(pattern), _version(row["since"]), until, demanded)
 
 
-KEYS = tuple(_keys())
+with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _file:
+    KEYS = tuple(map(_key, csv.DictReader(_file)))
 _FACTS = parameters_in(EngineFacts)
 
 
