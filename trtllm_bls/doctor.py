@@ -24,7 +24,6 @@ import click
 import grpc
 import psutil
 from packaging.requirements import Requirement
-from packaging.version import Version as PackageVersion
 from rich.console import Console
 from rich.text import Text
 from tritonclient.grpc import InferenceServerClient, model_config_pb2
@@ -33,6 +32,7 @@ from tritonclient.utils import InferenceServerException
 from trtllm_bls.client import Tls
 from trtllm_bls.configure.engine import (
     EXTERNAL_DRAFTS,
+    RELEASES,
     EngineDir,
     check_drafting,
     check_target,
@@ -314,16 +314,6 @@ def examine(
 DISTRIBUTION = "trtllm-bls"
 _PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 _LOOPBACK = ("localhost", "127.0.0.1")
-# transformers as TensorRT-LLM's own Python package was released with it, by first release.
-PINS = (
-    ((0, 9), "4.36.1"),
-    ((0, 15), "4.45.1"),
-    ((0, 18), ""),  # from 0.18.1 on 4.48.3 in its notes, 4.45.1 in its requirements
-    ((0, 19), "4.51.0"),
-    ((1, 0), "4.53.1"),
-    ((1, 1), "4.56.0"),
-    ((1, 2), "4.57.3"),
-)
 
 
 @check("this machine can run the server's models")
@@ -402,7 +392,7 @@ def _requirements(packages: Callable[[str], str | None]) -> Iterator[tuple[str, 
 def pins(subject: Subject) -> Findings:
     """Another one can break `import tensorrt_llm`, which builds engines but does not serve them."""
     present, release = subject.packages("transformers"), subject.packages("tensorrt-llm") or ""
-    *_, pinned = ["", *(pin for since, pin in PINS if since <= PackageVersion(release).release)]
+    pinned = RELEASES.get(str(parse_version(release)), {}).get("transformers")
     if present and pinned and _numbers(present, 2) != _numbers(pinned, 2):
         what = f"transformers {present} beside tensorrt-llm {release}, made with {pinned}"
         mend = f"pip install transformers=={pinned} before building engines here"

@@ -23,7 +23,7 @@ from trtllm_bls.parameters import BlsParameters, EngineChoice, parse_engine
 from trtllm_bls.parameters.engine_choice import ENGINE
 
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
-_PORT = (0, 65535)
+_PORT, _POSITIVE = click.IntRange(0, 65535), click.IntRange(1)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -37,18 +37,16 @@ def setting(
     *,
     flag: str = "",
     aliases: tuple[str, ...] = (),
-    bounds: tuple[int, int | None] | None = None,
     sets: tuple[str, str] | None = None,
     **click_options: Any,
 ) -> Any:
     """A field of a dataclass that is an option too.
 
     ``flag`` is its spelling where that is not made of the field's name, ``aliases`` are further
-    spellings that help does not show. ``bounds`` are the least and the largest number, for
-    ``check_bounds``; ``sets`` is the model's parameter (model, key) that the option sets, for
-    ``configure``. click is given the rest.
+    spellings that help does not show. ``sets`` is the model's parameter (model, key) that the
+    option sets, for ``configure``. click is given the rest.
     """
-    about = {"flag": flag, "aliases": aliases, "bounds": bounds, "sets": sets}
+    about = {"flag": flag, "aliases": aliases, "sets": sets}
     return field(default=default, metadata={**about, "click": {"help": help, **click_options}})
 
 
@@ -109,18 +107,6 @@ def _option(
     return click.option(*spelled, name, cls=_Option, **more)
 
 
-def check_bounds(settings: Any) -> None:
-    """Raises ``SettingsError`` naming the first option whose number is outside its bounds."""
-    for each in fields(settings):
-        value, bounds = getattr(settings, each.name), each.metadata.get("bounds")
-        if bounds is None or not isinstance(value, int):
-            continue
-        least, most = bounds
-        if value < least or (most is not None and value > most):
-            must = f"at least {least}" if most is None else f"{least} to {most}"
-            raise SettingsError(f"{option(each.name)} {value}: must be {must}")
-
-
 # --- TLS of commands that connect -----------------------------------------------------------
 
 
@@ -174,26 +160,14 @@ class Override:
         return cls(**match.groupdict())
 
 
-def _parse_overrides(
-    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
-) -> tuple[Override, ...]:
-    try:
-        return tuple(Override.parse(value) for value in values)
-    except SettingsError as error:
-        raise click.UsageError(str(error), ctx) from error
-
-
 # --- serve ----------------------------------------------------------------------------------
 
 
-def _parse_instances(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> int | str | None:
-    if value is None or value == "auto":
-        return value
-    if not value.isdecimal():
-        raise click.UsageError(f"--bls-instances {value!r}: use a number or auto", ctx)
-    return int(value)
+class _Instances(click.IntRange):
+    """A number of processes, or the word ``auto``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "auto" else super().convert(value, param, ctx)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,15 +190,14 @@ class ServeSettings:
     draft_model: Path | None = setting("Checkpoint directory of the draft model.")
     model_repository: Path | None = setting("Model repository (default: our own).")
     server: Path | None = setting("tritonserver: its directory or its binary.")
-    threads: int | None = setting("CPU threads of each embedded engine.", bounds=(1, None))
+    threads: int | None = setting("CPU threads of each embedded engine.", type=_POSITIVE)
     overrides: tuple[Override, ...] = setting(
         "Replace a parameter of a model's configuration; may be repeated.",
         (),
         flag="--set",
-        type=str,
+        type=Override.parse,
         multiple=True,
         metavar="MODEL.PARAMETER=VALUE",
-        callback=_parse_overrides,
     )
     host: str = setting("Address to listen on.", "127.0.0.1")
     expose: bool = setting(
@@ -235,12 +208,12 @@ class ServeSettings:
     http_port: int = setting(
         "Port of Triton's HTTP API, behind limits and TLS of ours; 0 = any free port.",
         8000,
-        bounds=_PORT,
+        type=_PORT,
     )
     triton_http_port: int | None = setting(
         "Also open Triton's own HTTP port; 0 = any free port. It has no TLS and no limits, and a "
         "generate runs on when its caller leaves. [default: for this machine alone, at any port]",
-        bounds=_PORT,
+        type=_PORT,
     )
     http_keys: bool = setting(
         "Ask for a key of --api-keys-file on the HTTP port too, but for health.", False
@@ -266,17 +239,17 @@ class ServeSettings:
     max_body_bytes: int = setting(
         "Largest JSON body of a generate request or of the OpenAI API, also unpacked.",
         4 * 2**20,
-        bounds=(1, None),
+        type=_POSITIVE,
     )
-    grpc_port: int = setting("gRPC port; 0 = any free port.", 8001, bounds=_PORT)
-    metrics_port: int = setting("Metrics port; 0 = any free port.", 8002, bounds=_PORT)
+    grpc_port: int = setting("gRPC port; 0 = any free port.", 8001, type=_PORT)
+    metrics_port: int = setting("Metrics port; 0 = any free port.", 8002, type=_PORT)
     health_port: int = setting(
         "Port of /health/live, /health/ready, /health/startup; 0 = any free port.",
         8003,
-        bounds=_PORT,
+        type=_PORT,
     )
-    openai_port: int = setting("Port of the OpenAI API; 0 = none.", 9000, bounds=_PORT)
-    openai_workers: int = setting("Processes of the OpenAI API.", 1, bounds=(1, None))
+    openai_port: int = setting("Port of the OpenAI API; 0 = none.", 9000, type=_PORT)
+    openai_workers: int = setting("Processes of the OpenAI API.", 1, type=_POSITIVE)
     api_keys_file: Path | None = setting(
         "Keys that clients of the OpenAI API must bring, one a line; also in TRTLLM_BLS_API_KEYS, "
         "with commas."
@@ -294,21 +267,19 @@ class ServeSettings:
     max_streams: int = setting(
         "Requests that may run at once; up to twice as many with several --bls-instances.",
         BlsParameters.max_streams,
-        bounds=(1, None),
+        type=_POSITIVE,
     )
     bls_instances: int | Literal["auto"] | None = setting(
         "Processes of tensorrt_llm_bls: a number, or auto (by the number of cores).",
-        type=str,
+        type=_Instances(1),
         metavar="N|auto",
-        callback=_parse_instances,
-        bounds=(1, None),
     )
     thread_pool_size: int | None = setting(
         "Triton's threads for each Python model. [default: 4; one for each stream where the engine "
         "is called inside Triton or a model's code is not ours.] Where a model calls another one "
         "inside Triton, do not set fewer than there are streams: each call holds a thread until "
         "its first token.",
-        bounds=(1, None),
+        type=_POSITIVE,
     )
     decoupled: bool | None = setting(
         "Whether the models stream; false allows unary requests instead, to tensorrt_llm and the "
@@ -328,14 +299,14 @@ class ServeSettings:
         aliases=("--ssl-ca-certs",),
     )
     exit_timeout: int = setting(
-        "Seconds that running requests have to end when stopping.", 30, bounds=(1, None)
+        "Seconds that running requests have to end when stopping.", 30, type=_POSITIVE
     )
-    ready_timeout: int = setting("Seconds that the models have to load.", 900, bounds=(1, None))
+    ready_timeout: int = setting("Seconds that the models have to load.", 900, type=_POSITIVE)
     stall_timeout: int = setting(
         "Seconds without any progress after which the server is not ready; after twice as long it "
         "has failed.",
         30,
-        bounds=(1, None),
+        type=_POSITIVE,
     )
     on_failure: Literal["restart", "exit"] = setting(
         "What to do when the server or one of its processes dies, stops or is stuck.", "restart"
@@ -367,7 +338,6 @@ class ServeSettings:
                 raise SettingsError(
                     f"--engine {self.engine}: takes no --draft-model; drafts are made where it is"
                 )
-        check_bounds(self)
 
     def _check_tls(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

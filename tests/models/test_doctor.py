@@ -312,7 +312,13 @@ def test_httpcore_beside_another_h11_than_it_runs_with() -> None:
 
 @pytest.mark.parametrize(
     ("release", "transformers", "sound"),
-    [("0.19.0", "4.51.3", True), ("0.19.0", "4.57.1", False), ("0.16.0", "4.45.2", True)],
+    [
+        ("0.19.0", "4.51.3", True),
+        ("0.19.0", "4.57.1", False),
+        ("0.16.0", "4.45.2", True),
+        ("0.18.2", "4.57.1", True),  # its notes and its requirements name different ones
+        ("1.3.0rc1", "4.57.1", True),  # nothing is known of it
+    ],
 )
 def test_transformers_beside_tensorrt_llms_own_package(
     release: str, transformers: str, sound: bool
@@ -320,7 +326,6 @@ def test_transformers_beside_tensorrt_llms_own_package(
     """Each release of it was made with one."""
     installed = {"tensorrt-llm": release, "transformers": transformers}
     assert (findings("pins", packages=installed.get) == []) is sound
-    assert tuple(sorted(doctor.PINS)) == doctor.PINS
 
 
 def test_a_server_without_a_backend_for_this_python(tmp_path: Path) -> None:

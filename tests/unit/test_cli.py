@@ -110,7 +110,7 @@ def test_version() -> None:
 def test_a_malformed_override_shows_the_form() -> None:
     """Before anything is looked at."""
     code, output = run("serve", "--set", "model.parameter")
-    assert code == 2
+    assert code == 1
     assert "write it as MODEL.PARAMETER=VALUE" in output
 
 
@@ -119,7 +119,7 @@ def test_instances_are_a_number_or_auto(count: str) -> None:
     """Anything else names both."""
     code, output = run("serve", "--bls-instances", count)
     assert code == 2
-    assert f"--bls-instances '{count}': use a number or auto" in output
+    assert "Invalid value for '--bls-instances'" in output
 
 
 def test_instances_are_read() -> None:
@@ -139,13 +139,27 @@ def test_our_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "problem"),
-    [("--max-streams", "0", "must be at least 1"), ("--api-keys-file", "/none", "no such file")],
-)
-def test_impossible_settings_are_refused(option: str, value: str, problem: str) -> None:
+def test_a_file_that_is_not_there_is_refused() -> None:
     """Errors of the settings themselves read the same."""
-    assert run("serve", option, value) == (1, f"error: {option} {value}: {problem}\n")
+    line = "error: --api-keys-file /none: no such file\n"
+    assert run("serve", "--api-keys-file", "/none") == (1, line)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("serve", "--http-port", "65536"),
+        ("serve", "--max-streams", "0"),
+        ("serve", "--bls-instances", "0"),
+        ("serve", "--exit-timeout", "-1"),
+        ("openai", "--exit-timeout", "-1"),
+        ("openai", "--max-body-bytes", "0"),
+    ],
+)
+def test_impossible_numbers_name_their_option(name: str, option: str, value: str) -> None:
+    """A number that no server could use."""
+    code, output = run(name, option, value)
+    assert (code, f"Invalid value for '{option}'" in output) == (2, True)
 
 
 def test_an_answer_without_tokens_is_refused_before_the_demo_starts() -> None:

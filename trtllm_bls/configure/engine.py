@@ -5,6 +5,7 @@ The engine itself is not opened. Parameters are those of the C++ backend for thi
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -26,31 +27,17 @@ _NOT_RESHAPED = {"request_output_len", "stop", "streaming"}
 _LOGITS_TYPED_SINCE = Version(0, 17)  # FP32 before
 _LOGITS = {"draft_logits", "context_logits", "generation_logits"}
 
-# The last tritonserver:…-trtllm-python-py3 with each release, by Triton's published matrix.
-_IMAGES: Mapping[str, str] = {
-    "0.9": "24.05",
-    "0.10": "24.06",
-    "0.11": "24.07",
-    "0.12": "24.08",
-    "0.13": "24.09",
-    "0.14": "24.10",
-    "0.15": "24.11",
-    "0.16": "24.12",
-    "0.17": "25.02",
-    "0.18": "25.04",
-    "0.19": "25.05",
-    "0.20": "25.07",
-    "0.21": "25.08",
-    "1.0": "25.11",
-    "1.1": "26.02",
-    "1.2": "26.07",
-}
+# Of each release the last tritonserver:…-trtllm-python-py3, by Triton's published matrix, and the
+# transformers that TensorRT-LLM's own package was made with. Of 0.18 its notes and its requirements
+# name different ones.
+with Path(__file__).with_name("releases.csv").open(encoding="utf-8") as _file:
+    RELEASES = {row["release"]: row for row in csv.DictReader(_file)}
 
 
 def image_of(version: Version) -> str | None:
     """The public image that serves engines of a release; ``None`` where none is known."""
-    tag = _IMAGES.get(str(version))
-    return f"nvcr.io/nvidia/tritonserver:{tag}-trtllm-python-py3" if tag else None
+    row = RELEASES.get(str(version))
+    return row and f"nvcr.io/nvidia/tritonserver:{row['image']}-trtllm-python-py3"
 
 
 def parse_version(text: str, option: str = "--version") -> Version:
