@@ -148,24 +148,23 @@ class Subject:
     @property
     def known_models(self) -> dict[str, Model]:
         """Our models and those of the C++ backend, with the tensors that each should have."""
-        ours = {model.name: model for model in MODELS}
-        none = EngineDir(path=Path())
-
-        def of_release(model: str) -> dict[str, Model]:
-            return models_for(self.release or LAST, self.engines.get(model, none).logits)
-
-        text = of_release(self.target) if self.cpp_models else ours  # as the ensemble hands it on
-        found = {}
+        text, found = {model.name: model for model in MODELS}, {}
+        if self.cpp_models:  # as the ensemble hands it on
+            text = self._of_release(self.target)
         for name, config in self.configs.items():
             if config.backend == CPP_BACKEND:
-                found[name] = of_release(name)[ENGINE.name]
+                found[name] = self._of_release(name)[ENGINE.name]
             elif self.values(name).get("tensors") == "llmapi":
                 found[name] = replace(LLMAPI, name=BLS.name)  # whose parameters it has
             elif self.values(name).get("engine") == "llm_api":
                 found[name] = ENGINE
-            elif name in ours and (config.backend == "python" or config.platform == "ensemble"):
+            elif name in text and (config.backend == "python" or config.platform == "ensemble"):
                 found[name] = text[name]
         return found
+
+    def _of_release(self, engine: str) -> dict[str, Model]:
+        logits = self.engines[engine].logits if engine in self.engines else "FP32"
+        return models_for(self.release or LAST, logits)
 
     @property
     def target(self) -> str:
@@ -403,8 +402,6 @@ def pins(subject: Subject) -> Findings:
 
 
 _ALWAYS = Version(0, 9)  # what every release demands has a line of its own
-# Slow, so that a limit which is too short is found: tokens per second of a prompt and an answer.
-_SLOW_PREFILL, _SLOW_DECODING = 500, 20
 
 
 def _speculates(subject: Subject) -> bool:
@@ -655,39 +652,18 @@ def logits_types(subject: Subject) -> Findings:
         yield Finding("warn", what, mend)
 
 
-@check("time limits leave time for the longest request", lambda s: BLS.name in s.configs)
+@check("a stalled engine is told from a slow one", lambda s: BLS.name in s.configs)
 def time_limits(subject: Subject) -> Findings:
-    """An engine says nothing while it reads a prompt; too short a limit gives it up."""
-    told, engine = subject.values(subject.target), subject.engines.get(subject.target)
-    try:
-        stall = _ours(subject, "engine_stall_seconds")
-        timeout = _ours(subject, "request_timeout_seconds")
-        answer = _ours(subject, "max_output_tokens") or float(told.get("max_sequence_tokens") or 0)
-        prompt = float(told.get("max_prompt_tokens") or 0)
-    except ValueError:
-        return  # told by the check of parameters
-    prompt = prompt or (engine.max_prompt_tokens(chunked=True) if engine else 0) or 0
-    if stall and prompt / _SLOW_PREFILL > stall:
-        what = (
-            f"engine_stall_seconds is {stall:g}; a prompt may have {prompt:.0f} tokens, "
-            f"{prompt / _SLOW_PREFILL:.0f} s at {_SLOW_PREFILL} a second"
-        )
-        yield Finding("warn", what, f"raise {BLS.name}.engine_stall_seconds")
-    if timeout and answer / _SLOW_DECODING > timeout:
-        what = (
-            f"request_timeout_seconds is {timeout:g}; the longest answer, {answer:.0f} tokens, "
-            f"takes {answer / _SLOW_DECODING:.0f} s at {_SLOW_DECODING} a second and would be cut"
-        )
-        mend = f"raise it, or lower {BLS.name}.max_output_tokens"
-        yield Finding("warn", what, mend)
-    if timeout and stall > timeout:
-        what = f"engine_stall_seconds {stall:g} is longer than request_timeout_seconds {timeout:g}"
-        yield Finding("warn", what, "a stalled engine is seen as a timeout only; lower the former")
-
-
-def _ours(subject: Subject, key: str) -> float:
-    """A number among the parameters of ``tensorrt_llm_bls``; raises ``ValueError``."""
-    return float(subject.values(BLS.name).get(key) or parameters_of(BLS.name)[key].default or 0)
+    """The limit of a silence has to be the shorter one."""
+    told = parameters_of(BLS.name)
+    defaults = {key: parameter.default for key, parameter in told.items()}
+    values = defaults | {key: value for key, value in subject.values(BLS.name).items() if value}
+    keys = "engine_stall_seconds", "request_timeout_seconds"
+    with suppress(ValueError):  # told by the check of parameters
+        stall, timeout = (float(values[key] or 0) for key in keys)
+        if timeout and stall > timeout:
+            what = f"{keys[0]} {stall:g} is longer than {keys[1]} {timeout:g}"
+            yield Finding("warn", what, f"a stalled engine is seen as a timeout; lower {keys[0]}")
 
 
 @check("each engine has memory for its KV cache", lambda s: len(s.cpp_models) > 1)

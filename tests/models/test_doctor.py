@@ -165,17 +165,6 @@ def test_logits_of_another_type(demo: Demo, tmp_path: Path) -> None:
     assert "the target takes FP32" in only(found).what
 
 
-def test_limits_that_would_end_a_long_request(demo: Demo, tmp_path: Path) -> None:
-    """The longest prompt and the longest answer at a slow pace."""
-    demo.engine = make_engine(tmp_path / "long", BUILD | {"max_seq_len": 100_000})
-    demo.write("--chunked-context", "--set", "tensorrt_llm_bls.max_output_tokens=1000")
-    assert "engine_stall_seconds" in only(findings("time_limits", repository=demo.out)).mend
-    change(demo, "tensorrt_llm_bls", engine_stall_seconds="300", max_output_tokens="0")
-    assert "would be cut" in only(findings("time_limits", repository=demo.out)).what
-    change(demo, "tensorrt_llm_bls", request_timeout_seconds="9000")
-    assert findings("time_limits", repository=demo.out) == []
-
-
 def test_a_stalled_engine_is_noticed_before_the_request_times_out(demo: Demo) -> None:
     """Otherwise only the timeout is seen; what is no number is another check's business."""
     demo.write()

@@ -15,40 +15,7 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.model_config import read_config
 
 _NOTE = "# Written by `trtllm-bls new` from 1/model.py: change inputs and outputs there.\n"
-_MODEL = '''"""Model ``{name}``."""
-
-from trtllm_bls.pipeline import Request, Response, StreamingModel, Tensor
-
-
-class TritonPythonModel(StreamingModel):
-    """Streams what the language model says."""
-
-    inputs = ({inputs},)
-    outputs = ({outputs},)
-
-    async def load(self, deployment):
-        self.llm = deployment.llm()
-
-    async def answer(self, request: Request, response: Response) -> None:
-        async for step in self.llm.text(request.text("{input}"), max_tokens=200):
-            if step.text:
-                await response.send({{"{output}": step.text}})
-'''
-_TEST = '''"""Model ``{name}`` without Triton: run with pytest."""
-
-import runpy
-from pathlib import Path
-
-from trtllm_bls.pipeline import testing
-
-MODEL = runpy.run_path(str(Path(__file__).parent / "1" / "model.py"))["TritonPythonModel"]
-
-
-def test_it_says_what_the_language_model_says():
-    with testing.serving(MODEL, llm=["Hel", "lo"]) as model:
-        answer = model.ask({input}="Hi").wait()
-    assert answer.said("{output}") == [[b"Hel"], [b"lo"]]
-'''
+_TEMPLATES = Path(__file__).with_name("templates")
 # What such a model needs of the parameters of ``tensorrt_llm_bls``; the others have defaults.
 _PARAMETERS = {"tokenizer_dir": "../assets/demo/target", "tensorrt_llm_model_name": "tensorrt_llm"}
 
@@ -85,9 +52,10 @@ def command(
             "output": tensors[1][0].name,
         }
         model.parent.mkdir(parents=True, exist_ok=True)
-        model.write_text(_MODEL.format(**words), encoding="utf-8")
         test = directory / f"test_{directory.name}.py"
-        test.write_text(_TEST.format(**words), encoding="utf-8")
+        for path, template in ((model, "model.py.txt"), (test, "test.py.txt")):
+            text = (_TEMPLATES / template).read_text(encoding="utf-8")
+            path.write_text(text.format(**words), encoding="utf-8")
         click.echo(f"{model}: write your pipeline here\n{test}: test it without Triton")
     given = {"tokenizer_dir": tokenizer_dir} if tokenizer_dir else {}
     config = directory / "config.pbtxt"

@@ -227,32 +227,22 @@ def slurm_script(launch: Launch, repository: Path) -> str:
     """
     if launch.orchestrator and not launch.participants:
         raise SettingsError("--slurm: engines of unequal ranks need --disable-spawn-processes too")
-    loads = " ".join(f"--load-model={name}" for name in launch.models)
-    mode = "export TRTLLM_ORCHESTRATOR=1\nexport TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0\n"
-    return f"""\
-#!/bin/bash
-#SBATCH --job-name=trtllm-bls
-#SBATCH --ntasks={launch.world_size}
-#SBATCH --gpus={launch.world_size - 1 if launch.orchestrator else launch.world_size}
-set -euo pipefail
-export SERVER="${{SERVER:-/opt/tritonserver/bin/tritonserver}}"
-export REPOSITORY={shlex.quote(str(repository.absolute()))}
-{mode if launch.orchestrator else ""}\
-# Rank 0 serves; the others load the engines alone and end with it.
-srun --mpi=pmix --kill-on-bad-exit=1 bash -c '
-  role=""
-  [ "$SLURM_PROCID" = 0 ] || role="--model-control-mode=explicit {loads}"
-  # Any client could otherwise read other requests or switch the log off. Triton asks for a header
-  # that nobody can send: its name has blanks, its value a line feed.
-  rule="shared-memory,model-repository,logging,trace:closed by serve=closed
-by serve"
-  exec "$SERVER" --model-repository="$REPOSITORY" --disable-auto-complete-config \\
-    --http-restricted-api="$rule" --grpc-restricted-protocol="$rule" \\
-    --grpc-header-forward-pattern="traceparent|triton_grpc_error" \\
-    --backend-config=python,thread-pool-size={_THREADS} \\
-    --backend-config=python,shm-region-prefix-name="prefix${{SLURM_PROCID}}_" $role
-'
-"""
+    gpus = launch.world_size - 1 if launch.orchestrator else launch.world_size
+    variables = {
+        "REPOSITORY": str(repository.absolute()),
+        "LOAD_ENGINES": " ".join(f"--load-model={name}" for name in launch.models),
+        "THREADS": str(_THREADS),
+    }
+    if launch.orchestrator:
+        variables |= {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "0"}
+    return "".join(
+        (
+            "#!/bin/bash\n#SBATCH --job-name=trtllm-bls\n",
+            f"#SBATCH --ntasks={launch.world_size}\n#SBATCH --gpus={gpus}\n",
+            *(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()),
+            Path(__file__).with_name("templates").joinpath("slurm.sh").read_text(encoding="utf-8"),
+        )
+    )
 
 
 # --- the configurations ----------------------------------------------------------------------
