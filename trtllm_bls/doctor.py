@@ -41,7 +41,6 @@ from trtllm_bls.configure.engine import (
     image_of,
     misfits,
     models_for,
-    parse_version,
     read_engine,
 )
 from trtllm_bls.contract import BLS, ENGINE, LLMAPI, MODELS, POSTPROCESSING, PREPROCESSING, Model
@@ -60,7 +59,14 @@ from trtllm_bls.launcher.checks import (
 from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.parameters import EngineKind, is_true, parameters_of, parse_engine
 from trtllm_bls.parameters import check as check_ours
-from trtllm_bls.parameters.cpp_backend import GUIDES, LAST, Version, check_backend, keys_of
+from trtllm_bls.parameters.cpp_backend import (
+    GUIDES,
+    LAST,
+    Version,
+    check_backend,
+    keys_of,
+    parse_version,
+)
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.settings import ServeSettings, TlsConnection, option, options_of, setting

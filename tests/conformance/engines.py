@@ -27,9 +27,10 @@ def declared_as_cpp(release: str, scratch: Path) -> Iterator[TritonServer]:
     from google.protobuf import text_format
 
     from tests.helpers.server_settings import DEMO, ROOT, free_ports
-    from trtllm_bls.configure.engine import models_for, parse_version
+    from trtllm_bls.configure.engine import models_for
     from trtllm_bls.configure.pbtxt import PARAMETERS, model_config
     from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.parameters.cpp_backend import parse_version
     from trtllm_bls.settings import Override
 
     repository = scratch / "models"

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.configure.engine import LOGITS_DTYPES, parse_version, read_engine
+from trtllm_bls.configure.engine import LOGITS_DTYPES, read_engine
 from trtllm_bls.configure.llm_api import losses, plan_llm_api, upstreams_yaml
 from trtllm_bls.configure.repository import (
     DRAFT,
@@ -28,7 +28,7 @@ from trtllm_bls.configure.repository import (
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, LLMAPI, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import check
-from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend, keys_of
+from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend, keys_of, parse_version
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.parameters.model_yaml import ModelYaml
 from trtllm_bls.settings import Override, option, options_of

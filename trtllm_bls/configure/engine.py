@@ -17,7 +17,7 @@ from typing import Any
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, POSTPROCESSING, PREPROCESSING, Model, Tensor
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import is_true
-from trtllm_bls.parameters.cpp_backend import GUIDES, LAST, OLDEST, Version, keys_of
+from trtllm_bls.parameters.cpp_backend import GUIDES, Version, keys_of, parse_version
 from trtllm_bls.tokenizer import Tokenizer
 
 # --- the releases: their containers, and the models as each of them has them -----------------
@@ -37,18 +37,7 @@ with Path(__file__).with_name("releases.csv").open(encoding="utf-8") as _file:
 def image_of(version: Version) -> str | None:
     """The public image that serves engines of a release; ``None`` where none is known."""
     row = RELEASES.get(str(version))
-    return row and f"nvcr.io/nvidia/tritonserver:{row['image']}-trtllm-python-py3"
-
-
-def parse_version(text: str, option: str = "--version") -> Version:
-    """``0.19``, ``0.20.0rc1``, ``v1.0`` or ``last``; raises ``SettingsError`` naming ``option``."""
-    if text == "last":
-        return LAST
-    match = re.match(r"v?(\d+)\.(\d+)(\D|$)", text)
-    version = Version(int(match[1]), int(match[2])) if match else Version(0, 0)
-    if version < OLDEST:
-        raise SettingsError(f"{option} {text}: use a release such as 0.19, from 0.9 on, or last")
-    return version
+    return f"nvcr.io/nvidia/tritonserver:{row['image']}-trtllm-python-py3" if row else None
 
 
 def models_for(version: Version, logits: str) -> dict[str, Model]:

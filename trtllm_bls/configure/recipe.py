@@ -16,9 +16,9 @@ from typing import Any
 import click
 import yaml
 
-from trtllm_bls.configure.engine import LOOKAHEAD_SIZES, MANY_STEPS_SINCE, parse_version
+from trtllm_bls.configure.engine import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of
+from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, parse_version
 from trtllm_bls.settings import options_of, setting
 
 CONVERT, QUANTIZE, BUILD = "convert_checkpoint.py", "quantize.py", "trtllm-build"

@@ -27,7 +27,6 @@ from trtllm_bls.configure.engine import (
     engine_parameters,
     misfits,
     models_for,
-    parse_version,
     read_engine,
     warnings,
 )
@@ -35,7 +34,7 @@ from trtllm_bls.configure.pbtxt import MAX_BATCH_SIZE, PARAMETERS, model_config
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import BlsParameters, check
-from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend
+from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend, parse_version
 from trtllm_bls.parameters.model_config import values_of
 from trtllm_bls.settings import Override, option, setting
 from trtllm_bls.tokenizer import load_tokenizer

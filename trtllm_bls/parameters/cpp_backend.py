@@ -77,17 +77,23 @@ _KINDS = {
 }
 
 
-def _version(text: str) -> Version:
-    major, minor = text.split(".")
-    return Version(int(major), int(minor))
+def parse_version(text: str, option: str = "--version") -> Version:
+    """``0.19``, ``0.20.0rc1``, ``v1.0`` or ``last``; raises ``SettingsError`` naming ``option``."""
+    if text == "last":
+        return LAST
+    match = re.match(r"v?(\d+)\.(\d+)(\D|$)", text)
+    version = Version(int(match[1]), int(match[2])) if match else Version(0, 0)
+    if version < OLDEST:
+        raise SettingsError(f"{option} {text}: use a release such as 0.19, from 0.9 on, or last")
+    return version
 
 
 def _key(row: Mapping[str, str]) -> Key:
     """Of a row of cpp_backend.csv: without ``until`` the last release reads the key too."""
     expected, pattern = _KINDS[row["kind"]]
-    until = _version(row["until"] or str(LAST))
-    demanded = _version(row["demanded"]) if row["demanded"] else None
-    return Key(row["key"], expected, re.compile(pattern), _version(row["since"]), until, demanded)
+    since, until = parse_version(row["since"]), parse_version(row["until"] or "last")
+    demanded = parse_version(row["demanded"]) if row["demanded"] else None
+    return Key(row["key"], expected, re.compile(pattern), since, until, demanded)
 
 
 with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _file:
