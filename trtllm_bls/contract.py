@@ -125,6 +125,7 @@ _POSITIVE = Bounds(low=0, above=True)
 _FINITE = Bounds()
 _SHARE = Bounds(low=0, high=1, above=True)
 _UNSIGNED = Bounds(low=0, high=2**64 - 1)
+_ALTERNATIVES = Bounds(low=0, high=20)
 
 _RENAMED = (0, 20)  # min_length became min_tokens, random_seed became seed; ours takes both
 _BEFORE_RENAMED = (0, 19)
@@ -298,6 +299,9 @@ ENGINE = Model(
             Tensor("retention_decode_duration_ms", "INT32", ragged=True),
         ),
         *_GUIDED,
+        Tensor(  # ours
+            "return_top_log_probs", "INT32", scalar=True, bounds=_ALTERNATIVES, since=_NEVER
+        ),
         *_since(
             (0, 19),
             Tensor("lookahead_window_size", "INT32", ragged=True),
@@ -313,8 +317,12 @@ ENGINE = Model(
         *_INDICES,
         *_PERF_METRICS,
         *_COUNTS,
-        # Ours, on the first response of each sequence.
-        Tensor("cached_tokens", "INT32", since=_NEVER),
+        *_since(  # ours
+            _NEVER,
+            Tensor("top_log_prob_ids", "INT32", (-1, -1)),
+            Tensor("top_log_probs", "FP32", (-1, -1)),
+            Tensor("cached_tokens", "INT32"),
+        ),
     ),
 )
 

@@ -128,6 +128,25 @@ async def test_log_probs_are_those_of_the_tokens(api: Any, monkeypatch: pytest.M
         assert chunks[-1].cum_log_prob == pytest.approx(3 * np.log(0.4))
 
 
+async def test_the_likeliest_ids_come_with_each_token(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as asked for, also where the chosen one is none of them. 1.0 knows the chosen one."""
+    async with opened(api, monkeypatch, table([[0.1, 0.2, 0.3, 0.4]] * 4)) as (engine, _):
+        asked = replace(ASK, input_ids=(0, 1), end_id=-1, max_tokens=8)
+        asked = replace(asked, sampling=Sampling(top_p=1.0, seed=5))
+        asked = replace(asked, wants=Wants(log_probs=True, top_log_probs=2))
+        if api.__version__ == "1.0.0":
+            with pytest.raises(Unsupported, match=r"^return_top_log_probs: 2; this TensorRT-LLM"):
+                await read(engine, asked)
+            return
+        chunks = await read(engine, asked)
+        best = [each for chunk in chunks for each in chunk.top_log_probs or ()]
+        assert [[token for token, _ in each] for each in best] == [[3, 2]] * len(ids(chunks))
+        assert [value for _, value in best[0]] == pytest.approx([np.log(0.4), np.log(0.3)])
+        assert not set(ids(chunks)) <= {2, 3}
+
+
 async def test_what_is_sent_is_said_aloud(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy, guides, bad words and ends, in the API's own words."""
     async with opened(api, monkeypatch) as (engine, llm):
@@ -239,6 +258,9 @@ async def test_figures_of_the_engines_own_speculation(
         last = (await read(engine, replace(ASK, wants=Wants(perf_metrics=True))))[-1]
         assert last.metrics is not None and last.metrics.kv_cache_reused_blocks == 1
         assert last.metrics.total_draft_tokens == 6 and (last.metrics.arrival_time_ns or 0) > 0
+        name = np.array([b"all"], np.object_)
+        with pytest.raises(Unsupported, match=r"^logits_post_processor_name: .* other requests"):
+            engine.generate(replace(ASK, extras={"logits_post_processor_name": name}))
     async with opened(api, monkeypatch) as (engine, llm):
         last = (await read(engine, ASK))[-1]
         assert last.speculation is None and not llm.requests[0]._params.return_perf_metrics
@@ -274,7 +296,9 @@ async def test_model_yaml_is_read_as_upstreams(
         name = np.array([b"all"], np.object_)
         await read(engine, replace(ASK, extras={"logits_post_processor_name": name}))
         assert llm.requests[-1]._params.logits_processor is print
-        with pytest.raises(InvalidRequest, match=r"^request: Guided decoding is not enabled"):
+        with pytest.raises(
+            Unsupported, match=r"^guided_decoding_guide_type: .*model\.yaml is null"
+        ):
             kind = np.array([b"json"], np.object_)
             await read(engine, replace(ASK, extras={"guided_decoding_guide_type": kind}))
     for wrong, words in [
@@ -292,6 +316,10 @@ async def test_model_yaml_is_read_as_upstreams(
         open_llm("llm", parameters(gpu_device_ids="0", instances=2), lambda: 1000)
 
 
+def _not_implemented() -> None:
+    raise NotImplementedError("beam search with drafts")
+
+
 async def test_errors_become_statuses(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the API refuses is the caller's; a worker that is dead makes the engine unavailable."""
     async with opened(api, monkeypatch) as (engine, llm):
@@ -303,6 +331,10 @@ async def test_errors_become_statuses(api: Any, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(EngineUnavailable, match="llm: the worker died"):
             await read(engine, ASK)
         llm.engine.fault = None
+        with monkeypatch.context() as patched:
+            patched.setattr(llm, "_check_thread", _not_implemented)
+            with pytest.raises(InvalidRequest, match=r"^request: beam search with drafts"):
+                await read(engine, ASK)
         llm.is_shut_down = True
         with pytest.raises(EngineUnavailable, match="llm: LLM is shutting down"):
             await read(engine, ASK)

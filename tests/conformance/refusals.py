@@ -35,7 +35,7 @@ from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=2, end_id=EOS)
 RULE = hashed(100, first=5)
 ENGINES = ("C++ backend, last release", "embedded", "`trtllm://`", "`llm_api`")
-CAPACITY = EngineCapacity(max_draft_tokens=0, vocab_size=100)
+CAPACITY = EngineCapacity(max_draft_tokens=0, vocab_size=100, tells_top_log_probs=True)
 
 
 def _extras(**values: Any) -> dict[str, Any]:
@@ -68,6 +68,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "`embedding_bias`": {"embedding_bias": ((3, 1.0),)},
     "`draft_input_ids`": {"draft": Draft(token_ids=(3,))},
     "`return_log_probs`": {"wants": Wants(log_probs=True)},
+    "`return_top_log_probs`": {"wants": Wants(log_probs=True, top_log_probs=2)},
     "`return_context_logits`": {"wants": Wants(context_logits=True)},
     "`return_generation_logits`": {"wants": Wants(generation_logits=True)},
     "`return_perf_metrics`": {"wants": Wants(perf_metrics=True)},

@@ -278,11 +278,13 @@ class Telling(ScriptedEngine):
         return replace(await super().capacity(), tells_top_log_probs=True)
 
     async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
-        assert not request.wants.generation_logits
-        async with aclosing(super()._chunks(request)) as chunks:
+        wants = request.wants
+        assert not wants.generation_logits
+        plain = replace(request, wants=replace(wants, top_log_probs=0))
+        async with aclosing(super()._chunks(plain)) as chunks:
             async for chunk in chunks:
                 best = tuple(((token, -0.5), (7, -1.0)) for token in chunk.token_ids)
-                yield replace(chunk, top_log_probs=best if request.wants.top_log_probs else None)
+                yield replace(chunk, top_log_probs=best if wants.top_log_probs else None)
 
 
 @pytest.mark.parametrize("stream", [False, True])

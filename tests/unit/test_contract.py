@@ -35,8 +35,11 @@ OURS = {
         *("early_stopping", "beam_search_diversity_rate", "min_p", "no_repeat_ngram_size"),
         *LLM_API,
     },
-    ("tensorrt_llm", "inputs"): {"min_p", "no_repeat_ngram_size", *LLM_API},
-    ("tensorrt_llm", "outputs"): {"cached_tokens"},
+    ("tensorrt_llm", "inputs"): {
+        *("min_p", "no_repeat_ngram_size", "return_top_log_probs"),
+        *LLM_API,
+    },
+    ("tensorrt_llm", "outputs"): {"cached_tokens", "top_log_prob_ids", "top_log_probs"},
     ("tensorrt_llm_bls", "outputs"): {"finish_reason", "stop_reason", "seed", "num_draft_rounds"},
 }
 # Required there, optional here: a conversation may take the prompt's place; and an ensemble ends

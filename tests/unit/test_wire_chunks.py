@@ -23,7 +23,7 @@ from trtllm_bls.types import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader
+from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs
 from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
 from trtllm_bls.wire.text import text_arrays
 
@@ -275,6 +275,22 @@ def test_metrics_survive_a_wire_that_does_not_mark_the_last_response() -> None:
     responses = ResponseReader(request, LAST_FORM)
     chunks = [*responses.chunks(arrays[0], last=False), *responses.rest()]
     assert chunks[-1].final and chunks[-1].metrics == with_zeros(metrics)
+
+
+@pytest.mark.parametrize("engine", ["llm_api", "trtllm://host:1", "embedded"])
+def test_the_likeliest_ids_survive_the_wire(engine: str) -> None:
+    """Of the engines that tell them; of any other they are computed from logits."""
+    model = DeployedModel(parameters={"engine": engine})
+    assert model.capacity.tells_top_log_probs == (engine != "embedded")
+    wants = Wants(log_probs=True, top_log_probs=2)
+    request = replace(ASK, wants=wants)
+    assert {"top_log_prob_ids", "top_log_probs"} < set(model.outputs_for(request))
+    inputs = {name: array.tolist() for name, _, array in request_inputs(request, model, 100)}
+    assert inputs["return_top_log_probs"] == [[2]]
+    best = (((7, -0.5), (5, -1.5)), ((6, -0.25), (9, -2.0)))
+    arrays, _ = sent(request, [EngineChunk((5, 6), log_probs=(-1.5, -0.25), top_log_probs=best)])
+    (chunk,) = ResponseReader(request, model).chunks(arrays[0], last=True)
+    assert chunk.top_log_probs == best
 
 
 def test_what_was_cached_is_asked_for_where_it_is_declared() -> None:

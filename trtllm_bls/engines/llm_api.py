@@ -20,7 +20,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.engines.ends import SequenceEnds, sequence_ends
@@ -45,6 +44,7 @@ from trtllm_bls.types import (
     EngineRequest,
     FinishReason,
     SpeculationStats,
+    TopLogProbs,
     Wants,
 )
 from trtllm_bls.wire.words import dense_bias
@@ -64,11 +64,15 @@ _TAKEN = {
     *_RETENTION,
     *("embedding_bias", "return_perf_metrics"),
 }
-_REFUSED = {tensor.name: _NOWHERE for tensor in ENGINE.inputs if tensor.name not in _TAKEN} | {
+_REFUSED = {
     "draft_input_ids": f"the LLM API takes no drafts; {_SPECULATES}",
     "bad_words_list": "the LLM API takes bad words of one token only",
     "lora_weights": "the LLM API loads adapters by name and directory: send lora_name",
 }
+_UNGUIDED = "guided_decoding_backend of the server's model.yaml is null"
+_EDITED = "with drafts, the LLM API lets a processor edit the rows of other requests"
+# What the LLM API raises about a request, beside its own RequestError.
+_REFUSALS = (TypeError, ValueError, NotImplementedError)
 _GUIDES = {
     "json_schema": "json",
     "regex": "regex",
@@ -113,9 +117,15 @@ def open_llm(
         vocab_size=vocab_size(),  # not before: a tokenizer that is loaded first hides torch
         max_sequence_tokens=arguments.get("max_seq_len"),
         max_draft_tokens=0,
+        tells_top_log_probs=True,
         speculates=_SPECULATES if arguments.get("speculative_config") else "",
     )
-    return LlmApiEngine(name, api, llm, capacity, config.adapters, processors)
+    refused = {}
+    if not arguments.get("guided_decoding_backend"):
+        refused["guided_decoding_guide_type"] = _UNGUIDED
+    if capacity.speculates:
+        refused["logits_post_processor_name"] = _EDITED
+    return LlmApiEngine(name, api, llm, capacity, config.adapters, processors, refused)
 
 
 def _prepare(environment: Any, gpus: str, telemetry: bool) -> None:
@@ -148,6 +158,7 @@ class LlmApiEngine:
     """``llm``, made by module ``api``. Implements ``trtllm_bls.engines.base.Engine``.
 
     ``adapters``: directories of LoRA adapters, by name. ``processors`` of logits, by name.
+    ``refused``: why a field is refused in this deployment, by wire name.
     """
 
     def __init__(
@@ -158,6 +169,7 @@ class LlmApiEngine:
         capacity: EngineCapacity,
         adapters: Mapping[str, str] = {},
         processors: Mapping[str, Any] = {},
+        refused: Mapping[str, str] = {},
     ) -> None:
         self.name = name
         self._api = api
@@ -165,6 +177,7 @@ class LlmApiEngine:
         self._capacity = capacity
         self._adapters = {each: (i, path) for i, (each, path) in enumerate(adapters.items(), 1)}
         self._processors = processors
+        self._refused = {**_REFUSED, **refused}
         self._takes = inspect.signature(llm.generate_async).parameters.keys()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llm-api")
         self._closed = False
@@ -177,8 +190,7 @@ class LlmApiEngine:
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""
-        refused = {name: _NOWHERE for name in request.extras if name not in _TAKEN} | _REFUSED
-        trtllm.check(request, self._capacity, refused)
+        trtllm.check(request, self._capacity, _TAKEN, self._refused, _NOWHERE)
         try:
             submit = partial(
                 self._llm.generate_async,
@@ -187,7 +199,7 @@ class LlmApiEngine:
                 streaming=True,
                 **self._options(request),
             )
-        except (TypeError, ValueError) as error:
+        except _REFUSALS as error:
             raise InvalidRequest("request", printable(str(error))) from error
         return TaskChunks(partial(self._run, request, submit))
 
@@ -212,7 +224,7 @@ class LlmApiEngine:
             torch = importlib.import_module("torch")  # it is there where TensorRT-LLM is
             given["embedding_bias"] = torch.from_numpy(bias)
         if request.wants.log_probs:
-            given["logprobs"] = 1
+            given["logprobs"] = max(1, request.wants.top_log_probs)
         if request.wants.perf_metrics or self._capacity.speculates:
             given["return_perf_metrics"] = True
         if guide := trtllm.guide_of(request.extras):
@@ -310,7 +322,7 @@ class LlmApiEngine:
     def _translated(self, error: Exception, begun: bool) -> TrtllmBlsError:
         """An error of the request, or else of the engine: its worker is dead, or it shuts down."""
         what = printable(str(error)) or type(error).__name__
-        refused = isinstance(error, (TypeError, ValueError))
+        refused = isinstance(error, _REFUSALS)
         if refused or isinstance(error, self._class("RequestError")):
             return EngineError(f"{self.name}: {what}") if begun else InvalidRequest("request", what)
         log.error("%s: %s: %s", self.name, type(error).__name__, what)
@@ -360,17 +372,22 @@ def _read(output: Any, sequence: SequenceEnds, wants: Wants, finished: bool) -> 
         return []
     num_read = sequence.received
     ids = tuple(output.token_ids[num_read:])
-    scores = _log_probs(ids, output.logprobs[num_read:]) if wants.log_probs else None
+    values = best = None
+    if wants.log_probs:
+        values, best = _scores(ids, output.logprobs[num_read:], wants.top_log_probs)
     reason = trtllm.REASONS.get(output.finish_reason)
     ended = output.finish_reason is not None or finished
     if reason is FinishReason.END_ID and output.stop_reason in sequence.stop_ids:
         reason = FinishReason.STOP
-    chunks = sequence.feed(ids, scores, ended=ended, reason=reason)
+    chunks = sequence.feed(ids, values, best, ended=ended, reason=reason)
     figures = getattr(output, "request_perf_metrics", None)
     if sequence.done and figures is not None:
+        metrics = _metrics(figures)
+        drafted, accepted = metrics.total_draft_tokens, metrics.total_accepted_draft_tokens or 0
         for chunk in chunks:
-            chunk.metrics = _metrics(figures) if wants.perf_metrics else None
-            chunk.speculation = _speculation(figures.speculative_decoding)
+            chunk.metrics = metrics if wants.perf_metrics else None
+            if drafted:
+                chunk.speculation = SpeculationStats(drafted=drafted, accepted=accepted)
     return chunks
 
 
@@ -389,20 +406,22 @@ def _metrics(figures: Any) -> EngineMetrics:
     )
 
 
-def _speculation(drafts: Any) -> SpeculationStats | None:
-    """What the engine's own speculation did; ``None`` where it made no draft."""
-    if not drafts.total_draft_tokens:
-        return None
-    accepted = drafts.total_accepted_draft_tokens
-    return SpeculationStats(drafted=drafts.total_draft_tokens, accepted=accepted)
+def _scores(
+    ids: tuple[int, ...], entries: Iterable[Any], top: int
+) -> tuple[list[float], list[TopLogProbs] | None]:
+    """Log-probabilities, and those of the ``top`` likeliest ids of each place.
 
-
-def _log_probs(ids: tuple[int, ...], entries: Iterable[Any]) -> tuple[float, ...]:
-    """Of each id; an entry is its number, or those of several ids by id."""
-    values: list[float] = []
+    An entry is the chosen id's number, or those of several ids by id.
+    """
+    values, best = [], []
     for token, entry in zip(ids, entries, strict=False):
-        listed: Any = entry[token] if isinstance(entry, Mapping) else entry
-        values.append(getattr(listed, "logprob", listed))
+        listed: Mapping[int, Any] = entry if isinstance(entry, Mapping) else {token: entry}
+        found = {each: float(getattr(value, "logprob", value)) for each, value in listed.items()}
+        if len(found) < top:
+            problem = f"{top}; this TensorRT-LLM reports {len(found)} at each place"
+            raise Unsupported("return_top_log_probs", problem)
+        values.append(found[token])
+        best.append(trtllm.likeliest(found.items(), top))
     if len(values) != len(ids):
         raise EngineError("the engine's log-probabilities are not those of its tokens")
-    return tuple(values)
+    return values, best if top else None

@@ -33,6 +33,9 @@ def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
         # Beams rewrite what was already sent and share one width per batch; samples do neither.
         problem = f"{request.sampling.beam_width}; this engine has no beam search"
         raise Unsupported("beam_width", f"{problem}, use num_return_sequences")
+    if request.wants.top_log_probs and not capacity.tells_top_log_probs:
+        problem = "this engine reports no alternatives; use return_generation_logits"
+        raise Unsupported("return_top_log_probs", problem)
     if not request.input_ids:
         raise InvalidRequest("input_ids", "the prompt is empty")
     longest = capacity.max_sequence_tokens
@@ -44,11 +47,7 @@ def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
             raise InvalidRequest(name, f"{len(ids)} tokens; at most {most} are allowed")
     _check_tokens(request, draft, capacity.vocab_size or sys.maxsize)
     if draft.logits is not None:
-        shape = len(draft.token_ids), capacity.vocab_size or draft.logits.shape[-1]
-        if draft.logits.shape != shape:
-            raise InvalidRequest("draft_logits", f"shape {draft.logits.shape} is not {shape}")
-        if not (draft.logits < np.inf).all():
-            raise InvalidRequest("draft_logits", "holds NaN or infinity")
+        _check_logits(draft, capacity.vocab_size)
 
 
 def check_sampling(sampling: Sampling, honoured: Collection[str]) -> None:
@@ -81,3 +80,12 @@ def _check_tokens(request: EngineRequest, draft: Draft, vocab_size: int) -> None
                 raise InvalidRequest(name, f"token {token} is not in 0..{vocab_size - 1}")
     if any(math.isnan(bias) or bias == math.inf for _, bias in request.embedding_bias):
         raise InvalidRequest("embedding_bias", "holds NaN or infinity")
+
+
+def _check_logits(draft: Draft, vocab_size: int | None) -> None:
+    assert draft.logits is not None
+    shape = len(draft.token_ids), vocab_size or draft.logits.shape[-1]
+    if draft.logits.shape != shape:
+        raise InvalidRequest("draft_logits", f"shape {draft.logits.shape} is not {shape}")
+    if not (draft.logits < np.inf).all():
+        raise InvalidRequest("draft_logits", "holds NaN or infinity")

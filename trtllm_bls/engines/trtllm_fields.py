@@ -6,7 +6,7 @@ samples there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,14 @@ import numpy as np
 from trtllm_bls.engines.request_checks import check_request, check_sampling
 from trtllm_bls.engines.sampling import HONOURED
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.types import Array, EngineCapacity, EngineRequest, FinishReason, Sampling
+from trtllm_bls.types import (
+    Array,
+    EngineCapacity,
+    EngineRequest,
+    FinishReason,
+    Sampling,
+    TopLogProbs,
+)
 
 # Why a sequence ended; a stop of the request's own is seen in the ids.
 REASONS = {
@@ -39,9 +46,15 @@ _NEUTRAL = {
 }
 
 
-def check(request: EngineRequest, capacity: EngineCapacity, refused: Mapping[str, str]) -> None:
-    """Raises ``InvalidRequest``, or ``Unsupported`` for what neither takes or is ``refused``: why,
-    by wire name."""
+def check(
+    request: EngineRequest,
+    capacity: EngineCapacity,
+    taken: Collection[str],
+    refused: Mapping[str, str],
+    otherwise: str,
+) -> None:
+    """Raises ``InvalidRequest``, or ``Unsupported`` for what neither takes, is ``refused`` (why, by
+    wire name), or is not ``taken`` (``otherwise`` says why)."""
     present = {
         "draft_input_ids": request.draft is not None,
         "embedding_bias": bool(request.embedding_bias),
@@ -51,8 +64,8 @@ def check(request: EngineRequest, capacity: EngineCapacity, refused: Mapping[str
         "bad_words_list": any(len(words) > 1 for words in request.bad_sequences),
     } | dict.fromkeys(request.extras, True)
     for name, is_there in present.items():
-        if is_there and name in refused:
-            raise Unsupported(name, f"cannot be honoured: {refused[name]}")
+        if is_there and (name in refused or name not in taken):
+            raise Unsupported(name, f"cannot be honoured: {refused.get(name, otherwise)}")
     check_sampling(request.sampling, HONOURED)
     check_request(request, capacity)
 
@@ -83,6 +96,11 @@ def stop_ids(request: EngineRequest) -> tuple[list[int], bool]:
     waits = (request.sampling.min_tokens or 0) > 1
     single = [] if waits else [stop[0] for stop in stops if len(stop) == 1]
     return single, len(single) == len(stops)
+
+
+def likeliest(pairs: Iterable[tuple[int, float]], count: int) -> TopLogProbs:
+    """The first ``count`` of the alternatives at one place, which list the chosen id, too."""
+    return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
 
 
 def guide_of(extras: Mapping[str, Array], *, empty: bool = False) -> tuple[str, str] | None:

@@ -215,7 +215,8 @@ class DeployedModel:
         mode = self.parameters.get("speculative_decoding_mode")
         takes_none = mode not in (None, "", "draft_tokens_external")
         # Of a Python model: TensorRT-LLM itself makes the tokens, and takes no drafts for it.
-        takes_none |= self.parameters.get("engine", "").startswith(("llm_api", "trtllm://"))
+        todays = self.parameters.get("engine", "").startswith(("llm_api", "trtllm://"))
+        takes_none |= todays
         is_cpp_backend = "gpt_model_type" in self.parameters  # it does not load without
         return EngineCapacity(
             max_sequence_tokens=self._number("max_sequence_tokens") or None,
@@ -223,6 +224,7 @@ class DeployedModel:
             max_draft_tokens=0 if takes_none else self._number("max_draft_len"),
             one_step=is_true(one_step) if one_step else None,
             may_be_one_step=is_cpp_backend and not one_step and not takes_none,
+            tells_top_log_probs=todays,
         )
 
     @property
@@ -251,6 +253,7 @@ class DeployedModel:
             names.append("sequence_index")
         if wants.log_probs:
             names += ["output_log_probs", "cum_log_probs"]
+        names += ["top_log_prob_ids", "top_log_probs"] if wants.top_log_probs else []
         names += ["context_logits"] if wants.context_logits else []
         names += ["generation_logits"] if wants.generation_logits else []
         if wants.perf_metrics:
@@ -325,8 +328,8 @@ def _plain_arrays(names: frozenset[str], *values: Any) -> Mapping[str, Array]:
         **{"end_id": end_id, "pad_id": pad_id, **vars(sampling)},
     }
     # Counts are the caller's own business; the engine need not send them.
-    wanted = [name for name, want in vars(wants).items() if want and not name.startswith("num_")]
-    given |= {f"return_{name}": True for name in wanted}
+    wanted = ((n, want) for n, want in vars(wants).items() if want and not n.startswith("num_"))
+    given |= {f"return_{name}": want for name, want in wanted}
     told = ((key, value) for key, value in given.items() if value is not None)
     return {(name := _spelling(key, names)): _one_of(name, value) for key, value in told}
 
@@ -510,6 +513,11 @@ class ResponseReader:
             scores["log_probs"] = tuple(_first("output_log_probs", so_far[read:], new).tolist())
         if wants.log_probs and "cum_log_probs" in arrays:
             scores["cum_log_prob"] = float(np.asarray(arrays["cum_log_probs"]).reshape(-1)[0])
+        if wants.top_log_probs and "top_log_probs" in arrays:
+            best = _first("top_log_probs", _ranked(arrays, "top_log_probs", 3)[0], new)
+            others = _ranked(arrays, "top_log_prob_ids", 3, kinds="iu")[0]
+            pairs = zip(others.tolist(), best.tolist(), strict=True)
+            scores["top_log_probs"] = tuple([tuple(zip(*each, strict=True)) for each in pairs])
         if wants.context_logits and "context_logits" in arrays:
             scores["context_logits"] = np.array(_ranked(arrays, "context_logits", 3)[0])
         if wants.generation_logits and "generation_logits" in arrays:

@@ -138,6 +138,7 @@ class ChunkWriter:
             chunk.cum_log_prob,
             self._context_logits,
             chunk.generation_logits,
+            chunk.top_log_probs,
             streaming=self._request.streaming,
         )
         if self._request.wants.num_input_tokens:

@@ -11,7 +11,7 @@ from dataclasses import fields
 import numpy as np
 
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.types import Array, EngineMetrics
+from trtllm_bls.types import Array, EngineMetrics, TopLogProbs
 
 METRICS = tuple(field.name for field in fields(EngineMetrics))
 
@@ -21,11 +21,13 @@ def score_arrays(
     cum_log_prob: float | None,
     context_logits: Array | None,
     generation_logits: Array | Sequence[Array] | None,
+    top_log_probs: Sequence[TopLogProbs] | None = None,
     *,
     streaming: bool,
 ) -> dict[str, Array]:
     """Those of the outputs that are given: ``output_log_probs`` ``[1, 1, T]``, ``cum_log_probs``
-    ``[1, 1]``, ``context_logits`` ``[1, prompt, vocab]`` and ``generation_logits``.
+    ``[1, 1]``, ``context_logits`` ``[1, prompt, vocab]``, ``generation_logits``, and both of
+    ``top_log_probs``, ``[1, T, alternatives]``.
 
     ``generation_logits`` are ``[1, 1, steps, vocab]``, or ``[1, steps, 1, vocab]`` of a stream.
     TensorRT-LLM pads them to the token limit. Here they are not padded, because a caller could fill
@@ -41,6 +43,10 @@ def score_arrays(
     if generation_logits is not None:
         rows = np.asarray(generation_logits, dtype=np.float32)
         arrays["generation_logits"] = rows[None, :, None] if streaming else rows[None, None]
+    if top_log_probs:
+        pairs = np.array(top_log_probs)[None]
+        arrays["top_log_prob_ids"] = pairs[..., 0].astype(np.int32)
+        arrays["top_log_probs"] = pairs[..., 1].astype(np.float32)
     return arrays
 
 

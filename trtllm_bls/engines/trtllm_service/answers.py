@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trtllm_bls.engines.ends import SequenceEnds, sequence_ends
-from trtllm_bls.engines.trtllm_fields import REASONS
+from trtllm_bls.engines.trtllm_fields import REASONS, likeliest
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import EngineError
 from trtllm_bls.types import EngineChunk, EngineRequest, FinishReason, TokenIds, TopLogProbs
@@ -78,18 +78,14 @@ class ServiceAnswer:
     def _scores(
         self, entries: Sequence[Any] | None
     ) -> tuple[list[float] | None, list[TopLogProbs] | None]:
-        """Log-probabilities, and those of the likeliest ids of each place.
-
-        The service lists the chosen id whatever its place, so more than were asked for.
-        """
+        """Log-probabilities, and those of the likeliest ids of each place."""
         if entries is None:
             return None, None
         values = [entry.logprob for entry in entries]
         if not self._top:
             return values, None
         pairs = [[(top.token_id, top.logprob) for top in entry.top_logprobs] for entry in entries]
-        likeliest = [sorted(listed, key=lambda pair: -pair[1])[: self._top] for listed in pairs]
-        return values, [tuple(listed) for listed in likeliest]
+        return values, [likeliest(listed, self._top) for listed in pairs]
 
 
 def _paired(ids: Sequence[int], entries: Iterable[Any]) -> list[Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.ends import sequence_ends
 from trtllm_bls.engines.trtllm_service import messages
@@ -18,7 +17,7 @@ from trtllm_bls.types import Array, EngineCapacity, EngineRequest
 _NOWHERE = "TrtllmService has no field for it"
 _DROPPED = "TrtllmService drops what it computes of them"
 _TAKEN = {"guided_decoding_guide_type", "guided_decoding_guide", "lora_task_id"}
-_REFUSED = {tensor.name: _NOWHERE for tensor in ENGINE.inputs if tensor.name not in _TAKEN} | {
+_REFUSED = {
     "draft_input_ids": f"{_NOWHERE}; {trtllm.SPECULATES}",
     "embedding_bias": "TrtllmService wants another length than that of the logits",
     "return_context_logits": _DROPPED,
@@ -46,8 +45,7 @@ def service_request(
 
     Raises ``InvalidRequest``, or ``Unsupported`` for what the service has no way to honour.
     """
-    refused = {name: _NOWHERE for name in request.extras if name not in _TAKEN} | _REFUSED
-    trtllm.check(request, capacity, refused)
+    trtllm.check(request, capacity, _TAKEN, _REFUSED, _NOWHERE)
     sampling = trtllm.sampling_fields(request.sampling)
     message = messages.GenerateRequest(
         request_id=request_id,

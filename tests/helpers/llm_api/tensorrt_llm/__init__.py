@@ -172,9 +172,11 @@ class RequestOutput:
         output.token_ids += ids
         if self._params.logprobs is not None:
             pairs = zip(ids, scores, strict=True)
-            # 1.0 tells the chosen id alone; later releases the likeliest ones, and it.
-            more = {} if self._llm.release == "1.0.0" else {-1: Logprob(0.0, 1)}
-            output.logprobs += [more | {token: Logprob(value, 1)} for token, value in pairs]
+            best = [*self._likeliest(chunk.generation_logits), {}]
+            output.logprobs += [
+                more | {token: Logprob(value)}
+                for more, (token, value) in zip(best, pairs, strict=False)
+            ]
         self._ended += chunk.final
         self._done = self._ended == len(self.outputs)
         if self._done:  # a sequence that ends before is never told why
@@ -186,6 +188,17 @@ class RequestOutput:
                     del output.token_ids[-1:]
         if chunk.final and self._params.return_perf_metrics:
             output.request_perf_metrics = _figures(self._llm, len(output.token_ids))
+
+    def _likeliest(self, rows: Any) -> list[dict[int, Logprob]]:
+        """1.0 tells the chosen id alone; later releases the likeliest ones, and it."""
+        if self._llm.release == "1.0.0":
+            return [{} for _ in rows]
+        found = []
+        for row in np.asarray(rows, np.float64):
+            scores = row - np.log(np.exp(row - row.max()).sum()) - row.max()
+            best = np.argsort(-scores, kind="stable")[: self._params.logprobs].tolist()
+            found.append({t: Logprob(float(scores[t]), i) for i, t in enumerate(best, 1)})
+        return found
 
     def abort(self) -> None:
         self._llm._check_thread()
@@ -271,7 +284,10 @@ class _Llm:
             stop_sequences=tuple((token,) for token in params.stop_token_ids or ()),
             bad_sequences=tuple((token,) for token in params.bad_token_ids or ()),
             embedding_bias=tuple((token, weight) for token, weight in bias if weight),
-            wants=Wants(log_probs=params.logprobs is not None),
+            wants=Wants(
+                log_probs=params.logprobs is not None,
+                generation_logits=params.logprobs is not None,
+            ),
             extras=_guide(params.guided_decoding),
         )
         self.options.append({name: value for name, value in options.items() if value is not None})
