@@ -14,7 +14,7 @@ import numpy as np
 
 from trtllm_bls.errors import InvalidRequest, PromptTooLong
 from trtllm_bls.stopping import check_words, checked_stops
-from trtllm_bls.tokenizer import GUARD, Tokenizer
+from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import Array, PromptIds, TextRequest, TokenIds
 
 MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words; stop_words: stopping.MAX_STOPS
@@ -96,9 +96,8 @@ class PromptMaker:
     ) -> Prompt:
         """The prompt of one request. Raises ``InvalidRequest`` naming the field.
 
-        A prompt of more than ``max_prompt_tokens`` is refused; before it is tokenised, if its
-        length in characters already shows that. ``give_way`` is called after each word, so that
-        other threads get the interpreter's lock.
+        A prompt of more than ``max_prompt_tokens`` is refused. ``give_way`` is called after each
+        word, so that other threads get the interpreter's lock.
         """
         end_ids = self.end_ids(request)
         stops: tuple[TokenIds, ...] = ()
@@ -207,12 +206,6 @@ class PromptMaker:
             text = request.text or ""
         if not text:
             raise InvalidRequest(field, "is empty; send at least one character")
-        if most is not None and len(text) > most:  # no bound says more than a token a character
-            # Text is tokenised apart on both sides of a guard, so each guard adds a token at least.
-            guards = text.count(GUARD) if field == "messages" else 0
-            fewest = max(guards, self._tokenizer.fewest_tokens(text))
-            if fewest > most:
-                raise _too_long(field, fewest, most, "at least ")
         if request.messages is not None:
             ids = self._tokenizer.encode_chat(text)
         else:
@@ -237,9 +230,9 @@ class PromptMaker:
         return ids
 
 
-def _too_long(field: str, tokens: int, most: int, bound: str = "") -> PromptTooLong:
+def _too_long(field: str, tokens: int, most: int) -> PromptTooLong:
     takes = f"the model takes at most {most} so that one new token fits"
-    return PromptTooLong(field, f"{bound}{tokens} tokens; {takes}")
+    return PromptTooLong(field, f"{tokens} tokens; {takes}")
 
 
 _EXAMPLES = {"messages": '[{"role": "user", "content": "..."}]', "tools": "a list of functions"}

@@ -32,7 +32,6 @@ from typing import Any
 
 from trtllm_bls.checkpoint_dir import check_tokenizer, config_vocab_size, generation_eos, one_line
 from trtllm_bls.detokenizer import Detokenizer, choose_detokenizer
-from trtllm_bls.detokenizer.token_length import most_characters
 from trtllm_bls.errors import InvalidRequest, TokenizerError, half_character
 from trtllm_bls.types import ChatOptions, PromptIds
 
@@ -402,19 +401,6 @@ class Tokenizer:
             )
             ids = encoding.ids
         return ids
-
-    def fewest_tokens(self, text: str) -> int:
-        """The fewest tokens that ``text`` can have, without tokenising it; 0 without a bound."""
-        if self._chars_per_token is None:
-            return 0
-        # ``encode`` merges begin-of-sequence tokens that the text spells at its beginning.
-        spelled = re.match(f"(?:{re.escape(self._hf.bos_token or '')})*", text)
-        begin = 0 if spelled is None else spelled.end()
-        return -(-(len(text) - begin) // self._chars_per_token)
-
-    @cached_property
-    def _chars_per_token(self) -> int | None:
-        return None if self._backend is None else most_characters(self._backend)
 
     @property
     def chat_template(self) -> str | None:

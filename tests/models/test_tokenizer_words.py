@@ -6,9 +6,7 @@ import importlib.util
 import json
 import random
 import shutil
-import sys
 import tempfile
-import unicodedata
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -138,47 +136,3 @@ def test_texts_encoded_together_have_the_ids_of_each_alone(name: str) -> None:
     texts += [f"{tokenizer._hf.bos_token or ''}{texts[0]}", texts[0]]
     for special in (True, False):
         assert tokenizer.encode_all(texts, special) == [tokenizer.encode(t, special) for t in texts]
-
-
-# --- how many tokens a text must have -------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_text_has_never_fewer_tokens_than_its_length_tells(name: str) -> None:
-    """Blanks, accents to be composed, begin tokens and the longest tokens, any number of times."""
-    tokenizer, chance = of(name), random.Random(9)
-    spelled = [str(tokenizer.token(i)) for i in range(tokenizer.vocab_size)]
-    longest = sorted(spelled, key=len)[-20:]
-    for _ in range(300):
-        pieces = (*PIECES, "<s>", "\u1f82", "α\u0313\u0300\u0345", tokenizer.decode([5]), *longest)
-        text = "".join(chance.choices(pieces, k=3)) * chance.choice((1, 1, 30))
-        if chance.random() < 0.5:
-            text = chance.choice(pieces) * chance.randint(0, 200)
-        for special in (True, False):
-            assert len(tokenizer.encode(text, special)) >= tokenizer.fewest_tokens(text), text
-
-
-def test_only_tokenizers_that_drop_no_text_tell_a_fewest_number() -> None:
-    """Where blanks vanish or a word may be unknown, a long text can be one token."""
-    told = {name for name in MAKERS if loaded(name).fewest_tokens("x" * 10**6) > 0}
-    assert told == {"byte-level", "sentencepiece", "gemma"}
-
-
-@pytest.mark.parametrize(
-    "normalizer",
-    [
-        {"type": "Strip", "strip_left": True, "strip_right": True},
-        {"type": "Replace", "pattern": {"String": "xx"}, "content": "x"},
-        {"type": "Replace", "pattern": {"Regex": "x+"}, "content": "xxxxx"},
-        {"type": "Sequence", "normalizers": [{"type": "StripAccents"}, {"type": "NFC"}]},
-    ],
-)
-def test_a_step_that_may_drop_text_leaves_no_limit(tmp_path: Path, normalizer: Any) -> None:
-    """A refusal that could be false is worse than a late one."""
-    assert changed(tmp_path, "byte-level", normalizer=normalizer).fewest_tokens("x" * 10**6) == 0
-
-
-def test_no_character_is_composed_of_more_than_four() -> None:
-    """What the limit for composing normalizers rests on."""
-    lengths = (len(unicodedata.normalize("NFD", chr(code))) for code in range(sys.maxunicode + 1))
-    assert max(lengths) == 4
