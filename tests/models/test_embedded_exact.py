@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.embedded_steps import (
     Steps,
@@ -18,7 +17,7 @@ from tests.helpers.embedded_steps import (
     request,
     runner,
 )
-from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load, pack_linears
+from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
 from trtllm_bls.engines.embedded.runner import Segment
 from trtllm_bls.errors import CheckpointError, SettingsError
 
@@ -48,47 +47,6 @@ def test_slots_far_apart_in_length_are_not_padded_and_stay_exact() -> None:
     steps.run()
     for submission, n in zip(asked, (200, 3, 4, 5, 6, 7, 8), strict=True):
         assert steps.text(submission) == generated(prompt(n, start=n), 10)
-
-
-def test_packed_linears_give_the_stock_layers_numbers() -> None:
-    """The packed layer differs from the stock one by rounding only, with and without bias."""
-    torch.manual_seed(0)
-    layers = nn.Linear(256, 1024), nn.Linear(1024, 256, bias=False), nn.Linear(256, 256)
-    stock = nn.Sequential(*layers[:2], nn.ReLU(), layers[2])
-    rows = torch.randn(1, 7, 256)
-    with torch.no_grad():
-        expected = stock(rows)
-        replaced = pack_linears(stock)
-        assert replaced == 2 and stock[3] is layers[2], "a small one is faster as it is"
-        torch.testing.assert_close(stock(rows), expected)
-        torch.testing.assert_close(stock(rows[:, :1]), expected[:, :1])
-
-
-def test_a_model_that_does_not_bear_packing_keeps_its_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Packing is a gain, never a reason to refuse a model or to compute something else."""
-
-    def broken(model: nn.Module) -> int:
-        model.lm_head = nn.Identity()
-        return 1
-
-    monkeypatch.setattr("trtllm_bls.engines.embedded.checkpoint.pack_linears", broken)
-    loaded = load(checkpoint(), EmbeddedSettings(threads=1))
-    logits = loaded.forward([Segment(0, 0, prompt(9), 1)])
-    assert int(logits.argmax()) == generated(prompt(9), 1)[0]
-
-
-def test_layers_that_are_more_than_linear_are_left_alone() -> None:
-    """A subclass of Linear may do more than multiply."""
-
-    class Doubled(nn.Linear):  # type: ignore[misc]
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(rows)
-
-    model = nn.Sequential(Doubled(512, 512), nn.Linear(512, 512))
-    assert pack_linears(model) == 1
-    assert type(model[0]) is Doubled
 
 
 def test_an_architecture_that_ignores_our_attention_is_refused() -> None:

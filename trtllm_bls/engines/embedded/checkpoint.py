@@ -1,9 +1,9 @@
 """From a checkpoint directory to a ``Runner`` that is known to compute what the model computes.
 
-Loads with transformers, chooses number format and longest sequence, packs weights and probes: a
-few tokens through our slots must give the logits of the model's own eager attention. An
-architecture that does not pass is refused at load, since a silently wrong one would look
-plausible for ever. Must not know of requests.
+Loads with transformers, chooses number format and longest sequence, and probes: a few tokens
+through our slots must give the logits of the model's own eager attention. An architecture that does
+not pass is refused at load, since a silently wrong one would look plausible for ever. Must not know
+of requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trtllm_bls.checkpoint_dir import check_checkpoint
@@ -29,9 +28,6 @@ _log = logging.getLogger(__name__)
 _DEFAULT_LENGTH = 4096  # tokens; longer ones must be asked for, as every slot is that long
 _FP32_PARAMETERS = 1_200_000_000  # "about 1B": up to here exactness is worth the memory
 _SMALL = 50_000_000  # weights
-# Weights of a linear layer. One row through a packed layer of 256 x 256 takes twice as long as
-# through a stock one; from here on it takes as long or less, and four rows take two thirds or less.
-_PACKED = 1 << 18
 _PROBE = ((0, 6), (6, 10), (10, 11), (11, 12))  # a prompt, a chunk, two single tokens
 
 
@@ -86,21 +82,14 @@ def load(model_dir: str | Path, settings: EmbeddedSettings) -> Runner:
     directory = Path(model_dir)
     check_checkpoint(directory)
     device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    # Some models look into their layers and do not bear packing: those keep the stock ones.
-    probed = _probed(directory, device, pack=True) or _probed(directory, device, pack=False)
-    if probed is None:
-        raise CheckpointError(
-            f"{directory}: with this engine's attention the model does not give its own logits; "
-            "its architecture is not supported"
-        )
-    runner, config, num_weights = probed
+    runner, config, num_weights = _probed(directory, device)
     runner.allocate(settings.max_batch, _longest(config, runner, settings))
     runner.threads = settings.threads or (1 if num_weights < _SMALL else half)
     return runner
 
 
-def _probed(directory: Path, device: torch.device, *, pack: bool) -> tuple[Runner, Any, int] | None:
-    """Runner, text config and number of weights; ``None`` if the logits are not the model's."""
+def _probed(directory: Path, device: torch.device) -> tuple[Runner, Any, int]:
+    """Runner, text config and number of weights."""
     model, config = _pretrained(directory, device)
     num_weights = sum(weight.numel() for weight in model.parameters())
     tokens = [(7919 * i + 1) % int(config.vocab_size) for i in range(_PROBE[-1][1])]
@@ -113,8 +102,6 @@ def _probed(directory: Path, device: torch.device, *, pack: bool) -> tuple[Runne
     runner = Runner(model, device)
     runner.allocate(1, len(tokens))
     try:
-        if pack:
-            pack_linears(model)
         got = torch.cat([runner.forward([Segment(0, a, tokens[a:b], b - a)]) for a, b in _PROBE])
         close = (got - expected[0].float()).abs() <= tolerance * expected.abs().max()
         if bool(close.all()) and runner.slots.bytes_per_token > 0:
@@ -122,7 +109,10 @@ def _probed(directory: Path, device: torch.device, *, pack: bool) -> tuple[Runne
     except Exception:  # an architecture we do not know may fail in any way
         _log.debug("the probe failed", exc_info=True)
     runner.close()
-    return None
+    raise CheckpointError(
+        f"{directory}: with this engine's attention the model does not give its own logits; "
+        "its architecture is not supported"
+    )
 
 
 def _pretrained(directory: Path, device: torch.device) -> tuple[Any, Any]:
@@ -192,45 +182,3 @@ def _exact_length(config: Any, windowed: bool) -> int:
             own = kind.get("original_max_position_embeddings")
             longest = min(longest, int(own or longest))
     return longest
-
-
-class _PackedLinear(nn.Module):  # type: ignore[misc]  # torch is untyped for mypy here
-    """``nn.Linear`` for inference with oneDNN's weight layout, on a CPU.
-
-    The operators are torch's own but underscored, so nothing is relied upon: raises
-    ``RuntimeError`` or ``AttributeError`` where they are missing or give other numbers.
-    """
-
-    def __init__(self, stock: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = stock.in_features, stock.out_features
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(stock.weight.detach(), None)
-        self._bias = None if stock.bias is None else stock.bias.detach()
-        sample = torch.linspace(-1, 1, 2 * stock.in_features).view(2, -1).to(stock.weight.dtype)
-        bound = 1e-4 if sample.dtype is torch.float32 else 2e-2
-        if not torch.allclose(self(sample), stock(sample), rtol=bound, atol=bound):
-            raise RuntimeError("the packed layer gives other numbers")
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Rows [..., in features] to [..., out features]."""
-        operator = torch.ops.mkldnn._linear_pointwise.default
-        return operator(rows, self._packed, self._bias, "none", [], "")
-
-
-def pack_linears(model: nn.Module) -> int:
-    """Replace the large plain linear layers of a CPU model in place; returns how many, maybe 0."""
-    replaced = 0
-    for parent in list(model.modules()):
-        for name, stock in list(parent.named_children()):
-            # Only the very class: a subclass or a hooked layer does more than multiply.
-            if type(stock) is not nn.Linear or stock.weight.device.type != "cpu":
-                continue
-            if stock.weight.numel() < _PACKED:
-                continue
-            try:
-                packed = _PackedLinear(stock)
-            except (RuntimeError, AttributeError):
-                continue
-            setattr(parent, name, packed)
-            replaced += 1
-    return replaced
