@@ -3,85 +3,21 @@ in token ids.
 
 A stop string is matched after detokenisation, across any chunk border. The stop that *completes*
 first wins, the longest of those that complete at the same character. Text leaves at once, except a
-suffix that could still grow into a stop, so no part of a stop leaves unless it is asked for.
-
-Both look for their patterns with one automaton (Aho and Corasick), whose cost is linear in the
-input whatever the patterns are. This module knows nothing of tokenizers or engines.
+suffix that could still grow into a stop, so no part of a stop leaves unless it is asked for. This
+module knows nothing of tokenizers or engines.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, TypeVar
 
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.types import EngineRequest, FinishReason, TokenIds
 
 MAX_STOPS = 100
 MAX_STOP_CHARS = 256
-
-Symbol = TypeVar("Symbol", bound=Hashable)
-
-
-class _Automaton(Generic[Symbol]):
-    """All patterns as one trie. Node 0 is the root; a node stands for the symbols that lead to it.
-
-    ``fail[node]`` is the longest proper suffix of the node that is in the trie too.
-    ``matched[node]`` is the longest pattern that the node ends with; ``None`` if there is none.
-    """
-
-    def __init__(self, patterns: Iterable[Sequence[Symbol]]) -> None:
-        self.edges: list[dict[Symbol, int]] = [{}]
-        self.depth = [0]
-        self.matched: list[Sequence[Symbol] | None] = [None]
-        for pattern in patterns:
-            self._insert(pattern)
-        self.fail = [0] * len(self.edges)
-        self._link()
-
-    def _insert(self, pattern: Sequence[Symbol]) -> None:
-        node = 0
-        for symbol in pattern:
-            following = self.edges[node].get(symbol)
-            if following is None:
-                following = self.edges[node][symbol] = len(self.edges)
-                self.edges.append({})
-                self.depth.append(self.depth[node] + 1)
-                self.matched.append(None)
-            node = following
-        if node:
-            self.matched[node] = pattern
-
-    def _link(self) -> None:
-        queue = deque([0])
-        while queue:
-            node = queue.popleft()
-            for symbol, child in self.edges[node].items():
-                queue.append(child)
-                if node:
-                    self.fail[child] = self.step(self.fail[node], symbol)
-                    self.matched[child] = self.matched[child] or self.matched[self.fail[child]]
-
-    def step(self, node: int, symbol: Symbol) -> int:
-        """The node for the longest suffix of (node's symbols + symbol) that is in the trie."""
-        while node and symbol not in self.edges[node]:
-            node = self.fail[node]
-        return self.edges[node].get(symbol, 0)
-
-    def open_length(self, node: int) -> int:
-        """How many of the last symbols are a *proper* prefix of a pattern."""
-        while node and not self.edges[node]:
-            node = self.fail[node]
-        return self.depth[node]
-
-
-@lru_cache(maxsize=32)
-def _automaton_of(stops: tuple[str, ...]) -> _Automaton[str]:
-    """Shared by all sequences of a request, and by requests with the same stops."""
-    return _Automaton(stops)
 
 
 def check_words(field: str, words: Sequence[str], most: int, longest: int) -> None:
@@ -102,6 +38,12 @@ def checked_stops(stops: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
+@lru_cache(maxsize=32)
+def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
+    """Whatever could still grow into a stop; shared by requests with the same stops."""
+    return frozenset(stop[:end] for stop in stops for end in range(1, len(stop)))
+
+
 @dataclass(frozen=True)
 class Cut:
     """``text`` may leave now. ``stop`` is the stop that completed, if one did: the text ends."""
@@ -117,9 +59,11 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._automaton = _automaton_of(checked_stops(stops))
+        self._stops = checked_stops(stops)
+        self._beginnings = _beginnings(self._stops)
+        self._first_characters = frozenset(stop[0] for stop in self._stops)
+        self._longest = max(map(len, self._stops), default=0)
         self._include = include
-        self._node = 0
         self._held = ""
         self._stop: str | None = None
 
@@ -135,36 +79,28 @@ class StopMatcher:
         """
         if self._stop is not None:
             return Cut("", self._stop)
-        if not self._node and self._automaton.edges[0].keys().isdisjoint(text):
+        if not self._held and self._first_characters.isdisjoint(text):
             return Cut(text)  # nearly always: no stop begins here
-        known = self._held + text
-        for position, symbol in enumerate(text, start=len(self._held) + 1):
-            self._node = self._automaton.step(self._node, symbol)
-            matched = self._automaton.matched[self._node]
-            if matched is not None and armed:
-                return self._finish(known[:position], len(matched))
-        return self._release(known)
-
-    def flush(self) -> str:
-        """The text held back; for a sequence that ends without a stop."""
-        held, self._held, self._node = self._held, "", 0
-        return held
-
-    def _finish(self, known: str, length: int) -> Cut:
-        begin = len(known) - length
-        self._stop = known[begin:]
-        self._held = ""
-        return Cut(known if self._include else known[:begin], self._stop)
-
-    def _release(self, known: str) -> Cut:
-        certain = len(known) - self._automaton.open_length(self._node)
+        known, ends = self._held + text, []
+        for stop in self._stops if armed else ():
+            # What completed before, while it did not count, is not found again.
+            begin = known.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if begin >= 0:
+                ends.append((begin + len(stop), begin))
+        if ends:
+            end, begin = min(ends)
+            self._held, self._stop = "", known[begin:end]
+            return Cut(known[: end if self._include else begin], self._stop)
+        certain = max(0, len(known) - self._longest + 1)
+        while certain < len(known) and known[certain:] not in self._beginnings:
+            certain += 1
         self._held = known[certain:]
         return Cut(known[:certain])
 
-
-@lru_cache(maxsize=32)
-def _automaton_of_ids(sequences: tuple[TokenIds, ...]) -> _Automaton[int]:
-    return _Automaton(sequences)
+    def flush(self) -> str:
+        """The text held back; for a sequence that ends without a stop."""
+        held, self._held = self._held, ""
+        return held
 
 
 class StoppingCriteria:
@@ -193,9 +129,12 @@ class StoppingCriteria:
         self.max_tokens = max_tokens
         self._min_tokens = min_tokens or 0
         self._end_ids = frozenset(end_ids)
-        stops = tuple(filter(None, stop_sequences))
-        self._automaton = _automaton_of_ids(stops) if stops else None
-        self._node = 0
+        self._stops = frozenset(filter(None, stop_sequences))
+        # By last id: how long the stop sequences are that end with it, the longest first.
+        self._lengths: dict[int, dict[int, None]] = {}
+        for stop in sorted(self._stops, key=len, reverse=True):
+            self._lengths.setdefault(stop[-1], {})[len(stop)] = None
+        self._ids: list[int] = []  # of the output, where there are stop sequences
 
     @classmethod
     def of(cls, request: EngineRequest, max_tokens: int | None = None) -> StoppingCriteria:
@@ -218,7 +157,7 @@ class StoppingCriteria:
         The reason is ``END_ID``, ``STOP``, ``LENGTH``, or ``None`` while the sequence goes on.
         """
         count = self.generated + len(ids)
-        if count < self.max_tokens and self._automaton is None and self._end_ids.isdisjoint(ids):
+        if count < self.max_tokens and not self._stops and self._end_ids.isdisjoint(ids):
             self.generated = count  # nearly every token
             return ids, None
         for place, token in enumerate(ids):
@@ -234,11 +173,11 @@ class StoppingCriteria:
         return ids, None
 
     def _stops_at(self, token: int) -> bool:
-        if self._automaton is None:
+        if not self._stops:
             return False
-        self._node = self._automaton.step(self._node, token)
-        matched = self._automaton.matched[self._node]
-        if matched is None or not self.may_end:
-            return False
-        self.stop_sequence = tuple(matched)
-        return True
+        self._ids.append(token)
+        for length in self._lengths.get(token, ()):
+            if self.may_end and (found := tuple(self._ids[-length:])) in self._stops:
+                self.stop_sequence = found
+                return True
+        return False
