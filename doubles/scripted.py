@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from doubles.generated import GeneratedChunks
 from doubles.scripted_tokens import Choice, Rule, RuleSampler
-from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
+from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.engines.request_checks import check_request, check_sampling
 from trtllm_bls.engines.sampling import HONOURED
 from trtllm_bls.errors import EngineUnavailable, InvalidRequest

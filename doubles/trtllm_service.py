@@ -20,10 +20,11 @@ from typing import Any
 import grpc
 import numpy as np
 
+from doubles.generated import GeneratedChunks
 from doubles.guided import GuidedAnswers
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
-from trtllm_bls.engines.base import ChunkStream, Engine, GeneratedChunks
+from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.engines.trtllm_fields import GUIDE_TYPES, guide_of
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import EngineError, EngineUnavailable, TrtllmBlsError

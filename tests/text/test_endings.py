@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from doubles.generated import GeneratedChunks
 from doubles.scripted import Fault, ScriptedEngine
 from doubles.scripted_tokens import hashed
 from tests.helpers.fake_python_backend import SECONDS
@@ -24,7 +25,7 @@ from tests.helpers.scripted_text import (
     tokenizer,
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
-from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
+from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.tokenizer import Tokenizer

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from doubles.generated import GeneratedChunks
 from doubles.scripted import Fault, Script, ScriptedEngine
 from tests.helpers.scripted_text import (
     PROMPT,
@@ -26,7 +27,7 @@ from tests.helpers.scripted_text import (
     tokenizer,
     tokenizer_of_two_ends,
 )
-from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
+from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.errors import EngineError, EngineUnavailable
 from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.types import (

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doubles.generated import GeneratedChunks
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
 from tests.helpers.fake_python_backend import SECONDS
@@ -23,7 +24,7 @@ from tests.helpers.scripted_text import (
 )
 from tests.helpers.services_on_fake_backend import SILENT, STREAM, serving, text_service, words
 from trtllm_bls.admission import Admission
-from trtllm_bls.engines.base import ChunkStream, GeneratedChunks, QueuedChunks, TaskChunks
+from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.text_service import TextService

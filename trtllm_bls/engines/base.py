@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -141,21 +141,6 @@ class QueuedChunks(ChunkStream):
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-
-
-class GeneratedChunks(QueuedChunks):
-    """Chunks of an async generator, which runs no further than it is read."""
-
-    def __init__(self, chunks: AsyncGenerator[EngineChunk, None]) -> None:
-        super().__init__()
-        self._chunks = chunks
-
-    async def wait(self) -> None:
-        if not self._arrived and (chunk := await anext(self._chunks, None)) is not None:
-            self._arrived.append(chunk)
-
-    async def aclose(self) -> None:
-        await self._chunks.aclose()
 
 
 class TaskChunks(QueuedChunks):

@@ -17,9 +17,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ import numpy as np
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
+from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.errors import EngineError, EngineStalled, from_wire
-from trtllm_bls.types import Array, EngineCapacity, EngineChunk, EngineRequest
+from trtllm_bls.types import Array, EngineCapacity, EngineRequest
 from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs, wire_id
 
 if sys.version_info >= (3, 11):
@@ -89,9 +89,10 @@ class BlsEngine:
         """See ``Engine.generate``."""
         if not self._model.decoupled:
             request = self._model.in_one_piece(request)
-        return GeneratedChunks(self._chunks(request))
+        return TaskChunks(partial(self._answer, request))
 
-    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+    async def _answer(self, request: EngineRequest, chunks: QueuedChunks) -> None:
+        """Fill ``chunks``; cancelling it ends the child."""
         inputs = {
             name: array for name, _, array in request_inputs(request, self._model, self._vocab)
         }
@@ -99,7 +100,7 @@ class BlsEngine:
         responses = ResponseReader(request, self._model)
         # The API does not pass Triton's final flag on; a whole non-streaming answer is the last.
         in_one_piece = not request.streaming and request.num_return_sequences == 1
-        items: asyncio.Queue[Any] = asyncio.Queue()
+        items: asyncio.Queue[Any] = asyncio.Queue()  # arrays, an error, or None at the end
         loop = asyncio.get_running_loop()
 
         def put(item: Any) -> None:
@@ -108,22 +109,23 @@ class BlsEngine:
         trace = request.traceparent
         more: dict[str, Any] = {"parameters": {"traceparent": trace}} if trace else {}
         reading = self._readers.submit(self._read, request_id, inputs, outputs, put, more)
-        over = begun = False
+        # The API loses errors in mid-stream, so silence there is taken for one. The first response
+        # may take any time: the request may be queued, or be answered in one piece.
+        longest_silence: float | None = None
+        over = False
         try:
-            # The API loses errors in mid-stream, so silence there is taken for one. The first
-            # response may take any time: the request may be queued, or be answered in one piece.
-            while (item := await _next(items, self._stall_seconds if begun else 0)) is not _END:
-                if item is _SILENCE:
-                    raise EngineStalled(f"{self.name} sent nothing for {self._stall_seconds:g} s")
-                begun = request.streaming
+            while not over:
+                async with timeout(longest_silence):
+                    item = await items.get()
+                over = item is None or isinstance(item, Exception)
                 if isinstance(item, Exception):
-                    over = True  # an error is the last thing a child sends
                     raise item
-                for chunk in responses.chunks(item, last=in_one_piece):
-                    yield chunk
-            over = True
-            for chunk in responses.rest():
-                yield chunk
+                chunks.put(responses.rest() if over else responses.chunks(item, in_one_piece))
+                if request.streaming:
+                    longest_silence = self._stall_seconds or None
+        except asyncio.TimeoutError:
+            problem = f"{self.name} sent nothing for {self._stall_seconds:g} s"
+            raise EngineStalled(problem) from None
         finally:
             if not over and not reading.done() and not reading.cancel():
                 self._stoppers.submit(self._stop, request_id, reading)
@@ -149,7 +151,7 @@ class BlsEngine:
                 count += 1
                 put(response)
                 time.sleep(_GIVE_WAY_SECONDS)
-            put(_END if count else EngineError(f"{self.name} ended without any response"))
+            put(None if count else EngineError(f"{self.name} ended without any response"))
         except Exception as error:  # Triton raises its own types here; the reader must see it
             put(EngineError(f"{self.name}: {error}"))
 
@@ -213,16 +215,3 @@ def _declared(repository: Path | None, name: str) -> DeployedModel:
     except (text_format.ParseError, UnicodeDecodeError) as error:
         raise EngineError(f"{name}: its config.pbtxt cannot be read: {error}") from error
     return DeployedModel.of(config)
-
-
-_END = object()
-_SILENCE = object()
-
-
-async def _next(items: asyncio.Queue[Any], seconds: float) -> Any:
-    """The next item, or ``_SILENCE`` if none comes within ``seconds`` (0 = however long)."""
-    try:
-        async with timeout(seconds or None):
-            return await items.get()
-    except asyncio.TimeoutError:
-        return _SILENCE

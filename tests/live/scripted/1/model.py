@@ -13,9 +13,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from doubles.generated import GeneratedChunks
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
-from trtllm_bls.engines.base import ChunkStream, GeneratedChunks
+from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.errors import EngineError
 from trtllm_bls.parameters import Parameters
 from trtllm_bls.parameters.declaration import FLAG, NUMBER, count, none_if_zero, parameter
