@@ -449,22 +449,6 @@ def hostile_engine() -> Iterator[EmbeddedEngine]:
         yield engine
 
 
-async def test_a_caller_that_leaves_ends_the_compilation_of_its_grammar(
-    hostile_engine: EmbeddedEngine,
-) -> None:
-    """Otherwise the next guided request would wait for a grammar that nobody wants."""
-    guides = Guides(DEMO, 4096, seconds=300)
-    asked = asyncio.create_task(guides.of(guided("ebnf_grammar", long_rules(20_001))))
-    while guides._trial._for is None:
-        await asyncio.sleep(0.01)
-    asked.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asked
-    async with asyncio.timeout(60):
-        assert await guides.of(guided("json_schema", '{"type": "integer"}')) is not None
-    guides.close()
-
-
 def test_a_checkpoint_without_a_tokenizer_cannot_be_guided() -> None:
     """It is refused by name, before anything is computed."""
     with (

@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,31 +49,26 @@ _JSON_RULES = {
 class GrammarTrial:
     """The child process that tries grammars for one checkpoint; it starts when it is needed.
 
-    ``seconds``: CPU time that one grammar may take. One thread calls ``run``; ``abandon`` and
-    ``close`` may be called from others.
+    ``seconds``: CPU time that one grammar may take. One thread at a time calls ``run`` or
+    ``close``, any thread ``kill``.
     """
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, seconds: float) -> None:
         arguments = [str(tokenizer_file), str(vocab_size), str(seconds)]
         self._command = [sys.executable, "-m", "trtllm_bls.engines.grammars", *arguments]
         self._seconds = seconds
-        self._lock = threading.Lock()  # of the two below
         self._child: subprocess.Popen[str] | None = None
-        self._for: object = None  # whose grammar is on trial
 
-    def run(self, kind: str, text: str, caller: object) -> str | None:
+    def run(self, kind: str, text: str) -> str | None:
         """What is wrong with a grammar; ``None``: it compiles within the limits.
 
-        Raises ``TimeoutError`` where another trial may end otherwise: the machine was too busy, or
-        the caller has left.
+        Raises ``TimeoutError`` where another trial may end otherwise, as the machine was too busy.
         """
-        if self._child is not None and self._child.poll() is not None:
-            self._ended(self._child)  # it was killed from outside while it was idle
-        with self._lock:
-            if self._child is None:
-                pipe = subprocess.PIPE
-                self._child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
-            child, self._for = self._child, caller
+        if self._child is None or self._child.poll() is not None:
+            self.close()
+            pipe = subprocess.PIPE
+            self._child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
+        child = self._child
         assert child.stdin is not None and child.stdout is not None
         timer = threading.Timer(_CLOCK_FACTOR * self._seconds, child.kill)
         timer.start()
@@ -86,8 +80,6 @@ class GrammarTrial:
             answer = ""
         finally:
             timer.cancel()
-            with self._lock:
-                self._for = None
         if answer:
             problem: str | None = json.loads(answer)
             return problem
@@ -100,33 +92,17 @@ class GrammarTrial:
             return late
         return "cannot be enforced: its rules are too many, nested or chained too deeply"
 
-    def abandon(self, caller: object) -> None:
-        """``caller`` has left: if its grammar is on trial, the trial ends."""
-        with self._lock:
-            if self._child is not None and self._for is caller:
-                self._child.kill()
-
     def kill(self) -> None:
-        """End the trial that runs, whoever it is for."""
-        with self._lock:
-            if self._child is not None:
-                self._child.kill()
+        """End the trial that runs."""
+        if self._child is not None:
+            self._child.kill()
 
     def close(self) -> None:
-        """Close the pipes to the child, once nobody calls ``run`` any more."""
-        self.kill()
+        """End the child and close the pipes to it."""
         if self._child is not None:
-            self._ended(self._child)
-
-    def _ended(self, child: subprocess.Popen[str]) -> None:
-        """Close the pipes to a child that ends."""
-        assert child.stdin is not None and child.stdout is not None
-        with suppress(BrokenPipeError):  # what is left to be written
-            child.stdin.close()
-        child.stdout.close()
-        with self._lock:
+            self._child.kill()
+            self._child.communicate()
             self._child = None
-        child.wait()
 
 
 def compiled(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:

@@ -116,7 +116,7 @@ class Guides:
         """What the request's guided-decoding fields ask for; ``None`` where they are absent.
 
         Raises ``InvalidRequest`` naming the field, ``Unsupported`` where the checkpoint's
-        vocabulary or this installation cannot, and ``Overloaded``. Cancelling it ends the work.
+        vocabulary or this installation cannot, and ``Overloaded``.
         """
         grammar = guide_of(request.extras, empty=True)
         if grammar is None:
@@ -124,13 +124,9 @@ class Guides:
         if self._waiting >= _MOST_WAITING:
             raise Overloaded(f"{_MOST_WAITING} grammars wait to be compiled; try again later")
         self._waiting += 1
-        caller = object()
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._thread, self._guide, request, grammar, caller)
-        except asyncio.CancelledError:
-            self._trial.abandon(caller)
-            raise
+            return await loop.run_in_executor(self._thread, self._guide, request, grammar)
         finally:
             self._waiting -= 1
 
@@ -140,13 +136,11 @@ class Guides:
         self._thread.shutdown(cancel_futures=True)
         self._trial.close()
 
-    def _guide(
-        self, request: EngineRequest, grammar: tuple[str, str], caller: object
-    ) -> GrammarMatcher:
+    def _guide(self, request: EngineRequest, grammar: tuple[str, str]) -> GrammarMatcher:
         matcher = self._known.get(grammar)
         if matcher is None:
             try:
-                matcher = self._known[grammar] = self._compiled(grammar, caller)
+                matcher = self._known[grammar] = self._compiled(grammar)
             except TimeoutError as error:
                 raise InvalidRequest(GUIDE, str(error)) from None
         self._known.move_to_end(grammar)
@@ -161,9 +155,9 @@ class Guides:
         other = self._tokenizer.eos_token
         return GrammarMatcher(matcher.deep_copy(), self._vocab_size, ends, other)
 
-    def _compiled(self, grammar: tuple[str, str], caller: object) -> LLMatcher | str:
+    def _compiled(self, grammar: tuple[str, str]) -> LLMatcher | str:
         tokenizer = self._tokenizer
-        if (problem := self._trial.run(*grammar, caller)) is not None:
+        if (problem := self._trial.run(*grammar)) is not None:
             return problem
         try:
             return compiled(tokenizer, *grammar)
