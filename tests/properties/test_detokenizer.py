@@ -214,14 +214,6 @@ def test_the_window_holds_an_unfinished_character_after_any_number_of_ids(size: 
     assert detokenizer.feed(ids[-1:]) + detokenizer.flush() == "🦊"
 
 
-def test_the_window_decodes_many_sound_ids_together() -> None:
-    """A long text in one call costs far fewer decodes than two per id."""
-    counted = Counted(loaded("wordpiece"))
-    ids = counted.encode_word("the dogs jumped ") * 1000
-    WindowDetokenizer(counted, True).feed(ids)
-    assert counted.calls < len(ids) / 20
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_stream_is_the_decode(family: str) -> None:
     """Counted: two thirds of all cases. The one exception is spelled out in ``with_fallback``."""

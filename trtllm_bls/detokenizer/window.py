@@ -14,7 +14,6 @@ _REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so 16 ids without text are broken bytes and not the beginning
 # of a character. The bound also keeps the cost linear.
 MAX_HELD_IDS = 16
-_BLOCK = 256  # ids, where many come in one call
 
 
 class WindowDetokenizer:
@@ -34,37 +33,12 @@ class WindowDetokenizer:
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids make certain; a character comes with the id that ends it."""
         # A window that began with ids without text would decode like the beginning of a text.
-        with_text = list(filter(self._has_text, token_ids))
-        if len(with_text) == 1:
-            return self._feed_one(with_text[0])
-        blocks = range(0, len(with_text), _BLOCK)
-        return "".join([self._feed_block(with_text[begin : begin + _BLOCK]) for begin in blocks])
+        return "".join([self._feed_one(each) for each in token_ids if self._has_text(each)])
 
     def feed_one(self, token_id: int) -> tuple[str, bytes]:
         """The same of one id, and the text's bytes; those of half a character are unknown."""
         text = self.feed((token_id,))
         return text, text.encode()
-
-    def _feed_block(self, token_ids: list[int]) -> str:
-        """As ``_feed_one`` for each; sound text costs a few decodes, not two for each id."""
-        ids = self._ids + token_ids
-        text = self._decode(ids)
-        begin = None if _REPLACEMENT in text else self._begin_of_last(ids, text)
-        if begin is None:
-            return "".join([self._feed_one(token_id) for token_id in token_ids])
-        new = text[len(self._shown_text) :]
-        self._show(ids[begin:])
-        return new
-
-    def _begin_of_last(self, ids: list[int], text: str) -> int | None:
-        """Where the ids begin that add the last of ``text`` when fed one by one."""
-        for begin in range(len(ids) - 1, self._shown, -1):
-            if len(ids) - begin > MAX_HELD_IDS:
-                return None
-            before = self._decode(ids[:begin])
-            if len(before) < len(text) and not before.endswith(_REPLACEMENT):
-                return begin
-        return None
 
     def _feed_one(self, token_id: int) -> str:
         self._ids.append(token_id)

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import os
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -78,24 +77,21 @@ class Steps(AsyncIterator[Step]):
     """
 
     def __init__(self, orchestrator: Runs, request: TextRequest) -> None:
-        self._arrived: deque[TextChunk] = deque()
-        self._waiter: asyncio.Future[None] | None = None  # of the reader or of the writer
+        self._arrived: asyncio.Queue[TextChunk | None] = asyncio.Queue()  # None: the end
         self._caller = CALLER.get()
         if self._caller is not None:
             self._caller.steps.add(self)
         self._task: asyncio.Task[None] | None = asyncio.create_task(orchestrator.run(request, self))
-        self._task.add_done_callback(lambda _: self._wake())
+        self._task.add_done_callback(lambda _: self._arrived.put_nowait(None))
 
     async def __anext__(self) -> Step:
-        while not self._arrived:
-            if self._task is None:
-                raise StopAsyncIteration
-            if self._task.done():
+        chunk = await self._arrived.get()
+        if chunk is None:
+            self._arrived.put_nowait(None)  # for a reader that asks again
+            if self._task is not None:
                 await self._released()  # raises what ended it
-            else:
-                await self._wait()
-        chunk = self._arrived.popleft()
-        self._wake()
+            raise StopAsyncIteration
+        self._arrived.task_done()
         step = Step(tuple([token.token_id for token in chunk.tokens or ()]), chunk.text)
         if self._caller is not None:
             self._caller.tokens += len(step.ids)
@@ -137,22 +133,11 @@ class Steps(AsyncIterator[Step]):
 
     async def ready(self) -> None:
         """Return once the reader has taken all steps."""
-        while self._arrived:
-            await self._wait()
+        await self._arrived.join()
 
     def send(self, chunk: TextChunk) -> None:
         """Take a chunk of the orchestrator."""
-        self._arrived.append(chunk)
-        self._wake()
-
-    async def _wait(self) -> None:
-        # The reader waits only while nothing has arrived, the writer only while something has.
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._arrived.put_nowait(chunk)
 
 
 class LLM:
