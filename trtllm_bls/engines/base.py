@@ -240,45 +240,77 @@ class RunningCalls:
         self.silent_looks = 0  # since the last arrival, which resets it: that costs no clock
         self._stall_seconds = stall_seconds
         self._probe = probe
-        self._timer: asyncio.TimerHandle | None = None
-        self._probing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     def add(self, chunks: CallChunks) -> None:
         """A request has begun."""
         self.running.add(chunks)
-        if self._timer is None and self._probing is None and self._stall_seconds:
+        if self._watching is None and self._stall_seconds:
             self.silent_looks = 0
-            self._look_later()
+            self._watching = asyncio.create_task(self._watch())
 
     def close(self) -> None:
         """Watch no longer."""
-        for pending in (self._timer, self._probing):
-            if pending is not None:
-                pending.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
 
-    def _look_later(self) -> None:
-        seconds = self._stall_seconds / LOOKS_PER_STALL
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+    async def _watch(self) -> None:
+        while self.running:
+            await asyncio.sleep(self._stall_seconds / LOOKS_PER_STALL)
+            self.silent_looks += 1
+            if self.silent_looks <= LOOKS_PER_STALL:  # the first may come right after an arrival
+                continue
+            problem = await self._probe()
+            if problem is not None and self.silent_looks:  # nothing has arrived meanwhile
+                log.error("%s; %d requests fail", problem, len(self.running))
+                for chunks in list(self.running):
+                    chunks.give_up(EngineStalled(problem))
+            self.silent_looks = 0
+        self._watching = None
 
-    def _look(self) -> None:
-        self._timer = None
-        if not self.running:
-            return
-        self.silent_looks += 1
-        if self.silent_looks <= LOOKS_PER_STALL:  # the first may come right after an arrival
-            self._look_later()
-        else:
-            self._probing = asyncio.create_task(self._ask())
 
-    async def _ask(self) -> None:
-        problem = await self._probe()
-        if problem is not None and self.silent_looks:  # nothing has arrived meanwhile
-            log.error("%s; %d requests fail", problem, len(self.running))
-            for chunks in list(self.running):
-                chunks.give_up(EngineStalled(problem))
-        self._probing = None
-        self.silent_looks = 0
-        self._look_later()
+class AskedCapacity:
+    """What a server tells of its capacity, by ``ask``.
+
+    An answer that is ``seconds`` old is renewed in the background. Only where the last one is in
+    doubt, which it is at first, a request waits for another.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Coroutine[Any, Any, EngineCapacity]], seconds: float
+    ) -> None:
+        self.known: EngineCapacity | None = None
+        self._ask, self._seconds = ask, seconds
+        self._old_at, self._doubted = 0.0, True
+        self._asking: asyncio.Task[EngineCapacity] | None = None
+
+    async def get(self) -> EngineCapacity:
+        """The capacity. Raises what ``ask`` raises."""
+        if self._doubted or asyncio.get_running_loop().time() > self._old_at:
+            if self._asking is None:  # requests that come at once ask once
+                self._asking = asyncio.create_task(self._ask())
+                self._asking.add_done_callback(self._asked)
+            if self._doubted:
+                await asyncio.shield(self._asking)
+        assert self.known is not None
+        return self.known
+
+    def doubt(self) -> None:
+        """The next request asks. One that has asked already goes on with what is known: another
+        request's failure must not be its own."""
+        self._doubted = True
+
+    async def close(self) -> None:
+        """Wait until nothing is being asked."""
+        if self._asking is not None:
+            await asyncio.wait({self._asking})
+
+    def _asked(self, task: asyncio.Task[EngineCapacity]) -> None:
+        self._asking = None
+        self._doubted = task.cancelled() or task.exception() is not None
+        if not self._doubted:
+            self.known = task.result()
+            self._old_at = asyncio.get_running_loop().time() + self._seconds
 
 
 def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:

@@ -22,7 +22,7 @@ import ssl
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.engines.base import CallChunks, RunningCalls
+from trtllm_bls.engines.base import AskedCapacity, CallChunks, RunningCalls
 from trtllm_bls.engines.triton.own_port import is_own
 from trtllm_bls.errors import EngineError, EngineUnavailable, from_wire
 from trtllm_bls.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
@@ -71,23 +71,12 @@ class GrpcEngine:
         self._channel = GrpcChannel(url, tls=tls)
         self.pool = StreamPool(self._channel)
         self._model: DeployedModel | None = None
-        self._ask_again_at = 0.0
-        self._doubted = False
-        self._asking: asyncio.Task[None] | None = None
-        self.calls = RunningCalls(name, stall_seconds, self._problem, self._doubt)
+        self._capacity = AskedCapacity(self._ask_model, _REFRESH_SECONDS)
+        self.calls = RunningCalls(name, stall_seconds, self._problem, self._capacity.doubt)
 
     async def capacity(self) -> EngineCapacity:
-        """What the model's parameters tell, as of half a minute ago at most. Raises
-        ``EngineError``."""
-        must_wait = self._model is None or self._doubted
-        if must_wait or asyncio.get_running_loop().time() > self._ask_again_at:
-            if self._asking is None:  # requests that come at once ask once
-                self._asking = asyncio.create_task(self._ask_model())
-                self._asking.add_done_callback(self._asked)
-            if must_wait:
-                await asyncio.shield(self._asking)
-        assert self._model is not None
-        return self._model.capacity
+        """What the model's parameters tell. Raises ``EngineError``."""
+        return await self._capacity.get()
 
     def generate(self, request: EngineRequest) -> GrpcChunks:
         """See ``Engine.generate``."""
@@ -100,8 +89,7 @@ class GrpcEngine:
         self.calls.close()
         await self.pool.close()
         await self._channel.close()
-        if self._asking is not None:
-            await asyncio.wait({self._asking})
+        await self._capacity.close()
 
     def failure(self, error: GrpcError) -> EngineError:
         """A call's status as an engine's error."""
@@ -110,15 +98,7 @@ class GrpcEngine:
             return EngineUnavailable(details)
         return EngineError(details)
 
-    def _doubt(self) -> None:
-        """The model may have been reloaded, so ``capacity`` asks for its configuration again.
-
-        Requests that have asked for the capacity already, and rounds of speculative decoding, go on
-        with what is known: another request's failure must not be theirs.
-        """
-        self._doubted = True
-
-    async def _ask_model(self) -> None:
+    async def _ask_model(self) -> EngineCapacity:
         request = service_pb2.ModelConfigRequest(name=self.name).SerializeToString()
         if self._own_server and self._model is None and is_own(self._url) is False:
             problem = f"{self.name}: another process than this server listens at {self._url}"
@@ -134,13 +114,8 @@ class GrpcEngine:
         except DecodeError as error:
             problem = f"{self.name} at {self._url}: its configuration cannot be read"
             raise EngineError(problem) from error
-        self._model, self._doubted = DeployedModel.of(config), False
-        self._ask_again_at = asyncio.get_running_loop().time() + _REFRESH_SECONDS
-
-    def _asked(self, task: asyncio.Task[None]) -> None:
-        self._asking = None
-        if task.cancelled() or task.exception() is not None:
-            self._doubt()
+        self._model = DeployedModel.of(config)
+        return self._model.capacity
 
     async def _problem(self) -> str | None:
         answers = await self._server_answers()

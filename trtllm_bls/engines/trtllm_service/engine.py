@@ -21,7 +21,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from packaging.version import InvalidVersion, Version
 
-from trtllm_bls.engines.base import CallChunks, RunningCalls
+from trtllm_bls.engines.base import AskedCapacity, CallChunks, RunningCalls
 from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.answers import ServiceAnswer
@@ -86,45 +86,37 @@ class TrtllmServiceEngine:
         self.name = f"trtllm://{url}"
         self.settings = settings or ServiceSettings()
         self.channel = GrpcChannel(url, tls=tls, coalesce_reads=True)
-        self._known: EngineCapacity | None = None
-        self._healthy = False
-        self._asking = asyncio.Lock()
-        self._looking: asyncio.Task[None] | None = None
+        self._capacity = AskedCapacity(self._ask_capacity, _HEALTH_SECONDS)
         self._aborting: set[asyncio.Task[None]] = set()
         probe = partial(self._problem, _PROBE_SECONDS)
-        self.calls = RunningCalls(self.name, self.settings.stall_seconds, probe, self._doubt)
+        seconds = self.settings.stall_seconds
+        self.calls = RunningCalls(self.name, seconds, probe, self._capacity.doubt)
 
     async def capacity(self) -> EngineCapacity:
         """What the service and its settings tell. Raises ``EngineUnavailable``.
 
-        A service that is not healthy by its own account is unavailable, too. It is asked every
-        second in the background, so that no request waits for the answer.
+        A service that is not healthy by its own account is unavailable, too.
         """
-        if not self._healthy:
-            async with self._asking:
-                if not self._healthy:
-                    await self._open()
-        assert self._known is not None
-        return self._known
+        return await self._capacity.get()
 
     def generate(self, request: EngineRequest) -> ServiceChunks:
         """See ``Engine.generate``."""
-        if self._known is None:
+        capacity = self._capacity.known
+        if capacity is None:
             raise EngineUnavailable(f"{self.name}: not asked for its capacity yet")
         request_id = wire_id(request)
-        asked = service_request(request, request_id, self.settings.eos_id, self._known)
+        asked = service_request(request, request_id, self.settings.eos_id, capacity)
         return ServiceChunks(self, request, asked)
 
     async def close(self) -> None:
         """Abort what runs and close the connection."""
         self.calls.close()
-        if self._looking is not None:
-            self._looking.cancel()
         for chunks in list(self.calls.running):
             await chunks.aclose()
         if self._aborting:
             await asyncio.wait(self._aborting, timeout=_CLOSE_SECONDS)
         await self.channel.close()
+        await self._capacity.close()
 
     # --- used by the running requests ---------------------------------------------------------
 
@@ -151,10 +143,6 @@ class TrtllmServiceEngine:
         return EngineError(details)
 
     # --- the server ---------------------------------------------------------------------------
-
-    def _doubt(self) -> None:
-        """The next request asks for the service's health."""
-        self._healthy = False
 
     async def _abort(self, request_id: str, call: GrpcCall) -> None:
         message = messages.AbortRequest(request_id=request_id).SerializeToString()
@@ -189,38 +177,24 @@ class TrtllmServiceEngine:
             problem = "" if status == "OK" else f"it is not healthy: {status}"
         return f"{self.name}: {problem.partition(chr(10))[0]}" if problem else None
 
-    async def _open(self) -> None:
+    async def _ask_capacity(self) -> EngineCapacity:
         problem = await self._problem(_ASK_SECONDS)
         if problem is not None:
             raise EngineUnavailable(problem)
-        if self._known is None:
-            try:
-                model = await self._ask("GetModelInfo", _ASK_SECONDS)
-                server = await self._ask("GetServerInfo", _ASK_SECONDS)
-            except GrpcError as error:
-                raise EngineUnavailable(f"{self.name}: {error.details}") from error
-            self._known = self._capacity(model)
-            log.info("%s: TensorRT-LLM %s, %s", self.name, server.version, model.model_id)
-            if not _is_read(server.version):
-                log.warning(
-                    "%s: TensorRT-LLM %s may ignore penalties, bad words, n-grams and seeds",
-                    self.name,
-                    server.version or "of an unknown version",
-                )
-        self._healthy = True
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
-
-    async def _look(self) -> None:
-        """Ask for its health over and over; an answer that is late says nothing."""
-        while True:
-            await asyncio.sleep(_HEALTH_SECONDS)
-            try:
-                self._healthy = (await self._ask("HealthCheck", _ASK_SECONDS)).status == "OK"
-            except GrpcError as error:
-                self._healthy = self._healthy and error.status == "DEADLINE_EXCEEDED"
-
-    def _capacity(self, model: Any) -> EngineCapacity:
+        if self._capacity.known is not None:
+            return self._capacity.known
+        try:
+            model = await self._ask("GetModelInfo", _ASK_SECONDS)
+            server = await self._ask("GetServerInfo", _ASK_SECONDS)
+        except GrpcError as error:
+            raise EngineUnavailable(f"{self.name}: {error.details}") from error
+        log.info("%s: TensorRT-LLM %s, %s", self.name, server.version, model.model_id)
+        if not _is_read(server.version):
+            log.warning(
+                "%s: TensorRT-LLM %s may ignore penalties, bad words, n-grams and seeds",
+                self.name,
+                server.version or "of an unknown version",
+            )
         settings = self.settings
         # Repeating max_input_len, it is a default that nothing enforces.
         told = model.max_seq_len if model.max_seq_len != model.max_input_len else 0
