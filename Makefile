@@ -140,7 +140,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .venv-transformers .venv-protoc build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) $(LOWEST) .venv-transformers .venv-protoc .venv-smg build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-DRAIN = "drain"
+DRAIN, _LEAVING = "drain", "leaving"
 _LONGEST = ".longest"
 # ``touch`` sets the time of day, which is above this, while ``time.monotonic()`` stays far below. A
 # drain file with a time of day has no deadline.
@@ -157,6 +157,15 @@ class StatusDirectory:
         os.utime(fresh, times)
         fresh.replace(file)
 
+    def give_notice(self) -> None:
+        """Have health probes fail while requests are still served. Raises ``OSError``."""
+        (self.path / _LEAVING).touch()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether nothing new should be sent here: notice was given, or the server drains."""
+        return any((self.path / name).exists() for name in (_LEAVING, DRAIN))
+
     def drain_deadline(self) -> float | None:
         """``None`` if nobody asked to drain; infinite if no time was named."""
         try:
@@ -167,8 +176,9 @@ class StatusDirectory:
 
     def clear(self) -> None:
         """Remove the files of an earlier server, whose process ids may be in use again."""
-        for file in (*self.path.glob("*.json"), *self.path.glob(f"*{_LONGEST}"), self.path / DRAIN):
-            file.unlink(missing_ok=True)
+        for pattern in ("*.json", f"*{_LONGEST}", DRAIN, _LEAVING):
+            for file in self.path.glob(pattern):
+                file.unlink(missing_ok=True)
 
     def tell_longest(self, model: str, tokens: int) -> None:
         """Publish the longest sequence, in tokens, that engine ``model`` takes.
@@ -190,7 +200,8 @@ class StatusDirectory:
         Raises ``OSError``.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / DRAIN).unlink(missing_ok=True)
+        for name in (DRAIN, _LEAVING):
+            (self.path / name).unlink(missing_ok=True)
         (self.path / f"{DRAIN}.new").touch()
 
     @property

@@ -41,12 +41,14 @@ def engine() -> Iterator[str]:
 def test_it_answers_counts_and_logs(engine: str, caplog: pytest.LogCaptureFixture) -> None:
     """As ``trtllm-bls openai`` does."""
     with TestClient(asgi_app(engine=engine, tokenizer_dir=MODEL, max_streams=8)) as client:
-        answer = client.post("/v1/completions", json=ASKED)
+        mine = {"x-request-id": "mine"}
+        answer = client.post("/v1/completions", json=ASKED, headers=mine)
         assert answer.json()["choices"][0]["text"] == "one two three"
         counted = 'trtllm_bls_requests_total{outcome="success",reason="end_id",model="target"} 1'
         until(lambda: counted in client.get("/metrics").text)
         assert client.get("/health").json() == {"status": "ok"}
         until(lambda: "outcome=success" in caplog.text)
+        assert "request id=mine-" in caplog.text
     assert "at most 8 requests" in caplog.text
 
 
@@ -56,6 +58,9 @@ def test_it_drains_and_forgets_the_drain_of_an_earlier_process(engine: str, tmp_
     for _ in range(2):
         app = asgi_app(engine=engine, tokenizer_dir=MODEL, status_dir=files.path)
         with TestClient(app) as client:
+            assert client.get("/health").status_code == 200
+            files.give_notice()
+            assert client.get("/health").status_code == 503
             assert client.post("/v1/completions", json=ASKED).status_code == 200
             files.ask_to_drain(float("inf"))
             until(lambda: files.handed_over)

@@ -27,15 +27,22 @@ POLL_SECONDS = 0.05
     help="The status_dir of tensorrt_llm_bls.",
 )
 @click.option(
+    "--notice",
+    default=0.0,
+    show_default=True,
+    help="Seconds before it, in which health probes fail while requests are still served.",
+)
+@click.option(
     "--timeout", default=10.0, show_default=True, help="Seconds to wait for the hand-over."
 )
 @click.option("--deadline", default=30.0, show_default=True, help="Seconds until requests are cut.")
 @click.option("--wait", is_flag=True, help="Return only when no request runs any more.")
-def command(directory: Path, timeout: float, deadline: float, wait: bool) -> None:
+def command(directory: Path, notice: float, timeout: float, deadline: float, wait: bool) -> None:
     """Make a server refuse new requests, and return when it may be sent SIGTERM.
 
-    Each request with speculative decoding changes to plain decoding, with one last request to the
-    engine, because a stopping Triton accepts no further ones. Requests that still run after
+    Where a router probes /health, give it --notice: it then stops sending before anything is
+    refused. Each request with speculative decoding changes to plain decoding, with one last request
+    to the engine, because a stopping Triton accepts no further ones. Requests that still run after
     --deadline seconds end with an error. The exit code is 1 if this hand-over took longer than
     --timeout, or if no server process writes its status into --dir. `trtllm-bls serve` does the
     same on SIGTERM.
@@ -44,10 +51,13 @@ def command(directory: Path, timeout: float, deadline: float, wait: bool) -> Non
     Examples:
       trtllm-bls drain --dir /run/trtllm-bls
       trtllm-bls drain --dir /run/trtllm-bls --timeout 20 --deadline 60
-      trtllm-bls drain --dir /run/trtllm-bls --wait
+      trtllm-bls drain --dir /run/trtllm-bls --notice 5 --wait
     """
     files = StatusDirectory(directory)
     try:
+        if notice:
+            files.give_notice()
+            time.sleep(notice)
         files.ask_to_drain(time.monotonic() + deadline)
     except OSError as error:
         raise SettingsError(f"--dir {directory}: {error.strerror}") from error

@@ -196,7 +196,7 @@ class Watch:
             return Observed(processes=("the server is dead",))
         if self._guard is not None and self._processes.wake(self._guard):
             self._warn("the guard process of tritonserver was stopped (SIGSTOP); resumed it")
-        self.draining = self._files.drain_deadline() is not None
+        self.draining = self._files.leaving
         moved = sum(status.responses + status.tokens for status in statuses)
         if moved > self._moved:
             self._progress_at = now

@@ -59,7 +59,7 @@ from trtllm_bls.openai.schema import (
     TokenizeRequest,
     decode,
 )
-from trtllm_bls.services.deployment import Deployment
+from trtllm_bls.services.deployment import SHUTTING_DOWN, Deployment
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.status import StatusDirectory, common_problem, engines_up
@@ -252,6 +252,8 @@ class _Api:
     async def health_of_engine(self, request: Request) -> Response:
         refusal, engines = self.requests.refusal, await self.backend.engine_problems()
         problem = str(refusal) if refusal else common_problem(engines)
+        if (directory := self.settings.status_dir) and StatusDirectory(directory).leaving:
+            problem = SHUTTING_DOWN
         problem = problem or await self.health.problem()
         if problem is not None:
             return _Reply(ApiError(503, problem, code="engine_unavailable", headers=RETRY))
@@ -356,9 +358,11 @@ class _Generate:
                 async with api.bodies.read(scope, receive) as body:
                     if len(body) > _LARGE_BODY_BYTES:
                         async with api.parses_large_body:
-                            request, response = await asyncio.to_thread(self._read, scope, body)
+                            request, response = await asyncio.to_thread(
+                                self._read, scope, reply, body
+                            )
                     else:
-                        request, response = self._read(scope, body)
+                        request, response = self._read(scope, reply, body)
             except (ApiError, InvalidRequest, Refused) as error:
                 raise api.refused(reply, error, self._builder.prompt_field) from None
             guide_field = response.guide_field
@@ -384,7 +388,7 @@ class _Generate:
             longest = await api.longest() if is_too_long(error) else None
             await reply.error(api_error(error, self._builder.prompt_field, longest, guide_field))
 
-    def _read(self, scope: Scope, body: bytes) -> tuple[Common, ResponseBuilder]:
+    def _read(self, scope: Scope, reply: Reply, body: bytes) -> tuple[Common, ResponseBuilder]:
         """The request in ``body`` and what builds its response. Raises ``ApiError``."""
         request = decode(body, self._kind)
         self._api.check_model(request.model)
@@ -393,9 +397,15 @@ class _Generate:
         head = self._api.head(self._builder, request)
         tokenizer = self._api.backend.tokenizer
         response = self._builder(request, head, tokenizer, self._formats)  # type: ignore[arg-type]
-        if _TRACEPARENT.fullmatch(header(scope, b"traceparent")):
-            trace = header(scope, b"traceparent").decode()
-            response.requests = [replace(each, traceparent=trace) for each in response.requests]
+        trace = header(scope, b"traceparent")
+        # The log can be searched for a response's x-request-id. Clients may repeat theirs, which an
+        # engine must not see.
+        for number, each in enumerate(response.requests):
+            response.requests[number] = replace(
+                each,
+                request_id=f"{reply.request_id.decode()}-{each.request_id[:8]}",
+                traceparent=trace.decode() if _TRACEPARENT.fullmatch(trace) else None,
+            )
         return request, response
 
     def _on_chunk(
