@@ -3,7 +3,7 @@
 First what is declared of a tensor, then the rows: five models, in the last form that TensorRT-LLM
 shipped, plus renamed older spellings. The models, the client, validation and the checked-in
 ``config.pbtxt`` files (``make generate``) follow from there. Nothing else in the package spells a
-tensor's type, shape, bounds or releases.
+tensor's type, shape or bounds; configure/tensors.csv says which releases of TensorRT-LLM have it.
 
 Multimodal and disaggregated-serving tensors are left out on purpose. Rows marked
 "ours" are additions: always optional, and outputs among them are harmless to a client that does
@@ -62,8 +62,7 @@ class Tensor:
 
     ``dims`` exclude the batch. ``scalar`` inputs arrive at a Python model as ``[B]`` although
     clients send ``[B, 1]`` (``reshape`` in the configuration). ``field`` is the name of the value
-    inside the package; two rows with one field are two spellings of the same thing. ``since`` and
-    ``until`` are the first and the last release of TensorRT-LLM whose models have the tensor.
+    inside the package; two rows with one field are two spellings of the same thing.
     """
 
     name: str
@@ -74,8 +73,6 @@ class Tensor:
     scalar: bool = False
     ragged: bool = False
     bounds: Bounds | None = None
-    since: tuple[int, int] = (0, 9)
-    until: tuple[int, int] = (99, 99)
     key: str = dataclasses.field(init=False)  # the value's name inside the package
     numpy_type: type = dataclasses.field(init=False)  # of the elements; object for STRING
     single: bool = dataclasses.field(init=False)  # exactly one element per batch row
@@ -127,10 +124,6 @@ _SHARE = Bounds(low=0, high=1, above=True)
 _UNSIGNED = Bounds(low=0, high=2**64 - 1)
 _ALTERNATIVES = Bounds(low=0, high=20)
 
-_RENAMED = (0, 20)  # min_length became min_tokens, random_seed became seed; ours takes both
-_BEFORE_RENAMED = (0, 19)
-_NEVER = (99, 99)
-
 # As in the text models. A top_p <= 0 means "not set" on the wire, so it has no lower bound.
 _TEXT_SAMPLING = (
     Tensor("beam_width", "INT32", bounds=_COUNT),
@@ -139,30 +132,24 @@ _TEXT_SAMPLING = (
     Tensor("top_p", "FP32", bounds=Bounds(high=1)),
     Tensor("length_penalty", "FP32", bounds=_FINITE),
     Tensor("repetition_penalty", "FP32", bounds=_POSITIVE),
-    Tensor("min_tokens", "INT32", bounds=_NOT_NEGATIVE, since=_RENAMED),
-    Tensor("min_length", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE, until=_BEFORE_RENAMED),
+    Tensor("min_tokens", "INT32", bounds=_NOT_NEGATIVE),
+    Tensor("min_length", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE),
     Tensor("presence_penalty", "FP32", bounds=_FINITE),
     Tensor("frequency_penalty", "FP32", bounds=_FINITE),
-    Tensor("seed", "UINT64", bounds=_UNSIGNED, since=_RENAMED),
-    Tensor("random_seed", "UINT64", field="seed", bounds=_UNSIGNED, until=_BEFORE_RENAMED),
+    Tensor("seed", "UINT64", bounds=_UNSIGNED),
+    Tensor("random_seed", "UINT64", field="seed", bounds=_UNSIGNED),
 )
 # Upstream only tensorrt_llm has these; our tensorrt_llm_bls has them too, under the same names. The
 # C++ backend looks for runtime_top_p_min under another name, so no release has it, nor min_p. It
 # reads no_repeat_ngram_size, which upstream's configuration does not declare.
 _FINE_SAMPLING = (
-    Tensor("runtime_top_p_min", "FP32", field="top_p_min", bounds=_SHARE, since=_NEVER),
-    Tensor("runtime_top_p_decay", "FP32", field="top_p_decay", bounds=_SHARE, since=(0, 10)),
-    Tensor(
-        "runtime_top_p_reset_ids",
-        "INT32",
-        field="top_p_reset_id",
-        bounds=_NOT_NEGATIVE,
-        since=(0, 10),
-    ),
-    Tensor("min_p", "FP32", bounds=Bounds(low=0, high=1), since=_NEVER),
-    Tensor("no_repeat_ngram_size", "INT32", bounds=_NOT_NEGATIVE, since=(0, 14)),
-    Tensor("early_stopping", "BOOL", since=(0, 10)),
-    Tensor("beam_search_diversity_rate", "FP32", bounds=_NOT_NEGATIVE, since=(0, 10)),
+    Tensor("runtime_top_p_min", "FP32", field="top_p_min", bounds=_SHARE),
+    Tensor("runtime_top_p_decay", "FP32", field="top_p_decay", bounds=_SHARE),
+    Tensor("runtime_top_p_reset_ids", "INT32", field="top_p_reset_id", bounds=_NOT_NEGATIVE),
+    Tensor("min_p", "FP32", bounds=Bounds(low=0, high=1)),
+    Tensor("no_repeat_ngram_size", "INT32", bounds=_NOT_NEGATIVE),
+    Tensor("early_stopping", "BOOL"),
+    Tensor("beam_search_diversity_rate", "FP32", bounds=_NOT_NEGATIVE),
 )
 _ENGINE_NAMES = {
     "top_k": "runtime_top_k",
@@ -188,13 +175,6 @@ _TEXT_PROMPT_TABLE = (
     Tensor("prompt_vocab_size", "INT32"),
 )
 
-
-_FLAGS_SINCE = {
-    "return_perf_metrics": (0, 19),
-    "return_num_input_tokens": (1, 0),
-    "return_num_output_tokens": (1, 0),
-    "exclude_input_in_output": (0, 14),
-}
 _RETURN_FLAGS = (
     *("return_log_probs", "return_context_logits", "return_generation_logits"),
     *("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"),
@@ -202,26 +182,17 @@ _RETURN_FLAGS = (
 
 
 def _flags(*names: str, scalar: bool) -> tuple[Tensor, ...]:
-    return tuple(
-        Tensor(name, "BOOL", scalar=scalar, since=_FLAGS_SINCE.get(name, (0, 9))) for name in names
-    )
+    return tuple(Tensor(name, "BOOL", scalar=scalar) for name in names)
 
 
-def _since(release: tuple[int, int], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, which TensorRT-LLM has since that release."""
-    return tuple(replace(tensor, since=release) for tensor in tensors)
-
-
-_GUIDED = _since(
-    (0, 19),
+_GUIDED = (
     Tensor("guided_decoding_guide_type", "STRING", ragged=True),
     Tensor("guided_decoding_guide", "STRING", ragged=True),
 )
 # Ours, for TensorRT-LLM's LLM API: an adapter of the server's model.yaml, or any by name, id
 # (lora_task_id) and directory, as upstream's llmapi model takes it; a salt, whose prompts share KV
 # cache blocks with each other alone; the rank among waiting requests; a processor of model.yaml.
-_LLM_API = _since(
-    _NEVER,
+_LLM_API = (
     Tensor("lora_name", "STRING", ragged=True),
     Tensor("lora_path", "STRING", ragged=True),
     Tensor("lora_ckpt_source", "STRING", ragged=True),
@@ -235,8 +206,7 @@ _SCORES = (
     Tensor("context_logits", "FP32", (-1, -1)),
     Tensor("generation_logits", "FP32", (-1, -1, -1)),
 )
-_PERF_METRICS = _since(
-    (0, 19),
+_PERF_METRICS = (
     Tensor("kv_cache_alloc_new_blocks", "INT32"),
     Tensor("kv_cache_reused_blocks", "INT32"),
     Tensor("kv_cache_alloc_total_blocks", "INT32"),
@@ -248,11 +218,8 @@ _PERF_METRICS = _since(
     Tensor("total_accepted_draft_tokens", "INT32"),
     Tensor("total_draft_tokens", "INT32"),
 )
-_COUNTS = _since((1, 0), Tensor("num_input_tokens", "INT32"), Tensor("num_output_tokens", "INT32"))
-_INDICES = (
-    Tensor("batch_index", "INT32", since=(0, 12)),
-    Tensor("sequence_index", "INT32", since=(0, 14)),
-)
+_COUNTS = (Tensor("num_input_tokens", "INT32"), Tensor("num_output_tokens", "INT32"))
+_INDICES = (Tensor("batch_index", "INT32"), Tensor("sequence_index", "INT32"))
 
 ENGINE = Model(
     "tensorrt_llm",
@@ -268,10 +235,10 @@ ENGINE = Model(
             scalar=True,
             bounds=_COUNT,
         ),
-        Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES, since=(0, 14)),
+        Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES),
         Tensor("draft_input_ids", "INT32", (-1,), ragged=True),
         Tensor("draft_logits", "FP32", (-1, -1), ragged=True),
-        Tensor("draft_acceptance_threshold", "FP32", scalar=True, bounds=_SHARE, since=(0, 10)),
+        Tensor("draft_acceptance_threshold", "FP32", scalar=True, bounds=_SHARE),
         Tensor("end_id", "INT32", scalar=True, bounds=Bounds(low=-1)),
         Tensor("pad_id", "INT32", scalar=True),
         Tensor("stop_words_list", "INT32", (2, -1), field="stop_sequences", ragged=True),
@@ -280,34 +247,24 @@ ENGINE = Model(
         *_ENGINE_SAMPLING,
         *_flags(*_RETURN_FLAGS, "exclude_input_in_output", "stop", "streaming", scalar=True),
         *_PROMPT_TABLE,
-        Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True, since=(0, 13)),
+        Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True),
         *_LORA,
         # For models with an encoder, which none of ours is: preprocessing answers with them, as
         # upstream's does, and upstream's clients hand them on.
-        *_since(
-            (0, 11),
-            Tensor("decoder_input_ids", "INT32", (-1,), ragged=True),
-            Tensor("decoder_input_lengths", "INT32", scalar=True),
-        ),
-        *_since(
-            (0, 17),
-            Tensor("retention_token_range_starts", "INT32", (-1,), ragged=True),
-            Tensor("retention_token_range_ends", "INT32", (-1,), ragged=True),
-            Tensor("retention_token_range_priorities", "INT32", (-1,), ragged=True),
-            Tensor("retention_token_range_durations_ms", "INT32", (-1,), ragged=True),
-            Tensor("retention_decode_priority", "INT32", ragged=True),
-            Tensor("retention_decode_duration_ms", "INT32", ragged=True),
-        ),
+        Tensor("decoder_input_ids", "INT32", (-1,), ragged=True),
+        Tensor("decoder_input_lengths", "INT32", scalar=True),
+        Tensor("retention_token_range_starts", "INT32", (-1,), ragged=True),
+        Tensor("retention_token_range_ends", "INT32", (-1,), ragged=True),
+        Tensor("retention_token_range_priorities", "INT32", (-1,), ragged=True),
+        Tensor("retention_token_range_durations_ms", "INT32", (-1,), ragged=True),
+        Tensor("retention_decode_priority", "INT32", ragged=True),
+        Tensor("retention_decode_duration_ms", "INT32", ragged=True),
         *_GUIDED,
-        Tensor(  # ours
-            "return_top_log_probs", "INT32", scalar=True, bounds=_ALTERNATIVES, since=_NEVER
-        ),
-        *_since(
-            (0, 19),
-            Tensor("lookahead_window_size", "INT32", ragged=True),
-            Tensor("lookahead_ngram_size", "INT32", ragged=True),
-            Tensor("lookahead_verification_set_size", "INT32", ragged=True),
-        ),
+        # Ours.
+        Tensor("return_top_log_probs", "INT32", scalar=True, bounds=_ALTERNATIVES),
+        Tensor("lookahead_window_size", "INT32", ragged=True),
+        Tensor("lookahead_ngram_size", "INT32", ragged=True),
+        Tensor("lookahead_verification_set_size", "INT32", ragged=True),
         *_LLM_API,
     ),
     outputs=(
@@ -317,12 +274,10 @@ ENGINE = Model(
         *_INDICES,
         *_PERF_METRICS,
         *_COUNTS,
-        *_since(  # ours
-            _NEVER,
-            Tensor("top_log_prob_ids", "INT32", (-1, -1)),
-            Tensor("top_log_probs", "FP32", (-1, -1)),
-            Tensor("cached_tokens", "INT32"),
-        ),
+        # Ours.
+        Tensor("top_log_prob_ids", "INT32", (-1, -1)),
+        Tensor("top_log_probs", "FP32", (-1, -1)),
+        Tensor("cached_tokens", "INT32"),
     ),
 )
 
@@ -351,10 +306,8 @@ PREPROCESSING = Model(
         Tensor("MESSAGES", "STRING", field="messages"),  # ours
         Tensor("ADD_SPECIAL_TOKENS", "BOOL", field="add_special_tokens"),  # ours
         # Ours, and STREAM too: see the ensemble.
-        Tensor("MIN_TOKENS", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE, since=_RENAMED),
-        Tensor(
-            "MIN_LENGTH", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE, until=_BEFORE_RENAMED
-        ),
+        Tensor("MIN_TOKENS", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE),
+        Tensor("MIN_LENGTH", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE),
         Tensor("STREAM", "BOOL", field="stream"),
     ),
     outputs=(
@@ -366,11 +319,8 @@ PREPROCESSING = Model(
         Tensor("REQUEST_OUTPUT_LEN", "INT32", (-1,)),
         Tensor("OUT_END_ID", "INT32"),
         Tensor("OUT_PAD_ID", "INT32"),
-        *_since(
-            (0, 11),
-            Tensor("DECODER_INPUT_ID", "INT32", (-1,)),
-            Tensor("REQUEST_DECODER_INPUT_LEN", "INT32"),
-        ),
+        Tensor("DECODER_INPUT_ID", "INT32", (-1,)),
+        Tensor("REQUEST_DECODER_INPUT_LEN", "INT32"),
     ),
 )
 
@@ -408,7 +358,7 @@ ENSEMBLE = Model(
     inputs=(
         *(replace(tensor, required=False) for tensor in _TEXT_INPUTS),  # see preprocessing
         *_flags(*_RETURN_FLAGS, scalar=False),
-        Tensor("num_return_sequences", "INT32", bounds=_SEQUENCES, since=(0, 14)),
+        Tensor("num_return_sequences", "INT32", bounds=_SEQUENCES),
         *_TEXT_PROMPT_TABLE,
         Tensor("lora_task_id", "UINT64"),
         *_LORA[1:],

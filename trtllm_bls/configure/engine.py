@@ -17,7 +17,7 @@ from typing import Any
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, POSTPROCESSING, PREPROCESSING, Model, Tensor
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import is_true
-from trtllm_bls.parameters.cpp_backend import GUIDES, Version, keys_of, parse_version
+from trtllm_bls.parameters.cpp_backend import GUIDES, OLDEST, Version, keys_of, parse_version
 from trtllm_bls.tokenizer import Tokenizer
 
 # --- the releases: their containers, and the models as each of them has them -----------------
@@ -32,6 +32,9 @@ _LOGITS = {"draft_logits", "context_logits", "generation_logits"}
 # name different ones.
 with Path(__file__).with_name("releases.csv").open(encoding="utf-8") as _file:
     RELEASES = {row["release"]: row for row in csv.DictReader(_file)}
+# Tensors that not every release has: the first that has each, or never, and the last.
+with Path(__file__).with_name("tensors.csv").open(encoding="utf-8") as _file:
+    _TENSORS = {row["tensor"]: row for row in csv.DictReader(_file)}
 
 
 def image_of(version: Version) -> str | None:
@@ -50,6 +53,12 @@ def models_for(version: Version, logits: str) -> dict[str, Model]:
     typed = logits if version >= _LOGITS_TYPED_SINCE else "FP32"
     not_reshaped = _NOT_RESHAPED if version < _NOT_RESHAPED_BEFORE else set()
 
+    def is_known(name: str) -> bool:
+        row = _TENSORS.get(name, {"since": str(OLDEST), "until": ""})
+        if row["since"] == "never":
+            return False
+        return parse_version(row["since"]) <= version <= parse_version(row["until"] or "last")
+
     def known(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(
             replace(
@@ -58,7 +67,7 @@ def models_for(version: Version, logits: str) -> dict[str, Model]:
                 scalar=tensor.scalar and tensor.name not in not_reshaped,
             )
             for tensor in tensors
-            if tensor.since <= version <= tensor.until
+            if is_known(tensor.name)
         )
 
     models = {
