@@ -271,7 +271,7 @@ Findings = Iterator[Finding]
 
 @dataclass(frozen=True)
 class Check:
-    """``run`` yields what is wrong; ``title`` says what holds where it yields nothing.
+    """``run`` yields or raises what is wrong; ``title`` says what holds where there is nothing.
 
     ``applies`` tells whether there is something to look at.
     """
@@ -279,7 +279,7 @@ class Check:
     name: str
     title: str
     applies: Callable[[Subject], Any]
-    run: Callable[[Subject], Findings]
+    run: Callable[[Subject], Findings | None]
 
 
 CHECKS: list[Check] = []
@@ -287,14 +287,9 @@ CHECKS: list[Check] = []
 
 def check(
     title: str, applies: Callable[[Subject], Any] = lambda subject: True
-) -> Callable[[Callable[[Subject], Findings]], Callable[[Subject], Findings]]:
+) -> Callable[[Callable[[Subject], Findings | None]], None]:
     """Put a function into the list of checks, under its own name."""
-
-    def register(run: Callable[[Subject], Findings]) -> Callable[[Subject], Findings]:
-        CHECKS.append(Check(run.__name__, title, applies, run))
-        return run
-
-    return register
+    return lambda run: CHECKS.append(Check(run.__name__, title, applies, run))
 
 
 def examine(
@@ -307,7 +302,7 @@ def examine(
             continue
         found: list[Finding] = []
         try:
-            found.extend(each.run(subject))
+            found.extend(each.run(subject) or ())
         except TrtllmBlsError as error:
             found.append(Finding.of(error))
         yield from ((each.name, one) for one in found or [Finding("ok", each.title)])
@@ -322,11 +317,10 @@ _LOOPBACK = ("localhost", "127.0.0.1")
 
 
 @check("this machine can run the server's models")
-def platform_and_place(subject: Subject) -> Findings:
+def platform_and_place(subject: Subject) -> None:
     """Linux, and an environment whose path the embedded Python can read."""
     check_platform()
     check_environment(sys.prefix)
-    yield from ()
 
 
 @check("shared memory has room for the models' tensors")
@@ -636,7 +630,7 @@ def backends(subject: Subject) -> Findings:
 
 
 @check("the target can verify drafts, and the draft can make them", _speculates)
-def speculation(subject: Subject) -> Findings:
+def speculation(subject: Subject) -> None:
     """Paged context, reuse of the KV cache, the right mode, no fast logits."""
     reuse = {"enable_kv_cache_reuse": "true" if not subject.configs else ""}
     values = {name: reuse | subject.values(name) for name in subject.engines}
@@ -645,7 +639,6 @@ def speculation(subject: Subject) -> Findings:
     check_target(target, subject.engines[target], values[target])
     values[ENGINE.name] = values[target]
     check_drafting(engines, values, subject.release or LAST)
-    yield from ()
 
 
 @check("target and draft have logits of one type", lambda s: len(s.engines) > 1)
@@ -845,11 +838,10 @@ _loaded = cache(load_tokenizer)  # it takes seconds
 
 
 @check("tokenizers can be loaded", lambda s: s.tokenizer)
-def tokenizer(subject: Subject) -> Findings:
+def tokenizer(subject: Subject) -> None:
     """By the packages that are installed here."""
     for directory in filter(None, (subject.tokenizer, subject.draft_tokenizer)):
         _loaded(directory)
-    yield from ()
 
 
 @check("all models have one tokenizer, and it can chat", lambda s: s.tokens)

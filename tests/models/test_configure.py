@@ -223,7 +223,7 @@ def test_unary_requests_are_a_choice_for_all_models(demo: Demo) -> None:
         ("--kv-cache-free-gpu-mem-fraction", "1.1"),
         ("--kv-cache-free-gpu-mem-fraction", "0"),
         ("--kv-cache-free-gpu-mem-fraction", "nan"),
-        ("--batch-scheduler-policy", "fastest"),
+        ("--set", "batch_scheduler_policy=fastest"),
         ("--version", "0.8"),
         ("--version", "newest"),
         ("--set", "max_beam_with=2"),

@@ -216,12 +216,12 @@ def _mode(value: Any) -> str:
 # --- its parameters -------------------------------------------------------------------------
 
 
-def engine_parameters(engine: EngineDir, version: Version, policy: str) -> dict[str, str]:
-    """The parameters that ``version`` of the C++ backend reads, with its scheduler's ``policy``."""
+def engine_parameters(engine: EngineDir, version: Version) -> dict[str, str]:
+    """The parameters that ``version`` of the C++ backend reads."""
     wanted = {
         "gpt_model_type": "inflight_fused_batching",
         "gpt_model_path": str(engine.path),
-        "batch_scheduler_policy": policy,
+        "batch_scheduler_policy": "guaranteed_no_evict",  # the other may pause a request
         "max_beam_width": "1",
         "enable_kv_cache_reuse": "false" if engine.paged_context is False else "true",
         "enable_chunked_context": "false",

@@ -122,10 +122,9 @@ def _add_steps(config: Any, ensemble: Model, steps: tuple[Model, Model, Model]) 
 
 
 def _join(input_map: Any, ensemble: Model, step: Model, skip: Set[str]) -> None:
+    sources = {tensor.key: tensor.name for tensor in ensemble.inputs}
+    sources |= {tensor.name: tensor.name for tensor in ensemble.inputs}
     for tensor in step.inputs:
-        if tensor.name in skip:
-            continue
-        same_name = [t for t in ensemble.inputs if t.name == tensor.name.lower()]
-        same_field = [t for t in ensemble.inputs if t.key == tensor.key]
-        for source in (same_name or same_field)[:1]:
-            input_map[tensor.name] = source.name
+        source = sources.get(tensor.name.lower()) or sources.get(tensor.key)
+        if source and tensor.name not in skip:
+            input_map[tensor.name] = source

@@ -95,9 +95,6 @@ class ConfigureOptions:
         False,
         sets=(ENGINE.name, "enable_chunked_context"),
     )
-    batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = setting(
-        "max_utilization may pause a running request for want of KV cache.", "guaranteed_no_evict"
-    )
     version: str = setting(
         "TensorRT-LLM release of the container, from 0.9 on, or last.  [default: the engine's]", ""
     )
@@ -360,7 +357,7 @@ def _parameters(
     for name in (PREPROCESSING.name, POSTPROCESSING.name, BLS.name):
         values[name]["tokenizer_dir"] = tokenizer
     for name, engine in engines.items():
-        values[name] = engine_parameters(engine, version, options.batch_scheduler_policy)
+        values[name] = engine_parameters(engine, version)
         if name in launch.participants:
             values[name]["participant_ids"] = launch.participants[name]
     # A model that answers once repeats the prompt, as TensorRT-LLM's own does.
