@@ -29,7 +29,10 @@ LLM_API = {
     "logits_post_processor_name",
 }
 GONE = {
-    "tensorrt_llm": OLD_SPELLINGS | {"runtime_top_p_min", "min_p", "cached_tokens"} | LLM_API,
+    "tensorrt_llm": OLD_SPELLINGS
+    | {"runtime_top_p_min", "min_p", "return_top_log_probs"}
+    | {"cached_tokens", "top_log_prob_ids", "top_log_probs"}
+    | LLM_API,
     "ensemble": OLD_SPELLINGS,
     "preprocessing": {"MIN_LENGTH"},
 }
