@@ -2,11 +2,13 @@
 
 From top to bottom: what is examined (``Subject``), how a check reports (``Finding``), the checks of
 this machine, of parameters and engines, of addresses and of tokenizers, and the command line. No
-check changes anything. Where a rule exists elsewhere in the package, the check asks there.
+check changes anything. Where a rule exists elsewhere in the package, the check asks there. The last
+command, ``conformance``, asks an engine itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import os
@@ -16,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +59,7 @@ from trtllm_bls.launcher.checks import (
     find_server,
 )
 from trtllm_bls.launcher.interpreter import PYTHON
-from trtllm_bls.parameters import EngineKind, is_true, parameters_of, parse_engine
+from trtllm_bls.parameters import EngineKind, EngineParameters, is_true, parameters_of, parse_engine
 from trtllm_bls.parameters import check as check_ours
 from trtllm_bls.parameters.cpp_backend import (
     GUIDES,
@@ -925,3 +927,48 @@ def command(as_json: bool, **given: Any) -> None:
             console.print(Text.assemble(level, line), soft_wrap=True)
         click.echo(f"{count['error']} errors, {count['warn']} warnings")
     sys.exit(1 if count["error"] else 0)
+
+
+@click.command()
+@click.option(
+    "--engine",
+    default="embedded",
+    show_default=True,
+    help="embedded, llm_api or trtllm://HOST:PORT.",
+)
+@click.option(
+    "--model", "model_dir", required=True, type=_DIRECTORY, help="Checkpoint, or its tokenizer."
+)
+@click.option("--model-yaml", type=click.Path(path_type=Path), help="Arguments of the LLM API.")
+def conformance(engine: str, **given: Any) -> None:
+    """Send an engine requests whose answers are known, and print a report for an issue.
+
+    The engine runs in this process, without Triton. Exit code 1: a check failed.
+
+    \b
+    Examples:
+      trtllm-bls conformance --engine llm_api --model /models/llama
+      trtllm-bls conformance --engine trtllm://127.0.0.1:50051 --model /models/llama
+    """
+    from trtllm_bls.engines.conformance import examine as ask
+    from trtllm_bls.engines.local import local_engine
+
+    check_ours(ENGINE.name, "engine", engine)
+    packages = ("trtllm-bls", "tensorrt-llm", "torch", "transformers")
+    versions = [f"{name} {found}" for name in packages if (found := installed(name))]
+    click.echo(f"{', '.join(versions)}; {engine}\n\n| check | result |\n| --- | --- |")
+    results = []
+
+    async def run() -> None:
+        load = partial(_loaded, given["model_dir"])
+        opened = local_engine(engine, EngineParameters(engine=engine, **given), load)
+        ids = tuple(load().encode("The capital of France is Paris. The capital of Japan is", True))
+        try:
+            async for name, result in ask(opened, ids, load().decode, load().eos_id or 0):
+                results.append(result)
+                click.echo(f"| {name} | {result} |")
+        finally:
+            await opened.close()
+
+    asyncio.run(run())
+    sys.exit(any("FAILED" in result for result in results))

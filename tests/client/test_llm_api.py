@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting, table
 from tests.helpers.scripted_pairs import ids, read
+from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import eventually
+from trtllm_bls.cli import main
 from trtllm_bls.engines.llm_api import LlmApiEngine, open_llm
 from trtllm_bls.errors import (
     EngineError,
@@ -314,6 +317,30 @@ async def test_model_yaml_is_read_as_upstreams(
             open_llm("llm", parameters(model_yaml=file), lambda: 1000)
     with pytest.raises(SettingsError, match="'0': 2 instances need a list each, such as 0;1"):
         open_llm("llm", parameters(gpu_device_ids="0", instances=2), lambda: 1000)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_report_of_what_the_engine_does(
+    api: Any, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """By the command, over each release; a worker that dies is told and is the exit code."""
+    if dies:
+        dead = ScriptedEngine(reciting(range(99), 13), Script(vocab_size=4096))
+        dead.fault = Fault(error=EngineStalled("the worker died"), after_requests=4)
+        monkeypatch.setattr(api, "ENGINE", dead)
+    words = ["conformance", "--engine", "llm_api", "--model", str(DEMO / "target")]
+    result = CliRunner().invoke(main, words)
+    lines = [line.split(" | ", 1) for line in result.output.splitlines() if line.startswith("| ")]
+    told = {name.removeprefix("| "): text.removesuffix(" |") for name, text in lines[2:]}
+    assert result.exit_code == int(dies), result.output
+    if dies:
+        assert told["a stream"] == told["in one piece"] == "ok"
+        assert told["end_id"] == "FAILED: EngineUnavailable: llm_api: the worker died"
+        return
+    assert len(told) == 18 and told.pop("figures").startswith("cached_tokens 12 of 13; ")
+    refused = {name for name, text in told.items() if text.startswith("refused: ")}
+    assert refused == ({"alternatives", "cache_salt"} if api.__version__ == "1.0.0" else set())
+    assert {told[name] for name in told.keys() - refused} == {"ok"}
 
 
 def _not_implemented() -> None:

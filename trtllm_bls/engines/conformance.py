@@ -1,0 +1,105 @@
+"""Requests whose answers are known beforehand, for ``trtllm-bls conformance``.
+
+An engine is compared with its own greedy answer to the same prompt, so any model will do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trtllm_bls.engines.base import Engine, join_chunks
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.types import EngineChunk, EngineRequest, Sampling, TokenIds, Wants
+
+_TOKENS, _AT_ONCE = 16, 32
+_SECONDS = 120.0  # for one request
+_SAMPLE = Sampling(top_p=1.0, temperature=1.0, seed=7)
+_DIGITS = {"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"[0-9]{4}"}
+
+
+async def examine(
+    engine: Engine, prompt: TokenIds, decode: Callable[[Sequence[int]], str], eos_id: int
+) -> AsyncIterator[tuple[str, str]]:
+    """Each check's name, and ``ok``, ``refused: …`` or ``FAILED: …``."""
+    capacity = await engine.capacity()
+    plain = EngineRequest(request_id="a", input_ids=prompt, max_tokens=_TOKENS, end_id=-1)
+    greedy = (await _ask(engine, plain))[0].token_ids
+    sampled = _said((await _ask(engine, replace(plain, sampling=_SAMPLE)))[0])
+    one, two = greedy[4], greedy[4:6]
+    at, pair = greedy.index(one), next(i for i in range(5) if greedy[i : i + 2] == two)
+    too_long = prompt[:1] * ((capacity.max_sequence_tokens or 10**6) + 1)
+    guide = {name: np.array([value]) for name, value in _DIGITS.items()}
+    # A name, the fields of a request, what is looked at in each sequence, and what it is to be.
+    checks: list[tuple[str, dict[str, Any], Callable[[EngineChunk], Any], Any]] = [
+        ("a stream", {}, _said, (greedy, "length")),
+        ("in one piece", {"streaming": False}, _said, (greedy, "length")),
+        ("end_id", {"end_id": one}, _said, (greedy[:at], "end_id")),
+        ("stop", {"stop_sequences": ((one,),)}, _said, (greedy[: at + 1], "stop")),
+        ("stop of two tokens", {"stop_sequences": (two,)}, _said, (greedy[: pair + 2], "stop")),
+        ("bad word", {"bad_sequences": (two[:1],)}, lambda c: one in c.token_ids, False),
+        ("bias", {"embedding_bias": ((one, 1000.0),)}, _said, ((one,) * _TOKENS, "length")),
+        ("min_p", {"sampling": Sampling(top_p=1.0, min_p=1.0)}, _said, (greedy, "length")),
+        ("seed", {"sampling": _SAMPLE}, _said, sampled),
+        ("several", {"num_return_sequences": 2, "sampling": _SAMPLE}, _length, _TOKENS),
+        ("min_tokens", {"end_id": one, "sampling": Sampling(min_tokens=_TOKENS)}, _length, _TOKENS),
+        ("alternatives", {"wants": Wants(log_probs=True, top_log_probs=2)}, _likeliest, greedy),
+        (
+            "guide",
+            {"extras": guide, "end_id": eos_id},
+            lambda c: bool(re.fullmatch("[0-9]{4}", decode(c.token_ids))),
+            True,
+        ),
+        ("cache_salt", {"extras": {"cache_salt": np.array([b"a"])}}, _said, (greedy, "length")),
+        ("an id that is no token", {"input_ids": (2**31 - 1,)}, _said, None),
+        ("a prompt that is too long", {"input_ids": too_long}, _said, None),
+    ]
+    for name, fields, look, expected in checks:
+        yield name, await _verdict(engine, replace(plain, **fields), look, expected)
+    stream = engine.generate(plain)
+    await stream.wait()
+    await stream.aclose()
+    at_once = [_verdict(engine, plain, _said, (greedy, "length")) for _ in range(_AT_ONCE)]
+    yield f"{_AT_ONCE} at once, after one that left", "; ".join({*await asyncio.gather(*at_once)})
+    last = (await _ask(engine, plain))[0]
+    yield "figures", f"cached_tokens {last.cached_tokens} of {len(prompt)}; {last.speculation}"
+
+
+async def _ask(engine: Engine, request: EngineRequest) -> list[EngineChunk]:
+    """Each sequence of an answer, as one chunk."""
+    async with aclosing(engine.generate(request)) as stream:
+        chunks = [chunk async for chunk in stream]
+    numbers = range(request.num_return_sequences)
+    return [join_chunks([c for c in chunks if c.sequence_index == n]) for n in numbers]
+
+
+async def _verdict(
+    engine: Engine, request: EngineRequest, look: Callable[[EngineChunk], Any], expected: Any
+) -> str:
+    """``expected``: ``None`` where the request is to be refused."""
+    try:
+        chunks = await asyncio.wait_for(_ask(engine, request), _SECONDS)
+    except InvalidRequest as error:
+        return "ok" if expected is None else f"refused: {error}"
+    except Exception as error:  # an engine may raise anything
+        return f"FAILED: {type(error).__name__}: {error}"
+    found = [look(chunk) for chunk in chunks]
+    return "ok" if {*found} == {expected} else f"FAILED: {found}, not {expected}"
+
+
+def _said(chunk: EngineChunk) -> tuple[TokenIds, str | None]:
+    return chunk.token_ids, chunk.finish_reason and chunk.finish_reason.value
+
+
+def _length(chunk: EngineChunk) -> int:
+    return len(chunk.token_ids)
+
+
+def _likeliest(chunk: EngineChunk) -> TokenIds:
+    return tuple(best[0][0] for best in chunk.top_log_probs or ())
