@@ -19,6 +19,7 @@ _ELSEWHERE = {
     "conformance": "trtllm_bls.doctor:conformance",
     "doctor": "trtllm_bls.doctor:command",
     "drain": "trtllm_bls.commands.drain:command",
+    "dynamo": "trtllm_bls.openai.dynamo:command",
     "generate": "trtllm_bls.commands.streaming:main",
     "health": "trtllm_bls.health.command:command",
     "new": "trtllm_bls.configure.new:command",

@@ -21,7 +21,7 @@ from trtllm_bls.status import StatusDirectory
 MODEL = "tensorrt_llm_bls"
 # They shape what Triton's tensors carry, or choose how to call the engine from inside Triton.
 _INSIDE_TRITON = ("accumulate_tokens", "decoupled", "engine_transport")
-_DECLARED = {
+DECLARED = {
     key: row for key, row in parameters_in(BlsParameters).items() if key not in _INSIDE_TRITON
 }
 # The options that ``serve`` has too.
@@ -56,7 +56,7 @@ _PATH = click.Path(path_type=Path)
 @options_of(ServeSettings, *_AS_OF_SERVE)
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
 @click.option("--in-front-of", hidden=True)  # a TritonFront, as JSON
-@options_of(BlsParameters, *_DECLARED)
+@options_of(BlsParameters, *DECLARED)
 @click.pass_context
 def main(context: click.Context, /, **options: Any) -> None:
     """Serve OpenAI's HTTP API from an engine in Triton, until Ctrl-C or SIGTERM.
@@ -83,11 +83,7 @@ def main(context: click.Context, /, **options: Any) -> None:
     if options["exit_with_parent"]:
         end_with_parent()
     front = options["in_front_of"] and TritonFront(**json.loads(options["in_front_of"]))
-    given = {
-        key: options[key]
-        for key in _DECLARED
-        if context.get_parameter_source(key) is ParameterSource.COMMANDLINE
-    }
+    given = given_parameters(context, options)
     parameters = None
     if not (front and front.alone):
         parameters = read_parameters(options["model_repository"], given, options["workers"])
@@ -111,6 +107,15 @@ def main(context: click.Context, /, **options: Any) -> None:
     )
     server = {field.name: options[field.name] for field in fields(ServerSettings)}
     sys.exit(serve(parameters, api, ServerSettings(**server), front))
+
+
+def given_parameters(context: click.Context, options: dict[str, Any]) -> dict[str, str]:
+    """The parameters that the command line names."""
+    return {
+        key: options[key]
+        for key in DECLARED
+        if context.get_parameter_source(key) is ParameterSource.COMMANDLINE
+    }
 
 
 def places_of(repository: Path) -> int:
@@ -143,8 +148,8 @@ def read_parameters(
         except SettingsError as error:
             raise SettingsError(f"--model-repository: {error}") from error
     for key, value in given.items():
-        check_in(_DECLARED, MODEL, key, value)
-        is_path = _DECLARED[key].kind in (DIRECTORY, FILE)
+        check_in(DECLARED, MODEL, key, value)
+        is_path = DECLARED[key].kind in (DIRECTORY, FILE)
         values[key] = os.path.abspath(value) if is_path and value else value
     values["engine_transport"] = "grpc"
     config = {
@@ -154,6 +159,6 @@ def read_parameters(
         "instance_group": [{"count": workers}],
     }
     arguments = {"model_config": json.dumps(config), "model_repository": str(base / MODEL)}
-    given_variables = {_DECLARED[key].env for key in given}
+    given_variables = {DECLARED[key].env for key in given}
     environment = {k: v for k, v in os.environ.items() if k not in given_variables}
     return Parameters(arguments, environment).read(BlsParameters)
