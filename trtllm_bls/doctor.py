@@ -76,6 +76,7 @@ from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 CPP_BACKEND = "tensorrtllm"
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_PATH = click.Path(path_type=Path)
 
 
 def installed(package: str) -> str | None:
@@ -930,16 +931,9 @@ def command(as_json: bool, **given: Any) -> None:
 
 
 @click.command()
-@click.option(
-    "--engine",
-    default="embedded",
-    show_default=True,
-    help="embedded, llm_api or trtllm://HOST:PORT.",
-)
-@click.option(
-    "--model", "model_dir", required=True, type=_DIRECTORY, help="Checkpoint, or its tokenizer."
-)
-@click.option("--model-yaml", type=click.Path(path_type=Path), help="Arguments of the LLM API.")
+@click.option("--engine", default="embedded", help="embedded, llm_api or trtllm://HOST:PORT.")
+@click.option("--model", "model_dir", required=True, type=_PATH, help="Directory of the model.")
+@click.option("--model-yaml", type=_PATH, help="Arguments of the LLM API.")
 def conformance(engine: str, **given: Any) -> None:
     """Send an engine requests whose answers are known, and print a report for an issue.
 
