@@ -141,16 +141,22 @@ class Orchestrator:
         if self._on_end is not None:
             self._on_end(stats_of_refusal(request_id, error))
 
-    async def run(self, request: TextRequest, sink: TextSink) -> None:
+    async def run(
+        self,
+        request: TextRequest,
+        sink: TextSink,
+        on_prompt: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
         """Send the chunks of every sequence; each sequence's last one has its ``ending``.
 
         A streaming request gets text as soon as it is certain, any other one chunk per sequence.
         Where a stream that has begun fails or is cancelled, its last chunks say so and the error
         follows. Raises ``InvalidRequest``, ``Overloaded`` and what the engine raises. By the time
         that ``run`` has ended, however it ends, the engine's work has ended. Whoever cancels it
-        says why, by a ``CancelCause`` as the message of ``Task.cancel``.
+        says why, by a ``CancelCause`` as the message of ``Task.cancel``. ``on_prompt`` is given the
+        number of the prompt's tokens before the engine gets the request.
         """
-        record = _RequestRecord(request, sink, asyncio.get_running_loop().time)
+        record = _RequestRecord(request, sink, asyncio.get_running_loop().time, on_prompt)
         self._open.add(record)
         try:
             await self._run(request, record)
@@ -228,7 +234,7 @@ class Orchestrator:
         for name, text in (("text_input", request.text), ("messages", request.messages)):
             if text:
                 limits.check_text_bytes(name, len(text))  # it has at least as many bytes
-        if request.max_tokens is not None:
+        if request.max_tokens is not None and not request.fits_max_tokens:
             limits.check_output_tokens("max_tokens", request.max_tokens)
         if request.timeout_s is not None:
             limits.check_timeout("timeout_ms", request.timeout_s)
@@ -258,12 +264,13 @@ class Orchestrator:
         if prompt.prediction:
             speculation = replace(speculation, prediction=prompt.prediction)
         max_tokens = request.max_tokens
-        if max_tokens is None:  # all that fit, and may be asked for
-            room = _UNKNOWN_ROOM
+        if max_tokens is None or request.fits_max_tokens:  # at most all that fit
+            room = _UNKNOWN_ROOM if max_tokens is None else max_tokens
             if capacity.max_sequence_tokens is not None:
                 room = capacity.max_sequence_tokens - len(prompt.ids)
             most = limits.max_output_tokens
-            max_tokens = room if most is None else min(room, most)
+            room = room if most is None else min(room, most)
+            max_tokens = room if max_tokens is None else min(room, max_tokens)
         # A stream of the engine can be ended half-way, by a stop in the text or by a time limit of
         # the caller's own, and shows that the engine works.
         timed = request.timeout_s is not None
@@ -315,7 +322,14 @@ class _RequestRecord:
     ``clock`` gives seconds; it is read once per response.
     """
 
-    def __init__(self, request: TextRequest, sink: TextSink, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        request: TextRequest,
+        sink: TextSink,
+        clock: Callable[[], float],
+        on_prompt: Callable[[int], None],
+    ) -> None:
+        self._on_prompt = on_prompt
         self.ready: Callable[[], Coroutine[Any, Any, None]] = sink.ready
         self.running = False  # the engine was given the request
         self._streams = False  # the engine gives token by token
@@ -333,6 +347,7 @@ class _RequestRecord:
     def begin(self, prompt_tokens: int, answer: Answer, streams: bool) -> None:
         """The engine is about to be given the request. ``streams``: it gives token by token."""
         self._prompt_tokens, self._answer = prompt_tokens, answer
+        self._on_prompt(prompt_tokens)
         self._begun_at = self._clock()
         self.running, self._streams = True, streams
 

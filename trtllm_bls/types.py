@@ -287,7 +287,8 @@ class TextRequest:
 
     The prompt is one of ``text``, ``prompt_ids`` (token ids) and ``messages`` (a conversation,
     JSON, written by the chat template as ``chat`` says).
-    ``max_tokens``: ``None`` for as many as the model has room for, 0 for the prompt alone.
+    ``max_tokens``: ``None`` for as many as the model has room for, 0 for the prompt alone; where
+    the model has less room, a request with ``fits_max_tokens`` gets what there is.
     ``echo``: the prompt comes in front of the completion, also of a stream.
     ``stop_token_ids`` end a sequence as the model's own end ids do, beside them.
     ``token_bias``: ``(token id, added logit)`` pairs. ``return_tokens`` and ``return_drafted`` ask
@@ -306,6 +307,7 @@ class TextRequest:
     messages: str | None = None
     chat: ChatOptions = ChatOptions()
     max_tokens: int | None
+    fits_max_tokens: bool = False
     stream: bool = False
     echo: bool = False
     sampling: Sampling = Sampling()

@@ -10,8 +10,6 @@ import itertools
 import json
 import os
 import re
-import shutil
-import subprocess
 from functools import cache
 from typing import Any
 
@@ -20,20 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from tests.helpers.published import templates
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.openai.constraints import TakenConversations
 from trtllm_bls.tokenizer import Tokenizer
 
-PACKAGE = "@huggingface/ollama-utils@0.0.18"
-NUM_TEMPLATES = 97
-# Its module is TypeScript; without the types, node can read it.
-READ = """
-const fs = require('fs')
-const folder = 'node_modules/@huggingface/ollama-utils/src/'
-const source = fs.readFileSync(folder + 'chat-template-automap.ts', 'utf8')
-const script = source.replace(/^import.*$/m, '').replace(/export const (\\w+)[^=]*=/, 'return ')
-console.log(JSON.stringify(new Function(script)().map(({model, gguf}) => [model, gguf])))
-"""
 TURN = (
     "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' and CALLS %}"
     "{% for call in m['tool_calls'] %}{{ '<|call|>' + call['function']['name'] }}ARGUMENTS"
@@ -197,17 +187,9 @@ cached = cache(tokenizer_of)
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     """Names of model families, each with its template."""
-    if "TRTLLM_BLS_INSTALL_CLIENTS" not in os.environ or shutil.which("npm") is None:
+    if "TRTLLM_BLS_INSTALL_CLIENTS" not in os.environ:
         pytest.skip("installs an npm package; set TRTLLM_BLS_INSTALL_CLIENTS=1 to run it")
-    folder = tmp_path_factory.mktemp("templates")
-    install = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", PACKAGE]
-    done = subprocess.run(install, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot install {PACKAGE}: {done.stderr.strip()[-200:]}")
-    read = subprocess.run(["node", "-e", READ], cwd=folder, capture_output=True, check=True)
-    found = [(name, template) for name, template in json.loads(read.stdout)]
-    assert len(found) == NUM_TEMPLATES
-    return found
+    return templates(tmp_path_factory.mktemp("templates"))
 
 
 def test_published_templates_show_three_turns_of_calls(published: list[tuple[str, str]]) -> None:
@@ -244,3 +226,32 @@ def test_published_templates_cannot_be_forged_by_parts(published: list[tuple[str
     assert {"gemma3", "llama3.2-vision", "qwen2.5vl"} <= {
         re.split("[/:]", name)[1] for name in taken
     }
+
+
+def test_published_templates_get_all_texts_of_agents(published: list[tuple[str, str]]) -> None:
+    """In a form that they take, wherever the system texts stand."""
+    turns = [
+        *({"role": "system", "content": f"sys{n}"} for n in range(2)),
+        *({"role": "user", "content": f"usr{n}"} for n in range(2)),
+        {"role": "system", "content": "sys2"},
+        {"role": "assistant", "content": "done"},
+        {"role": "user", "content": "more"},
+    ]
+    as_it_is, fitted, refused, lost = 0, 0, [], []
+    for name, template in published:
+        tokenizer = tokenizer_of(template)
+        taken = TakenConversations.of(tokenizer)
+        try:
+            prompt = tokenizer.render_chat(taken.fitted(turns))
+        except InvalidRequest:
+            refused.append(name)
+            continue
+        if not all(turn["content"] in prompt for turn in turns):
+            lost.append(name)
+        as_it_is += taken == TakenConversations()
+        fitted += taken != TakenConversations()
+    print(f"{as_it_is} as it is, {fitted} in another form, refused by {refused}, lost by {lost}")
+    # Judges of one text, not chats; firefunction's wants a variable of its own.
+    assert refused == ["library/firefunction-v2:70b", "library/shieldgemma:27b"]
+    assert lost == ["library/granite3-guardian:2b", "library/llama-guard3:1b"]
+    assert (as_it_is, fitted) == (61, 34)

@@ -29,6 +29,7 @@ from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.embedded.guides import Guides
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.openai.chat import conversation_of
 from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, guided_decoding
 from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
@@ -274,13 +275,13 @@ def test_an_answer_obeys_the_schema_or_is_a_call(tokenizer: Tokenizer, family: s
     request = msgspec.convert(
         {
             "model": "",
-            "messages": [{}],
+            "messages": [{"role": "user", "content": "a"}],
             "tools": [{"type": "function", "function": {"name": "f"}}],
             "response_format": form,
         },
         ChatRequest,
     )
-    guide = AnswerForm(request, ChatFormats(TOOL_FORMATS[family]), tokenizer).guide
+    guide = AnswerForm(conversation_of(request), ChatFormats(TOOL_FORMATS[family]), tokenizer).guide
     assert guide is not None and guide.field == "response_format"
     told = [CALLS[family], '{"name": "Ada", "age": 7}', '{"name": "Ada"}', "Ada", ""]
     allowed = [allows(tokenizer, guide.kind, guide.text, text) for text in told]

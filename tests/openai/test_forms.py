@@ -18,10 +18,10 @@ from tests.openai.conftest import Connect
 from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.openai.builder import Head
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.constraints import ChatFormats
 from trtllm_bls.openai.errors import ApiError
-from trtllm_bls.openai.responses import Head
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.tokenizer import load_tokenizer
 from trtllm_bls.types import Ending, FinishReason, SpeculationStats, TextChunk, TextRequest
@@ -188,7 +188,9 @@ def response_to(
     """The builder of the response to a chat."""
     head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
     body = json.dumps({"model": MODEL, "messages": HELLO, **asked}).encode()
-    return ChatResponse(decode(body, ChatRequest), head, reader or tokenizer(), formats)
+    return ChatResponse(
+        decode(body, ChatRequest), head, reader or tokenizer(), formats or ChatFormats()
+    )
 
 
 def message_of(response: ChatResponse, text: str) -> dict[str, Any]:

@@ -504,7 +504,7 @@ async def test_a_write_that_waits_ends_with_its_request() -> None:
 
     outbox = Outbox(write)
 
-    async def run(request: Any, sink: Any) -> None:
+    async def run(request: Any, sink: Any, on_prompt: Any) -> None:
         outbox.put(b"some text")
         await asyncio.get_running_loop().create_future()
 

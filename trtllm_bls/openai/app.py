@@ -8,9 +8,10 @@ import hashlib
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from trtllm_bls.http.guard import (
     Refused,
     header,
 )
+from trtllm_bls.openai.builder import Head, ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.constraints import ChatFormats
@@ -48,14 +50,15 @@ from trtllm_bls.openai.exposition import (
 )
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.keys import is_allowed
+from trtllm_bls.openai.messages import CountTokensRequest, MessagesRequest, MessagesResponse
 from trtllm_bls.openai.page import page
-from trtllm_bls.openai.responses import Head, ResponseBuilder
+from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.running import RunningRequests
 from trtllm_bls.openai.schema import (
     ChatRequest,
-    Common,
     CompletionRequest,
     DetokenizeRequest,
+    Generation,
     TokenizeRequest,
     decode,
 )
@@ -67,6 +70,7 @@ from trtllm_bls.types import TextChunk, TextRequest
 
 # Parsing 256 KiB takes a few ms. A larger body is parsed in a thread, so that streams go on.
 _LARGE_BODY_BYTES = 256 * 1024
+_PING_S = 10.0
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _BEHIND_KEYS = ("/v1", "/tokenize", "/detokenize")  # paths
 # The header to blame for a status.
@@ -107,12 +111,18 @@ class ApiSettings:
 def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
     """The application, which closes ``backend`` when it ends."""
     api = _Api(backend, settings)
-    formats = ChatFormats.of(backend.tokenizer, settings.tool_parser, settings.reasoning_parser)
-    chat = _Generate(api, ChatRequest, ChatResponse, formats)
+    chats = _Generate(api, ChatRequest, ChatResponse)
     completions = _Generate(api, CompletionRequest, CompletionResponse)
+    responses = _Generate(api, ResponsesRequest, ResponsesResponse)
+    messages = _Generate(api, MessagesRequest, MessagesResponse)
     routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/chat/completions", chats, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", api.count_input, methods=["POST"]),
+        Route("/v1/responses/{id:path}", api.not_stored, methods=["GET", "POST", "DELETE"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.count_messages, methods=["POST"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/version", api.version),
@@ -153,6 +163,8 @@ class _Api:
     def __init__(self, backend: Deployment, settings: ApiSettings) -> None:
         self.backend = backend
         self.settings = settings
+        parsers = settings.tool_parser, settings.reasoning_parser
+        self.formats = ChatFormats.of(backend.tokenizer, *parsers)
         ids = backend.tokenizer.end_ids
         self.health = Health(backend.orchestrator, ids[0] if ids else 0)
         known = (settings.model_names[0], backend.engine.name, __version__)
@@ -232,7 +244,9 @@ class _Api:
 
     async def models(self, request: Request) -> Response:
         cards = [await self._card(name) for name in self.settings.model_names]
-        return _Reply({"object": "list", "data": cards})
+        names = self.settings.model_names
+        more = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # as Anthropic's
+        return _Reply({"object": "list", "data": cards, **more})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -247,6 +261,9 @@ class _Api:
             "created": self._created,
             "owned_by": "trtllm-bls",
             "max_model_len": await self.longest(),
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, timezone.utc).isoformat(),
         }
 
     async def health_of_engine(self, request: Request) -> Response:
@@ -284,11 +301,26 @@ class _Api:
             tokens["max_model_len"] = await self.longest()
         return _Reply(tokens)
 
+    async def count_input(self, request: Request) -> Response:
+        count = partial(self._num_tokens, ResponsesRequest, ResponsesResponse)
+        told = await self._in_thread(request, count, "input")
+        if isinstance(told, dict):
+            told["object"] = "response.input_tokens"
+        return _Reply(told)
+
+    async def count_messages(self, request: Request) -> Response:
+        count = partial(self._num_tokens, CountTokensRequest, MessagesResponse)
+        return _Reply(await self._in_thread(request, count, "messages"))
+
+    async def not_stored(self, request: Request) -> Response:
+        problem = "no response is stored; send the whole conversation to POST /v1/responses"
+        return _Reply(ApiError(404, problem))
+
     async def detokenize(self, request: Request) -> Response:
         return _Reply(await self._in_thread(request, self._detokenized))
 
     async def _in_thread(
-        self, request: Request, read: Callable[[bytes], dict[str, object]]
+        self, request: Request, read: Callable[[bytes], dict[str, object]], prompt: str = "prompt"
     ) -> dict[str, object] | ApiError:
         """What ``read`` makes of the body, or why it cannot."""
         try:
@@ -297,8 +329,9 @@ class _Api:
         except ClientGone:
             return {}
         except (ApiError, InvalidRequest, Refused) as error:
-            in_chat = isinstance(error, InvalidRequest) and error.field == "messages"
-            return api_error(error, "messages" if in_chat else "prompt", None)
+            if prompt == "prompt" and getattr(error, "field", "") == "messages":
+                prompt = "messages"
+            return api_error(error, prompt, None)
 
     def _tokenized(self, body: bytes) -> dict[str, object]:
         tokenizer, request = self.backend.tokenizer, decode(body, TokenizeRequest)
@@ -311,12 +344,20 @@ class _Api:
                 add_special_tokens=request.add_special_tokens,
             )
         elif request.messages:
-            text = ChatResponse(request, self.head(ChatResponse, request), tokenizer).requests[0]
+            text = self.response(ChatResponse, request).requests[0]
         else:
             raise invalid("prompt", "is missing; send prompt or messages")
         ids = self.backend.orchestrator.prompt_ids(text)
         strings = [tokenizer.token(each) for each in ids] if request.return_token_strs else None
         return {"count": len(ids), "tokens": tuple(ids), "token_strs": strings}
+
+    def _num_tokens(
+        self, kind: type[Generation], builder: type[ResponseBuilder], body: bytes
+    ) -> dict[str, object]:
+        request = decode(body, kind)
+        self.check_model(request.model)
+        text = self.response(builder, request).requests[0]
+        return {"input_tokens": len(self.backend.orchestrator.prompt_ids(text))}
 
     def _detokenized(self, body: bytes) -> dict[str, object]:
         request = decode(body, DetokenizeRequest)
@@ -329,15 +370,17 @@ class _Api:
         if name not in self.settings.model_names:
             raise unknown_model(name)
 
-    def head(self, builder: type[ChatResponse] | type[CompletionResponse], request: Common) -> Head:
-        """What the response to ``request`` begins with."""
-        return Head(
+    def response(self, builder: type[ResponseBuilder], request: Generation) -> ResponseBuilder:
+        """What builds the response to ``request``. Raises ``ApiError``."""
+        head = Head(
             id=builder.id_prefix + (request.request_id or uuid.uuid4().hex),
             object=builder.object,
             created=int(time.time()),
             model=request.model,
             system_fingerprint=self.fingerprint,
         )
+        tokenizer, formats = self.backend.tokenizer, self.formats
+        return builder(request, head, tokenizer, formats)  # type: ignore[arg-type, call-arg]
 
 
 @dataclass(frozen=True)
@@ -345,58 +388,62 @@ class _Generate:
     """``POST`` of one kind of request, as an ASGI application."""
 
     _api: _Api
-    _kind: type[Common]
-    _builder: type[ChatResponse] | type[CompletionResponse]
-    _formats: ChatFormats | None = None
+    _kind: type[Generation]
+    _builder: type[ResponseBuilder]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         api, reply = self._api, Reply(scope, send)
-        guide_field = ""
+        response: ResponseBuilder | None = None
         try:
             api.check_room(reply)
             try:
-                async with api.bodies.read(scope, receive) as body:
-                    if len(body) > _LARGE_BODY_BYTES:
-                        async with api.parses_large_body:
-                            request, response = await asyncio.to_thread(
-                                self._read, scope, reply, body
-                            )
-                    else:
-                        request, response = self._read(scope, reply, body)
+                response = await self._read(scope, reply, receive)
             except (ApiError, InvalidRequest, Refused) as error:
                 raise api.refused(reply, error, self._builder.prompt_field) from None
-            guide_field = response.guide_field
-            outbox = Outbox(reply.events, reply.write)
-            on_chunk = partial(self._on_chunk, response, outbox)
             with api.requests.one(reply.request_id.decode()):
-                await run_all(
-                    api.backend.orchestrator, response.requests, on_chunk, outbox, receive
-                )
-                if request.stream:
-                    await reply.events(response.last_events, end=True)
-                elif response.is_scored:
-                    # On the event loop, log-probabilities of many tokens would hold up all streams.
-                    await reply.json(await asyncio.to_thread(response.whole))
-                else:
-                    await reply.json(response.whole())
+                await self._answer(response, reply, receive)
             api.health.proven()
         except ClientGone:
             pass
         except asyncio.CancelledError:
-            await reply.error(ApiError(503, "the server shuts down", code="shutting_down"))
+            ends = ApiError(503, "the server shuts down", code="shutting_down")
+            await reply.error(ends, response)
         except Exception as error:
             longest = await api.longest() if is_too_long(error) else None
-            await reply.error(api_error(error, self._builder.prompt_field, longest, guide_field))
+            guide = response.guide_field if response else ""
+            told = api_error(error, self._builder.prompt_field, longest, guide)
+            await reply.error(told, response)
 
-    def _read(self, scope: Scope, reply: Reply, body: bytes) -> tuple[Common, ResponseBuilder]:
-        """The request in ``body`` and what builds its response. Raises ``ApiError``."""
+    async def _answer(self, response: ResponseBuilder, reply: Reply, receive: Receive) -> None:
+        outbox = Outbox(reply.events, reply.write)
+        orchestrator = self._api.backend.orchestrator
+
+        def on_chunk(index: int, chunk: TextChunk) -> None:
+            self._api.requests.responses += 1
+            if events := response.add(index, chunk):
+                outbox.put(events)
+
+        with _pings(response, outbox):
+            await run_all(
+                orchestrator, response.requests, on_chunk, outbox, receive, response.count_prompt
+            )
+        # On the event loop, a large response would hold up all streams.
+        end = response.last_events if response.stream else response.whole
+        last = await asyncio.to_thread(end) if response.is_large else end()
+        await (reply.events(last, end=True) if response.stream else reply.json(last))
+
+    async def _read(self, scope: Scope, reply: Reply, receive: Receive) -> ResponseBuilder:
+        """What builds the response to the request. Raises ``ApiError`` and what the body does."""
+        async with self._api.bodies.read(scope, receive) as body:
+            if len(body) <= _LARGE_BODY_BYTES:
+                return self._builder_for(scope, reply, body)
+            async with self._api.parses_large_body:
+                return await asyncio.to_thread(self._builder_for, scope, reply, body)
+
+    def _builder_for(self, scope: Scope, reply: Reply, body: bytes) -> ResponseBuilder:
         request = decode(body, self._kind)
         self._api.check_model(request.model)
-        if request.stream_options is not None and not request.stream:
-            raise invalid("stream_options", "is only allowed when stream is true")
-        head = self._api.head(self._builder, request)
-        tokenizer = self._api.backend.tokenizer
-        response = self._builder(request, head, tokenizer, self._formats)  # type: ignore[arg-type]
+        response = self._api.response(self._builder, request)
         trace = header(scope, b"traceparent")
         # The log can be searched for a response's x-request-id. Clients may repeat theirs, which an
         # engine must not see.
@@ -406,14 +453,24 @@ class _Generate:
                 request_id=f"{reply.request_id.decode()}-{each.request_id[:8]}",
                 traceparent=trace.decode() if _TRACEPARENT.fullmatch(trace) else None,
             )
-        return request, response
+        return response
 
-    def _on_chunk(
-        self, response: ResponseBuilder, outbox: Outbox, index: int, chunk: TextChunk
-    ) -> None:
-        self._api.requests.responses += 1
-        if events := response.add(index, chunk):
-            outbox.put(events)
+
+@contextmanager
+def _pings(response: ResponseBuilder, outbox: Outbox) -> Iterator[None]:
+    """Show a client that waits for a stream's next event that the server works."""
+
+    async def ping() -> None:
+        while True:
+            await asyncio.sleep(_PING_S)
+            outbox.put(response.ping())
+
+    pinging = asyncio.create_task(ping()) if response.stream and response.has_pings else None
+    try:
+        yield
+    finally:
+        if pinging is not None:
+            pinging.cancel()
 
 
 @dataclass(frozen=True)
@@ -424,11 +481,14 @@ class _Keys:
     _api: _Api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        free = scope["type"] != "http" or not scope["path"].startswith(_BEHIND_KEYS)
-        if free or is_allowed(self._api.settings.keys, header(scope, b"authorization")):
+        if scope["type"] != "http" or not scope["path"].startswith(_BEHIND_KEYS):
             await self._app(scope, receive, send)
             return
-        message = "no valid API key; send Authorization: Bearer KEY"
+        given = header(scope, b"authorization") or b"Bearer " + header(scope, b"x-api-key")
+        if is_allowed(self._api.settings.keys, given):
+            await self._app(scope, receive, send)
+            return
+        message = "no valid API key; send Authorization: Bearer KEY, or x-api-key: KEY"
         challenge = {"www-authenticate": "Bearer"}
         error = ApiError(401, message, code="invalid_api_key", headers=challenge)
         reply = Reply(scope, send)

@@ -2,85 +2,46 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from trtllm_bls.chat_parsing.parser import (
-    Arguments,
-    ChatParser,
-    Content,
-    Event,
-    Reasoning,
-    ToolCall,
+from trtllm_bls.chat_parsing.parser import Arguments, Content, Event, Reasoning, ToolCall
+from trtllm_bls.openai.builder import Head, well_ended
+from trtllm_bls.openai.choices import ChoicesBuilder
+from trtllm_bls.openai.constraints import (
+    ChatFormats,
+    Conversation,
+    guided_decoding,
+    response_format,
 )
-from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, with_allowed_tools
-from trtllm_bls.openai.errors import as_json, invalid
+from trtllm_bls.openai.conversation import ChatTurn
+from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
-from trtllm_bls.openai.responses import Head, ResponseBuilder, shared_fields, well_ended
-from trtllm_bls.openai.schema import ChatRequest
+from trtllm_bls.openai.schema import ChatRequest, ToolChoice
 from trtllm_bls.tokenizer import Tokenizer
-from trtllm_bls.types import ChatOptions, Ending, TextChunk, TextRequest, Wants
+from trtllm_bls.types import ChatOptions, Ending, TextChunk, Wants
 
 _ROLES = ("developer", "system", "user", "assistant", "tool")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-class ChoiceDeltas:
-    """One choice's text as content, reasoning and tool calls.
-
-    ``parser``: ``None`` where all text is content. Calls beyond ``most_calls`` are left out.
-    """
-
-    def __init__(self, parser: ChatParser | None, most_calls: int | None) -> None:
-        self._parser = parser
-        self._most_calls = most_calls
-
-    @property
-    def plain(self) -> bool:
-        """Whether all text is content."""
-        return self._parser is None
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the text so far calls a tool."""
-        return self._parser is not None and self._parser.has_calls
-
-    def of(self, text: str, end: bool) -> list[dict[str, Any]]:
-        """The deltas that are certain with this text; ``end``: there is no more."""
-        if self._parser is None:
-            return [{"content": text}]
-        return [_delta(event) for event in self._events(text, end)]
-
-    def whole(self, text: str) -> dict[str, Any]:
-        """The fields of the message that has this text."""
-        if self._parser is None:
-            return {"content": text}
-        content, reasoning, calls = [], [], []
-        for event in self._events(text, end=True):
-            if isinstance(event, Content):
-                content.append(event.text)
-            elif isinstance(event, Reasoning):
-                reasoning.append(event.text)
-            elif isinstance(event, ToolCall):
-                calls.append(_call(event))
-            else:
-                calls[event.index]["function"]["arguments"] += event.text
-        message: dict[str, Any] = {"content": "".join(content) or (None if calls else "")}
-        if reasoning:
-            message["reasoning_content"] = "".join(reasoning)
-        if calls:
-            message["tool_calls"] = calls
-        return message
-
-    def _events(self, text: str, end: bool) -> list[Event]:
-        assert self._parser is not None
-        events = self._parser.feed(text)
-        if end:
-            events += self._parser.flush()
-        if self._most_calls is None:
-            return events
-        return [event for event in events if getattr(event, "index", 0) < self._most_calls]
+def _message(parts: list[Event]) -> dict[str, Any]:
+    content, reasoning, calls = [], [], []
+    for event in parts:
+        if isinstance(event, Content):
+            content.append(event.text)
+        elif isinstance(event, Reasoning):
+            reasoning.append(event.text)
+        elif isinstance(event, ToolCall):
+            calls.append(_call(event))
+        else:
+            calls[event.index]["function"]["arguments"] += event.text
+    message: dict[str, Any] = {"content": "".join(content) or (None if calls else "")}
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 def _delta(event: Event) -> dict[str, Any]:
@@ -100,7 +61,7 @@ def _call(event: ToolCall) -> dict[str, Any]:
     return {"id": event.id, "type": "function", "function": function}
 
 
-class ChatResponse(ResponseBuilder):
+class ChatResponse(ChoicesBuilder):
     """Builds the response to a ``ChatRequest``. Raises ``ApiError`` if it cannot be served."""
 
     object = "chat.completion"
@@ -109,40 +70,26 @@ class ChatResponse(ResponseBuilder):
     id_prefix = "chatcmpl-"
 
     def __init__(
-        self,
-        request: ChatRequest,
-        head: Head,
-        tokenizer: Tokenizer,
-        formats: ChatFormats | None = None,
+        self, request: ChatRequest, head: Head, tokenizer: Tokenizer, formats: ChatFormats
     ) -> None:
         if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
-        request = with_allowed_tools(request)
-        form = AnswerForm(request, formats or ChatFormats(), tokenizer)
-        options = _options(request)
         limit = request.max_completion_tokens
-        shared = shared_fields(request, tokenizer.model_vocab_size)
-        if form.keeps_special and request.skip_special_tokens is None:
-            shared["skip_special_tokens"] = False
-        text = TextRequest(
-            request_id=uuid.uuid4().hex,
-            messages=as_json("messages", [_message(*each) for each in enumerate(request.messages)]),
-            chat=options,
+        turn = ChatTurn(
+            request,
+            conversation_of(request),
+            tokenizer,
+            formats,
+            choices=request.n or 1,
             max_tokens=request.max_tokens if limit is None else limit,
             wants=Wants(log_probs=bool(request.logprobs), top_log_probs=request.top_logprobs or 0),
             return_tokens=bool(request.logprobs),
             return_drafted=bool(request.return_drafted),
             prediction=_prediction(request),
-            extras=form.guide.extras if form.guide else {},
-            **shared,
         )
-        super().__init__(request, head, [text])
-        if form.guide is not None:
-            self.guide_field = form.guide.field
-        self._deltas = [
-            ChoiceDeltas(parser, form.most_calls)
-            for parser in form.parsers(options, request.n or 1)
-        ]
+        super().__init__(request, head, [turn.text])
+        self.guide_field = turn.guide_field or self.guide_field
+        self._parts = turn.parts
         self._begun: set[int] = set()
         scores = TokenScores(tokenizer, request.top_logprobs or 0)
         self._scores = scores if request.logprobs else None
@@ -157,12 +104,12 @@ class ChatResponse(ResponseBuilder):
         logprobs = None
         if self._scores is not None and chunk.tokens:
             logprobs = chat_logprobs(self._scores.of(chunk))
-        deltas = self._deltas[index]
-        if deltas.plain and not chunk.drafted and logprobs is None:
+        parts = self._parts[index]
+        if parts.plain and not chunk.drafted and logprobs is None:
             events += self._frames.text(index, chunk.text) if chunk.text else b""
         else:
-            found = deltas.of(chunk.text, end=well_ended(chunk) is not None)
-            for delta in found or [{}] * (logprobs is not None):
+            found = map(_delta, parts.of(chunk.text, end=well_ended(chunk) is not None))
+            for delta in [*found] or [{}] * (logprobs is not None):
                 fields: dict[str, Any] = {"delta": delta, "logprobs": logprobs}
                 fields["finish_reason"] = None
                 if chunk.drafted and chunk.text in delta.values():  # uncut
@@ -176,12 +123,13 @@ class ChatResponse(ResponseBuilder):
 
     def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         logprobs = None if self._scores is None else chat_logprobs(self._scores.of(chunk))
-        message = {"role": "assistant", "refusal": None, **self._deltas[index].whole(chunk.text)}
+        parts = self._parts[index].of(chunk.text, end=True)
+        message = {"role": "assistant", "refusal": None, **_message(parts)}
         return {"message": message, "logprobs": logprobs}
 
     def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
         fields = super()._finish(index, ending)
-        if fields["finish_reason"] == "stop" and self._deltas[index].has_calls:
+        if fields["finish_reason"] == "stop" and self._parts[index].has_calls:
             fields["finish_reason"] = "tool_calls"
         return fields
 
@@ -193,6 +141,34 @@ def _prediction(request: ChatRequest) -> str | None:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+def conversation_of(request: ChatRequest) -> Conversation:
+    """What a chat asks for. Raises ``ApiError`` for demands that make no sense."""
+    demand, forced, allowed = request.tool_choice or "auto", None, None
+    if not isinstance(demand, ToolChoice):
+        choice: str = demand
+    elif demand.type == "allowed_tools":
+        allowed, place = demand.allowed_tools, "tool_choice.allowed_tools"
+        if allowed is None:
+            raise invalid(place, "must have a mode, auto or required, and tools")
+        choice = allowed.mode
+    elif demand.function is None:
+        raise invalid("tool_choice.function", "is missing")
+    else:
+        choice, forced = "required", demand.function.name
+    asked = Conversation(
+        messages=[_read_message(*each) for each in enumerate(request.messages)],
+        tools=request.tools or (),
+        choice=choice,
+        forced=forced,
+        parallel=request.parallel_tool_calls is not False,
+        guide=guided_decoding(request, response_format(request)),
+        options=_options(request),
+    )
+    if allowed is not None:
+        return asked.with_tools({tool.function.name for tool in allowed.tools}, f"{place}.tools")
+    return asked
+
+
 def _options(request: ChatRequest) -> ChatOptions:
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
@@ -201,16 +177,14 @@ def _options(request: ChatRequest) -> ChatOptions:
     if request.continue_final_message and generation_prompt:
         problem = "is only allowed when add_generation_prompt is false"
         raise invalid("continue_final_message", problem)
-    tools = request.tools if request.tool_choice != "none" else None
     return ChatOptions(
-        tools=as_json("tools", tools) if tools else None,
         add_generation_prompt=generation_prompt,
         continue_final_message=bool(request.continue_final_message),
         variables=variables,
     )
 
 
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     """A message as chat templates expect it: with text for parts, and without null."""
     field = f"messages[{index}]"
     role = message.get("role")

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import msgspec
 
+from trtllm_bls.openai.builder import Head, shared_fields, well_ended
+from trtllm_bls.openai.choices import ChoicesBuilder
 from trtllm_bls.openai.constraints import ChatFormats, guided_decoding
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
-from trtllm_bls.openai.responses import Head, ResponseBuilder, shared_fields, well_ended
 from trtllm_bls.openai.schema import CompletionRequest, checked
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import TextChunk, TextRequest, Wants
@@ -27,7 +28,7 @@ _KINDS: dict[type, Any] = {
 }
 
 
-class CompletionResponse(ResponseBuilder):
+class CompletionResponse(ChoicesBuilder):
     """Builds the response to a ``CompletionRequest``; raises ``ApiError`` where it cannot."""
 
     object = chunk_object = "text_completion"
@@ -39,7 +40,7 @@ class CompletionResponse(ResponseBuilder):
         request: CompletionRequest,
         head: Head,
         tokenizer: Tokenizer,
-        formats: ChatFormats | None = None,
+        formats: ChatFormats,
     ) -> None:
         if request.best_of is not None and request.best_of > (request.n or 1):
             raise invalid("best_of", "above n is not supported; send n", "unsupported_parameter")
@@ -53,6 +54,7 @@ class CompletionResponse(ResponseBuilder):
         guide = guided_decoding(request)
         shared = {
             **shared_fields(request, tokenizer.model_vocab_size),
+            "num_return_sequences": request.n or 1,
             "max_tokens": _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens,
             "echo": bool(request.echo),
             "add_special_tokens": request.add_special_tokens,

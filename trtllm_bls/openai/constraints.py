@@ -6,10 +6,10 @@ A demand is enforced by the engine's guided decoding, or the request is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from trtllm_bls.chat_parsing.forced import forced_calls
@@ -23,14 +23,7 @@ from trtllm_bls.chat_parsing.formats import (
 from trtllm_bls.chat_parsing.parser import ChatParser
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.errors import as_json, invalid
-from trtllm_bls.openai.schema import (
-    ChatRequest,
-    Common,
-    StructuredOutputs,
-    Tool,
-    ToolChoice,
-    checked,
-)
+from trtllm_bls.openai.schema import ChatRequest, Common, StructuredOutputs, Tool, checked
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import Array, ChatOptions
 
@@ -57,11 +50,66 @@ class GuidedDecoding:
 
 
 @dataclass(frozen=True)
+class TakenConversations:
+    """Which conversations a chat template takes, of those that agents send.
+
+    ``system``: one that begins with a system message. ``systems``: system messages at any place.
+    ``same_roles``: two messages of users in a row.
+    """
+
+    system: bool = True
+    systems: bool = True
+    same_roles: bool = True
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> TakenConversations:
+        """Whether the template refuses, drops or reorders texts is seen from its prompts."""
+
+        def takes(roles: str) -> bool:
+            known = {"s": "system", "u": "user", "a": "assistant"}
+            messages = [{"role": known[r], "content": f"{r}{n}9q"} for n, r in enumerate(roles)]
+            try:
+                prompt = tokenizer.render_chat(messages)
+            except InvalidRequest:
+                return False
+            places = [prompt.find(message["content"]) for message in messages]
+            return places[0] >= 0 and places == sorted(places)
+
+        systems = takes("ssu") and takes("suasu") and takes("usu")
+        return cls(takes("su"), systems, takes("uu"))
+
+    def fitted(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with system texts moved to the front and turns joined where need be."""
+        found = list(messages)
+        first = [message for message in found if message["role"] == "system"]
+        if first and not (self.systems or (len(first) == 1 and found[0]["role"] == "system")):
+            text = "\n\n".join(message["content"] for message in first)
+            found = [message for message in found if message["role"] != "system"]
+            found.insert(0, {**first[0], "content": text})
+        if first and not self.system:
+            found[0] = {**found[0], "role": "user"}
+        if self.same_roles:
+            return found
+        joined = found[:1]
+        for message in found[1:]:
+            if message["role"] == joined[-1]["role"] == "user":
+                text = f"{joined[-1]['content']}\n\n{message['content']}"
+                joined[-1] = {**joined[-1], "content": text}
+            else:
+                joined.append(message)
+        return joined
+
+
+@dataclass(frozen=True)
 class ChatFormats:
-    """How the served model writes tool calls and reasoning; ``None``: it writes none."""
+    """How the served model writes tool calls and reasoning; ``None``: it writes none.
+
+    ``conversations``: which of them its chat template takes.
+    """
 
     tools: ToolFormat | None = None
     reasoning: tuple[str, str] | None = None
+    conversations: TakenConversations = TakenConversations()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str) -> ChatFormats:
@@ -69,31 +117,58 @@ class ChatFormats:
         tools, reasoning = formats_of(tokenizer.chat_template)
         tools = tools if tool_parser == "auto" else tool_parser
         reasoning = reasoning if reasoning_parser == "auto" else reasoning_parser
-        return cls(TOOL_FORMATS.get(tools or ""), REASONING_TAGS.get(reasoning or ""))
+        taken = TakenConversations.of(tokenizer)
+        return cls(TOOL_FORMATS.get(tools or ""), REASONING_TAGS.get(reasoning or ""), taken)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """A chat request of any API.
+
+    ``messages`` and ``tools`` are as chat templates take them. ``choice``: ``auto``, ``none``, or
+    ``required``: at least one call; ``forced`` names the tool that it has to call. ``parallel``:
+    the answer may have several calls. ``guide``: the form that the answer must have.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] = ()
+    choice: str = "auto"
+    forced: str | None = None
+    parallel: bool = True
+    guide: GuidedDecoding | None = None
+    options: ChatOptions = field(default_factory=ChatOptions)
+
+    def __post_init__(self) -> None:
+        checked("tools", self.tools, list[Tool])
+
+    def with_tools(self, names: Collection[str], place: str) -> Conversation:
+        """Without other tools: a model does not call one that its prompt does not have."""
+        if unknown := set(names) - {tool["function"]["name"] for tool in self.tools}:
+            raise invalid(place, f"tools has none called {unknown.pop()!r}")
+        tools = [tool for tool in self.tools if tool["function"]["name"] in names]
+        return replace(self, tools=tools)
 
 
 class AnswerForm:
-    """The form of one chat request's answer. Its tools have been checked.
+    """The form of the answer to one conversation.
 
     Raises ``ApiError`` for demands that contradict each other or make no sense.
     """
 
-    def __init__(self, request: ChatRequest, formats: ChatFormats, tokenizer: Tokenizer) -> None:
-        self.guide = guided_decoding(request, response_format(request))
-        self.most_calls = 1 if request.parallel_tool_calls is False else None
+    def __init__(self, asked: Conversation, formats: ChatFormats, tokenizer: Tokenizer) -> None:
+        self.guide = asked.guide
+        self.most_calls = None if asked.parallel else 1
         self._tools: ToolFormat | None = None
         self._reasoning = formats.reasoning
         self._tokenizer = tokenizer
-        functions = [tool["function"] for tool in request.tools or []]
+        functions = [tool["function"] for tool in asked.tools]
         self._schemas = {each["name"]: each.get("parameters") for each in functions}
-        choice, tools = request.tool_choice, request.tools
-        forced = _forced_name(choice)
-        if choice not in (None, "none", "auto"):
-            self.guide = _forced_guide(request, forced, self.guide)
+        if asked.choice == "required":
+            self.guide = _forced_guide(asked)
             self._tools = FORCED
-            if forced is not None:
-                self._schemas = {forced: self._schemas[forced]}
-        elif tools and choice != "none":
+            if asked.forced is not None:
+                self._schemas = {asked.forced: self._schemas[asked.forced]}
+        elif asked.tools and asked.choice == "auto":
             self._tools = formats.tools
             if self.guide is not None and self._tools is not None:
                 self.guide = _or_calls(self.guide, self._tools, self._schemas)
@@ -126,27 +201,6 @@ class AnswerForm:
         except InvalidRequest:
             return False  # rendering the whole conversation raises it again
         return prompt.rstrip().endswith(self._reasoning[0])
-
-
-def with_allowed_tools(request: ChatRequest) -> ChatRequest:
-    """The request without tools that must not be called; ``allowed_tools`` is then its mode.
-
-    A model does not call a tool that its prompt does not have. Raises ``ApiError`` for tools that
-    make no sense.
-    """
-    tools, choice = request.tools or [], request.tool_choice
-    checked("tools", tools, list[Tool])
-    if not isinstance(choice, ToolChoice) or choice.type != "allowed_tools":
-        return request
-    field = "tool_choice.allowed_tools"
-    if choice.allowed_tools is None:
-        raise invalid(field, "must have a mode, auto or required, and tools")
-    names = {tool.function.name for tool in choice.allowed_tools.tools}
-    if unknown := names - {tool["function"]["name"] for tool in tools}:
-        raise invalid(f"{field}.tools", f"tools has none called {unknown.pop()!r}")
-    tools = [tool for tool in tools if tool["function"]["name"] in names]
-    mode = choice.allowed_tools.mode
-    return msgspec.structs.replace(request, tools=tools, tool_choice=mode)
 
 
 def response_format(request: ChatRequest) -> GuidedDecoding | None:
@@ -219,28 +273,17 @@ def _or_calls(guide: GuidedDecoding, tools: ToolFormat, names: Iterable[str]) ->
     return GuidedDecoding(guide.field, "structural_tag", tag)
 
 
-def _forced_guide(
-    request: ChatRequest, name: str | None, other: GuidedDecoding | None
-) -> GuidedDecoding:
-    if other is not None:
-        raise invalid("tool_choice", f"demands a call, and {other.field} another form; send one")
-    if not request.tools:
+def _forced_guide(asked: Conversation) -> GuidedDecoding:
+    if asked.guide is not None:
+        problem = f"demands a call, and {asked.guide.field} another form; send one"
+        raise invalid("tool_choice", problem)
+    if not asked.tools:
         raise invalid("tool_choice", "is only allowed with tools")
-    names = [tool["function"]["name"] for tool in request.tools]
+    name, names = asked.forced, [tool["function"]["name"] for tool in asked.tools]
     if name is not None and name not in names:
         raise invalid("tool_choice", f"there is no tool '{name}'; tools: {', '.join(names)}")
     try:
-        parallel = request.parallel_tool_calls is not False
-        schema = forced_calls(request.tools, name, parallel=parallel)
+        schema = forced_calls(asked.tools, name, parallel=asked.parallel)
     except RecursionError:
         raise invalid("tools", "is nested too deeply") from None
     return GuidedDecoding("tool_choice", "json_schema", schema)
-
-
-def _forced_name(choice: str | ToolChoice | None) -> str | None:
-    """The tool that has to be called; ``None``: any tool, or none. Raises ``ApiError``."""
-    if not isinstance(choice, ToolChoice):
-        return None
-    if choice.function is None:
-        raise invalid("tool_choice.function", "is missing")
-    return choice.function.name

@@ -9,6 +9,8 @@ import msgspec
 
 from trtllm_bls import __version__
 from trtllm_bls.openai.errors import Error
+from trtllm_bls.openai.messages import CountTokensRequest, MessagesRequest
+from trtllm_bls.openai.responses import ResponsesRequest
 from trtllm_bls.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -30,6 +32,10 @@ _USAGE = _object("prompt_tokens", "completion_tokens", "total_tokens")
 _TOKENS = _object(
     "token_strs", "max_model_len", count=_NUMBER, tokens={"type": "array", "items": _NUMBER}
 )
+_LIST = {"type": "array", "items": {"type": "object"}}
+_RESPONSE = _object("usage", id=_TEXT, object={"const": "response"}, status=_TEXT, output=_LIST)
+_MESSAGE = _object("stop_reason", "usage", id=_TEXT, type={"const": "message"}, content=_LIST)
+_COUNT = _object(input_tokens=_NUMBER)
 _PROMPT, _VERSION = _object(prompt=_TEXT), _object(version=_TEXT)
 _METRICS = {"description": "For Prometheus", "content": {"text/plain": {"schema": _TEXT}}}
 # What is checked beyond the types.
@@ -70,7 +76,10 @@ _WHY = {
 @cache
 def document(model_names: tuple[str, ...]) -> dict[str, Any]:
     """The document, in OpenAPI 3.1, of a server of these models."""
-    kinds = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    kinds = (
+        *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
+        *(ResponsesRequest, MessagesRequest, CountTokensRequest),
+    )
     _, schemas = msgspec.json.schema_components(
         (*kinds, Error), ref_template="#/components/schemas/{name}"
     )
@@ -86,6 +95,10 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _streamed(_post("ChatRequest", chat))},
             "/v1/completions": {"post": _streamed(_post("CompletionRequest", completion))},
+            "/v1/responses": {"post": _streamed(_post("ResponsesRequest", _RESPONSE))},
+            "/v1/responses/input_tokens": {"post": _post("ResponsesRequest", _COUNT)},
+            "/v1/messages": {"post": _streamed(_for_anthropic("MessagesRequest", _MESSAGE))},
+            "/v1/messages/count_tokens": {"post": _for_anthropic("CountTokensRequest", _COUNT)},
             "/tokenize": {"post": _post("TokenizeRequest", _TOKENS)},
             "/detokenize": {"post": _post("DetokenizeRequest", _PROMPT)},
             "/v1/models": {"get": _get(_MODELS, 401)},
@@ -121,6 +134,19 @@ def _post(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
     body = {"$ref": f"#/components/schemas/{kind}"}
     content = {"application/json": {"schema": body}}
     return operation | {"requestBody": {"required": True, "content": content}}
+
+
+def _for_anthropic(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """The same with Anthropic's errors; a full server has a status of its own there."""
+    operation = _post(kind, answer)
+    full = operation["responses"].pop("429")
+    operation["responses"].pop("503")
+    operation["responses"]["529"] = {**full, "description": "The server is full, or shuts down"}
+    for status, response in operation["responses"].items():
+        if status != "200":
+            error = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT))
+            response["content"] = {"application/json": {"schema": error}}
+    return operation
 
 
 def _streamed(operation: dict[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Message
 
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.builder import shared_fields
 from trtllm_bls.openai.command import DECLARED, given_parameters, read_parameters
 from trtllm_bls.openai.errors import ApiError, api_error, invalid
-from trtllm_bls.openai.responses import shared_fields
 from trtllm_bls.openai.schema import CompletionRequest
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.deployment import Deployment

@@ -20,7 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from trtllm_bls.errors import CancelCause
 from trtllm_bls.http.guard import BODY_SEND, BODY_WRITE, ClientGone, header
+from trtllm_bls.openai.builder import ResponseBuilder
 from trtllm_bls.openai.errors import ApiError
+from trtllm_bls.openai.messages import PATH, error_answer
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.services.batch import run_rows
 from trtllm_bls.types import TextChunk, TextRequest
@@ -40,6 +42,7 @@ class Reply:
         given = header(scope, b"x-request-id")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         self.begun = False
+        self._for_anthropic = scope["path"].startswith(PATH)
         self._send = send
         # Middleware may change how a response begins; for each event it would only cost time. The
         # two are removed from the scope because they refer to it: the cycle of references would
@@ -63,10 +66,13 @@ class Reply:
         await self._start(status, pairs)
         await self._send({"type": "http.response.body", "body": data})
 
-    async def error(self, error: ApiError) -> None:
+    async def error(self, error: ApiError, response: ResponseBuilder | None = None) -> None:
         """Send the error as the response, or as the last event of one that has begun."""
-        if self.begun:
-            await self.events(error.event, end=True)
+        if self.begun and response is not None:
+            await self.events(response.failed(error), end=True)
+        elif self._for_anthropic:
+            status, body = error_answer(error, self.request_id.decode())
+            await self.json(body, status, error.headers)
         else:
             await self.json(error.body, error.status, error.headers)
 
@@ -86,6 +92,8 @@ class Reply:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.begun = True
         headers.append((b"x-request-id", self.request_id))
+        if self._for_anthropic:
+            headers.append((b"request-id", self.request_id))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
@@ -179,13 +187,14 @@ async def run_all(
     on_chunk: Callable[[int, TextChunk], None],
     outbox: Outbox,
     receive: Receive,
+    on_prompt: Callable[[int], None] = lambda tokens: None,
 ) -> None:
     """Run the prompts of one HTTP request concurrently until all are answered and written.
 
     If one fails, all end. If ``receive`` tells that the client has left, all end and ``ClientGone``
     is raised.
     """
-    work = asyncio.create_task(_run_prompts(orchestrator, requests, on_chunk, outbox))
+    work = asyncio.create_task(_run_prompts(orchestrator, requests, on_chunk, outbox, on_prompt))
     watcher = asyncio.create_task(_cancel_when_client_leaves(receive, work))
     try:
         await asyncio.wait({work})
@@ -206,6 +215,7 @@ async def _run_prompts(
     requests: Sequence[TextRequest],
     on_chunk: Callable[[int, TextChunk], None],
     outbox: Outbox,
+    on_prompt: Callable[[int], None],
 ) -> None:
     runs = []
     if len(requests) > 1:
@@ -223,7 +233,7 @@ async def _run_prompts(
     for index, request in enumerate(requests):
         waits = ready if len(requests) > 1 and not request.stream else outbox.ready
         sink = PromptSink(index * request.num_return_sequences, on_chunk, waits)
-        runs.append(orchestrator.run(request, sink))
+        runs.append(orchestrator.run(request, sink, on_prompt))
     if len(runs) == 1:
         await runs[0]
     else:

@@ -1,230 +1,491 @@
-"""What chats and completions share: the fields of their requests, events, choices and usage.
+"""``/v1/responses``, OpenAI's Responses API without its memory: Codex speaks nothing else.
 
-An event of a stream is built by hand: only the text between constant bytes changes. A token costs
-one escaped string and one join, no dictionary and no validation. A test compares the bytes with
-what ``json`` would write of the whole chunk.
+Events and fields follow OpenAI's description. Nothing is stored, so a request brings its whole
+conversation.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+import secrets
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from trtllm_bls.openai.errors import DONE, invalid
-from trtllm_bls.openai.schema import Common
-from trtllm_bls.types import (
-    Ending,
-    FinishReason,
-    Sampling,
-    SpeculationRequest,
-    TextChunk,
-    TextRequest,
-)
+from trtllm_bls.chat_parsing.parser import Content, Reasoning
+from trtllm_bls.openai.builder import Head
+from trtllm_bls.openai.constraints import ChatFormats, Conversation, GuidedDecoding
+from trtllm_bls.openai.conversation import ChatTurn, thinking
+from trtllm_bls.openai.errors import ApiError, as_json, invalid
+from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
+from trtllm_bls.openai.parts import Part, PartsBuilder, Transcript, sse
+from trtllm_bls.openai.schema import Count, Generation, Refused, checked
+from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, Wants
 
-# Below it, temperature and top_p select the likeliest token, or overflow in the engine.
-_COLDEST = 1e-5
-_UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
-# OpenAI has no word for a time limit. The answer was cut, as by max_tokens.
-_FINISH = {
-    FinishReason.STOP: "stop",
-    FinishReason.END_ID: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.TIMEOUT: "length",
+_SCORES = "message.output_text.logprobs"  # what ``include`` says for log-probabilities
+# OpenAI runs these tools itself. A model that is not told of them does not call them.
+_HOSTED = (
+    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
+    *("mcp", "local_shell", "computer_use_preview", "tool_search"),
+)
+_NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
+# A tool of free text, as the model sees it.
+_FREE_TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
 }
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields with which a whole response and each chunk of a stream begin."""
+class TextFormat(msgspec.Struct, kw_only=True):
+    """The form of a message."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
 
 
-class Frames:
-    """The events of one stream; chats have text in ``delta.content``, completions in ``text``."""
+class TextOptions(msgspec.Struct, kw_only=True):
+    """Options of messages."""
 
-    def __init__(self, head: Head, *, usage: bool) -> None:
-        chat = head.object == "chat.completion.chunk"
-        self._field = b'"delta":{"content":' if chat else b'"text":'
-        self._start = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
-        # With include_usage, every chunk but the last has the field, and it is null.
-        self._end = b'],"usage":null}\n\n' if usage else b"]}\n\n"
-        self._after_text = b"}" * chat + b',"logprobs":null,"finish_reason":null}' + self._end
-        self._before_text: dict[int, bytes] = {}
-
-    def text(self, index: int, text: str) -> bytes:
-        """An event whose choice has new text and nothing else."""
-        before = self._before_text.get(index) or self._before(index)
-        return before + msgspec.json.encode(text) + self._after_text
-
-    def choice(self, index: int, **fields: object) -> bytes:
-        """Any other event of one choice."""
-        return self._start + msgspec.json.encode({"index": index, **fields}) + self._end
-
-    def usage(self, usage: object) -> bytes:
-        """The last event, which has no choice."""
-        return b"".join((self._start, b'],"usage":', msgspec.json.encode(usage), b"}\n\n"))
-
-    def _before(self, index: int) -> bytes:
-        found = self._before_text[index] = self._start + b'{"index":%d,' % index + self._field
-        return found
+    format: TextFormat | None = None
 
 
-class ResponseBuilder(ABC):
-    """The response to one HTTP request: text chunks in, events or one JSON body out.
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """How hard the model is to think."""
 
-    ``index`` of a choice: its prompt's index times ``n``, plus its own among the prompt's.
-    """
+    effort: str | None = None
 
-    object: ClassVar[str]  # of a whole response
-    chunk_object: ClassVar[str]
-    prompt_field: ClassVar[str]  # the request's field that has the prompt
-    id_prefix: ClassVar[str]
-    guide_field = "structured_outputs"  # the request's field that asked for guided decoding
 
-    def __init__(self, request: Common, head: Head, requests: list[TextRequest]) -> None:
-        self.requests = requests
-        self._head = head
-        self._stream = bool(request.stream)
-        self._per_prompt = request.n or 1
-        options = request.stream_options
-        self._wants_usage = options is not None and bool(options.include_usage)
-        chunk_head = msgspec.structs.replace(head, object=self.chunk_object)
-        self._frames = Frames(chunk_head, usage=self._wants_usage)
-        self._prompt_tokens = 0
-        self._completion_tokens = 0
-        self._predicted = self._accepted = 0  # tokens drafted from a prediction
-        self._ended: dict[int, tuple[TextChunk, Ending]] = {}  # choices of a whole response
+class ResponsesRequest(Generation, kw_only=True):
+    """``POST /v1/responses``."""
 
-    def add(self, index: int, chunk: TextChunk) -> bytes:
-        """Add a choice's chunk; the events to send now, which may be none."""
-        ending = chunk.ending
-        if ending is not None:
-            if index % self._per_prompt == 0:  # each prompt counts once, also with several choices
-                self._prompt_tokens += ending.prompt_tokens
-            self._completion_tokens += ending.completion_tokens
-            if ending.speculation is not None:
-                self._predicted += ending.speculation.predicted
-                self._accepted += ending.speculation.predicted_accepted
-        if self._stream:
-            return self._events(index, chunk)
-        if ending := well_ended(chunk):  # a whole response has one chunk per choice
-            self._ended[index] = chunk, ending
-        return b""
+    no_effect = frozenset(
+        {
+            *("client_metadata", "max_tool_calls", "prompt_cache_key"),
+            *("prompt_cache_options", "prompt_cache_retention", "safety_identifier"),
+            *("service_tier", "store", "stream_options", "user"),
+        }
+    )
+    refused: ClassVar[Refused] = {
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "moderation"), ()),
+        "background": (False,),
+        "context_management": ([],),
+        "truncation": ("disabled",),
+    }
 
-    @property
-    def is_scored(self) -> bool:
-        """Whether the response has log-probabilities."""
-        return self.requests[0].wants.log_probs
+    input: str | Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=8192)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=512)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
-    @property
+
+class TextPart(msgspec.Struct, kw_only=True):
+    """A part of a message, of reasoning, or of what a tool has returned."""
+
+    type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
+    text: str = ""
+    refusal: str = ""
+
+
+class MessageItem(msgspec.Struct, tag="message", kw_only=True):
+    """A turn of text."""
+
+    role: Literal["developer", "system", "user", "assistant"]
+    content: str | list[TextPart]
+
+
+class ReasoningItem(msgspec.Struct, tag="reasoning", kw_only=True):
+    """What the model thought."""
+
+    content: list[TextPart] | None = None
+    summary: list[TextPart] = []
+
+
+class CallItem(msgspec.Struct, tag="function_call", kw_only=True):
+    """A call of a function."""
+
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+
+class FreeCallItem(msgspec.Struct, tag="custom_tool_call", kw_only=True):
+    """A call of a tool of free text."""
+
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class ResultItem(msgspec.Struct, tag="function_call_output", kw_only=True):
+    """What a call has returned."""
+
+    call_id: str
+    output: str | list[TextPart]
+
+
+class FreeResultItem(ResultItem, tag="custom_tool_call_output", kw_only=True):
+    """The same of a tool of free text."""
+
+
+class ToolsItem(msgspec.Struct, tag="additional_tools", kw_only=True):
+    """Tools, where Codex sends those of models that it knows."""
+
+    tools: list[dict[str, Any]]
+
+
+Item: TypeAlias = (
+    MessageItem | ReasoningItem | CallItem | FreeCallItem | ResultItem | FreeResultItem | ToolsItem
+)
+
+
+AnyItem: Any = Item
+
+
+class _Tools:
+    """The tools of a request as functions, and what each was before it was one."""
+
+    def __init__(self) -> None:
+        self.functions: list[dict[str, Any]] = []
+        self.origins: dict[str, tuple[str, str | None, bool]] = {}  # name, namespace, free text
+
+    def add(self, place: str, tools: object, namespace: str | None = None) -> None:
+        """Add a list of tools; those in a namespace get its name in front of theirs."""
+        if not isinstance(tools, list):
+            raise invalid(place, "must be a list of tools")
+        for index, tool in enumerate(tools):
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if kind == "namespace":
+                self.add(f"{place}[{index}].tools", tool.get("tools"), tool.get("name"))
+            elif kind in ("function", "custom"):
+                self._add(f"{place}[{index}]", tool, namespace)
+            elif kind not in _HOSTED:
+                problem = f"{str(kind)[:40]!r} is not a type of tool; send function or custom"
+                raise invalid(f"{place}[{index}].type", problem)
+
+    def _add(self, place: str, tool: dict[str, Any], namespace: str | None) -> None:
+        name = tool.get("name")
+        if not isinstance(name, str) or not name:
+            raise invalid(f"{place}.name", "must be a string that is not empty")
+        free = tool["type"] == "custom"
+        function = {
+            "name": self.flat(name, namespace),
+            "description": tool.get("description") or "",
+            "parameters": _FREE_TEXT if free else tool.get("parameters") or _NOTHING,
+        }
+        self.functions.append({"type": "function", "function": function})
+        self.origins[self.flat(name, namespace)] = (name, namespace, free)
+
+    @staticmethod
+    def flat(name: str, namespace: str | None) -> str:
+        """The name that the model sees."""
+        return f"{namespace}__{name}" if namespace else name
+
+
+class ResponsesResponse(PartsBuilder):
+    """Builds the response to a ``ResponsesRequest``. Raises ``ApiError`` if it cannot be served."""
+
+    object = "response"
+    prompt_field = "input"
+    id_prefix = "resp_"
+
+    def __init__(
+        self, request: ResponsesRequest, head: Head, tokenizer: Tokenizer, formats: ChatFormats
+    ) -> None:
+        self._tools = _Tools()
+        asked = _conversation(request, self._tools)
+        scored = bool(request.top_logprobs) or _SCORES in (request.include or ())
+        turn = ChatTurn(
+            request,
+            asked,
+            tokenizer,
+            formats,
+            max_tokens=request.max_output_tokens,
+            fits_max_tokens=True,
+            wants=Wants(log_probs=scored, top_log_probs=request.top_logprobs or 0),
+            return_tokens=scored,
+        )
+        super().__init__(head, turn, tokenizer)
+        self._scores = TokenScores(tokenizer, request.top_logprobs or 0) if scored else None
+        self._logprobs: list[Any] = []  # of the message
+        self._number = 0
+        self._items: list[dict[str, Any]] = []
+        self._echoed = _echoed(request)
+
+    def ping(self) -> bytes:
+        # The sequence of events does not count it: clients skip a type that they do not know.
+        return self._begin_once() + b'event: ping\ndata: {"type":"ping"}\n\n'
+
     def last_events(self) -> bytes:
-        """What ends a stream; the usage is sent where it was asked for."""
-        return (self._frames.usage(self._usage()) if self._wants_usage else b"") + DONE
+        status = "completed" if self._incomplete is None else "incomplete"
+        return self._event(f"response.{status}", response=self._response(status))
+
+    def failed(self, error: ApiError) -> bytes:
+        code = error.code if error.code == "context_length_exceeded" else "server_error"
+        if error.status == 429:
+            code = "rate_limit_exceeded"
+        elif error.status < 500 and code == "server_error":
+            code = "invalid_prompt"
+        told = {"code": code, "message": error.message}
+        return self._event("response.failed", response=self._response("failed", told))
 
     def whole(self) -> bytes:
-        """All choices as one JSON body; any thread may call it.
+        status = "completed" if self._incomplete is None else "incomplete"
+        return msgspec.json.encode(self._response(status))
 
-        It takes seconds where ``is_scored`` and the choices have tens of thousands of tokens.
-        """
-        fields = msgspec.structs.asdict(self._head)
-        fields["choices"] = [
-            {"index": index, **self._choice(index, chunk), **self._finish(index, ending)}
-            for index, (chunk, ending) in sorted(self._ended.items())
-        ]
-        return msgspec.json.encode({**fields, "usage": self._usage()})
+    @property
+    def _incomplete(self) -> str | None:
+        reasons = (FinishReason.LENGTH, FinishReason.TIMEOUT)
+        cut = self._ending is not None and self._ending.finish_reason in reasons
+        return "max_output_tokens" if cut else None
 
-    @abstractmethod
-    def _events(self, index: int, chunk: TextChunk) -> bytes: ...
+    def _first_events(self) -> bytes:
+        response = self._response("in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
 
-    @abstractmethod
-    def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]: ...
+    def _opened(self, part: Part) -> bytes:
+        item: dict[str, Any]
+        place: dict[str, Any] = {"output_index": part.index}
+        if part.call is not None:
+            known = self._tools.origins.get(part.call.name)
+            name, namespace, free = known or (part.call.name, None, False)
+            kind, key = ("custom_tool_call", "input") if free else ("function_call", "arguments")
+            part.id = f"{'ctc' if free else 'fc'}_{secrets.token_hex(16)}"
+            item = {"type": kind, "call_id": part.call.id, "name": name, key: ""}
+            if namespace:
+                item["namespace"] = namespace
+            delta = "" if free else "response.function_call_arguments.delta"
+        elif part.kind is Reasoning:
+            part.id = f"rs_{secrets.token_hex(16)}"
+            item = {"type": "reasoning", "summary": [], "content": []}
+            delta, place["content_index"] = "response.reasoning_text.delta", 0
+        else:
+            part.id = f"msg_{secrets.token_hex(16)}"
+            item = {"type": "message", "role": "assistant", "content": []}
+            delta, place["content_index"] = "response.output_text.delta", 0
+        item |= {"id": part.id, "status": "in_progress"}
+        self._items.append(item)
+        events = self._event("response.output_item.added", output_index=part.index, item=item)
+        place["item_id"] = part.id
+        if part.kind is Content:
+            added = _output_text("", [])
+            events += self._event("response.content_part.added", **place, part=added)
+            if self._scores is None:
+                place["logprobs"] = []
+        if delta:
+            fields = msgspec.json.encode({"type": delta, **place})[:-1]
+            part.before = b"event: %b\ndata: %b" % (delta.encode(), fields)
+        return events
 
-    def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
-        """``finish_reason``, and which stop string it was."""
-        fields: dict[str, Any] = {"finish_reason": _FINISH[ending.finish_reason]}
-        if ending.stop_reason is not None:
-            fields["stop_reason"] = ending.stop_reason
-        return fields
+    def _grown(self, part: Part, text: str, chunk: TextChunk) -> bytes:
+        scores = b""
+        if self._scores is not None and part.kind is Content and chunk.tokens:
+            told = chat_logprobs(self._scores.of(chunk))["content"]
+            chunk.tokens = None  # of one delta
+            self._logprobs += told
+            scores = b',"logprobs":' + msgspec.json.encode(told)
+        if not part.before:  # free text leaves as soon as its JSON is whole
+            return b""
+        number = self._number
+        self._number += 1
+        delta = msgspec.json.encode(text)
+        return b'%b%b,"sequence_number":%d,"delta":%b}\n\n' % (part.before, scores, number, delta)
+
+    def _closed(self, part: Part) -> bytes:
+        item, text = self._items[part.index], part.text
+        place: dict[str, Any] = {"item_id": part.id, "output_index": part.index}
+        if item["type"] == "custom_tool_call":
+            item["input"] = text = _free_text(text)
+            kind = "response.custom_tool_call_input"
+            events = self._event(f"{kind}.delta", **place, delta=text)
+            events += self._event(f"{kind}.done", **place, input=text)
+        elif item["type"] == "function_call":
+            item["arguments"] = text
+            kind = "response.function_call_arguments.done"
+            events = self._event(kind, **place, name=item["name"], arguments=text)
+        elif part.kind is Reasoning:
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+            place["content_index"] = 0
+            events = self._event("response.reasoning_text.done", **place, text=text)
+        else:
+            done = _output_text(text, self._logprobs)
+            item["content"], self._logprobs = [done], []
+            place["content_index"] = 0
+            scores = done["logprobs"]
+            events = self._event("response.output_text.done", **place, text=text, logprobs=scores)
+            events += self._event("response.content_part.done", **place, part=done)
+        item["status"] = "completed" if self._incomplete is None else "incomplete"
+        return events + self._event("response.output_item.done", output_index=part.index, item=item)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number = self._number
+        self._number += 1
+        return sse(kind, sequence_number=number, **fields)
+
+    def _response(self, status: str, error: Any = None) -> dict[str, Any]:
+        is_over = self._ending is not None
+        return {
+            "id": self._head.id,
+            "object": "response",
+            "created_at": self._head.created,
+            "completed_at": self._head.created if status == "completed" else None,
+            "status": status,
+            "error": error,
+            "incomplete_details": {"reason": self._incomplete} if self._incomplete else None,
+            "model": self._head.model,
+            "output": self._items,
+            "usage": self._usage() if is_over else None,
+            **self._echoed,
+        }
 
     def _usage(self) -> dict[str, Any]:
-        usage: dict[str, Any] = {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": self._prompt_tokens + self._completion_tokens,
+        assert self._ending is not None
+        made = self._ending.completion_tokens
+        return {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": self.cached_tokens or 0,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": min(made, self._num_reasoning_tokens())},
+            "total_tokens": self.prompt_tokens + made,
         }
-        if any(request.prediction for request in self.requests):
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self._accepted,
-                "rejected_prediction_tokens": self._predicted - self._accepted,
-            }
-        return usage
 
 
-def well_ended(chunk: TextChunk) -> Ending | None:
-    """The ending of its sequence, unless it was cancelled or failed: then an error follows."""
-    ending = chunk.ending
-    return None if ending is None or ending.finish_reason in _UNFINISHED else ending
+def _output_text(text: str, logprobs: list[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _free_text(arguments: str) -> str:
+    """The text of a call of a free-text tool; all of it where the model wrote no such JSON."""
+    try:
+        text = msgspec.json.decode(arguments)["input"]
+    except (msgspec.DecodeError, TypeError, KeyError):
+        return arguments
+    return text if isinstance(text, str) else arguments
+
+
+def _echoed(request: ResponsesRequest) -> dict[str, Any]:
+    """The fields of a response that repeat the request."""
+    reasoning, text = request.reasoning or ReasoningOptions(), request.text or TextOptions()
+    form = text.format or TextFormat()
+    told: dict[str, Any] = {"type": form.type}
+    if form.type == "json_schema":
+        told |= {"name": form.name or "", "schema": form.schema, "strict": True}
+    return {
+        "background": False,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "text": {"format": told},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "truncation": "disabled",
+    }
 
 
 # --- requests ---------------------------------------------------------------------------------
 
 
-def shared_fields(request: Common, vocab_size: int) -> dict[str, Any]:
-    """The fields of ``TextRequest`` that chats and completions share. Raises ``ApiError``."""
-    stops = request.stop or ()
-    return {
-        "stream": bool(request.stream),
-        "sampling": _sampling(request),
-        "num_return_sequences": request.n or 1,
-        "stop_words": (stops,) if isinstance(stops, str) else tuple(stops),
-        "include_stop": bool(request.include_stop_str_in_output),
-        "stop_token_ids": tuple(request.stop_token_ids or ()),
-        "bad_words": tuple(request.bad_words or ()),
-        "token_bias": _bias(request, vocab_size),
-        "end_id": -1 if request.ignore_eos else None,
-        "skip_special_tokens": request.skip_special_tokens,
-        "speculation": SpeculationRequest(
-            num_draft_tokens=request.num_draft_tokens, draft_source=request.draft_source
-        ),
-    }
-
-
-def _sampling(request: Common) -> Sampling:
-    """As OpenAI samples: without any field at temperature 1 over the whole vocabulary.
-
-    What changes nothing is left out, since some engines have no input for it.
-    """
-    greedy = request.top_k == 1 or (request.top_p is not None and request.top_p < _COLDEST)
-    greedy = greedy or (request.temperature is not None and request.temperature < _COLDEST)
-    chosen: dict[str, Any] = {}
-    if not greedy:
-        chosen["temperature"] = 1.0 if request.temperature is None else request.temperature
-        chosen["top_p"] = 1.0 if request.top_p is None else request.top_p
-        chosen["top_k"] = request.top_k if request.top_k and request.top_k > 1 else None
-        chosen["min_p"] = request.min_p or None
-        if request.seed is not None:
-            chosen["seed"] = request.seed % 2**64  # unsigned on the engine's wire
-    penalty = request.repetition_penalty
-    return Sampling(
-        frequency_penalty=request.frequency_penalty or None,
-        presence_penalty=request.presence_penalty or None,
-        repetition_penalty=None if penalty == 1 else penalty,
-        min_tokens=request.min_tokens or None,
-        **chosen,
+def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
+    tools.add("tools", request.tools or [])
+    transcript = Transcript()
+    if request.instructions:
+        transcript.say("system", request.instructions)
+    if isinstance(request.input, str):
+        transcript.say("user", request.input)
+    else:
+        for index, item in enumerate(request.input):
+            place = f"input[{index}]"
+            read: Item = checked(place, {"type": "message", **item}, AnyItem)
+            _read_item(read, place, transcript, tools)
+    effort = request.reasoning.effort if request.reasoning else None
+    variables = {**thinking(effort), **(request.chat_template_kwargs or {})}
+    choice, forced, allowed = _choice(request.tool_choice, tools)
+    asked = Conversation(
+        messages=transcript.messages,
+        tools=tools.functions,
+        choice=choice,
+        forced=forced,
+        parallel=request.parallel_tool_calls is not False,
+        guide=_guide(request.text.format if request.text else None),
+        options=ChatOptions(variables=variables),
     )
+    return asked if allowed is None else asked.with_tools(allowed, "tool_choice.tools")
 
 
-def _bias(request: Common, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    found = []
-    for key, weight in (request.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
-            problem = f"{key[:40]!r} is not a token id of this model; they are 0 to"
-            raise invalid("logit_bias", f"{problem} {vocab_size - 1}")
-        found.append((int(key), weight))
-    return tuple(found)
+def _read_item(item: Item, place: str, transcript: Transcript, tools: _Tools) -> None:
+    if isinstance(item, MessageItem):
+        role = "system" if item.role == "developer" else item.role
+        transcript.say(role, _text(item.content))
+    elif isinstance(item, ReasoningItem):
+        transcript.think(_text(item.content or item.summary))
+    elif isinstance(item, CallItem):
+        transcript.call(item.call_id, tools.flat(item.name, item.namespace), item.arguments)
+    elif isinstance(item, FreeCallItem):
+        arguments = as_json(place, {"input": item.input})
+        transcript.call(item.call_id, tools.flat(item.name, item.namespace), arguments)
+    elif isinstance(item, ToolsItem):
+        tools.add(f"{place}.tools", item.tools)
+    else:
+        transcript.result(item.call_id, _text(item.output))
+
+
+def _text(content: str | list[TextPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text or part.refusal for part in content)
+
+
+def _choice(
+    choice: str | dict[str, Any] | None, tools: _Tools
+) -> tuple[str, str | None, set[str] | None]:
+    """Whether a call is demanded, of which tool, and the tools that may be called."""
+    if choice is None or isinstance(choice, str):
+        if choice not in (None, "auto", "none", "required"):
+            raise invalid("tool_choice", "must be auto, none, required, or an object")
+        return choice or "auto", None, None
+    kind = choice.get("type")
+    if kind in ("function", "custom"):
+        return "required", tools.flat(str(choice.get("name")), choice.get("namespace")), None
+    if kind != "allowed_tools" or choice.get("mode") not in ("auto", "required"):
+        raise invalid("tool_choice", f"{str(kind)[:40]!r} is not supported; send a function")
+    named = choice.get("tools")
+    if not isinstance(named, list) or not all(isinstance(tool, dict) for tool in named):
+        raise invalid("tool_choice.tools", "must be a list of tools")
+    names = {tools.flat(str(tool.get("name")), tool.get("namespace")) for tool in named}
+    return choice["mode"], None, names
+
+
+def _guide(form: TextFormat | None) -> GuidedDecoding | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return GuidedDecoding("text.format", "json")
+    if form.schema is None:
+        raise invalid("text.format.schema", "must be a JSON schema")
+    return GuidedDecoding("text.format", "json_schema", as_json("text.format", form.schema))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -24,6 +25,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_INT32)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_INT32)]
 Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias: TypeAlias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Refused: TypeAlias = Mapping[str, tuple[Any, ...]]
 Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -44,24 +46,24 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     grammar: str | None = None
 
 
-class Common(msgspec.Struct, kw_only=True):
-    """The fields of both kinds of requests."""
+class Generation(msgspec.Struct, kw_only=True):
+    """The fields of requests of all APIs. ``no_effect``, ``refused``: further known fields."""
+
+    # Fields of the API, of other servers and of old clients that have no effect here.
+    no_effect: ClassVar[frozenset[str]] = frozenset()
+    # Fields that would change the answer. The values listed ask for nothing, so they are allowed.
+    refused: ClassVar[Refused] = {}
 
     model: str
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    # Beyond the APIs, as OpenAI's older ones and vLLM name them.
     stop: Word | Annotated[list[Word], msgspec.Meta(max_length=4)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=4096)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=-_INT64 - 1, le=_INT64)] | None = None
-    # Without effect, but checked.
-    user: str | None = None
-    # Beyond OpenAI's own API, as vLLM names them.
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=_INT32)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     min_tokens: Natural | None = None
@@ -70,12 +72,42 @@ class Common(msgspec.Struct, kw_only=True):
     stop_token_ids: Annotated[list[Natural], msgspec.Meta(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
     bad_words: Annotated[list[Word], msgspec.Meta(max_length=1024)] | None = None
     request_id: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
     # Speculative decoding, as ``tensorrt_llm_bls`` names it.
     draft_source: str | None = None
     num_draft_tokens: Natural | None = None
+
+
+class Common(Generation, kw_only=True):
+    """The fields of chats and completions."""
+
+    no_effect = frozenset(
+        {
+            *("service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key"),
+            *("prompt_cache_retention", "verbosity"),
+            "spaces_between_special_tokens",
+        }
+    )
+    refused: ClassVar[Refused] = {
+        **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
+        "suffix": (),
+        "modalities": (["text"],),
+        "response_format": ({"type": "text"},),
+        "priority": (0,),
+        "use_beam_search": (False,),
+        "truncate_prompt_tokens": (),
+        "return_token_ids": (False,),
+        "prompt_logprobs": (),
+        **dict.fromkeys(("regex", "ebnf"), ()),
+    }
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    # Without effect, but checked.
+    user: str | None = None
+    add_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     # Its members under the names that older clients of vLLM send.
     guided_json: str | dict[str, Any] | bool | None = None
@@ -185,25 +217,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[Natural]
 
 
-# Fields of OpenAI's, of other servers' and of old clients' that have no effect here.
-_NO_EFFECT = {
-    *("service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "verbosity"),
-    "spaces_between_special_tokens",
-}
-# They would change the answer. The values listed ask for nothing, so they are allowed.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options", "suffix"), ()),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "priority": (0,),
-    "use_beam_search": (False,),
-    "truncate_prompt_tokens": (),
-    "return_token_ids": (False,),
-    "prompt_logprobs": (),
-    **dict.fromkeys(("regex", "ebnf"), ()),
-}
-
 _MOST_FIELDS, _MOST_CONTAINERS = 256, 100_000
 _STRING = re.compile(b'"[^"]*"')
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
@@ -231,7 +244,7 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
             400, f"the body has {len(fields)} fields; at most {_MOST_FIELDS} are allowed"
         )
     for name in fields.keys() - set(kind.__struct_fields__):
-        _check_further(name, fields[name])
+        _check_further(kind, name, fields[name])
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -270,12 +283,13 @@ def _check_characters(body: bytes, kind: type[msgspec.Struct]) -> None:
                 raise invalid(name if known else "body", f"{half[0]!a} {HALF_CHARACTER}")
 
 
-def _check_further(name: str, value: Any) -> None:
+def _check_further(kind: type[msgspec.Struct], name: str, value: Any) -> None:
     """Refuse or log a field that the schema does not have."""
-    if name in _REFUSED:
-        if value is not None and value not in _REFUSED[name]:
+    refused = getattr(kind, "refused", {})
+    if name in refused:
+        if value is not None and value not in refused[name]:
             raise invalid(name, "is not supported by this server", "unsupported_parameter")
-    elif name not in _NO_EFFECT and name not in _seen and len(_seen) < 100:
+    elif name not in getattr(kind, "no_effect", ()) and name not in _seen and len(_seen) < 100:
         _seen.add(name)
         log.info("requests bring the field %.80r, which is unknown and has no effect", name)
 

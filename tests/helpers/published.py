@@ -1,0 +1,42 @@
+"""Packages of npm that tests use: coding agents, and chat templates of model families."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TEMPLATES = "@huggingface/ollama-utils@0.0.18"
+NUM_TEMPLATES = 97
+AGENTS = ("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.197")
+# The module of templates is TypeScript; without the types, node can read it.
+_READ = """
+const fs = require('fs')
+const folder = 'node_modules/@huggingface/ollama-utils/src/'
+const source = fs.readFileSync(folder + 'chat-template-automap.ts', 'utf8')
+const script = source.replace(/^import.*$/m, '').replace(/export const (\\w+)[^=]*=/, 'return ')
+console.log(JSON.stringify(new Function(script)().map(({model, gguf}) => [model, gguf])))
+"""
+
+
+def npm_install(folder: Path, *packages: str, scripts: bool = False) -> None:
+    """Install packages below ``folder``; the test is skipped where that cannot be done."""
+    if shutil.which("npm") is None:
+        pytest.skip("installs packages of npm, which this machine does not have")
+    install = ["npm", "install", "--no-audit", "--no-fund", *packages]
+    install += [] if scripts else ["--ignore-scripts"]
+    done = subprocess.run(install, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot install {' '.join(packages)}: {done.stderr.strip()[-200:]}")
+
+
+def templates(folder: Path) -> list[tuple[str, str]]:
+    """Names of model families, each with its template."""
+    npm_install(folder, TEMPLATES)
+    read = subprocess.run(["node", "-e", _READ], cwd=folder, capture_output=True, check=True)
+    found = [(name, template) for name, template in json.loads(read.stdout)]
+    assert len(found) == NUM_TEMPLATES
+    return found

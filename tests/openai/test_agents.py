@@ -1,0 +1,379 @@
+"""The Responses and Messages APIs, as the ``openai`` and ``anthropic`` packages read them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from anthropic.types import RawMessageStreamEvent
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from doubles.scripted import Fault, Script
+from doubles.speaking import SpeakingEngine
+from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend, serving
+from tests.helpers.scripted_text import tokenizer
+from tests.helpers.waiting import until
+from trtllm_bls.admission import Admission
+from trtllm_bls.errors import EngineError
+from trtllm_bls.openai import app
+from trtllm_bls.openai.keys import read_keys
+
+RECORDED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "agent_requests.json").read_text()
+)
+WEATHER = {
+    "name": "get_weather",
+    "description": "the weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ütliberg"}}\n</tool_call>'
+THOUGHT = "<think>\nSomewhere in Switzerland.\n</think>\n\n"
+
+
+@pytest.fixture
+def speak() -> Iterator[Any]:
+    """Starts a server whose model says the given text."""
+    with ExitStack() as stack:
+
+        def start(text: str, script: Script | None = None, **settings: Any) -> Speaking:
+            engine = SpeakingEngine(tokenizer(), lambda prompt: text, script)
+            formats = {"tool_parser": "hermes", "reasoning_parser": "think"}
+            api = stack.enter_context(serving(engine, **formats, **settings))
+            return Speaking(api, engine)
+
+        yield start
+
+
+class Speaking:
+    """A running API, its engine, and a client of each kind."""
+
+    def __init__(self, api: RunningApi, engine: SpeakingEngine) -> None:
+        self.api, self.engine = api, engine
+        self.openai = openai.OpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0)
+        self.anthropic = anthropic.Anthropic(base_url=api.url, api_key="any", max_retries=0)
+
+    def post(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> tuple[int, str]:
+        data, headers = (
+            json.dumps(body).encode(),
+            {"content-type": "application/json"} | (headers or {}),
+        )
+        asked = urllib.request.Request(f"{self.api.url}{path}", data, headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The events of a stream, each with its type in both places."""
+    found = []
+    for lines in text.split("\n\n")[:-1]:
+        kind, data = lines.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert kind == f"event: {event['type']}"
+        found.append(event)
+    return found
+
+
+def strictly(kind: Any, found: list[dict[str, Any]]) -> None:
+    """Each event is one of the package's types, with all of its fields."""
+    adapter = TypeAdapter(kind)
+    for event in found:
+        adapter.validate_python(event, strict=True)
+
+
+def shape(item: Any) -> Any:
+    """An item of a response without what is random."""
+    return {k: v for k, v in item.items() if k not in ("id", "call_id")}
+
+
+ANSWERS = {
+    "text": "It rains in Zürich 🌧.",
+    "thought": THOUGHT + "It rains.",
+    "call": CALL,
+    "all": THOUGHT + "I look." + CALL + OTHER,
+}
+
+
+@pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS.keys())
+def test_a_response_is_the_same_streamed_and_whole(speak: Any, text: str) -> None:
+    """Its events are the package's, in order, and add up to its items."""
+    model = speak(text)
+    asked = {"model": MODEL, "input": "Where?", "tools": [{"type": "function", **WEATHER}]}
+    whole = model.openai.responses.create(**asked)
+    status, told = model.post("/v1/responses", {**asked, "stream": True})
+    found = events(told)
+    strictly(ResponseStreamEvent, found)
+    assert status == 200
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
+    last = found[-1]
+    assert last["type"] == "response.completed"
+    streamed = last["response"]
+    assert [shape(item) for item in streamed["output"]] == [
+        shape(item.model_dump(exclude_unset=True)) for item in whole.output
+    ]
+    done = [e["item"] for e in found if e["type"] == "response.output_item.done"]
+    assert done == streamed["output"]
+    deltas: dict[str, str] = {}
+    for event in found:
+        if event["type"].endswith(".delta"):
+            deltas[event["item_id"]] = deltas.get(event["item_id"], "") + event["delta"]
+    for item in streamed["output"]:
+        inside = item.get("arguments") or item["content"][0]["text"]
+        assert deltas[item["id"]] == inside
+    assert streamed["usage"] == whole.usage.model_dump(exclude_unset=True)
+    kinds = [item["type"] for item in streamed["output"]]
+    thinks, calls = text.startswith("<think>"), text.count("<tool_call>")
+    assert kinds.count("reasoning") == thinks and kinds.count("function_call") == calls
+    reasoning = streamed["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert reasoning == thinks * len(tokenizer().encode_word("Somewhere in Switzerland."))
+
+
+@pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS.keys())
+def test_a_message_is_the_same_streamed_and_whole(speak: Any, text: str) -> None:
+    """Its events are the package's, in order, and add up to its blocks."""
+    model = speak(text)
+    tool = {"name": "get_weather", "input_schema": WEATHER["parameters"]}
+    turn = {"role": "user", "content": "Where?"}
+    asked = {"model": MODEL, "max_tokens": 500, "messages": [turn], "tools": [tool]}
+    whole = model.anthropic.messages.create(**asked)
+    with model.anthropic.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+
+    def blocks(message: Any) -> list[Any]:
+        return [shape(block.model_dump(exclude_unset=True)) for block in message.content]
+
+    assert blocks(streamed) == blocks(whole)
+    calls = text.count("<tool_call>")
+    assert [b.type for b in whole.content].count("tool_use") == calls
+    assert streamed.stop_reason == whole.stop_reason == ("tool_use" if calls else "end_turn")
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+    assert streamed.usage.input_tokens == whole.usage.input_tokens
+    assert whole.usage.input_tokens == len(model.engine.requests[0].input_ids)
+    counted = model.anthropic.messages.count_tokens(
+        model=MODEL, messages=asked["messages"], tools=asked["tools"]
+    )
+    assert counted.input_tokens == whole.usage.input_tokens
+    found = events(model.post("/v1/messages", {**asked, "stream": True})[1])
+    strictly(RawMessageStreamEvent, found)
+    assert [found[0]["type"], found[-1]["type"]] == ["message_start", "message_stop"]
+    assert found[0]["message"]["usage"]["input_tokens"] == whole.usage.input_tokens
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_the_programs_send_is_answered(speak: Any, name: str) -> None:
+    """Requests of Codex 0.169.0 and Claude Code 2.1.197; an image is refused by its place."""
+    model, body = speak("Done."), RECORDED[name]
+    if name == "claude-count-tokens":
+        status, told = model.post("/v1/messages/count_tokens?beta=true", body)
+        assert (status, list(json.loads(told))) == (200, ["input_tokens"])
+        return
+    path = "/v1/responses" if name.startswith("codex") else "/v1/messages?beta=true"
+    status, told = model.post(path, body)
+    if name.endswith("image"):
+        place = "input[" if name.startswith("codex") else "messages["
+        assert status == 400 and place in json.loads(told)["error"]["message"]
+        return
+    assert status == 200, told
+    assert said(told) == "Done."
+    (prompt,) = model.engine.prompts
+    for text in texts_in(body.get("input") or body["messages"]):
+        assert text in prompt
+
+
+def said(told: str) -> str:
+    """The text of an answer of either API, streamed or whole."""
+    if told.startswith("{"):
+        answer = json.loads(told)
+        (item,) = answer.get("output") or answer["content"]
+        text: str = item["text"] if "text" in item else item["content"][0]["text"]
+        return text
+    deltas = [event["delta"] for event in events(told) if event["type"].endswith("delta")]
+    return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
+
+
+def texts_in(value: Any) -> list[str]:
+    """The texts of a conversation that the model has to see."""
+    if isinstance(value, list):
+        return [text for each in value for text in texts_in(each)]
+    if isinstance(value, dict) and "type" not in value and "role" in value:
+        return texts_in(value["content"])
+    if isinstance(value, dict) and value["type"] not in ("reasoning", "thinking"):
+        found = [value[k] for k in ("text", "output") if isinstance(value.get(k), str)]
+        return found + (texts_in(value["content"]) if "content" in value else [])
+    return [value] if isinstance(value, str) else []
+
+
+def test_tools_of_free_text_and_of_namespaces_come_back_as_they_were(speak: Any) -> None:
+    """The model sees functions; the client gets the names and the text that it knows."""
+    written = (
+        '<tool_call>\n{"name": "shell", "arguments": {"input": "ls \\"a b\\"\\n"}}\n</tool_call>'
+        '<tool_call>\n{"name": "agents__close", "arguments": {"id": 1}}\n</tool_call>'
+    )
+    model = speak(written)
+    inner = {"type": "function", "name": "close", "parameters": WEATHER["parameters"]}
+    tools = [
+        {"type": "custom", "name": "shell", "format": {"type": "text"}},
+        {"type": "namespace", "name": "agents", "description": "", "tools": [inner]},
+        {"type": "web_search"},
+    ]
+    found = events(
+        model.post("/v1/responses", {"model": MODEL, "input": "x", "tools": tools, "stream": True})[
+            1
+        ]
+    )
+    free, called = found[-1]["response"]["output"]
+    assert (free["type"], free["name"], free["input"]) == (
+        "custom_tool_call",
+        "shell",
+        'ls "a b"\n',
+    )
+    assert (called["type"], called["name"], called["namespace"]) == (
+        "function_call",
+        "close",
+        "agents",
+    )
+    history = [
+        {"type": "message", "role": "user", "content": "x"},
+        free,
+        called,
+        {"type": "custom_tool_call_output", "call_id": free["call_id"], "output": "a b"},
+        {"type": "function_call_output", "call_id": called["call_id"], "output": "closed"},
+    ]
+    assert model.post("/v1/responses", {"model": MODEL, "input": history, "tools": tools})[0] == 200
+    assert "a b" in model.engine.prompts[-1] and "closed" in model.engine.prompts[-1]
+
+
+def test_room_and_stop_strings_are_told_apart(speak: Any) -> None:
+    """Agents ask for more tokens than the model has: they get what there is."""
+    script = Script(vocab_size=tokenizer().model_vocab_size, max_sequence_tokens=40)
+    model = speak("one two three four five six " * 40, script)
+    turn = [{"role": "user", "content": "Count."}]
+    full = model.anthropic.messages.create(model=MODEL, max_tokens=20000, messages=turn)
+    assert full.stop_reason == "model_context_window_exceeded"
+    assert full.usage.input_tokens + full.usage.output_tokens == 40
+    cut = model.anthropic.messages.create(model=MODEL, max_tokens=5, messages=turn)
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 5)
+    stopped = model.anthropic.messages.create(
+        model=MODEL, max_tokens=99, messages=turn, stop_sequences=["nine", "three"]
+    )
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "three")
+    assert stopped.content[0].text == "one two "
+    response = model.openai.responses.create(model=MODEL, input="Count.", max_output_tokens=5)
+    assert (response.status, response.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+
+
+def test_errors_have_the_form_that_each_client_reads(speak: Any) -> None:
+    """Too long a prompt in the words that each program looks for, and other errors by status."""
+    script = Script(vocab_size=tokenizer().model_vocab_size, max_sequence_tokens=30)
+    model = speak("Done.", script)
+    long = "word " * 100
+    with pytest.raises(anthropic.BadRequestError) as told:
+        model.anthropic.messages.create(
+            model=MODEL, max_tokens=9, messages=[{"role": "user", "content": long}]
+        )
+    error: Any = told.value.body
+    assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+    assert error["error"]["message"].startswith("prompt is too long: ")
+    assert error["error"]["message"].endswith(" tokens > 29 maximum")
+    assert told.value.response.headers["request-id"] == error["request_id"]
+    with pytest.raises(openai.BadRequestError) as too_long:
+        model.openai.responses.create(model=MODEL, input=long)
+    assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "input")
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        model.anthropic.messages.create(
+            model="other", max_tokens=9, messages=[{"role": "user", "content": "x"}]
+        )
+    with pytest.raises(openai.NotFoundError, match="no response is stored"):
+        model.openai.responses.retrieve("resp_1")
+    for field, value in (("previous_response_id", "resp_1"), ("background", True)):
+        with pytest.raises(openai.BadRequestError, match=f"{field}: is not supported"):
+            model.openai.responses.create(model=MODEL, input="x", **{field: value})
+
+
+def test_a_full_server_is_overloaded(speak: Any) -> None:
+    """In Anthropic's words and with its status, and when to come again."""
+    engine = SpeakingEngine(tokenizer(), lambda prompt: "Done.")
+    backend = ScriptedBackend(engine, admission=Admission(1, 0, None))
+    model = speak("Done.", backend=backend)
+    model.engine = engine
+    engine.fault = Fault()
+    held = threading.Thread(
+        target=model.post, daemon=True, args=("/v1/responses", {"model": MODEL, "input": "x"})
+    )
+    held.start()
+    until(lambda: model.engine.requests)
+    turn = [{"role": "user", "content": "x"}]
+    with pytest.raises(anthropic.InternalServerError) as told:
+        model.anthropic.messages.create(model=MODEL, max_tokens=9, messages=turn)
+    error: Any = told.value.body
+    assert (told.value.status_code, error["error"]["type"]) == (529, "overloaded_error")
+    assert int(told.value.response.headers["retry-after"]) >= 1
+    model.engine.fault = None
+
+
+def test_an_engine_that_fails_in_a_stream_ends_it_with_an_error(speak: Any) -> None:
+    """In the event that each client knows."""
+    model = speak("one two three")
+    model.engine.fault = Fault(error=EngineError("the engine is lost"), after_tokens=2)
+    asked = {"model": MODEL, "input": "x", "stream": True}
+    last = events(model.post("/v1/responses", asked)[1])[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": "server_error", "message": "the engine is lost"}
+    turn = {"role": "user", "content": "x"}
+    asked = {"model": MODEL, "max_tokens": 9, "messages": [turn], "stream": True}
+    last = events(model.post("/v1/messages", asked)[1])[-1]
+    assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+
+
+def test_a_client_that_waits_is_sent_events(speak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments would not reset the idle timer of Codex."""
+    monkeypatch.setattr(app, "_PING_S", 0.02)
+    script = Script(vocab_size=tokenizer().model_vocab_size, prefill_seconds=0.02)
+    model = speak("Done.", script)
+    asked = {"model": MODEL, "input": "x", "stream": True}
+    told = [event["type"] for event in events(model.post("/v1/responses", asked)[1])]
+    first = told.index("ping")
+    assert told[:first] == ["response.created", "response.in_progress"]
+    assert told[-1] == "response.completed"
+    turn = {"role": "user", "content": "x"}
+    asked = {"model": MODEL, "max_tokens": 9, "messages": [turn], "stream": True}
+    told = [event["type"] for event in events(model.post("/v1/messages", asked)[1])]
+    assert told[:2] == ["message_start", "ping"] and told[-1] == "message_stop"
+
+
+def test_keys_come_in_either_header(speak: Any, tmp_path: Path) -> None:
+    """Claude Code sends ``x-api-key`` or a bearer token, by how it is configured."""
+    file = tmp_path / "keys"
+    file.write_text("secret\n")
+    model = speak("Done.", keys=read_keys(file))
+    turn = {"role": "user", "content": "x"}
+    body = {"model": MODEL, "max_tokens": 9, "messages": [turn]}
+    for headers, status in (
+        ({"x-api-key": "secret"}, 200),
+        ({"authorization": "Bearer secret"}, 200),
+        ({"x-api-key": "wrong"}, 401),
+        ({}, 401),
+    ):
+        found, told = model.post("/v1/messages", body, headers)
+        assert found == status
+        if status == 401:
+            assert json.loads(told)["error"]["type"] == "authentication_error"

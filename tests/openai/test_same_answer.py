@@ -1,0 +1,229 @@
+"""One answer is the same through every API, however its text is cut; prompts too."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.openai_server import MODEL
+from tests.helpers.scripted_text import tokenizer
+from tests.models.test_chat_templates import tokenizer_of
+from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.openai.builder import Head, ResponseBuilder
+from trtllm_bls.openai.chat import ChatResponse
+from trtllm_bls.openai.constraints import ChatFormats, TakenConversations
+from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
+from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
+from trtllm_bls.openai.schema import ChatRequest, decode
+from trtllm_bls.types import Ending, FinishReason, TextChunk
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "1"}}\n</tool_call>'
+PIECES = st.sampled_from(
+    [CALL, "<think>", "</think>", "Why?\n", "é🙂", " ", "<tool_call>", '{"name": "f"', "text \n"]
+)
+# (reasoning, text, calls) of an answer
+Content = tuple[str, str, list[tuple[str, str]]]
+
+
+def builders(stream: bool, formats: ChatFormats) -> list[ResponseBuilder]:
+    """A builder of each API, for the same question."""
+    turn = {"role": "user", "content": "x"}
+    function = {"name": "f", "parameters": SCHEMA}
+    asked: list[tuple[Any, Any, dict[str, Any]]] = [
+        (
+            ChatRequest,
+            ChatResponse,
+            {"messages": [turn], "tools": [{"type": "function", "function": function}]},
+        ),
+        (
+            ResponsesRequest,
+            ResponsesResponse,
+            {"input": "x", "tools": [{"type": "function", **function}]},
+        ),
+        (
+            MessagesRequest,
+            MessagesResponse,
+            {
+                "messages": [turn],
+                "max_tokens": 9,
+                "tools": [{"name": "f", "input_schema": SCHEMA}],
+            },
+        ),
+    ]
+    head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
+    found = []
+    for kind, builder, fields in asked:
+        body = json.dumps({"model": MODEL, "stream": stream, **fields}).encode()
+        found.append(builder(decode(body, kind), head, tokenizer(), formats))
+    return found
+
+
+def content_of(builder: ResponseBuilder, stream: bool, chunks: list[str]) -> Content:
+    """What the client of this API ends up with."""
+    ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
+    sent = b"".join(builder.add(0, TextChunk(text)) for text in chunks[:-1])
+    sent += builder.add(0, TextChunk(chunks[-1], 0, ending))
+    if not stream:
+        return read_whole(json.loads(builder.whole()))
+    sent += builder.last_events()
+    lines = [line[6:] for line in sent.split(b"\n") if line.startswith(b"data: {")]
+    return READ[type(builder)]([json.loads(line) for line in lines])
+
+
+def read_whole(answer: dict[str, Any]) -> Content:
+    if "choices" in answer:
+        message = answer["choices"][0]["message"]
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        told = [(call["name"], call["arguments"]) for call in calls]
+        return message.get("reasoning_content", ""), message["content"] or "", told
+    reasoning, text, called = "", "", []
+    for item in answer["output" if "output" in answer else "content"]:
+        if item["type"] == "reasoning":
+            reasoning += item["content"][0]["text"]
+        elif item["type"] == "thinking":
+            reasoning += item["thinking"]
+        elif item["type"] == "message":
+            text += item["content"][0]["text"]
+        elif item["type"] == "text":
+            text += item["text"]
+        else:
+            called.append((item["name"], item.get("arguments", item.get("input"))))
+    return reasoning, text, called
+
+
+def read_chat(events: list[dict[str, Any]]) -> Content:
+    reasoning, text, calls = "", "", []
+    for event in events:
+        delta = event["choices"][0]["delta"]
+        reasoning += delta.get("reasoning_content", "")
+        text += delta.get("content") or ""
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(calls):
+                calls.append([call["function"]["name"], ""])
+            calls[call["index"]][1] += call["function"]["arguments"]
+    return reasoning, text, [(name, arguments) for name, arguments in calls]
+
+
+def read_responses(events: list[dict[str, Any]]) -> Content:
+    parts: dict[str, list[Any]] = {}
+    for event in events:
+        if event["type"] == "response.output_item.added":
+            parts[event["item"]["id"]] = [event["item"], ""]
+        elif event["type"].endswith(".delta"):
+            parts[event["item_id"]][1] += event["delta"]
+    found = list(parts.values())
+    return (
+        "".join(text for item, text in found if item["type"] == "reasoning"),
+        "".join(text for item, text in found if item["type"] == "message"),
+        [(item["name"], text) for item, text in found if item["type"] == "function_call"],
+    )
+
+
+def read_messages(events: list[dict[str, Any]]) -> Content:
+    blocks: list[Any] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append([event["content_block"], ""])
+        elif event["type"] == "content_block_delta":
+            keys = ("text", "thinking", "partial_json")
+            blocks[event["index"]][1] += "".join(event["delta"].get(key, "") for key in keys)
+    return (
+        "".join(text for block, text in blocks if block["type"] == "thinking"),
+        "".join(text for block, text in blocks if block["type"] == "text"),
+        [(block["name"], text) for block, text in blocks if block["type"] == "tool_use"],
+    )
+
+
+READ = {
+    ChatResponse: read_chat,
+    ResponsesResponse: read_responses,
+    MessagesResponse: read_messages,
+}
+
+
+def loaded(content: Content) -> Content:
+    """With arguments as objects, as the Messages API has them in a whole answer; cut ones as {}."""
+
+    def read(arguments: Any) -> Any:
+        try:
+            return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except ValueError:
+            return {}
+
+    reasoning, text, calls = content
+    return reasoning, text, [(name, read(arguments)) for name, arguments in calls]
+
+
+@given(st.lists(PIECES, min_size=1, max_size=8), st.data())
+def test_an_answer_is_the_same_through_every_api(pieces: list[str], data: st.DataObject) -> None:
+    """Text, reasoning and calls, streamed in any chunks and whole."""
+    text = "".join(pieces)
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
+    borders = [0, *sorted(places), len(text)]
+    chunks = [text[a:b] for a, b in itertools.pairwise(borders)]
+    formats = ChatFormats(TOOL_FORMATS["hermes"], REASONING_TAGS["think"])
+    streamed = [content_of(builder, True, chunks) for builder in builders(True, formats)]
+    assert streamed[1:] == streamed[:1] * 2
+    whole = [loaded(content_of(builder, False, [text])) for builder in builders(False, formats)]
+    assert whole == [loaded(streamed[0])] * 3
+
+
+TURNS = [
+    {"role": "system", "content": "FIRST"},
+    {"role": "system", "content": "SECOND"},
+    {"role": "user", "content": "QUESTION"},
+    {"role": "system", "content": "THIRD"},
+    {"role": "user", "content": "MORE"},
+    {"role": "assistant", "content": "ANSWER"},
+    {"role": "user", "content": "LAST"},
+]
+LOOP = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+REFUSING = {
+    "systems in the middle": "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('first') }}{% endif %}{% endfor %}" + LOOP,
+    "systems that are dropped": "<|system|>{{ messages[0].content }}{% for m in messages[1:] %}"
+    "{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}",
+    "turns that do not alternate": "{% for m in messages %}{% if not loop.first and "
+    "m.role == messages[loop.index0 - 1].role %}{{ raise_exception('alternate') }}{% endif %}"
+    "{% endfor %}" + LOOP,
+    "any system": "{% for m in messages %}{% if m.role == 'system' or not loop.first and "
+    "m.role == messages[loop.index0 - 1].role %}{{ raise_exception('none') }}{% endif %}"
+    "{% endfor %}" + LOOP,
+}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_a_template_gets_the_conversation_in_a_form_that_it_takes(name: str) -> None:
+    """Nothing is lost: not a text of a system, and not the order of the turns."""
+    reader = tokenizer_of(REFUSING[name])
+    with_all = TakenConversations.of(reader).fitted(TURNS)
+    prompt = reader.render_chat(with_all)
+    places = [prompt.index(turn["content"]) for turn in TURNS]
+    systems = [places[n] for n in (0, 1, 3)]
+    turns = [places[n] for n in (2, 4, 5, 6)]
+    assert systems == sorted(systems) and turns == sorted(turns)
+    assert max(systems) < min(turns) or name == "turns that do not alternate"
+
+
+def test_a_template_that_takes_all_gets_all_as_it_is() -> None:
+    """A text that moves to the front would change the beginning of the prompt, and its KV cache."""
+    taken = TakenConversations.of(tokenizer_of(LOOP))
+    assert taken == TakenConversations() and taken.fitted(TURNS) == TURNS
+
+
+def test_a_model_without_a_template_is_not_asked() -> None:
+    """Every conversation is refused, by the prompt that cannot be made."""
+    reader = tokenizer_of(LOOP)
+    reader._hf.chat_template = None
+    taken = TakenConversations.of(reader)
+    assert taken == TakenConversations(system=False, systems=False, same_roles=False)
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        reader.render_chat(taken.fitted(TURNS))

@@ -1,0 +1,345 @@
+"""``/v1/messages``, Anthropic's Messages API: Claude Code speaks nothing else.
+
+Events, fields and errors follow the types of Anthropic's own package.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from trtllm_bls.chat_parsing.parser import Content, Reasoning
+from trtllm_bls.openai.builder import Head
+from trtllm_bls.openai.constraints import ChatFormats, Conversation, GuidedDecoding
+from trtllm_bls.openai.conversation import ChatTurn, thinking
+from trtllm_bls.openai.errors import ApiError, as_json, invalid
+from trtllm_bls.openai.parts import Part, PartsBuilder, Transcript, sse
+from trtllm_bls.openai.schema import Count, Generation, Refused, Word
+from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import ChatOptions, FinishReason
+
+PATH = "/v1/messages"
+_OVERLOADED = 529  # Anthropic's status for what is 429 or 503 elsewhere
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    _OVERLOADED: "overloaded_error",
+}
+# Claude Code compacts its conversation where an error has these words and numbers.
+_NUMBERS = re.compile(r"(\d+) tokens; .* at most (\d+)")
+# A system text that differs between requests of one conversation, and would spoil the KV cache.
+_BILLING = "x-anthropic-billing-header:"
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether the model is to think before it answers."""
+
+    type: Literal["disabled", "enabled", "adaptive", "between_tools"]
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any] | bool
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """Options of the answer."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class ClientTool(msgspec.Struct, kw_only=True):
+    """A tool that the client runs; ``type``: of others, which Anthropic runs."""
+
+    name: Word
+    description: str = ""
+    input_schema: dict[str, Any] | None = None
+    type: Literal["custom"] | None = None
+
+
+class MessagesToolChoice(msgspec.Struct, kw_only=True):
+    """Whether and which tools have to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class TextBlock(msgspec.Struct, tag="text"):
+    """Text of a message."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, tag="thinking"):
+    """What the model thought before it answered."""
+
+    thinking: str
+
+
+class RedactedThinkingBlock(msgspec.Struct, tag="redacted_thinking"):
+    """What nobody but Anthropic can read: it is left out."""
+
+
+class ToolUseBlock(msgspec.Struct, tag="tool_use", kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    name: Word
+    input: dict[str, Any] = {}
+
+
+class ToolResultBlock(msgspec.Struct, tag="tool_result", kw_only=True):
+    """What a call has returned."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+
+
+Block: TypeAlias = (
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+)
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One turn; Claude Code sends system texts between others."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class CountTokensRequest(Generation, kw_only=True):
+    """``POST /v1/messages/count_tokens``."""
+
+    no_effect = frozenset(
+        {
+            *("metadata", "service_tier", "cache_control", "context_management", "speed"),
+            *("inference_geo", "betas"),
+        }
+    )
+    refused: ClassVar[Refused] = {"container": (), "mcp_servers": ([],)}
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=8192)]
+    system: str | list[TextBlock] | None = None
+    max_tokens: Count | None = None
+    stop_sequences: Annotated[list[Word], msgspec.Meta(max_length=1024)] | None = None
+    tools: Annotated[list[ClientTool], msgspec.Meta(max_length=512)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """``POST /v1/messages``."""
+
+    max_tokens: Count
+
+
+class MessagesResponse(PartsBuilder):
+    """Builds the response to a ``MessagesRequest``. Raises ``ApiError`` if it cannot be served."""
+
+    object = "message"
+    prompt_field = "messages"
+    id_prefix = "msg_"
+
+    def __init__(
+        self, request: CountTokensRequest, head: Head, tokenizer: Tokenizer, formats: ChatFormats
+    ) -> None:
+        turn = ChatTurn(
+            request,
+            _conversation(request),
+            tokenizer,
+            formats,
+            max_tokens=request.max_tokens,
+            fits_max_tokens=True,
+            stop_words=tuple(request.stop_sequences or ()),
+        )
+        super().__init__(head, turn, tokenizer)
+
+    def ping(self) -> bytes:
+        return self._begin_once() + sse("ping")
+
+    def last_events(self) -> bytes:
+        delta = {**self._stopped(), "container": None}
+        return sse("message_delta", delta=delta, usage=self._usage()) + sse("message_stop")
+
+    def failed(self, error: ApiError) -> bytes:
+        return sse("error", error=_told(*_known(error)))
+
+    def whole(self) -> bytes:
+        return msgspec.json.encode(self._message([self._block(part) for part in self._parts]))
+
+    def _first_events(self) -> bytes:
+        return sse("message_start", message=self._message([]))
+
+    def _opened(self, part: Part) -> bytes:
+        kinds: dict[Any, tuple[str, str]] = {
+            Content: ("text_delta", "text"),
+            Reasoning: ("thinking_delta", "thinking"),
+        }
+        kind, key = kinds.get(part.kind, ("input_json_delta", "partial_json"))
+        start = {"type": "content_block_delta", "index": part.index, "delta": {"type": kind}}
+        fields = msgspec.json.encode(start)[:-2]
+        part.before = b'event: content_block_delta\ndata: %b,"%b":' % (fields, key.encode())
+        part.after = b"}}\n\n"
+        part.id = f"toolu_{secrets.token_hex(12)}" if part.call is not None else ""
+        block = self._block(part)
+        return sse("content_block_start", index=part.index, content_block=block)
+
+    def _closed(self, part: Part) -> bytes:
+        signed = b""
+        if part.kind is Reasoning:  # clients send it back, and some want it before the stop
+            delta = {"type": "signature_delta", "signature": ""}
+            signed = sse("content_block_delta", index=part.index, delta=delta)
+        return signed + sse("content_block_stop", index=part.index)
+
+    def _block(self, part: Part) -> dict[str, Any]:
+        text = part.text
+        if part.kind is Content:
+            return {"type": "text", "text": text}
+        if part.call is None:
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        try:
+            given = msgspec.json.decode(text or "{}")
+        except msgspec.DecodeError:  # cut, or not JSON at all
+            given = {}
+        return {"type": "tool_use", "id": part.id, "name": part.call.name, "input": given}
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._head.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": content,
+            **self._stopped(),
+            "usage": self._usage(),
+        }
+
+    def _stopped(self) -> dict[str, str | None]:
+        ending, reason = self._ending, None
+        if ending is not None:
+            reason = "tool_use" if self._answer.has_calls else "end_turn"
+            if ending.finish_reason is FinishReason.STOP and ending.stop_reason is not None:
+                reason = "stop_sequence"
+            elif ending.finish_reason in (FinishReason.LENGTH, FinishReason.TIMEOUT):
+                asked = self.requests[0].max_tokens or 0
+                fewer = ending.finish_reason is FinishReason.LENGTH
+                fewer = fewer and ending.completion_tokens < asked
+                reason = "model_context_window_exceeded" if fewer else "max_tokens"
+        stop = ending.stop_reason if ending is not None and reason == "stop_sequence" else None
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _usage(self) -> dict[str, Any]:
+        made = self._ending.completion_tokens if self._ending is not None else 0
+        cached = self.cached_tokens or 0
+        return {
+            "input_tokens": self.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": made,
+        }
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+def error_answer(error: ApiError, request_id: str) -> tuple[int, bytes]:
+    """The status and the body of an error, as Anthropic's clients read them."""
+    status, message = _known(error)
+    body = {"type": "error", "error": _told(status, message), "request_id": request_id}
+    return status, msgspec.json.encode(body)
+
+
+def _known(error: ApiError) -> tuple[int, str]:
+    if error.status in (429, 503):
+        return _OVERLOADED, error.message
+    if error.code == "context_length_exceeded":
+        numbers = _NUMBERS.search(error.message)
+        told = "{} tokens > {} maximum".format(*numbers.groups()) if numbers else error.message
+        return error.status, f"prompt is too long: {told}"
+    return error.status, error.message
+
+
+def _told(status: int, message: str) -> dict[str, str]:
+    kind = "api_error" if status >= 500 else "invalid_request_error"
+    return {"type": _TYPES.get(status, kind), "message": message}
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+def _conversation(request: CountTokensRequest) -> Conversation:
+    transcript = Transcript()
+    if request.system:
+        transcript.say("system", _text(request.system))
+    for message in request.messages:
+        _read_message(message, transcript)
+    if not transcript.messages:
+        raise invalid("messages", "hold nothing; send at least one block of text")
+    config, choice = request.output_config or OutputConfig(), request.tool_choice
+    thinks = None if request.thinking is None else request.thinking.type != "disabled"
+    goes_on = transcript.messages[-1]["role"] == "assistant"
+    if goes_on and (request.tools or thinks):
+        problem = "ends with an answer to go on with, which tools and thinking do not allow"
+        raise invalid("messages", problem)
+    if choice is not None and choice.type == "tool" and not choice.name:
+        raise invalid("tool_choice.name", "is missing")
+    demands = {"any": "required", "tool": "required", "none": "none"}
+    guide, field = None, "output_config.format"
+    if config.format is not None:
+        schema = as_json(field, config.format.schema)
+        guide = GuidedDecoding(field, "json_schema", schema)
+    return Conversation(
+        messages=transcript.messages,
+        tools=[_function(tool) for tool in request.tools or ()],
+        choice=demands.get(choice.type, "auto") if choice else "auto",
+        forced=choice.name if choice and choice.type == "tool" else None,
+        parallel=not (choice and choice.disable_parallel_tool_use),
+        guide=guide,
+        options=ChatOptions(
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            variables={
+                **thinking(config.effort, thinks),
+                **(request.chat_template_kwargs or {}),
+            },
+        ),
+    )
+
+
+def _function(tool: ClientTool) -> dict[str, Any]:
+    parameters = tool.input_schema or {"type": "object", "properties": {}}
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _read_message(message: Message, transcript: Transcript) -> None:
+    texts: list[str] = []
+    for block in [TextBlock(text=c)] if isinstance(c := message.content, str) else c:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            transcript.think(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            transcript.call(block.id, block.name, as_json("messages", block.input))
+        elif isinstance(block, ToolResultBlock):
+            transcript.result(block.tool_use_id, _text(block.content or ""))
+    if texts:
+        transcript.say(message.role, "\n".join(texts))
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(b.text for b in content if not b.text.startswith(_BILLING))
