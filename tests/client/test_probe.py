@@ -107,7 +107,7 @@ def watch(
         probe=lambda: Probe(url, "canary", local=True),
         status_dir=status,
         metrics_url=metrics_url,
-        **{"guard": me, "process": me, "stop_requested": False, "unloaded": set()}
+        **{"process": me, "stop_requested": False, "unloaded": set()}
         | {"models": ("tensorrt_llm",) * engine_here + ("tensorrt_llm_bls",), **more},
     )
     bounds = Bounds(stall_s=stall_s)
@@ -301,24 +301,6 @@ async def test_a_stop_waits_for_requests_and_not_for_triton_to_forget_them(
         await eventually(looked)
         await asyncio.to_thread(watching.close)
     assert ended.is_set() == ends
-
-
-async def test_a_stopped_guard_is_resumed_and_told(tmp_path: Path) -> None:
-    """It cannot end the server meanwhile; nothing is lost."""
-    told = list[str]()
-    with subprocess.Popen(["sleep", "1000"]) as process:
-        try:
-            guard = psutil.Process(process.pid)
-            async with FakeGrpcServer([TOKEN]) as server:
-                watching = watch(server.url, tmp_path, SECONDS, [], said=told, guard=guard)
-                guard.suspend()
-                await eventually(lambda: told)
-                await eventually(lambda: guard.status() == psutil.STATUS_SLEEPING)
-                assert watching.verdict.ready
-                await asyncio.to_thread(watching.close)
-        finally:
-            process.kill()
-    assert told == ["the guard process of tritonserver was stopped (SIGSTOP); resumed it"]
 
 
 async def test_failed_canaries_end_readiness_until_one_is_answered(tmp_path: Path) -> None:

@@ -131,10 +131,9 @@ def test_a_stopped_stub_is_noticed_at_the_second_look(children: Tree) -> None:
         pass
     assert looked_at.problems() == ()
     assert [line.endswith("is stopped") for line in looked_at.problems()] == [True]
-    assert looked_at.wake(stub)
+    stub.resume()
     while stub.status() == psutil.STATUS_STOPPED:
         pass
-    assert not looked_at.wake(stub)
     assert looked_at.problems() == ()
 
 

@@ -53,7 +53,7 @@ def server_beside(tmp_path: Path, **more: Any) -> Any:
 def test_a_dead_api_is_started_again_unless_the_server_stops(tmp_path: Path) -> None:
     """Why, and that it answers again, is told once each."""
     server, told = server_beside(tmp_path), list[str | None]()
-    api = HttpProcess(server, True, told.append, lambda _: None, lambda _: None)
+    api = HttpProcess(server, True, told.append, lambda _: None)
     try:
         assert api.wait_until_ready()
         api.keep()
@@ -70,7 +70,7 @@ def test_a_dead_api_is_started_again_unless_the_server_stops(tmp_path: Path) -> 
 def test_a_dead_api_ends_a_server_that_is_not_to_be_started_again(tmp_path: Path) -> None:
     """``--on-failure exit`` holds for both."""
     server, told = server_beside(tmp_path, on_failure="exit"), list[str | None]()
-    api = HttpProcess(server, True, told.append, lambda _: None, lambda _: None)
+    api = HttpProcess(server, True, told.append, lambda _: None)
     try:
         assert api.wait_until_ready()
         api.keep()
@@ -101,7 +101,7 @@ def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> No
         running=True,
     )
     lines: list[str] = []
-    api = HttpProcess(cast(TritonServer, server), True, lines.append, lines.append, lines.append)
+    api = HttpProcess(cast(TritonServer, server), True, lines.append, lines.append)
     try:
         waiting = threading.Thread(target=api.wait_until_ready, daemon=True)
         waiting.start()

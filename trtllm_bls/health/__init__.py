@@ -7,7 +7,6 @@ processes on this machine. ``serve`` does so continuously, ``trtllm-bls health``
 from trtllm_bls.health.probe import Canary, Probe
 from trtllm_bls.health.processes import (
     ServerProcesses,
-    StoppedProcesses,
     find_server,
     free_shared_memory,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "Observed",
     "Probe",
     "ServerProcesses",
-    "StoppedProcesses",
     "Verdict",
     "evaluate",
     "find_server",

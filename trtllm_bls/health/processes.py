@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,21 +16,6 @@ SHARED_MEMORY = Path("/dev/shm")
 _NEEDED = re.compile(r"triton_python_backend_stub|trtllmExecutorWorker")
 
 
-class StoppedProcesses:
-    """Which processes a SIGSTOP holds; one that a debugger traces is not among them."""
-
-    def __init__(self) -> None:
-        self._before: set[psutil.Process] = set()
-
-    def look(self, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-        """Those that this look and the one before it found stopped: a single look may fall into
-        the moment between a SIGSTOP and the SIGCONT that follows it."""
-        stopped = [each for each in processes if _state(each) == psutil.STATUS_STOPPED]
-        twice = [each for each in stopped if each in self._before]
-        self._before = set(stopped)
-        return twice
-
-
 class ServerProcesses:
     """tritonserver and the children that it needs. Construct this once the models have loaded."""
 
@@ -41,25 +25,28 @@ class ServerProcesses:
             with suppress(psutil.Error):
                 if _NEEDED.search(" ".join(child.cmdline()[:1])):
                     self._names[child] = _described(child)
-        self._stopped = StoppedProcesses()
+        self._stopped: set[psutil.Process] = set()  # by a SIGSTOP, as of the last look
         self.running = {name: 0 for name in self._names.values()}
         """The number of running processes by name, as of the last ``problems()``."""
 
     def problems(self) -> tuple[str, ...]:
         """One line for each process that is dead or stopped.
 
-        A process counts as stopped when two calls in a row find it so.
+        A process counts as stopped when two calls in a row find it so: a single look may fall into
+        the moment between a SIGSTOP and the SIGCONT that follows it.
         """
         found, running = [], dict.fromkeys(self.running, 0)
-        stopped = self._stopped.look(self._names)
+        before, self._stopped = self._stopped, set()
         for process, name in self._names.items():
             state = _state(process)
             if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
                 found.append(f"the process of {name} is dead")
-            elif process in stopped:
-                found.append(f"the process of {name} is stopped")
             elif state != psutil.STATUS_STOPPED:
                 running[name] += 1
+            else:
+                self._stopped.add(process)
+                if process in before:
+                    found.append(f"the process of {name} is stopped")
         self.running = running
         return tuple(found)
 
@@ -72,14 +59,6 @@ class ServerProcesses:
                 if used >= limit >= 0:  # -1: without a limit
                     found.append(f"the process of {name} has used its {limit} file descriptors")
         return tuple(found)
-
-    def wake(self, process: psutil.Process) -> bool:
-        """Resume a process if it is stopped; returns whether it was."""
-        with suppress(psutil.Error):
-            if process.status() == psutil.STATUS_STOPPED:
-                process.resume()
-                return True
-        return False
 
 
 def find_server(port: int) -> psutil.Process | None:

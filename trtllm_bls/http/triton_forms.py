@@ -37,9 +37,7 @@ _INTEGERS: dict[str, type[np.integer[Any]]] = {
 }
 _FLOATS = {"FP32": np.float32, "FP64": np.float64}
 _OUTPUTS = {**_INTEGERS, **_FLOATS, "FP16": np.float16, "BOOL": np.bool_}
-# RapidJSON writes hexadecimal digits in capitals, unlike Python's json.
-_SHORT_ESCAPES = {8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r", 34: '\\"', 92: "\\\\"}
-_ESCAPES = {code: f"\\u{code:04X}" for code in range(32)} | _SHORT_ESCAPES
+_encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode
 
 
 class LeftToTriton(Exception):
@@ -187,67 +185,39 @@ def is_final(response: Any) -> bool:
 
 def response_json(response: Any) -> bytes:
     """A ``ModelInferResponse`` as one JSON object, its members sorted by name."""
-    members = {
-        "model_name": _quoted(response.model_name),
-        "model_version": _quoted(response.model_version),
+    members: dict[str, Any] = {
+        "model_name": response.model_name,
+        "model_version": response.model_version,
     }
     if response.id:
-        members["id"] = _quoted(response.id)
+        members["id"] = response.id
     for key, parameter in response.parameters.items():
         if key != _FINAL:
-            value = getattr(parameter, parameter.WhichOneof("parameter_choice"))
-            members[key] = _scalar(value)
+            members[key] = getattr(parameter, parameter.WhichOneof("parameter_choice"))
     for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
         values = _unpacked(output.datatype, content)
-        members[output.name] = values[0] if len(values) == 1 else f"[{','.join(values)}]"
-    pairs = [f"{_quoted(key)}:{members[key]}" for key in sorted(members)]
-    return f"{{{','.join(pairs)}}}".encode("utf-8", "surrogateescape")
+        members[output.name] = values[0] if len(values) == 1 else values
+    return _written(members)
 
 
 def error_json(message: str) -> bytes:
     """The body of an error."""
-    return f'{{"error":{_quoted(message)}}}'.encode("utf-8", "surrogateescape")
+    return _written({"error": message})
 
 
-def _unpacked(datatype: str, content: bytes) -> list[str]:
+def _written(members: Mapping[str, Any]) -> bytes:
+    return _encode(members).encode("utf-8", "surrogateescape")
+
+
+def _unpacked(datatype: str, content: bytes) -> list[Any]:
     if datatype != "BYTES":
-        return [_scalar(value) for value in np.frombuffer(content, _OUTPUTS[datatype]).tolist()]
+        values = np.frombuffer(content, _OUTPUTS[datatype]).tolist()
+        # JSON has no infinity. RapidJSON writes nothing in its place, which no client can read.
+        return [value if isfinite(value) else None for value in values]
     texts, place = [], 0
     while place < len(content):
         (size,) = struct.unpack_from("<I", content, place)
         place += 4 + size
         # Bytes that are not UTF-8 are passed on as they are, as Triton does.
-        texts.append(_quoted(content[place - size : place].decode("utf-8", "surrogateescape")))
+        texts.append(content[place - size : place].decode("utf-8", "surrogateescape"))
     return texts
-
-
-def _quoted(text: str) -> str:
-    return f'"{text.translate(_ESCAPES)}"'
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, str):
-        return _quoted(value)
-    if isinstance(value, float):
-        return number(value)
-    return str(value).lower()  # of true and false
-
-
-def number(value: float) -> str:
-    """A float as RapidJSON writes it: plain from 1e-6 up to 1e21, else with a bare exponent."""
-    if not isfinite(value):
-        return "null"  # RapidJSON writes nothing, which no client can read
-    text = repr(value)
-    mantissa, exponent_mark, exponent = text.partition("e")
-    if not exponent_mark:
-        return text
-    power = int(exponent)
-    sign = "-" if mantissa.startswith("-") else ""
-    whole, _, fraction = mantissa.lstrip("-").partition(".")
-    fraction = "" if fraction == "0" else fraction
-    digits = whole + fraction
-    if 0 < power < 21:
-        return f"{sign}{digits}{'0' * (power - len(fraction))}.0"
-    if -7 < power < 0:
-        return f"{sign}0.{'0' * (-power - 1)}{digits}"
-    return f"{sign}{whole}{'.' + fraction if fraction else ''}e{power}"

@@ -2,8 +2,8 @@
 
 They answer the OpenAI API, and Triton's HTTP API at ``--http-port`` in front of Triton's own port.
 
-It is started when the models are ready and restarted when it dies or is stopped (SIGSTOP). A worker
-that is stopped is killed; the child then starts another.
+It is started when the models are ready and restarted when it dies. It replaces workers itself that
+die or are silent.
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from importlib.util import find_spec
-from pathlib import Path
-
-import psutil
 
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.health import StoppedProcesses
 from trtllm_bls.launcher.certificates import client_context, curl_tls, own_tls
 from trtllm_bls.launcher.ports import ask
 from trtllm_bls.launcher.process import (
@@ -86,8 +82,8 @@ class HttpProcess:
     ``with_api``: it has the OpenAI API too, whose address is ``url``.
 
     It drains when the server is asked to stop, as the server's models do. ``on_problem`` gets the
-    reason when it stops answering, and ``None`` when it answers again; ``warn`` gets a line when a
-    worker is killed; ``on_line`` gets every line of its log. All are called on other threads.
+    reason when it ends, and ``None`` when it answers again; ``on_line`` gets every line of its log.
+    Both are called on other threads.
     """
 
     def __init__(
@@ -96,7 +92,6 @@ class HttpProcess:
         with_api: bool,
         on_problem: Callable[[str | None], object],
         on_line: Callable[[str], object],
-        warn: Callable[[str], object],
     ) -> None:
         settings = server.settings
         scheme = "http" if settings.tls_cert is None else "https"
@@ -142,7 +137,7 @@ class HttpProcess:
         self._command += given
         self._environment = server.environment
         self._server, self._on_problem = server, on_problem
-        self._on_line, self._warn = on_line, warn
+        self._on_line = on_line
         self._context = client_context(settings)
         self._limit = settings.exit_timeout + GRACE_MARGIN
         self._closing = threading.Event()
@@ -164,7 +159,7 @@ class HttpProcess:
         return process
 
     def keep(self) -> None:
-        """From now on restart it when it ends or is stopped."""
+        """From now on restart it when it ends."""
         self._keeping.start()
 
     def wait_until_ready(self) -> bool:
@@ -223,36 +218,13 @@ class HttpProcess:
                 self._end()
 
     def _next_problem(self) -> str | None:
-        """Wait until it ends or is stopped, and return why; ``None`` if it is being closed."""
-        stopped = StoppedProcesses()
+        """Wait until it ends, and return how; ``None`` if it was told to end."""
         while not self._closing.wait(_LOOK_S):
             code = self._process.poll()
-            if code is not None and self._server.stop_requested:
-                return None
             if code is not None:
-                return f"the HTTP program has ended ({describe_exit(code)})"
-            for process in stopped.look(self._supervisor_and_workers()):
-                if process.pid == self._process.pid:
-                    self._end()
-                    return "the HTTP program was stopped"
-                with suppress(psutil.Error):
-                    process.kill()
-                    self._warn(
-                        f"worker {process.pid} of the HTTP program was stopped (SIGSTOP) and has "
-                        "been killed: its requests have ended, and another worker is started"
-                    )
+                stopping = self._server.stop_requested
+                return None if stopping else f"the HTTP program has ended ({describe_exit(code)})"
         return None
-
-    def _supervisor_and_workers(self) -> list[psutil.Process]:
-        """The program's own process, which starts its workers from its main thread."""
-        pid = self._process.pid
-        found = []
-        with suppress(OSError, psutil.Error):
-            found.append(psutil.Process(pid))
-            # psutil would look at every process of the machine to find the children.
-            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                found.append(psutil.Process(int(child)))
-        return found
 
     def _answers(self) -> bool:
         settings = self._server.settings

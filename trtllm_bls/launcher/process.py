@@ -116,13 +116,6 @@ class GuardedProcess:
         return self._guard.poll() is None
 
     @property
-    def guard(self) -> psutil.Process | None:
-        """``None`` after its end."""
-        with suppress(psutil.Error):
-            return psutil.Process(self._guard.pid)
-        return None
-
-    @property
     def server(self) -> psutil.Process | None:
         """The command's own process; ``None`` before it started and after it ended."""
         with suppress(psutil.Error):
@@ -138,9 +131,6 @@ class GuardedProcess:
     def kill(self) -> None:
         """Ask for the end at once."""
         self._say(guard.KILL)
-        with suppress(OSError):  # a stopped guard would not read the control pipe
-            if self.running:
-                os.kill(self._guard.pid, signal.SIGCONT)
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code, 128 + n for signal n, once all output has been handed on.
@@ -179,6 +169,8 @@ class GuardedProcess:
         if self._guard.stdin and not self._guard.stdin.closed:
             with suppress(OSError):  # over already
                 os.write(self._guard.stdin.fileno(), word)
+        if self.running:  # a guard that is stopped (SIGSTOP) would not read the control pipe
+            self._guard.send_signal(signal.SIGCONT)
 
 
 def relay_lines(output: IO[bytes], on_line: Callable[[str], object], name: str) -> threading.Thread:

@@ -170,7 +170,6 @@ class _Service:
             bool(self._server.settings.openai_port) and BLS in self._server.models,
             self._on_api_problem,
             lambda raw: log(parse(raw)),
-            self._terminal.warning,
         )
         try:
             http.wait_until_ready()

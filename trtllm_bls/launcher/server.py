@@ -137,11 +137,6 @@ class TritonServer:
         return self._process.server if self._process else None
 
     @property
-    def guard(self) -> psutil.Process | None:
-        """The parent of tritonserver; ``None`` when it has ended."""
-        return self._process.guard if self._process else None
-
-    @property
     def running(self) -> bool:
         """Whether it has been started and has not ended. Any thread may ask."""
         return self._process is not None and self._process.running

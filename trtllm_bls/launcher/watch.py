@@ -100,9 +100,9 @@ class Watch:
         self._server = server
         self._bounds = replace(bounds, engine_elsewhere=ENGINE not in server.models)
         self._pace = pace or Pace.within(bounds.stall_s)
-        self._on_failed, self._warn = on_failed, warn
-        self._guard, process = server.guard, server.process
-        self._processes = ServerProcesses(process) if process and self._guard else None
+        self._on_failed = on_failed
+        process = server.process
+        self._processes = ServerProcesses(process) if process else None
         self._files = StatusDirectory(server.status_dir)
         self._probe = server.probe()
         self._has_canary = self._probe is not None and BLS in server.models
@@ -194,8 +194,6 @@ class Watch:
     def _observe(self, statuses: list[ProcessStatus], now: float) -> Observed:
         if self._processes is None:
             return Observed(processes=("the server is dead",))
-        if self._guard is not None and self._processes.wake(self._guard):
-            self._warn("the guard process of tritonserver was stopped (SIGSTOP); resumed it")
         self.draining = self._files.leaving
         moved = sum(status.responses + status.tokens for status in statuses)
         if moved > self._moved:
