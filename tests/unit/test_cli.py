@@ -18,7 +18,7 @@ from rich.console import Console
 from trtllm_bls import __version__
 from trtllm_bls.cli import main
 from trtllm_bls.launcher import ServerFailed
-from trtllm_bls.launcher.logs import LinePace, parse
+from trtllm_bls.launcher.logs import parse
 from trtllm_bls.launcher.terminal import Terminal, show_error
 from trtllm_bls.settings import ServeSettings
 
@@ -244,46 +244,6 @@ def test_a_full_disk_does_not_stop_the_terminals_log() -> None:
         "three",
     ]
     assert file.getvalue() == b"three\n"
-
-
-def test_a_flood_of_lines_is_not_shown_whole() -> None:
-    """A burst is, then so many a second; how many were left out is said."""
-    pace = LinePace(burst=3, per_second=10)
-    assert [pace.admit(100.0) for _ in range(6)] == [0, 0, 0, None, None, None]
-    assert [pace.admit(100.15), pace.admit(100.16), pace.admit(100.3)] == [3, None, 1]
-
-
-def test_no_request_goes_without_its_line() -> None:
-    """However many there are; only Triton's own warnings are thinned."""
-    speaks, shown, _ = terminal()
-    for number in range(1000):
-        speaks.log(parse(f'I1121 01:56:47.1 61 triton_log.py:26] "request id={number}"'))
-        speaks.log(parse('W1121 01:56:47.1 61 chttp2_server.cc:6] "no descriptors"'))
-    assert shown.getvalue().count("request id=") == 1000
-    assert shown.getvalue().count("no descriptors") < 1000
-
-
-def test_what_is_left_out_of_a_flood_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the next line that is shown."""
-    speaks, shown, _ = terminal()
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    now = 1000.0
-    for _ in range(300):
-        speaks.log(parse('W1121 01:56:47.1 61 chttp2_server.cc:6] "no descriptors"'))
-    assert "too fast" not in shown.getvalue()
-    now += 1
-    speaks.log(parse('W1121 01:56:48.1 61 x.cc:6] "later"'))
-    assert shown.getvalue().splitlines()[200:] == [
-        "(100 lines came too fast to be shown)",
-        "01:56:48 warning: later",
-    ]
-
-
-def test_verbose_relays_everything() -> None:
-    """As the server wrote it."""
-    speaks, shown, _ = terminal(verbose=True)
-    speaks.log(parse('I1121 01:56:47.1 61 x.cc:6] "fine"'))
-    assert shown.getvalue() == 'I1121 01:56:47.1 61 x.cc:6] "fine"\n'
 
 
 def test_a_failure_shows_the_servers_last_words_once() -> None:

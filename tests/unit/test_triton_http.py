@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,7 +11,7 @@ from tritonclient.grpc import service_pb2
 
 from trtllm_bls.errors import Overloaded
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
-from trtllm_bls.http.guard import ClientGone, GuardedProtocol, _ResponseTransport
+from trtllm_bls.http.guard import ClientGone
 from trtllm_bls.http.triton import Room, TritonAddresses, TritonHttp, _Exchange
 
 
@@ -94,30 +93,6 @@ def test_requests_that_come_at_once_ask_for_the_models_inputs_once() -> None:
 
     asyncio.run(run())
     assert len(asked) == 2
-
-
-def test_the_head_of_a_response_leaves_with_what_follows_at_once() -> None:
-    """Each write is a system call. A head that nothing follows leaves by itself."""
-    written: list[bytes] = []
-
-    async def run() -> None:
-        protocol = SimpleNamespace(
-            loop=asyncio.get_running_loop(),
-            transport=SimpleNamespace(write=written.append, is_closing=lambda: False),
-            close_after_body=lambda: written.append(b"closed"),
-        )
-        for parts in ((b"head ", b"first ", b"second"), (b"alone",)):
-            response = _ResponseTransport(cast(GuardedProtocol, protocol))
-            for part in parts:
-                response.write(part)
-            await asyncio.sleep(0)
-        response = _ResponseTransport(cast(GuardedProtocol, protocol))
-        response.write(b"refused")
-        response.close()
-        await asyncio.sleep(0)
-
-    asyncio.run(run())
-    assert written == [b"head first ", b"second", b"alone", b"refused", b"closed"]
 
 
 def test_a_caller_that_does_not_read_is_given_up() -> None:

@@ -75,15 +75,13 @@ class ConnectionLimits:
     """Limits of one process; times in seconds.
 
     ``connections``: further ones are answered 503; 0: as many as there are file descriptors, less
-    some for other uses. ``requests``: of one connection, which is then closed. ``error_body``:
-    the JSON of a refusal, by its status and message.
+    some for other uses. ``error_body``: the JSON of a refusal, by its status and message.
     """
 
     header_s: float = 10
     body_s: float = 30
     idle_s: float = 75  # clients and proxies close idle connections earlier, so no request is lost
     header_bytes: int = 64 * 1024
-    requests: int = 1000
     connections: int = 0
     error_body: Callable[[int, str], bytes] = json_error
 
@@ -125,7 +123,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._in_headers = True  # of a request, or before the next
-        self._num_requests = 0
         self._upgrade_offered = False
         self._discards = False  # all that still comes
         self._closes_after_body = False
@@ -175,9 +172,6 @@ class GuardedProtocol(HttpToolsProtocol):
         # ``BodyReader`` answers a slow client before this timer closes the connection.
         self._start_timer(self._limits.body_s + _DISCARD_S, self._on_body_timeout)
         super().on_headers_complete()
-        self._num_requests += 1
-        if self._num_requests >= self._limits.requests:
-            self.cycle.keep_alive = False
         self.cycle.transport = cast(asyncio.Transport, _ResponseTransport(self))
         scope = cast("dict[str, Any]", self.scope)
         scope[BODY_SEND] = self.cycle.send
@@ -256,43 +250,20 @@ class GuardedProtocol(HttpToolsProtocol):
         """What ``cycle.send`` does with a part of a chunked body, in a third of its time."""
         if self.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
             return False
-        cast(_ResponseTransport, cycle.transport).write(b"%x\r\n%b\r\n" % (len(data), data))
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
 
 class _ResponseTransport:
     """As much of a transport as uvicorn uses to write one response.
 
-    The head of a response waits for what else is written in this iteration of the event loop, since
-    each write is a system call. ``close`` waits until the request has been read.
+    ``close`` waits until the request has been read.
     """
 
     def __init__(self, protocol: GuardedProtocol) -> None:
-        self._transport, self._loop = protocol.transport, protocol.loop
-        self._head: bytes | None = None
+        self.write = protocol.transport.write
         self.is_closing = protocol.transport.is_closing
-        self._close = protocol.close_after_body
-
-    def write(self, data: bytes) -> None:
-        """The first data is the head."""
-        if self._head is None:
-            self._head = data
-            self._loop.call_soon(self._write_head)
-        elif self._head:
-            self._head, head = b"", self._head
-            self._transport.write(head + data)
-        else:
-            self._transport.write(data)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._write_head()
-        self._close()
-
-    def _write_head(self) -> None:
-        if self._head:
-            self._head, head = b"", self._head
-            self._transport.write(head)
+        self.close = protocol.close_after_body
 
 
 # --- bodies ---------------------------------------------------------------------------------------

@@ -117,29 +117,6 @@ def _unquoted(text: str) -> str:
     return str(value).strip()
 
 
-class LinePace:
-    """A token bucket for Triton's own lines on the terminal.
-
-    A server without file descriptors warns thousands of times a second.
-    """
-
-    def __init__(self, burst: int = 200, per_second: float = 20.0) -> None:
-        self._burst, self._per_second = burst, per_second
-        self._room, self._at = float(burst), 0.0
-        self._left_out = 0
-
-    def admit(self, now: float) -> int | None:
-        """How many lines were left out before this one; ``None`` if it is left out too."""
-        self._room = min(self._burst, self._room + (now - self._at) * self._per_second)
-        self._at = now
-        if self._room < 1:
-            self._left_out += 1
-            return None
-        self._room -= 1
-        left_out, self._left_out = self._left_out, 0
-        return left_out
-
-
 class LogBook:
     """Reads the log line by line and remembers what became of the models."""
 

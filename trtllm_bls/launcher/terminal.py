@@ -18,7 +18,7 @@ from rich.text import Text
 
 from trtllm_bls.errors import TrtllmBlsError
 from trtllm_bls.launcher.certificates import curl_tls
-from trtllm_bls.launcher.logs import TAIL_LINES, LinePace, LogLine
+from trtllm_bls.launcher.logs import TAIL_LINES, LogLine
 from trtllm_bls.launcher.server import Listener, ServerFailed, TritonServer
 from trtllm_bls.launcher.workdir import BLS
 
@@ -39,7 +39,6 @@ class Terminal(Listener):
         self._log_file = log_file
         self._status: Status | None = None
         self._log_file_failed = False
-        self._pace = LinePace()
         self.problems_only = False
         self._printed: deque[str] = deque(maxlen=TAIL_LINES)
         self._models: tuple[str, ...] = ()
@@ -85,11 +84,6 @@ class Terminal(Listener):
         if self._verbose:
             self._print(Text(line.raw))
         elif line.noteworthy and (line.problem or not self.problems_only):
-            left_out = 0 if line.from_python else self._pace.admit(time.monotonic())
-            if left_out is None:
-                return
-            if left_out:
-                self._print(Text(f"({left_out} lines came too fast to be shown)"))
             self._printed.append(line.readable)
             self._print(Text(line.readable, style=_STYLES.get(line.severity, "")))
 

@@ -40,13 +40,7 @@ from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.triton_log import log_to_stderr
 from trtllm_bls.settings import listen
 
-try:
-    from uvloop import Loop
-except ModuleNotFoundError:  # uvloop has no wheel for every interpreter
-    from asyncio import SelectorEventLoop as Loop  # type: ignore[assignment]
-
 _HUNG_S = 30  # a worker whose supervisor gets no answer for this long is replaced
-_HANDSHAKE_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _STARTUP_FAILURE = 3  # exit code of a worker; uvicorn then ends all workers
 # Older containers have uvicorn before 0.51. Its supervisor starts a worker that cannot start again
@@ -177,7 +171,6 @@ def _serve(
     options = uvicorn_options(ConnectionLimits(error_body=error_body), server.exit_timeout)
     if _SUPERVISES:
         options["timeout_worker_healthcheck"] = _HUNG_S
-        options["loop"] = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
     config = uvicorn.Config(
         partial(make_app, parameters, api, front, os.getpid()),
         factory=True,
@@ -229,16 +222,6 @@ class _Workers(Multiprocess):
         for listening in self.sockets:
             listening.close()
         super().terminate_all()
-
-
-class WorkerLoop(Loop):
-    """An event loop that gives a TLS handshake 10 s instead of 60 s, which uvicorn cannot set."""
-
-    async def create_server(self, *args: Any, **options: Any) -> Any:
-        """See ``asyncio``."""
-        if options.get("ssl") is not None:
-            options["ssl_handshake_timeout"] = _HANDSHAKE_S
-        return await super().create_server(*args, **options)
 
 
 def make_app(
