@@ -38,7 +38,7 @@ from trtllm_bls.admission import Admission
 from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.http.guard import ConnectionLimits, accepting, raise_descriptor_limit
 from trtllm_bls.openai.app import ApiSettings, create_app
-from trtllm_bls.openai.server import WorkerLoop, uvicorn_options
+from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestReports
@@ -75,8 +75,7 @@ def serve(ready: Connection, listening: socket.socket, options: argparse.Namespa
 
     raise_descriptor_limit()
     app = create_app(Backend(options), ApiSettings(model_names=("m",)))
-    loop = f"{WorkerLoop.__module__}:{WorkerLoop.__name__}"
-    config = uvicorn.Config(app, loop=loop, **uvicorn_options(ConnectionLimits(), exit_timeout=1))
+    config = uvicorn.Config(app, **uvicorn_options(ConnectionLimits(), exit_timeout=1))
     ready.send(os.getpid())
     uvicorn.Server(config).run(accepting(listening))
 

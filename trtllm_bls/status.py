@@ -89,18 +89,33 @@ def common_problem(engines: Mapping[str, str]) -> str | None:
     return next(iter(engines.values())) if engines and all(engines.values()) else None
 
 
-ENGINE_UP = "trtllm_bls_engine_up", "1 while the engine takes requests, else 0"
+@dataclass(frozen=True)
+class ServerMetric:
+    """A metric of a server as a whole; docs/metrics.md lists them. ``kind`` is Prometheus's type,
+    ``labels`` the names of its labels, of which there is at most one."""
+
+    name: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+    kind: str = "gauge"
+
+    def text(self, values: Mapping[str, float]) -> str:
+        """Prometheus' text format; ``values`` by the label's value."""
+        lines = [f"# HELP {self.name} {self.meaning}\n# TYPE {self.name} {self.kind}\n"]
+        for told, value in values.items():
+            labels = "".join(f"{{{label}={json.dumps(told)}}}" for label in self.labels)
+            lines.append(f"{self.name}{labels} {value}\n")
+        return "".join(lines)
+
+
+ENGINE_UP = ServerMetric(
+    "trtllm_bls_engine_up", "1 while the engine takes requests, else 0", ("engine",)
+)
 
 
 def engines_up(engines: Mapping[str, str]) -> str:
     """``ENGINE_UP`` of each engine in Prometheus' text format; ``engines`` as in a status."""
-    name, meaning = ENGINE_UP
-    lines = [f"# HELP {name} {meaning}\n# TYPE {name} gauge\n"]
-    lines += [
-        f"{name}{{engine={json.dumps(engine)}}} {int(not problem)}\n"
-        for engine, problem in engines.items()
-    ]
-    return "".join(lines)
+    return ENGINE_UP.text({name: int(not problem) for name, problem in engines.items()})
 
 
 class StatusDirectory:

@@ -85,14 +85,6 @@ class ConnectionLimits:
     connections: int = 0
     error_body: Callable[[int, str], bytes] = json_error
 
-    def uvicorn_options(self) -> dict[str, Any]:
-        """What makes uvicorn hold these limits."""
-        return {
-            "http": partial(GuardedProtocol, self),
-            "ws": "none",
-            "timeout_keep_alive": self.idle_s,
-        }
-
 
 def raise_descriptor_limit() -> None:
     """Let this process and its children open as many files as they may."""

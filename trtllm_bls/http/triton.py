@@ -38,6 +38,7 @@ _GENERATE = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]{1,18}))?/(generat
 _METADATA_SECONDS = 10.0  # a model may be loaded again with other tensors
 _TIMEOUT_SECONDS = 30.0
 _LONG_BODY = 256 * 1024  # bytes; a longer one is read in a thread, since other streams would wait
+_MOST_OTHER_BYTES = 64 * 2**20  # of a body that is passed on
 _MOST_WAITING = 16_384  # responses that a caller has not read; it is then given up
 _ONLY_ONE = (
     "generate expects model to produce exactly 1 response, "
@@ -130,22 +131,20 @@ class Room:
 class TritonHttp:
     """Triton's HTTP surface as an ASGI application; ``close`` it on the loop that served it.
 
-    ``bodies`` reads those of ``generate``; other bodies may have ``max_other_bytes``. ``keys``:
-    digests of the API keys, of which every request but those for health must bring one.
+    ``bodies`` reads those of ``generate``. ``is_allowed`` judges the ``authorization`` of every
+    request but those for health.
     """
 
     def __init__(
         self,
         triton: TritonAddresses,
         bodies: BodyReader | None = None,
-        max_other_bytes: int = 64 * 2**20,
         is_allowed: Callable[[bytes], bool] | None = None,
         room: Room | None = None,
     ) -> None:
         self._room = room or Room(math.inf, lambda error: None)
         self._grpc = GrpcChannel(triton.grpc, tls=triton.tls) if triton.grpc else None
         self._bodies = bodies or BodyReader()
-        self._max_other_bytes = max_other_bytes
         self._is_allowed = is_allowed
         self._http = httpx.AsyncClient(
             base_url=triton.http,
@@ -298,7 +297,7 @@ class TritonHttp:
         if kind in _SENT_BY_ANY_PAGE:
             problem = f"a body must not be {kind.decode()}; send Content-Type: application/json"
             raise Refused(415, problem)
-        left = self._max_other_bytes
+        left = _MOST_OTHER_BYTES
         length = header(scope, b"content-length")
         too_large = f"the body is larger than {left} bytes, which is the limit"
         if length.isdigit() and int(length) > left:

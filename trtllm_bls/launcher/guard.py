@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import select
 import shutil
@@ -64,7 +65,7 @@ def main(
     # Only the server and its stubs may hold the log pipe: its end is how the launcher knows.
     for descriptor in (0, 1, 2):
         os.dup2(devnull, descriptor)
-    code = _watch(server, control, wake, _Stop(server, Path(status), drain, grace))
+    code = _watch(server, control, wake, status, drain, grace)
     _kill_children()
     launcher = select.poll()
     launcher.register(control, 0)  # reports the end of file alone
@@ -89,63 +90,33 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-class _Stop:
-    """An orderly end: models hand over, then the server is told to stop, in the end it is killed.
+def _watch(
+    server: subprocess.Popen[bytes],
+    control: int,
+    wake: int,
+    status: str,
+    drain: float,
+    grace: float,
+) -> int:
+    """Wait for the server's end, and end it when the control pipe or a signal asks for that.
 
-    Once a server has been told, models cannot send it requests any more, which those that
-    speculate do all the time.
+    In an orderly end the models hand over first. Once a server has been told to stop, its models
+    cannot send it requests any more, which those that speculate do all the time.
     """
-
-    def __init__(
-        self, server: subprocess.Popen[bytes], status: Path, drain: float, grace: float
-    ) -> None:
-        self._server = server
-        self._files = _status_directory(status)
-        self._drain, self._grace = drain, grace
-        self._begun: float | None = None
-        self._told = False
-
-    def begin(self) -> None:
-        """Does nothing the second time."""
-        if self._begun is not None:
-            return
-        self._begun = time.monotonic()
-        # A little sooner than the server breaks connections off, so that requests end in words.
-        cut = self._begun + max(self._drain / 2, self._drain - 1.0)
-        with suppress(OSError):  # no such directory: no model of this server drains
-            self._files.ask_to_drain(cut)
-
-    def step(self) -> float | None:
-        """Do what is due; seconds until there may be more to do, ``None`` if nothing will."""
-        if self._begun is None:
-            return None
-        now = time.monotonic()
-        if now >= self._begun + self._grace:
-            self._server.kill()
-            return None
-        if not self._told:
-            if not self._files.handed_over and now < self._begun + self._drain / 2:
-                return HAND_OVER_POLL_SECONDS
-            self._server.terminate()
-            self._told = True
-        return self._begun + self._grace - now
-
-
-def _status_directory(path: Path) -> Any:
-    """A ``StatusDirectory``; an isolated interpreter does not find this package by itself."""
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
-    from trtllm_bls.status import StatusDirectory
-
-    return StatusDirectory(path)
-
-
-def _watch(server: subprocess.Popen[bytes], control: int, wake: int, stop: _Stop) -> int:
-    """Wait for the server's end, passing on what the control pipe and signals ask for."""
+    files = _status_directory(status)
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
+    begun, told = math.inf, False
     while server.poll() is None:
-        left = stop.step()
+        now, left = time.monotonic(), None
+        if now >= begun + grace:
+            server.kill()
+        elif now >= begun:
+            if not told and (files.handed_over or now >= begun + drain / 2):
+                server.terminate()
+                told = True
+            left = begun + grace - now if told else HAND_OVER_POLL_SECONDS
         ready = dict(poll.poll(None if left is None else left * 1000))
         commands = b""
         if control in ready:
@@ -157,9 +128,21 @@ def _watch(server: subprocess.Popen[bytes], control: int, wake: int, stop: _Stop
             commands += STOP
         if KILL in commands:
             server.kill()
-        elif STOP in commands:
-            stop.begin()
+        elif STOP in commands and begun == math.inf:
+            begun = time.monotonic()
+            # Requests are cut a little sooner than the server breaks connections off, so that they
+            # end in words. Without the directory no model of this server drains.
+            with suppress(OSError):
+                files.ask_to_drain(begun + max(drain / 2, drain - 1.0))
     return server.returncode
+
+
+def _status_directory(path: str) -> Any:
+    """A ``StatusDirectory``; an isolated interpreter does not find this package by itself."""
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from trtllm_bls.status import StatusDirectory
+
+    return StatusDirectory(path)
 
 
 def _kill_children() -> None:

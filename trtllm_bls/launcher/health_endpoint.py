@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,22 +24,11 @@ from typing import Any
 from trtllm_bls.http.browsers import browser_problem
 from trtllm_bls.launcher.watch import Watch
 from trtllm_bls.settings import is_loopback, listen
-from trtllm_bls.status import ENGINE_UP
+from trtllm_bls.status import ENGINE_UP, ServerMetric
 
 _STUCK_S = 60.0  # the watch looks twice a second
 _CONNECTION_S = 5.0  # for a client that says nothing
 _MOST_CONNECTIONS = 200  # each has a thread of ``serve``
-
-
-@dataclass(frozen=True)
-class ServerMetric:
-    """A metric on ``/metrics`` of the health port; docs/metrics.md lists them. ``kind`` is
-    Prometheus's type, ``labels`` the names of its labels."""
-
-    name: str
-    meaning: str
-    labels: tuple[str, ...] = ()
-    kind: str = "gauge"
 
 
 _counter = partial(ServerMetric, kind="counter")
@@ -55,19 +43,8 @@ SERVER_METRICS = (
     ServerMetric("trtllm_bls_server_num_requests_waiting", f"{_WAIT}, of all APIs"),
     ServerMetric("trtllm_bls_engine_num_requests_running", f"{_RUN}, as the engine says"),
     ServerMetric("trtllm_bls_engine_num_requests_waiting", f"{_WAIT}, as the engine says"),
-    ServerMetric(*ENGINE_UP, ("engine",)),
+    ENGINE_UP,
 )
-
-
-def _written(*samples: Mapping[str, float]) -> str:
-    """The text of ``/metrics``; ``samples`` has each metric's values, by its label's value."""
-    lines = []
-    for metric, values in zip(SERVER_METRICS, samples, strict=True):
-        lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.kind}"]
-        for told, value in values.items():
-            labels = "".join(f"{{{label}={json.dumps(told)}}}" for label in metric.labels)
-            lines.append(f"{metric.name}{labels} {value}")
-    return "\n".join([*lines, ""])
 
 
 class HealthState:
@@ -130,7 +107,7 @@ class HealthState:
         """The text of ``/metrics``."""
         watch = self._watch
         load, engine, engines = ((0, 0), None, {}) if watch is None else watch.told
-        return _written(
+        values: tuple[Mapping[str, float], ...] = (
             {"": int(not self.problems()["ready"])},
             watch.processes if watch is not None else self._processes,
             {"": self.restarts},
@@ -139,6 +116,8 @@ class HealthState:
             *({"": number} if engine else {} for number in engine or load),
             {name: int(not problem) for name, problem in engines.items()},
         )
+        told = zip(SERVER_METRICS, values, strict=True)
+        return "".join(metric.text(of_metric) for metric, of_metric in told)
 
 
 class HealthEndpoint(ThreadingHTTPServer):

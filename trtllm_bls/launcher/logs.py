@@ -126,7 +126,6 @@ class LogBook:
         self.failures: dict[str, str] = {}  # model -> reason, with its traceback
         self.port_taken: str | None = None  # the service that could not listen
         self.lock_exception = False  # Triton died of it, or one of its stubs
-        self.lines = 0
         self.drained = False  # the server is stopping, and every request has ended
         self._tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
 
@@ -134,7 +133,6 @@ class LogBook:
         """Take one line; returns it parsed."""
         line = parse(raw)
         self._tail.append(line)
-        self.lines += 1
         if loaded := _LOADED.fullmatch(line.text):
             self.loaded.append(loaded[1])
         if unloaded := _UNLOADED.fullmatch(line.text):

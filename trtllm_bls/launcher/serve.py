@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.health import Bounds
+from trtllm_bls.health.verdict import Bounds
 from trtllm_bls.launcher import http_process
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.http_process import HttpProcess
@@ -97,7 +97,6 @@ class _Service:
         self._server, self._terminal, self._state = server, terminal, state
         self._endpoint = endpoint
         self._http: HttpProcess | None = None  # while it runs
-        self._back_off = BackOff()
 
     def run(self) -> bool:
         """Serve until a stop is requested; returns whether requests were cut off.
@@ -105,21 +104,31 @@ class _Service:
         Raises ``Stopped`` if the request came during a start, ``SetupError`` if the first start
         fails, and ``ServerFailed`` after a failure with ``--on-failure exit``.
         """
-        with self._terminal.progress():
-            self._server.start()
-        self._server.keep_ports()
+        server, back_off = self._server, BackOff()
         failed_at: float | None = None
         while True:
-            ready_at = time.monotonic()
+            ready_at: float | None = None
             try:
+                with self._terminal.progress():
+                    server.start()
+                server.keep_ports()
+                ready_at = time.monotonic()
                 with self._answering_http():
                     return self._serve(failed_at)
             except SetupError as error:
-                self._server.discard()
-                if not self._state.started:
+                server.discard()
+                once = not self._state.started or server.settings.on_failure == "exit"
+                if once or isinstance(error, Stopped):
                     raise
-                failed_at = time.monotonic()
-                self._start_again(error, failed_at - ready_at)
+                now = time.monotonic()
+                failed_at = failed_at if ready_at is None else now
+                delay = back_off.delay(0.0 if ready_at is None else now - ready_at)
+                self._state.restarting(str(error))
+                self._terminal.problem(f"{error}; starting again in {delay:.0f} s")
+            while time.monotonic() < now + delay:
+                if server.stop_requested:
+                    raise Stopped("stopped before the server was started again")
+                time.sleep(_POLL_S)
 
     def _serve(self, failed_at: float | None) -> bool:
         """From ready to the end. ``failed_at``: when the server failed before this start."""
@@ -136,27 +145,6 @@ class _Service:
                 text = announcement(server, self._endpoint.port, beside)
                 Console().print(Text(text), soft_wrap=True)
             return server.wait()
-
-    def _start_again(self, error: SetupError, up_s: float) -> None:
-        """Restart until a start succeeds. ``up_s``: how long the server was up before ``error``."""
-        while True:
-            if isinstance(error, Stopped) or self._server.settings.on_failure == "exit":
-                raise error
-            delay = self._back_off.delay(up_s)
-            self._state.restarting(str(error))
-            self._terminal.problem(f"{error}; starting again in {delay:.0f} s")
-            until = time.monotonic() + delay
-            while time.monotonic() < until:
-                if self._server.stop_requested:
-                    raise Stopped("stopped before the server was started again")
-                time.sleep(_POLL_S)
-            up_s = 0.0
-            try:
-                self._server.start()
-            except SetupError as following:
-                error = following
-            else:
-                return
 
     @contextmanager
     def _answering_http(self) -> Iterator[None]:

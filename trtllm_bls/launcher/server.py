@@ -25,7 +25,7 @@ from urllib.parse import quote
 import psutil
 
 from trtllm_bls.errors import SetupError
-from trtllm_bls.health import Probe
+from trtllm_bls.health.probe import Probe
 from trtllm_bls.launcher import checks, command, workdir
 from trtllm_bls.launcher.certificates import own_tls
 from trtllm_bls.launcher.checks import PACKAGE, Installation, find_server
@@ -36,8 +36,8 @@ from trtllm_bls.parameters import DRAFT_MODEL_DIR, ENGINE_TRANSPORT, MODEL_DIR, 
 from trtllm_bls.settings import ServeSettings
 from trtllm_bls.status import CANARY_ID
 
-# Another program may take a port between its choice and the server's start, seconds later. Triton
-# may never notice a stub that gets no CPU for a second while the server starts.
+# Another program may take a port between its choice and the server's start, seconds later, and
+# Triton's Python backend now and then dies of a race between its stubs.
 START_ATTEMPTS = 3
 
 # Seconds between checks of readiness while the log has no new line.
@@ -295,7 +295,7 @@ class TritonServer:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout
-        book, missing, progress = self._book, list(self.models), StartProgress()
+        book, missing = self._book, list(self.models)
         told = 0
         self._listener.starting(self.models)
         while True:
@@ -311,10 +311,6 @@ class TritonServer:
                 self._listener.model_ready(model, told)
             if is_ready(self.ports, missing):
                 return
-            progress.look(self.process, book.lines)
-            if progress.stuck:
-                problem = f"nothing has moved for {progress.stuck_s:.0f} s while loading: "
-                raise _StartAgain(problem + ", ".join(missing), book.tail())
             if time.monotonic() > deadline:
                 raise ServerFailed(
                     f"not ready after {self.settings.ready_timeout} s, still loading: "
@@ -348,11 +344,6 @@ class TritonServer:
 
 
 _ANSWER_S = 2.0
-STUCK_S = 90.0
-# Per look: an idle server with idle stubs uses about a thousandth of a core.
-LEAST_CPU_SHARE = 0.01
-LEAST_BYTES = 2**20
-LOOK_S = 5.0
 
 
 def is_ready(ports: Ports, missing: list[str]) -> bool:
@@ -371,45 +362,3 @@ def is_ready(ports: Ports, missing: list[str]) -> bool:
             socket.create_connection(address, timeout=_ANSWER_S).close()
         return True
     return False
-
-
-class StartProgress:
-    """Whether a starting server makes progress; ``stuck`` after ``stuck_s`` seconds without any.
-
-    Loading a model uses CPU, reads files or writes log lines. A server that waits for a stub which
-    it failed to notice does none of these, for ever.
-    """
-
-    def __init__(self, stuck_s: float = STUCK_S, look_s: float = LOOK_S) -> None:
-        self.stuck = False
-        self.stuck_s = stuck_s
-        self._look_s = look_s
-        self._moved_at = self._looked_at = time.monotonic()
-        self._cpu, self._bytes, self._lines = 0.0, 0, 0
-
-    def look(self, server: psutil.Process | None, lines: int) -> None:
-        """Compare with the last look if that was long enough ago; ``lines``: of log so far."""
-        now = time.monotonic()
-        if now - self._looked_at >= self._look_s:
-            self.record(now, *_used(server), lines)
-
-    def record(self, now: float, cpu: float, bytes_read: int, lines: int) -> None:
-        """Totals at time ``now``: CPU seconds and bytes read by all processes, and log lines."""
-        share = (cpu - self._cpu) / max(now - self._looked_at, 1e-9)
-        moved = share >= LEAST_CPU_SHARE or bytes_read - self._bytes >= LEAST_BYTES
-        if moved or lines > self._lines:
-            self._moved_at = now
-        self._looked_at, self._cpu, self._bytes, self._lines = now, cpu, bytes_read, lines
-        self.stuck = now - self._moved_at >= self.stuck_s
-
-
-def _used(server: psutil.Process | None) -> tuple[float, int]:
-    """CPU seconds and bytes read by a process and all its descendants."""
-    cpu, bytes_read = 0.0, 0
-    with suppress(psutil.Error):
-        for process in [] if server is None else [server, *server.children(recursive=True)]:
-            with suppress(psutil.Error):  # gone meanwhile, or not ours to ask
-                times = process.cpu_times()
-                cpu += times.user + times.system
-                bytes_read += process.io_counters().read_chars
-    return cpu, bytes_read

@@ -18,15 +18,9 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from trtllm_bls.errors import ConnectionFailed
-from trtllm_bls.health import (
-    Bounds,
-    Observed,
-    Probe,
-    ServerProcesses,
-    Verdict,
-    evaluate,
-    free_shared_memory,
-)
+from trtllm_bls.health.probe import Probe
+from trtllm_bls.health.processes import ServerProcesses, free_shared_memory
+from trtllm_bls.health.verdict import Bounds, Observed, Verdict, evaluate
 from trtllm_bls.launcher.ports import ask
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.workdir import BLS, ENGINE

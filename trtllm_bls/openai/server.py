@@ -27,6 +27,7 @@ from trtllm_bls.http.guard import (
     BodyReader,
     BrowserGuard,
     ConnectionLimits,
+    GuardedProtocol,
     accepting,
     raise_descriptor_limit,
 )
@@ -83,7 +84,6 @@ class TritonFront:
     alone: bool = False
     keys: bool = False
     places: int = 0
-    max_other_bytes: int = 64 * 2**20
     tls_pin: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -96,9 +96,8 @@ class TritonFront:
         return TritonHttp(
             TritonAddresses(grpc=self.grpc, http=self.http, tls=tls),
             BodyReader(api.max_body_bytes),
-            self.max_other_bytes,
-            partial(is_allowed, api.keys) if self.keys and api.keys else None,
-            room,
+            is_allowed=partial(is_allowed, api.keys) if self.keys and api.keys else None,
+            room=room,
         )
 
 
@@ -123,7 +122,9 @@ class _ByPort:
 def uvicorn_options(limits: ConnectionLimits, exit_timeout: int) -> dict[str, Any]:
     """What uvicorn is told apart from where it listens."""
     return {
-        **limits.uvicorn_options(),
+        "http": partial(GuardedProtocol, limits),
+        "ws": "none",
+        "timeout_keep_alive": limits.idle_s,
         "lifespan": "on",
         "log_config": None,
         "access_log": False,
