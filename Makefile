@@ -22,8 +22,9 @@ REQUESTS ?= 10000
 STREAMS ?= 50000
 MINUTES ?= 60
 SEED ?= 1
-# Test processes at once. The tests of one file, or of one server, stay in one process.
-WORKERS ?= 2
+# Test processes at once: one more than two cores, since tests also wait, for a server's start above
+# all. The tests of one file, or of one server, stay in one process.
+WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 UNIT_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadfile --durations=10
 LIVE_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadgroup --durations=10 \

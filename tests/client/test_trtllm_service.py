@@ -227,9 +227,10 @@ class SlowToBegin(ScriptedService):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._asked = asyncio.Event()
+        self.arrived, self._asked = asyncio.Event(), asyncio.Event()
 
     async def _generate(self, message: Any, context: Any) -> AsyncGenerator[Any, None]:
+        self.arrived.set()
         await self._asked.wait()
         async for response in super()._generate(message, context):
             yield response
@@ -248,7 +249,7 @@ async def test_a_request_that_an_abort_did_not_find_is_aborted_again() -> None:
     engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
     await engine.capacity()
     stream = engine.generate(replace(ASK, max_tokens=800))
-    await asyncio.sleep(0.05)  # its call has arrived
+    await service.arrived.wait()
     await stream.aclose()
     await eventually(lambda: service.aborted)
     await eventually(lambda: service.live == 0)

@@ -24,7 +24,6 @@ from trtllm_bls.errors import TrtllmBlsError, to_wire
 if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer
 
-REQUESTS = 200
 SNIPPETS = (
     "hello world",
     " नमस्ते दुनिया",
@@ -48,12 +47,14 @@ BAD: tuple[dict[str, Any], ...] = (
     {"end_id": -7},
     {"top_k": -1},
 )
+# How many are sent: each of ``BAD`` at least once.
+COUNTS = pytest.mark.parametrize("count", [8 * len(BAD), pytest.param(200, marks=pytest.mark.slow)])
 
 
-def requests() -> list[dict[str, Any]]:
+def requests(count: int) -> list[dict[str, Any]]:
     chance = random.Random(20261121)
     made = []
-    for number in range(REQUESTS):
+    for number in range(count):
         body: dict[str, Any] = {
             "text_input": "".join(chance.choices(SNIPPETS, k=chance.randint(1, 4))),
             "max_tokens": chance.randint(1, 24),
@@ -106,42 +107,45 @@ def with_prompt(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def at_once(ask: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+def at_once(
+    ask: Callable[[dict[str, Any]], dict[str, Any]], bodies: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The answers to all requests over HTTP, some of them side by side."""
     with ThreadPoolExecutor(32) as pool:
-        return list(pool.map(ask, requests()))
+        return list(pool.map(ask, bodies))
 
 
-def test_200_requests_are_answered_alike_at_every_endpoint(echo: TritonServer) -> None:
+@COUNTS
+def test_requests_are_answered_alike_at_every_endpoint(echo: TritonServer, count: int) -> None:
     """gRPC streaming and not, generate, generate_stream: all alike, reasons included."""
-    bodies = requests()
+    bodies = requests(count)
     streamed = [of_result(result) for result in ask_all(echo.grpc_url, bodies)]
     streamed = list(map(with_prompt, bodies, streamed))
     unstreamed = [body | {"stream": False} for body in bodies]
     whole = [of_result(result) for result in ask_all(echo.grpc_url, unstreamed)]
-    once = at_once(lambda body: generate(echo.http_url, **body))
+    once = at_once(lambda body: generate(echo.http_url, **body), bodies)
     parts = at_once(
-        lambda body: with_prompt(body, of_events(generate_stream(echo.http_url, **body)))
+        lambda body: with_prompt(body, of_events(generate_stream(echo.http_url, **body))), bodies
     )
-    assert sum("error" in answer for answer in streamed) == REQUESTS // 8
+    assert sum("error" in answer for answer in streamed) == count // 8
     for body, *answers in zip(bodies, streamed, whole, once, parts, strict=True):
         assert len({summary(answer) for answer in answers}) == 1, (body, answers)
         assert len({answer.get("finish_reason") for answer in answers}) == 1, (body, answers)
 
 
-def test_200_requests_are_answered_alike_by_the_ensemble(echo: TritonServer) -> None:
+@COUNTS
+def test_requests_are_answered_alike_by_the_ensemble(echo: TritonServer, count: int) -> None:
     """The ensemble's steps use the orchestrator's own prompt maker and detokeniser."""
     if "ensemble" not in echo.models:
         pytest.skip("a server without an engine has no ensemble")
 
-    def without_count(body: dict[str, Any]) -> dict[str, Any]:
+    bodies = requests(count)
+    for body in bodies:
         if body.get("exclude_input_in_output") is False:
             del body["return_num_output_tokens"]  # upstream's count there includes the prompt
-        return body
-
-    by_ensemble = at_once(lambda body: generate(echo.http_url, "ensemble", **without_count(body)))
-    by_bls = at_once(lambda body: generate(echo.http_url, **without_count(body)))
-    for body, one, other in zip(requests(), by_ensemble, by_bls, strict=True):
+    by_ensemble = at_once(lambda body: generate(echo.http_url, "ensemble", **body), bodies)
+    by_bls = at_once(lambda body: generate(echo.http_url, **body), bodies)
+    for body, one, other in zip(bodies, by_ensemble, by_bls, strict=True):
         assert summary(one) == summary(other), body
 
 

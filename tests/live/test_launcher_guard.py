@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -49,7 +50,10 @@ def guarded(
 
 def end_of(process: subprocess.Popen[str], said: str | None = None) -> tuple[int, str]:
     """Exit code and remaining output after writing ``said`` and closing the control pipe."""
-    output, _ = process.communicate(said, timeout=20)
+    try:
+        output, _ = process.communicate(said, timeout=20)
+    finally:
+        process.kill()
     return process.returncode, output
 
 
@@ -76,6 +80,7 @@ def test_requests_are_cut_a_second_before_the_server_breaks_connections(tmp_path
     deadline = until(files.drain_deadline)
     assert before + 4 <= deadline <= time.monotonic() + 4
     end_of(process)
+    assert time.monotonic() - before >= 2.5  # half of the time to drain, for the hand-over
 
 
 def test_a_server_whose_requests_are_handed_over_is_told_to_stop_at_once(tmp_path: Path) -> None:
@@ -93,12 +98,28 @@ def test_processes_of_a_dead_launcher_end_with_the_server(tmp_path: Path) -> Non
     pipe = subprocess.PIPE
     with subprocess.Popen(["sh", "-c", script], env=environment, stdout=pipe) as other:
         assert other.stdout and other.stdout.readline() == b"up\n"
-        process = guarded(tmp_path, DRAINS, drain=0.5)
-        begun = time.monotonic()
-        assert end_of(process) == (0, "drained\n")
-        assert time.monotonic() - begun >= 0.5
-        assert other.wait(20) == -signal.SIGKILL
+        try:
+            process = guarded(tmp_path, DRAINS, drain=0.5)
+            begun = time.monotonic()
+            assert end_of(process) == (0, "drained\n")
+            assert time.monotonic() - begun >= 0.5
+            assert other.poll() == -signal.SIGKILL
+        finally:
+            other.kill()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_guard_takes_the_server_along(tmp_path: Path) -> None:
+    """The guard cannot end it any more, so the kernel does."""
+    process = guarded(tmp_path, HANGS)
+    (server,) = psutil.Process(process.pid).children()
+    process.kill()
+    assert end_of(process)[0] == -signal.SIGKILL
+    try:
+        server.wait(20)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            server.kill()
 
 
 def test_a_signal_to_the_guard_is_passed_on(tmp_path: Path) -> None:

@@ -30,14 +30,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer
     text = code.read_text().replace("import asyncio\n", "import asyncio, sys\n", 1)
     found = f"sys.path.insert(0, {str(LLM_API)!r})\n\n\nclass TritonPythonModel"
     code.write_text(text.replace("\nclass TritonPythonModel", found, 1))
-    with TritonServer(free_ports(model_repository=place / "new")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Iterator[TritonServer]:
-    with TritonServer(free_ports(model=DEMO / "target")) as server:
-        yield server
+    with TritonServer(free_ports(model_repository=place / "new")) as running:
+        yield running
 
 
 def post(server: TritonServer, path: str, body: Any) -> str:
@@ -51,14 +45,12 @@ def post(server: TritonServer, path: str, body: Any) -> str:
     return answer
 
 
-@pytest.mark.live
-@pytest.mark.xdist_group("llm-api")
 def test_a_converted_repository_answers_as_the_embedded_engine(
-    converted: TritonServer, embedded: TritonServer
+    converted: TritonServer, server: TritonServer
 ) -> None:
     """By upstream's tensors and by ours, streamed and whole."""
     ours = {"text_input": PROMPT, "max_tokens": 12}
-    expected = json.loads(post(embedded, "tensorrt_llm_bls/generate", ours))["text_output"]
+    expected = json.loads(post(server, "tensorrt_llm_bls/generate", ours))["text_output"]
     assert expected
     same = json.loads(post(converted, "tensorrt_llm_bls/generate", ours))["text_output"]
     theirs = {"text_input": PROMPT, "sampling_param_max_tokens": 12, "return_finish_reason": True}

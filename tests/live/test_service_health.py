@@ -79,17 +79,18 @@ def test_readiness_and_refusals_of_a_server_before_a_service() -> None:
             assert process.stdout
             urls = dict(process.stdout.readline().split() for _ in range(5))
             ready, api = urls["health"], urls["OpenAI"].replace("/v1", "/health")
-            for behaviour in (ill, well, ill, well):
+            for behaviour in (ill, well, ill):
                 service.behaviour = behaviour
                 status = 200 if behaviour is well else 503
                 until(lambda status=status: told(ready)[0] == status)
                 until(lambda status=status: told(api)[0] == status)
                 code, output = looked(urls["gRPC"])
                 assert (code, json.loads(output)["ready"]) == (status != 200, status == 200)
-                if behaviour is ill:
+                if behaviour is well:
+                    refused(urls["HTTP"], urls["OpenAI"])
+                else:
                     for text in (told(ready)[1], told(api)[1], output):
                         assert f"trtllm://{url}: it is not healthy: RuntimeError: dead" in text
-            refused(urls["HTTP"], urls["OpenAI"])
         finally:
             process.terminate()
             process.communicate(timeout=60)

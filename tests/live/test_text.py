@@ -189,7 +189,8 @@ def test_an_error_that_triton_loses_is_an_error_by_the_stall_timer(tmp_path: Pat
 
     This server's timer is short. The other tests' engine needs a timer that outlasts their load.
     """
-    settings = echo_settings(tmp_path, "bls", stall_seconds=2)
+    # Triton waits for the child whose error it has lost until the time to end is over.
+    settings = echo_settings(tmp_path, "bls", stall_seconds=2, exit_timeout=1)
     with TritonServer(settings) as server:
         ends_with_an_error(server, "UNAVAILABLE: tensorrt_llm sent nothing for 2 s")
 

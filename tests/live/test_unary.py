@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.helpers.server_settings import DEMO, free_ports
-from tests.live.conftest import echo_settings
 from trtllm_bls.contract import ENSEMBLE
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.terminal import announcement
@@ -28,21 +26,19 @@ PROMPT = "The answer of the engine is"
 TOKENS = 12
 
 
-def test_the_announced_request_is_answered_in_one_piece(tmp_path: Path) -> None:
-    """Several processes of the orchestrator, none of which streams."""
-    settings = echo_settings(tmp_path, "grpc", bls_instances=2, decoupled=False)
-    with TritonServer(settings) as server:
-        curl = announcement(server, health_port=0).splitlines()[-1]
-        assert "/generate " in curl
-        told = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True)
-    assert json.loads(told.stdout)["text_output"].strip()
-
-
 @pytest.fixture(scope="module")
 def unary() -> Iterator[TritonServer]:
-    draft = DEMO / "draft"
-    with TritonServer(free_ports(model=DEMO / "target", draft_model=draft, decoupled=False)) as it:
-        yield it
+    """Several processes of the orchestrator, none of which streams."""
+    models = {"model": DEMO / "target", "draft_model": DEMO / "draft"}
+    with TritonServer(free_ports(**models, decoupled=False, bls_instances=2)) as running:
+        yield running
+
+
+def test_the_announced_request_is_answered_in_one_piece(unary: TritonServer) -> None:
+    curl = announcement(unary, health_port=0).splitlines()[-1]
+    assert "/generate " in curl
+    told = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True)
+    assert json.loads(told.stdout)["text_output"].strip()
 
 
 @pytest.fixture(params=["grpc", "http"])

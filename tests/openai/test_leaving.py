@@ -29,6 +29,7 @@ from doubles.scripted_tokens import hashed
 from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend, serving
 from tests.helpers.scripted_pairs import hashed_pair
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
+from tests.helpers.virtual_time import skipping_waits
 from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
@@ -524,6 +525,7 @@ async def test_a_write_that_waits_ends_with_its_request() -> None:
     assert ended.is_set()
 
 
+@skipping_waits
 async def test_a_failure_is_repeated_for_a_second_without_asking_again() -> None:
     """However many probes come, an engine that is in trouble is asked once a second."""
     asked = []

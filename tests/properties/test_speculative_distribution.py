@@ -81,13 +81,15 @@ async def test_the_draft_decodes_greedily_unless_its_logits_are_used() -> None:
         drawn = (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p)
         assert drawn == ((0.9, None, 0.95) if by_logits else (None, 1, None))
         assert asked.wants.generation_logits is by_logits
-        for request in engines.target.requests:
-            if request.draft is None or request.draft.logits is None:
-                assert request.draft is None or not by_logits
-                continue
-            text = (request.input_ids[-1], *request.draft.token_ids)
-            believed = [GUESS[token] for token in text[:-1]]
-            assert np.exp(request.draft.logits) == pytest.approx(np.asarray(believed))
+        drafts = [
+            (each.input_ids[-1], each.draft) for each in engines.target.requests if each.draft
+        ]
+        assert len(drafts) > 1
+        for before, draft in drafts:
+            assert (draft.logits is not None) == by_logits
+            if draft.logits is not None:
+                believed = [GUESS[token] for token in (before, *draft.token_ids[:-1])]
+                assert np.exp(draft.logits) == pytest.approx(np.asarray(believed))
 
 
 @pytest.mark.parametrize("ends", [0.0, 0.5, 0.9])

@@ -32,7 +32,7 @@ def on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> Any:
 
 @pytest.fixture(scope="session")
 def parts(loop: asyncio.AbstractEventLoop) -> Iterator[World]:
-    """A draft is waited for as long as its request may run."""
+    """A draft is waited for as long as its request may run. Nothing that is left delays the end."""
     stack = AsyncExitStack()
-    yield on(loop, stack.enter_async_context(world(draft_deadline_seconds="60")))
+    yield on(loop, stack.enter_async_context(world(1, draft_deadline_seconds="60")))
     on(loop, stack.aclose())
