@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -99,10 +100,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
-async def read(port: int, body: bytes) -> tuple[float, float, int]:
+async def read(port: int, path: bytes, body: bytes) -> tuple[float, float, int]:
     """Seconds to the first event, to the end, and how many events there were."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" % path
+    head += b"content-type: application/json\r\n"
     began = time.perf_counter()
     writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
     first, events = 0.0, 0
@@ -114,15 +116,25 @@ async def read(port: int, body: bytes) -> tuple[float, float, int]:
     return first, time.perf_counter() - began, events
 
 
-async def load(port: int, pid: int, streams: int, tokens: int) -> dict[str, Any]:
-    request = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    body = json.dumps(request | {"max_tokens": tokens, "temperature": 0}).encode()
-    await read(port, body)  # everything is loaded
+TURN = [{"role": "user", "content": "Hi"}]
+APIS: dict[str, tuple[bytes, str, str]] = {  # path, and the fields of prompt and limit
+    "chat": (b"/v1/chat/completions", "messages", "max_tokens"),
+    "responses": (b"/v1/responses", "input", "max_output_tokens"),
+    "messages": (b"/v1/messages", "messages", "max_tokens"),
+}
+
+
+async def load(api: str, port: int, pid: int, streams: int, tokens: int) -> dict[str, Any]:
+    path, prompt, limit = APIS[api]
+    request = {"model": "m", prompt: TURN, limit: tokens, "stream": True, "temperature": 0}
+    body = json.dumps(request).encode()
+    await read(port, path, body)  # everything is loaded
     before, began = cpu_seconds(pid), time.perf_counter()
-    found = await asyncio.gather(*(read(port, body) for _ in range(streams)))
+    found = await asyncio.gather(*(read(port, path, body) for _ in range(streams)))
     wall, cpu = time.perf_counter() - began, cpu_seconds(pid) - before
     firsts = sorted(first for first, _, _ in found)
     return {
+        "api": api,
         "streams": streams,
         "tokens_per_s": round(streams * tokens / wall),
         "cpu_us_per_token": round(cpu / (streams * tokens) * 1e6, 1),
@@ -134,6 +146,7 @@ async def load(port: int, pid: int, streams: int, tokens: int) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--apis", nargs="+", default=["chat"], choices=APIS, help="in turns")
     parser.add_argument("--streams", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--step-ms", type=float, default=10.0)
@@ -151,8 +164,8 @@ def main() -> None:
     server.start()
     pid = ready.recv()
     port = listening.getsockname()[1]
-    for streams in options.streams:
-        found = asyncio.run(load(port, pid, streams, options.tokens))
+    for streams, api in itertools.product(options.streams, options.apis):
+        found = asyncio.run(load(api, port, pid, streams, options.tokens))
         if options.sink:
             alone = into_sink(step_s, streams, options.tokens)
             found["without_http_us"] = round(alone, 1)

@@ -403,6 +403,7 @@ class _RequestRecord:
             # A request that is speculated has one sequence.
             speculation=endings[0].speculation if endings else None,
             traceparent=request.traceparent,
+            api=request.api,
             prompt=(request.text or request.messages or "")[:MOST_CHARACTERS],
         )
 

@@ -28,6 +28,14 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
+def _lora(text: str) -> str:
+    name, separator, task_id = text.partition("=")
+    number = int(task_id) if task_id.isdecimal() else -1
+    if not name or (separator and not 0 <= number < 2**64):
+        raise click.BadParameter(f"{text!r} must be NAME or NAME=TASK_ID, a number of 64 bits")
+    return text
+
+
 # --- from a field to an option --------------------------------------------------------------
 
 
@@ -253,6 +261,15 @@ class ServeSettings:
     api_keys_file: Path | None = setting(
         "Keys that clients of the OpenAI API must bring, one a line; also in TRTLLM_BLS_API_KEYS, "
         "with commas."
+    )
+    loras: tuple[str, ...] = setting(
+        "A LoRA adapter, which requests of the OpenAI API name as a model: NAME=TASK_ID of one in "
+        "the engine's cache, or NAME of one in its model.yaml; may be repeated.",
+        (),
+        flag="--lora",
+        type=_lora,
+        multiple=True,
+        metavar="NAME[=TASK_ID]",
     )
     tool_parser: str = setting(
         "How the model writes tool calls, for the OpenAI API; auto: by its chat template.",

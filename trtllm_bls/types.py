@@ -298,6 +298,7 @@ class TextRequest:
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
     ``traceparent`` is the caller's trace context (W3C).
+    ``api``: the kind of answer that an HTTP API makes of it, for the log and the metrics.
     ``text_ids``: the token ids of ``text``, if it has been tokenised already.
     """
 
@@ -332,6 +333,7 @@ class TextRequest:
     return_drafted: bool = False
     prompt_table_extra_id: int | None = None
     traceparent: str | None = None
+    api: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
     text_ids: PromptIds | None = field(default=None, compare=False, repr=False)
 
@@ -436,6 +438,7 @@ class RequestStats:
     longest_gap_s: float | None = None
     speculation: SpeculationStats | None = None
     traceparent: str | None = None
+    api: str | None = None
     prompt: str | None = field(
         default=None, repr=False
     )  # at most MOST_CHARACTERS, for the request log

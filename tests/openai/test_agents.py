@@ -15,6 +15,7 @@ import anthropic
 import openai
 import pytest
 from anthropic.types import RawMessageStreamEvent
+from click.testing import CliRunner
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -24,6 +25,7 @@ from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend, serv
 from tests.helpers.scripted_text import tokenizer
 from tests.helpers.waiting import until
 from trtllm_bls.admission import Admission
+from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineError
 from trtllm_bls.openai import app
 from trtllm_bls.openai.keys import read_keys
@@ -377,3 +379,42 @@ def test_keys_come_in_either_header(speak: Any, tmp_path: Path) -> None:
         assert found == status
         if status == 401:
             assert json.loads(told)["error"]["type"] == "authentication_error"
+
+
+def test_an_adapter_is_a_model_by_its_name(speak: Any) -> None:
+    """Of every API; the engine is given its task id, or its name."""
+    model = speak("Done.", loras={"math": "7", "poems": ""})
+    cards = {card.id: card for card in model.openai.models.list()}
+    assert list(cards) == [MODEL, "math", "poems"]
+    assert cards["math"].model_dump()["parent"] == MODEL
+    turn = [{"role": "user", "content": "x"}]
+    model.openai.responses.create(model="math", input="x")
+    model.anthropic.messages.create(model="poems", max_tokens=9, messages=turn)
+    model.openai.chat.completions.create(model=MODEL, messages=turn)
+    by_number, by_name, without = [request.extras for request in model.engine.requests]
+    assert by_number["lora_task_id"].tolist() == [7]
+    assert by_name["lora_name"].tolist() == [b"poems"]
+    assert not without
+
+
+@pytest.mark.parametrize("wrong", ["math=x", "=7", "math=-1", f"math={2**64}"])
+def test_a_task_id_is_a_number(wrong: str) -> None:
+    """Refused before anything is served."""
+    told = CliRunner().invoke(main, ["openai", "--lora", wrong])
+    assert told.exit_code == 2 and "must be NAME or NAME=TASK_ID" in told.output
+
+
+def test_logs_and_metrics_tell_the_api(speak: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Of each request that is over."""
+    model = speak("Done.")
+    turn = [{"role": "user", "content": "x"}]
+    with caplog.at_level("INFO"):
+        model.openai.responses.create(model=MODEL, input="x")
+        model.anthropic.messages.create(model=MODEL, max_tokens=9, messages=turn)
+        until(lambda: "api=message outcome=success" in caplog.text)
+    assert "api=response outcome=success" in caplog.text
+    with urllib.request.urlopen(f"{model.api.url}/metrics") as answer:
+        told = answer.read().decode()
+    for api in ("response", "message"):
+        labels = f'api="{api}",outcome="success",model="{MODEL}"'
+        assert f"trtllm_bls_api_requests_total{{{labels}}} 1\n" in told

@@ -132,6 +132,7 @@ class HttpProcess:
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         given += [f"--allowed-host={name}" for name in settings.allowed_hosts]
         given += [f"--allow-origin={origin}" for origin in settings.allowed_origins]
+        given += [f"--lora={adapter}" for adapter in settings.loras]
         given += ["--expose"] if settings.expose else []
         self._command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
         self._command += given

@@ -8,13 +8,14 @@ import hashlib
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -66,7 +67,7 @@ from trtllm_bls.services.deployment import SHUTTING_DOWN, Deployment
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.status import StatusDirectory, common_problem, engines_up
-from trtllm_bls.types import TextChunk, TextRequest
+from trtllm_bls.types import Array, TextChunk, TextRequest
 
 # Parsing 256 KiB takes a few ms. A larger body is parsed in a thread, so that streams go on.
 _LARGE_BODY_BYTES = 256 * 1024
@@ -89,6 +90,8 @@ class ApiSettings:
     ``allowed_origins``: web pages that may use the API from a browser (CORS).
     ``shared``: directory in which workers keep their samples for ``/metrics``; ``None``: there is
     one process.
+    ``loras``: task ids of LoRA adapters by the names that requests give as ``model``; empty for one
+    that the engine knows by its name.
     ``tool_parser``, ``reasoning_parser``: auto, none, or a name in ``chat_parsing``.
     ``status_dir``: directory of ``trtllm_bls.status``, over which the process is asked to drain;
     empty: there is none.
@@ -102,6 +105,7 @@ class ApiSettings:
     allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     shared: Path | None = None
+    loras: Mapping[str, str] = field(default_factory=dict)
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     status_dir: str = ""
@@ -171,6 +175,8 @@ class _Api:
         digest = hashlib.sha256("\n".join((*known, backend.tokenizer.fingerprint)).encode())
         self.fingerprint = f"fp_{digest.hexdigest()[:10]}"
         self._created = int(time.time())
+        self._adapters = {name: _adapter(name, number) for name, number in settings.loras.items()}
+        self.names = (*settings.model_names, *settings.loras)
         metrics = backend.reports.metrics
         assert isinstance(metrics, RequestMetrics)  # as everywhere outside of Triton
         self._metrics = metrics
@@ -243,14 +249,14 @@ class _Api:
         return StatusDirectory(directory).longest(self.backend.engine.name)
 
     async def models(self, request: Request) -> Response:
-        cards = [await self._card(name) for name in self.settings.model_names]
-        names = self.settings.model_names
-        more = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # as Anthropic's
+        cards = [await self._card(name) for name in self.names]
+        # What Anthropic's list has more.
+        more = {"has_more": False, "first_id": self.names[0], "last_id": self.names[-1]}
         return _Reply({"object": "list", "data": cards, **more})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self.settings.model_names:
+        if name not in self.names:
             return _Reply(unknown_model(name))
         return _Reply(await self._card(name))
 
@@ -260,6 +266,7 @@ class _Api:
             "object": "model",
             "created": self._created,
             "owned_by": "trtllm-bls",
+            "parent": self.settings.model_names[0] if name in self._adapters else None,
             "max_model_len": await self.longest(),
             "type": "model",
             "display_name": name,
@@ -290,7 +297,7 @@ class _Api:
         return Response(text, media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:
-        return _Reply(document(self.settings.model_names))
+        return _Reply(document(self.names))
 
     async def version(self, request: Request) -> Response:
         return _Reply({"version": __version__})
@@ -367,7 +374,7 @@ class _Api:
 
     def check_model(self, name: str) -> None:
         """Raises ``ApiError`` for a model that this server does not have."""
-        if name not in self.settings.model_names:
+        if name not in self.names:
             raise unknown_model(name)
 
     def response(self, builder: type[ResponseBuilder], request: Generation) -> ResponseBuilder:
@@ -380,7 +387,19 @@ class _Api:
             system_fingerprint=self.fingerprint,
         )
         tokenizer, formats = self.backend.tokenizer, self.formats
-        return builder(request, head, tokenizer, formats)  # type: ignore[arg-type, call-arg]
+        response = builder(request, head, tokenizer, formats)  # type: ignore[arg-type, call-arg]
+        if adapter := self._adapters.get(request.model):
+            response.requests = [
+                replace(each, extras={**each.extras, **adapter}) for each in response.requests
+            ]
+        return response
+
+
+def _adapter(name: str, task_id: str) -> dict[str, Array]:
+    """The engine's inputs that choose a LoRA adapter."""
+    if not task_id:
+        return {"lora_name": np.array([name.encode()], np.object_)}
+    return {"lora_task_id": np.array([int(task_id)], np.uint64)}
 
 
 @dataclass(frozen=True)
@@ -451,6 +470,7 @@ class _Generate:
             response.requests[number] = replace(
                 each,
                 request_id=f"{reply.request_id.decode()}-{each.request_id[:8]}",
+                api=response.object,
                 traceparent=trace.decode() if _TRACEPARENT.fullmatch(trace) else None,
             )
         return response

@@ -28,7 +28,7 @@ DECLARED = {
 _AS_OF_SERVE = (
     *("host", "expose", "api_keys_file", "tool_parser", "reasoning_parser"),
     *("tls_cert", "tls_key", "tls_client_ca", "exit_timeout"),
-    *("allowed_hosts", "allowed_origins", "max_body_bytes"),
+    *("allowed_hosts", "allowed_origins", "max_body_bytes", "loras"),
 )
 _PATH = click.Path(path_type=Path)
 
@@ -97,6 +97,7 @@ def main(context: click.Context, /, **options: Any) -> None:
     api = ApiSettings(
         model_names=options["names"] or (parameters.tokenizer_dir.name if parameters else "",),
         keys=keys,
+        loras=dict(each.partition("=")[::2] for each in options["loras"]),
         max_body_bytes=options["max_body_bytes"],
         allowed_hosts=options["allowed_hosts"] if is_loopback(options["host"]) else None,
         allowed_origins=options["allowed_origins"],

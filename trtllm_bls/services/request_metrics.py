@@ -64,6 +64,12 @@ REQUESTS = _counter(
     labels=("outcome", "reason"),
     known=_OUTCOMES,
 )
+API_REQUESTS = _counter(
+    "trtllm_bls_api_requests_total",
+    "Requests of the OpenAI API that are over, by the kind of answer and the outcome",
+    labels=("api", "outcome"),
+    known=(),
+)
 RUNNING = _gauge("trtllm_bls_num_requests_running", "Requests that have a token and are not over")
 WAITING = _gauge("trtllm_bls_num_requests_waiting", "Requests that have no token yet")
 DURATION = _seconds(
@@ -106,7 +112,17 @@ SPECULATION = {
     }.items()
 }
 METRICS = (
-    *(REQUESTS, RUNNING, WAITING, DURATION, FIRST_TOKEN, PER_TOKEN, LONGEST_GAP, QUEUE),
+    *(
+        REQUESTS,
+        API_REQUESTS,
+        RUNNING,
+        WAITING,
+        DURATION,
+        FIRST_TOKEN,
+        PER_TOKEN,
+        LONGEST_GAP,
+        QUEUE,
+    ),
     *(PROMPT_TOKENS, GENERATION_TOKENS, RESPONSES, LOOP_LAG),
     *SPECULATION.values(),
 )
@@ -137,6 +153,8 @@ class Metrics(ABC):
 
 def _samples(stats: RequestStats) -> Iterator[tuple[Metric, Labels, float]]:
     yield REQUESTS, (stats.outcome.value, stats.reason), 1
+    if stats.api is not None:
+        yield API_REQUESTS, (stats.api, stats.outcome.value), 1
     yield DURATION, (stats.outcome.value,), stats.duration_s
     yield PROMPT_TOKENS, (), stats.prompt_tokens
     yield GENERATION_TOKENS, (), stats.completion_tokens

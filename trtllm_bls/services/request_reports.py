@@ -150,6 +150,7 @@ class RequestLog:
         done = stats.speculation
         return {
             "id": _cut(stats.request_id, _LONGEST),
+            "api": stats.api,
             "outcome": stats.outcome.value,
             "reason": stats.reason,
             "prompt_tokens": stats.prompt_tokens,
