@@ -24,6 +24,7 @@ import struct
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
@@ -190,17 +191,33 @@ def check_messages(messages: object) -> None:
 # How a template wants an assistant's calls: whether their arguments are JSON text, and whether the
 # content beside them is null. The usual form comes first.
 _CALL_FORMS = ((False, False), (True, False), (False, True), (True, True))
-_PROBE_CALL = {
-    "id": "probecall",  # some templates want nine characters
+_PROBE_ARGUMENTS = {"probe_key": "probe_value"}
+
+
+def _probe(count: int) -> list[dict[str, Any]]:
+    """A conversation with so many calls in one turn; some templates want ids of nine characters."""
+    calls = [
+        {
+            "id": f"probecal{place}",
+            "type": "function",
+            "function": {"name": f"probe_name{place}", "arguments": _PROBE_ARGUMENTS},
+        }
+        for place in range(count)
+    ]
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *(
+            {"role": "tool", "name": "probe_name0", "tool_call_id": call["id"], "content": "b"}
+            for call in calls
+        ),
+    ]
+
+
+_PROBE_TOOL = {
     "type": "function",
-    "function": {"name": "probe_name", "arguments": {"probe_key": "probe_value"}},
+    "function": {"name": "probe_name0", "description": "a", "parameters": {}},
 }
-_PROBE = (
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
-    {"role": "tool", "name": "probe_name", "tool_call_id": "probecall", "content": "b"},
-)
-_PROBE_TOOL = {"type": "function", "function": {"name": "probe_name", "parameters": {}}}
 
 
 def _calls_in_form(
@@ -219,6 +236,42 @@ def _calls_in_form(
         shown = None if without_content else content
         formed = [_call_in_form(call, as_text) for call in calls]
         yield {**message, "content": shown, "tool_calls": formed}
+
+
+def _with_thinking(messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The messages with reasoning where the template of gpt-oss looks for it.
+
+    It takes no content beside reasoning and calls, so the content joins the reasoning there.
+    """
+    for message in messages:
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if message["role"] == "assistant" and reasoning:
+            content = message.get("content")
+            if message.get("tool_calls") and isinstance(content, str):
+                reasoning, content = "\n\n".join(filter(None, [reasoning, content])), ""
+            message = {**message, "thinking": reasoning, "content": content}
+        yield message
+
+
+def _one_call_a_turn(messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The messages with each further call of a turn in a turn of its own, before its result."""
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls")
+        if message["role"] != "assistant" or not calls or not isinstance(calls, list):
+            yield message
+            continue
+        ids = [call.get("id") if isinstance(call, Mapping) else None for call in calls]
+        results: list[list[Any]] = [[] for _ in calls]
+        while rest and rest[0]["role"] == "tool":
+            result = rest.popleft()
+            found = result.get("tool_call_id")
+            results[ids.index(found) if found in ids else -1].append(result)
+        for call, own in zip(calls, results, strict=True):
+            yield {**message, "tool_calls": [call]}
+            yield from own
+            message = {"role": "assistant", "content": ""}
 
 
 def _call_in_form(call: Any, as_text: bool) -> Any:
@@ -432,10 +485,18 @@ class Tokenizer:
             further["continue_final_message"] = True
         check_messages(messages)
         if any("tool_calls" in message for message in messages):
+            if self._takes_one_call:
+                messages = list(_one_call_a_turn(messages))
             messages = list(_calls_in_form(messages, self._call_form))
+        if "<|channel|>analysis" in (self.chat_template or ""):
+            messages = list(_with_thinking(messages))
         conversation = guard.messages(messages)
         further["add_generation_prompt"] = options.add_generation_prompt
         known_tools = None if tools is None else guard.value("tools", list(tools))
+        if ".description" in (self.chat_template or ""):  # some take its absence for an error
+            for tool in known_tools or ():
+                if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
+                    tool["function"].setdefault("description", "")
         try:
             return self._written_by_template(conversation, known_tools, further)
         except Exception as error:  # a template is a program: it may raise anything
@@ -464,15 +525,23 @@ class Tokenizer:
     @cached_property
     def _call_form(self) -> tuple[bool, bool]:
         """The first of ``_CALL_FORMS`` in which the template shows a call."""
-        for form in _CALL_FORMS:
-            with suppress(Exception):  # a template is a program: it may raise anything
-                probe = list(_calls_in_form(_PROBE, form))
-                prompt = self._written_by_template(probe, [_PROBE_TOOL], {})
-                # Arguments are shown neither escaped nor in Python's spelling.
-                otherwise = '\\"probe_key' in prompt or "'probe_key'" in prompt
-                if "probe_name" in prompt and "probe_value" in prompt and not otherwise:
-                    return form
-        return _CALL_FORMS[0]
+        return next((form for form in _CALL_FORMS if self._shows(1, form)), _CALL_FORMS[0])
+
+    @cached_property
+    def _takes_one_call(self) -> bool:
+        """Whether the template shows a call, but not two of one turn."""
+        return self._shows(1, self._call_form) and not self._shows(2, self._call_form)
+
+    def _shows(self, count: int, form: tuple[bool, bool]) -> bool:
+        """Whether the template shows so many calls of one turn, in this form."""
+        names = [f"probe_name{place}" for place in range(count)]
+        with suppress(Exception):  # a template is a program: it may raise anything
+            probe = list(_calls_in_form(_probe(count), form))
+            prompt = self._written_by_template(probe, [_PROBE_TOOL], {})
+            # Arguments are shown neither escaped nor in Python's spelling.
+            otherwise = '\\"probe_key' in prompt or "'probe_key'" in prompt
+            return all(text in prompt for text in (*names, "probe_value")) and not otherwise
+        return False
 
     @cached_property
     def _chat_guard(self) -> ChatGuard:

@@ -265,6 +265,12 @@ CALLS = {
     "llama3_json": '{"name": "f", "parameters": {}}',
     "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    "harmony": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}",
+    "glm": "<tool_call>f</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "gemma4": "<|tool_call>call:f{}<tool_call|>",
 }
 
 
@@ -283,9 +289,10 @@ def test_an_answer_obeys_the_schema_or_is_a_call(tokenizer: Tokenizer, family: s
     )
     guide = AnswerForm(conversation_of(request), ChatFormats(TOOL_FORMATS[family]), tokenizer).guide
     assert guide is not None and guide.field == "response_format"
-    told = [CALLS[family], '{"name": "Ada", "age": 7}', '{"name": "Ada"}', "Ada", ""]
+    final = "<|channel|>final<|message|>Ada"  # a message that is neither
+    told = [CALLS[family], '{"name": "Ada", "age": 7}', '{"name": "Ada"}', "Ada", "", final]
     allowed = [allows(tokenizer, guide.kind, guide.text, text) for text in told]
-    assert allowed == [True, True, False, False, False]
+    assert allowed == [True, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("marker", ["<|user|>", "<|use"])

@@ -209,6 +209,30 @@ def test_reasoning_that_the_prompt_has_begun_needs_no_tag() -> None:
     assert message_of(response_to(thinks), "Two.</think>Four.")["content"] == "Two.</think>Four."
 
 
+def test_messages_of_harmony_are_told_apart_without_tools() -> None:
+    """Or where none may be called."""
+    harmony = ChatFormats(TOOL_FORMATS["harmony"], REASONING_TAGS["harmony"])
+    text = "<|channel|>analysis<|message|>2+2<|end|><|start|>assistant"
+    text += "<|channel|>final<|message|>4"
+    for asked in ({}, {"tools": [WEATHER]}, {"tools": [WEATHER], "tool_choice": "none"}):
+        message = message_of(response_to(harmony, **asked), text)
+        assert (message["reasoning_content"], message["content"]) == ("2+2", "4")
+
+
+@pytest.mark.parametrize("family", TOOL_FORMATS)
+def test_a_demanded_call_is_json_whatever_the_family(family: str) -> None:
+    """The engine's guide is the same schema for all, so the family's own markers do not occur."""
+    formats = ChatFormats(TOOL_FORMATS[family], REASONING_TAGS.get(family, REASONING_TAGS["think"]))
+    response = response_to(formats, tools=[PING, WEATHER], tool_choice=NAMED)
+    (asked,) = response.requests
+    assert asked.extras["guided_decoding_guide_type"].tolist() == [b"json_schema"]
+    assert asked.skip_special_tokens is None
+    message = message_of(response, '[{"name": "weather", "arguments": {"warm": true}}]')
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"warm": true}'}
+    assert message["content"] is None and "reasoning_content" not in message
+
+
 def test_an_enforced_form_has_no_reasoning() -> None:
     """It holds from the first token on."""
     thinks, form = ChatFormats(reasoning=REASONING_TAGS["think"]), {"type": "json_object"}
@@ -220,12 +244,14 @@ def test_markers_that_are_special_tokens_are_kept() -> None:
     """Where they are looked for, and the request does not say otherwise."""
     special, plain = (ChatFormats(TOOL_FORMATS[name]) for name in ("mistral", "hermes"))
     thinks = ChatFormats(reasoning=REASONING_TAGS["mistral"])
+    harmony = ChatFormats(TOOL_FORMATS["harmony"], REASONING_TAGS["harmony"])
     for formats, more, skipped in (
         (special, {"tools": [PING]}, False),
         (special, {}, None),
         (special, {"tools": [PING], "skip_special_tokens": True}, True),
         (plain, {"tools": [PING]}, None),
         (thinks, {}, False),
+        (harmony, {}, False),
     ):
         assert response_to(formats, **more).requests[0].skip_special_tokens is skipped
 

@@ -36,7 +36,22 @@ Oslo "{" é
 </parameter>
 </function>"""
 PYTHON = """weather(city='Oslo "{" é', days=[1, {"a": None}])"""
-THINK = REASONING_TAGS["think"]
+GLM = '<tool_call>weather{0}<arg_key>city</arg_key>{0}<arg_value>Oslo "{{" é</arg_value>{0}'
+GLM += '<arg_key>days</arg_key>{0}<arg_value>[1, {{"a": null}}]</arg_value>{0}</tool_call>'
+MINIMAX = """<invoke name="weather">
+<parameter name="city">Oslo "{" é</parameter>
+<parameter name="days">[1, {"a": null}]</parameter>
+</invoke>"""
+KIMI = "<|tool_call_begin|>functions.weather:{}<|tool_call_argument_begin|>" + (
+    ARGS.replace("{", "{{").replace("}", "}}") + "<|tool_call_end|>"
+)
+SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+GEMMA = '<|tool_call>call:weather{city:<|"|>Oslo "{" é<|"|>,days:[1,{a:null}]}<tool_call|>'
+# Harmony: the recipient of a call stands behind the channel or before it.
+START, CHANNEL, MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
+HARMONY = f"{CHANNEL}commentary to=functions.weather <|constrain|>json{MESSAGE}{ARGS}"
+ROLE_FIRST = f" to=functions.weather{CHANNEL}commentary json{MESSAGE}{ARGS}<|call|>"
+ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
 
 # format, text; each calls weather(ARGS) as often as the number says, with or without content.
 TEXTS = [
@@ -59,6 +74,19 @@ TEXTS = [
     ("pythonic", f"<|python_start|>[{PYTHON}, {PYTHON}]<|python_end|>", 2),
     ("deepseek", f"{DEEPSEEK}<｜tool▁calls▁end｜>", 1),
     ("deepseek", f"{DEEPSEEK}\n{BEGIN}weather{SEP}{ARGS}{END}<｜tool▁calls▁end｜>", 2),
+    ("glm", GLM.format(""), 1),
+    ("glm", f"I look.\n{GLM.format(chr(10))}\n{GLM.format('')}", 2),
+    ("minimax_m2", f"\n<minimax:tool_call>\n{MINIMAX}\n</minimax:tool_call>", 1),
+    ("minimax_m2", f"I look.<minimax:tool_call>{MINIMAX}\n{MINIMAX}</minimax:tool_call>", 2),
+    ("kimi_k2", f"{SECTION[0]}{KIMI.format(0)}{SECTION[1]}", 1),
+    ("kimi_k2", f"I look. {SECTION[0]}{KIMI.format(0)}{KIMI.format(1)}{SECTION[1]}", 2),
+    ("kimi_k2", f"{SECTION[0]} {KIMI.format(0)}\n", 1),
+    ("gemma4", GEMMA, 1),
+    ("gemma4", f"I look.\n{GEMMA}{GEMMA}<|tool_response>", 2),
+    ("harmony", HARMONY, 1),
+    ("harmony", ROLE_FIRST, 1),
+    ("harmony", f"{CHANNEL}commentary{MESSAGE}I look.<|end|>{START}{HARMONY}<|call|>", 1),
+    ("harmony", f"{HARMONY}<|call|>{START}{ROLE_FIRST}{START}{ROLE_FIRST}", 3),
 ]
 
 
@@ -141,10 +169,11 @@ def test_calls_come_out_of_every_family(tools: str, text: str, calls: int) -> No
     events = joined(parse(text, [], tools))
     wanted: list[Event] = []
     for index in range(calls):
-        wanted += [ToolCall(index, f"id{index}", "weather"), Arguments(index, ARGS)]
+        call_id = f"functions.weather:{index}" if tools == "kimi_k2" else f"id{index}"
+        wanted += [ToolCall(index, call_id, "weather"), Arguments(index, ARGS)]
     assert [event for event in events if not isinstance(event, Content)] == wanted
     content = [event.text for event in events if isinstance(event, Content)]
-    assert content == [before for before in ("I look.", "Well:") if text.startswith(before)]
+    assert content == [before for before in ("I look.", "Well:") if before in text]
 
 
 def test_arguments_leave_while_they_are_written() -> None:
@@ -163,6 +192,12 @@ _PIECES = st.sampled_from(
         *("<tool", "<", "[", "{", "}", '{"name"', '{"name": "f"', '{"a": 1}', " ", "\n", "a", "é"),
         *("<function=f>", "<function=", "<parameter=a>", "\n", "</parameter>", "</function>", "<"),
         *("[f(", "f(a=1", "a='x'", ")", ", ", "<|python_start|>", "f", "("),
+        *("<tool_call>f", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"),
+        *('<invoke name="f">', '<parameter name="a">', "</invoke>", "</parameter>"),
+        *(*SECTION, "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>"),
+        *("<|tool_call>call:f", "{a:", '<|"|>', "<|channel>thought", "<channel|>", "1", ","),
+        *(START, CHANNEL, MESSAGE, ANALYSIS, FINAL, "<|end|>", "<|call|>", "<|return|>"),
+        *("commentary", " to=functions.f", " to=python", "<|constrain|>", "json"),
         *('{"name": "f"}', '{"name": 7}', '{"name": "f", "arguments": null}', ", ", ";", '"', "\\"),
     ]
 )
@@ -186,6 +221,93 @@ def test_where_the_text_is_cut_makes_no_difference(
     assert joined(parse(text, cuts, tools, tags, opened=opened)) == joined(whole)
 
 
+def test_each_message_of_harmony_is_told_by_its_channel() -> None:
+    """Analysis is reasoning, commentary and final are content; parts of one kind stay apart."""
+    text = f"{ANALYSIS}One.<|end|>{START}{CHANNEL}commentary{MESSAGE}I look.\n<|end|>{START}"
+    text += f"{ANALYSIS} Two <|call|> three.<|end|>{START}{ROLE_FIRST}{START}{FINAL}Done."
+    wanted = [
+        Reasoning("One."),
+        Content("I look."),
+        Reasoning("\n\nTwo <|call|> three."),
+        ToolCall(0, "id0", "weather"),
+        Arguments(0, ARGS),
+        Content("\n\nDone."),
+    ]
+    for end in ("", "<|end|>", "<|return|>"):
+        assert joined(parse(text + end, [], "harmony", "harmony")) == wanted
+
+
+def test_harmony_without_tools_has_reasoning_and_content() -> None:
+    """Where no tool may be called, a call is text, and without a reader all is as written."""
+    text = f"{ANALYSIS}One.<|end|>{START}"
+    assert joined(parse(f"{text}{FINAL}Two.", [], None, "harmony")) == [
+        Reasoning("One."),
+        Content("Two."),
+    ]
+    called = joined(parse(f"{text}{HARMONY}", [], None, "harmony"))
+    assert called == [Reasoning("One."), Content(ARGS)]
+    assert joined(parse(f"{ANALYSIS}One.", [], "harmony")) == [Content("One.")]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("Hello", [Content("Hello")]),
+        (f"{CHANNEL}analysis", []),
+        (f"{ANALYSIS}One.<|end|>{START}{HARMONY[:60]}", [Reasoning("One.")]),
+        (f"{ANALYSIS}One", [Reasoning("One")]),
+        (f"{CHANNEL}commentary to=python code{MESSAGE}print(1)", [Reasoning("print(1)")]),
+        (f"{CHANNEL}??<|end|>{START}{FINAL}Hi", [Content(f"{CHANNEL}??\n\nHi")]),
+        (f"{FINAL}Say {START} to begin", [Content("Say\n\nto begin")]),
+        (HARMONY[: -len(ARGS)] + "print(1)", [Content(HARMONY[: -len(ARGS)] + "print(1)")]),
+    ],
+)
+def test_harmony_that_is_not_as_it_should_be(text: str, wanted: list[Event]) -> None:
+    """Headers that are cut are left out; what is no header is content."""
+    assert joined(parse(text, list(range(300)), "harmony", "harmony")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("{}", {}),
+        ('{a b:<|"|><|"|>, c:[],}', {"a b": "", "c": []}),
+        (
+            '{<|"|>a:<|"|>:-1.5e-05,b:{c:None,d:true}}',
+            {"a:": -1.5e-05, "b": {"c": None, "d": True}},
+        ),
+        ("{a:10:30,b:NaN}", {"a": "10:30", "b": "NaN"}),
+        ('{a:<|"|><|"<|\n"\\|>} </b><tool_call|><|"|>}', {"a": '<|"<|\n"\\|>} </b><tool_call|>'}),
+    ],
+)
+def test_arguments_of_gemma_become_json(written: str, arguments: object) -> None:
+    """Its texts are verbatim between its quotes, also where they look like a marker."""
+    events = parse(f"<|tool_call>call:f{written}<tool_call|>", list(range(100)), "gemma4")
+    assert json.loads("".join(e.text for e in events if isinstance(e, Arguments))) == arguments
+    assert not any(isinstance(event, Content) for event in events)
+
+
+def test_texts_of_gemma_leave_while_they_are_written() -> None:
+    """What may be the quote that ends them waits."""
+    parser = ChatParser(TOOL_FORMATS["gemma4"])
+    events = parser.feed('<|tool_call>call:f{a:<|"|>Once "<|')
+    assert events[1:] == [Arguments(0, '{"a": "Once \\"')]
+    assert parser.feed("b") == [Arguments(0, "<|b")]
+
+
+@pytest.mark.parametrize("wrong", ["{a:1]", "{a:<b", '{a:<|"|>b'])
+def test_a_call_of_gemma_that_breaks_off_keeps_what_there_is(wrong: str) -> None:
+    """As any other; the client sees which call it was."""
+    events = joined(parse(f"<|tool_call>call:f{wrong}", [], "gemma4"))
+    assert events[0] == ToolCall(0, "id0", "f") and isinstance(events[1], Arguments)
+
+
+def test_ids_are_what_the_templates_take() -> None:
+    """Mistral's refuse ids that have not nine characters; Kimi's are the model's own."""
+    call = ChatParser(TOOL_FORMATS["mistral"]).feed(f"[TOOL_CALLS][{CALL}]")[0]
+    assert isinstance(call, ToolCall) and len(call.id) == 9
+
+
 @pytest.mark.parametrize("tools", [None, *TOOL_FORMATS])
 @pytest.mark.parametrize(
     "text",
@@ -205,8 +327,12 @@ def test_where_the_text_is_cut_makes_no_difference(
     ],
 )
 def test_what_is_no_call_is_content(tools: str | None, text: str) -> None:
-    """Nothing is lost and nothing added."""
-    assert joined(parse(text, [], tools)) == [Content(text)]
+    """Nothing is lost and nothing added, but white space in front of what may be a message."""
+    if tools == "glm" and text == "<tool_call>nothing</tool_call>":
+        assert joined(parse(text, [], tools)) == [ToolCall(0, "id0", "nothing"), Arguments(0, "{}")]
+    else:
+        content = text.lstrip() if tools == "harmony" else text
+        assert joined(parse(text, [], tools)) == [Content(content)]
 
 
 def test_reasoning_is_told_from_the_answer() -> None:
@@ -245,6 +371,7 @@ def test_a_call_without_arguments_has_none() -> None:
 SCHEMA = {
     "properties": {
         "path": {"type": "string"},
+        "name": {"type": ["string", "null"]},
         "line": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
         "force": {"type": ["boolean", "null"]},
         "lines": {"type": "array"},
@@ -252,10 +379,32 @@ SCHEMA = {
 }
 
 
+MARKED = "a </parameter> </arg_value> &amp; <arg_key>"
+# Around a value of the key ``{}``; each format's own call of ``f``.
+XML_CALLS = {
+    "qwen3_coder": (
+        "<tool_call><function=f>\n<parameter={}>\n",
+        "\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "glm": (
+        "<tool_call>f\n<arg_key>{}</arg_key>\n<arg_value>",
+        "</arg_value>\n</tool_call>",
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call><invoke name="f"><parameter name="{}">',
+        "</parameter></invoke></minimax:tool_call>",
+    ),
+}
+
+
+@pytest.mark.parametrize("tools", XML_CALLS)
 @pytest.mark.parametrize(
     ("key", "written", "value"),
     [
         ("path", "12", "12"),
+        ("path", MARKED, MARKED),
+        ("name", "null", None),
+        ("name", "12", "12"),
         ("path", "\na\n\n", "\na\n\n"),
         ("path", '{"a": "</b>"}', '{"a": "</b>"}'),
         ("line", "12", 12),
@@ -269,11 +418,12 @@ SCHEMA = {
     ],
 )
 def test_values_between_tags_are_what_the_schema_says(
-    key: str, written: str, value: object
+    tools: str, key: str, written: str, value: object
 ) -> None:
     """A text stays one, whatever it looks like; what does not fit is one, too."""
-    call = f"<tool_call><function=f>\n<parameter={key}>\n{written}\n</parameter>\n</function>"
-    parser = ChatParser(TOOL_FORMATS["qwen3_coder"], schemas={"f": SCHEMA})
+    before, after = XML_CALLS[tools]
+    call = before.format(key) + written + after
+    parser = ChatParser(TOOL_FORMATS[tools], schemas={"f": SCHEMA})
     events = [event for char in call for event in parser.feed(char)] + parser.flush()
     assert json.loads("".join(e.text for e in events if isinstance(e, Arguments))) == {key: value}
 
@@ -284,6 +434,22 @@ def test_texts_between_tags_leave_while_they_are_written() -> None:
     events = parser.feed("<tool_call><function=f><parameter=path>\nOnce\n</param")
     assert events[1:] == [Arguments(0, '{"path": "Once')]
     assert parser.feed('s> "a"') == [Arguments(0, '\\n</params> \\"a\\"')]
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("<parameter=a>\nx\n<parameter=b>\ny\n</parameter>\n</function>", {"a": "x", "b": "y"}),
+        ("<parameter=a>\nx\n</function>\n</tool_call>", {"a": "x"}),
+        ("<parameter=a>\n<parameter=b> </function>\n</parameter></function>", None),
+    ],
+)
+def test_the_end_of_a_value_may_be_missing(written: str, arguments: object) -> None:
+    """Where a line is a tag that can only stand after it; within a line it is text."""
+    call = f"<tool_call>\n<function=f>\n{written}"
+    events = parse(call, list(range(200)), "qwen3_coder")
+    found = json.loads("".join(e.text for e in events if isinstance(e, Arguments)))
+    assert found == (arguments or {"a": "<parameter=b> </function>"})
 
 
 @pytest.mark.parametrize("schemas", [{"g": None}, {"f": {"properties": 7}}, {"f": [1]}, None])
@@ -370,6 +536,12 @@ def test_forced_calls_are_parsed() -> None:
         (f"{BEGIN} </think>", ("deepseek", "think")),
         ("<tool_call>\\n<function=f>\\n<parameter=a>", ("qwen3_coder", None)),
         ("ipython: [func_name1(params_name1=1)] parameters", ("pythonic", None)),
+        ("<tool_call>{name}\\n<arg_key>{key}</arg_key> </think>", ("glm", "think")),
+        ("{{ '<minimax:tool_call>' }}", ("minimax_m2", None)),
+        ("<|tool_call_argument_begin|>", ("kimi_k2", None)),
+        ("'<|tool_call>call:' <|channel>thought <channel|>", ("gemma4", "gemma4")),
+        ("<|start|>assistant<|channel|>analysis<|message|>", ("harmony", "harmony")),
+        ("<|user|>{{ text }}<|end|>", (None, None)),
         ("{{ messages }}", (None, None)),
         (None, (None, None)),
     ],

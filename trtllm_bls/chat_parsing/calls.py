@@ -1,15 +1,18 @@
-"""Readers of one tool call while the model writes it: in JSON, in XML tags, in Python."""
+"""Readers of one tool call while the model writes it: JSON, XML tags, Python, Gemma's notation."""
 
 from __future__ import annotations
 
 import ast
 import json
-import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Generator, Mapping
+from functools import cache, cached_property
 from typing import Any, TypeAlias
+
+import regex
+
+from trtllm_bls.chat_parsing.formats import ToolFormat
 
 _ARGUMENTS, _OTHER_KEYS = ("arguments", "parameters"), ("name", "type", "id")
 # Generators that get one character by each ``send``.
@@ -17,13 +20,10 @@ Reading: TypeAlias = Generator[None, str, None]
 ReadingText: TypeAlias = Generator[None, str, str]
 
 
-def begun_at_end(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of ``text`` may be the beginning of a marker.
-
-    ``text`` holds no whole marker.
-    """
-    lengths = range(min(len(text), max(map(len, markers), default=1) - 1), 0, -1)
-    return next((n for n in lengths if any(m.startswith(text[-n:]) for m in markers)), 0)
+@cache
+def compiled(pattern: str) -> Any:
+    """The pattern for ``regex``, whose own cache costs more than a match."""
+    return regex.compile(pattern)
 
 
 class Span:
@@ -56,7 +56,7 @@ class Span:
 
 
 class Reader(ABC):
-    """Reads one call.
+    """Reads one call, from its arguments on; from its name on if ``name`` is ``None``.
 
     ``begin`` is called once with the call's name, then ``more`` with pieces of its arguments, which
     add up to JSON. ``begun``: ``begin`` has been called. ``done``: the call is complete.
@@ -64,16 +64,22 @@ class Reader(ABC):
     parameters of the tools that may be called; ``None``: they are not known.
     """
 
+    _says_name_first = True
+
     def __init__(
         self,
+        tools: ToolFormat,
+        name: str | None,
+        schemas: Mapping[str, Any] | None,
         begin: Callable[[str], None],
         more: Callable[[str], None],
-        schemas: Mapping[str, Any] | None = None,
     ) -> None:
-        self._schemas = schemas
+        self._tools, self._name, self._schemas = tools, name, schemas
         self.begun = self.done = self.broken = False
         self._begin, self._more = begin, more
         self._given = ""  # arguments that ``more`` has not got yet
+        if name is not None and self._says_name_first:
+            self._say(name)
 
     @abstractmethod
     def feed(self, text: str) -> int:
@@ -120,23 +126,14 @@ class CharReader(Reader):
 class CallReader(CharReader):
     """Reads ``{"name": …, "arguments": {…}}``; if ``name`` is given, the arguments alone.
 
-    ``strict``: an object with other keys, or without arguments, is no call.
+    Where a call has no marker, an object with other keys, or without arguments, is no call.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[str], None],
-        more: Callable[[str], None],
-        name: str | None = None,
-        *,
-        strict: bool = False,
-    ) -> None:
-        self._strict = strict
-        self._name = name  # may be known before ``begin`` is called
-        self._has_arguments = False
-        super().__init__(begin, more)
-        if name is not None:
-            self._say(name)
+    _has_arguments = False
+
+    @property
+    def _strict(self) -> bool:
+        return self._tools.bare == "{"
 
     def _read(self) -> Reading:
         char = yield
@@ -215,96 +212,71 @@ def _arguments(text: str) -> str:
     return found if value is not None and found.strip() else "{}"
 
 
-_LONGEST_NAME = 256
-_KEY = re.compile(r"<parameter=([^<>\n]{1,256})>\n?")
-_KEY_BEGUN = re.compile(r"<parameter=[^<>\n]{0,256}")
-_VALUE_ENDS = ("\n</parameter>", "</parameter>")
-_VALUE_END = re.compile("|".join(_VALUE_ENDS))
-_END = "</function>"
-_JSON_NAMES = {"true": True, "false": False, "null": None}
-
-
 class XmlCall(Reader):
-    """Reads what follows ``<function=``: ``name>``, ``<parameter=key>value</parameter>``, the end.
+    """Reads arguments in tags, for example ``<parameter=key>value</parameter>``, and the end.
 
     The schemas tell strings from other values; a string is passed on while it is written, another
     value once it is whole.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[str], None],
-        more: Callable[[str], None],
-        schemas: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(begin, more, schemas)
-        self._properties: Mapping[str, Any] = {}
-        self._step: Callable[[XmlCall], bool] = XmlCall._name
-        self._text = ""  # not read yet
-        self._before = "{"  # what precedes the next key
-        self._kinds: set[str] = set()  # JSON types that the current value may have
-        self._value = ""  # the current value so far, unless it is a string
+    _text = ""  # not read yet
+    _before = "{"  # what precedes the next key
+    _in_value = False
+    _kinds: Collection[str] = ()  # JSON types that the current value may have
+    _value = ""  # the current value so far, unless it streams
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the current value is a string, whatever it looks like."""
+        return "string" in self._kinds and "null" not in self._kinds
 
     def feed(self, text: str) -> int:
         self._text = text
-        while self._text and not (self.done or self.broken) and self._step(self):
-            pass
+        while self._text and not self.done:
+            if not (self._read_value() if self._in_value else self._read_key()):
+                break
         self._pass_on()
         return len(text) - len(self._text)
 
-    def _name(self) -> bool:
-        end = re.search(r"[<>\s]", self._text)
-        if end is None and len(self._text) < _LONGEST_NAME:
+    def _read_key(self) -> bool:
+        """Read the next key, or the end of the call; false: it is not complete."""
+        key_or_end = rf"\s*(?:{self._tools.key}|{self._tools.end})"
+        found = compiled(key_or_end).match(self._text, partial=True)
+        if found is not None and found.partial:
             return False
-        name = self._text[: end.start()] if end else ""
-        self._text = self._text[len(name) + 1 :]
-        if end is None or end[0] != ">" or not name:
-            self.broken = True
-            return True
-        self._step = XmlCall._parameter
-        self._properties = _mapping(_mapping(_mapping(self._schemas).get(name)).get("properties"))
-        self._say(name)
-        return True
-
-    def _parameter(self) -> bool:
-        text = self._text.lstrip()
-        key = _KEY.match(text)
-        if (key and key.end() == len(text)) or _is_unfinished(text):
-            return False  # the line of the key may go on
-        if key is None:  # also where the model forgot the end
-            self._text = text.removeprefix(_END)
+        if found is None or found["key"] is None:  # also where the model forgot the end
             self._given += "{}" if self._before == "{" else "}"
             self.done = True
-            return True
-        self._text = text[key.end() :]
-        self._kinds = _kinds(self._properties.get(key[1]))
-        self._given += f"{self._before}{_dumped(key[1])}: " + '"' * ("string" in self._kinds)
-        self._before, self._value, self._step = ", ", "", XmlCall._value_of_key
+        else:
+            properties = _mapping(_mapping(self._schemas).get(str(self._name))).get("properties")
+            self._kinds = _kinds(_mapping(properties).get(found["key"]))
+            self._given += f"{self._before}{_dumped(found['key'])}: "
+            self._given += '"' * self._streams
+            self._before, self._value, self._in_value = ", ", "", True
+        self._text = self._text[found.end() if found else 0 :]
         return True
 
-    def _value_of_key(self) -> bool:
-        end = _VALUE_END.search(self._text)
-        sure = end.start() if end else len(self._text) - begun_at_end(self._text, _VALUE_ENDS)
-        value, self._text = self._text[:sure], self._text[end.end() if end else sure :]
-        if "string" in self._kinds:
-            self._given += _dumped(value)[1:-1] + '"' * (end is not None)
+    def _read_value(self) -> bool:
+        """Read more of a value; false: it is not complete."""
+        end = compiled(self._tools.value_end).search(self._text, partial=True)
+        value = self._text[: end.start()]
+        self._in_value = end.partial
+        self._text = self._text[end.start() if end.partial else end.end() :]
+        if self._streams:
+            self._given += _dumped(value)[1:-1] + '"' * (not end.partial)
         else:
             self._value += value
-            self._given += _json_of(self._value, bool(self._kinds)) if end else ""
-        if end is not None:
-            self._step = XmlCall._parameter
-        return end is not None
+            self._given += "" if end.partial else _json_of(self._value, self._kinds)
+        return not self._in_value
 
 
 class PythonCall(CharReader):
-    """Reads ``name(key=value, …)`` with Python's literals; it is passed on once it is complete."""
+    """Reads ``key=value, …)`` with Python's literals; it is passed on once it is complete."""
+
+    _says_name_first = False
 
     def _read(self) -> Reading:
-        name = text = ""
-        while (char := (yield)) != "(":
-            name += char
-            if len(name) > _LONGEST_NAME or not re.fullmatch(r"[^\W\d][\w.-]*", name):
-                raise ValueError("no name")
+        name, text = str(self._name), ""
         if self._schemas is not None and name not in self._schemas:
             raise ValueError("no tool")
         span = Span("\"'", depth=1)
@@ -312,6 +284,70 @@ class PythonCall(CharReader):
             text += char
         self._given = _dumped(_keywords(text))
         self._say(name)
+
+
+_QUOTE = '<|"|>'
+_CLOSING = {"{": "}", "[": "]"}
+
+
+class GemmaCall(CharReader):
+    """Reads ``{key:<|"|>text<|"|>,key:[1,true]}``: keys bare, texts between quotes of their own."""
+
+    _opened = ""  # brackets
+    _word = ""  # what stands bare since the last bracket, comma or colon
+    _comma = ""  # what comes before the next key or item
+    _is_key = False
+
+    def _read(self) -> Reading:
+        while True:
+            char = yield
+            if char == "<" and not self._word.strip():
+                yield from self._text()
+            elif char in "{[":
+                self._give(char)
+                self._opened, self._is_key = self._opened + char, char == "{"
+            elif char in ",]}" or (char == ":" and self._is_key):
+                self._end_word(char)
+                if not self._opened:
+                    return
+            else:
+                self._word += char
+
+    def _text(self) -> Reading:
+        """Read a text, from behind its first character on, and the quote that ends it."""
+        for expected in _QUOTE[1:]:
+            if (yield) != expected:
+                raise ValueError("no quote")
+        self._give('"')
+        seen = ""
+        while seen != _QUOTE:
+            seen += yield
+            while not _QUOTE.startswith(seen):
+                self._given += _dumped(seen[0])[1:-1]
+                seen = seen[1:]
+        self._given += '"'
+
+    def _end_word(self, char: str) -> None:
+        """Give a bare key or value, of which there is none after a text, and what ends it."""
+        if word := self._word.strip():
+            self._give(_dumped(word) if char == ":" else _json_of(word, {"number"}))
+        self._word, self._is_key = "", char == "," and self._opened[-1] == "{"
+        if char == ",":
+            self._comma = ", "
+        elif char == ":":
+            self._given += ": "
+        elif char != _CLOSING[self._opened[-1]]:
+            raise ValueError("another bracket is open")
+        else:
+            self._given += char
+            self._opened, self._comma = self._opened[:-1], ""
+
+    def _give(self, text: str) -> None:
+        self._given += self._comma + text
+        self._comma = ""
+
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class _JsonNames(ast.NodeTransformer):
@@ -331,9 +367,11 @@ def _keywords(text: str) -> dict[str, Any]:
     return {str(k.arg): ast.literal_eval(_JsonNames().visit(k.value)) for k in call.keywords}
 
 
-def _json_of(text: str, typed: bool) -> str:
-    """The value as JSON; without a known type, all but objects and lists are strings."""
-    if typed or text.lstrip()[:1] in ("{", "["):
+def _json_of(text: str, kinds: Collection[str]) -> str:
+    """The value as JSON of one of these types; of none, all but objects and lists are strings."""
+    if "string" in kinds and text.strip() != "null":
+        return _dumped(text)
+    if kinds or text.lstrip()[:1] in ("{", "["):
         for read in (json.loads, ast.literal_eval):
             try:
                 return _dumped(read(text.strip()))
@@ -359,9 +397,3 @@ def _kinds(schema: object) -> set[str]:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _is_unfinished(text: str) -> bool:
-    """Whether this may be the beginning of a parameter or of the end."""
-    begins = any(whole.startswith(text) for whole in ("<parameter=", _END))
-    return (begins and text != _END) or _KEY_BEGUN.fullmatch(text) is not None

@@ -1,80 +1,194 @@
-"""How model families mark tool calls and reasoning in their text, as data."""
+"""How model families mark tool calls and reasoning in their text, as data.
+
+Patterns are read by the package ``regex``, which tells the beginning of a match from no match. What
+a pattern matches in a text must not depend on what follows that match.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import re
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     """How a model family writes calls.
 
+    ``mark``: pattern of what only chat templates of the family have.
     ``begin``: markers before calls; without any, the text consists of calls alone.
-    ``noise``: text that may stand between and after calls.
-    ``header``: pattern of what precedes the arguments where the name is not part of the JSON; its
-    group is the name.
-    ``bare``: a text that begins with this character is a call without a marker.
+    ``noise``: text that may stand between and after calls. A marker that is also in ``begin`` is
+    never content.
+    ``header``: pattern of what precedes the arguments. Its group ``name`` is the tool's name;
+    without it, the name is part of the JSON. Its group ``id`` is the call's id; without it, the
+    parser makes one, of at most ``id_length`` characters. A header with a group ``channel``, and
+    without a name, begins a message.
+    ``bare``: a text that begins with it may be a call without a marker.
+    ``opening``: what an answer that calls a tool at once begins with, where it is not a marker.
     ``special``: the markers are special tokens, which the text has to keep.
-    ``written``: the language of a call.
+    ``written``: the language of the arguments.
+
+    Patterns of XML: ``key`` precedes a value, and its group ``key`` is the key. ``value_end``
+    follows a value; what comes next tells it from the same text inside a value. ``end`` follows the
+    last value.
     """
 
+    mark: str = ""
     begin: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()
-    header: str | None = None
-    bare: str = ""
+    header: str = r"(?=\{)"
+    bare: str | None = None
+    opening: tuple[str, ...] = ()
     special: bool = False
-    written: Literal["json", "xml", "python"] = "json"
+    id_length: int = 64
+    written: Literal["json", "xml", "python", "gemma"] = "json"
+    key: str = ""
+    value_end: str = ""
+    end: str = ""
 
 
-XML_CALL = "<function="  # what begins a call that is written as XML
+class ReasoningTags(NamedTuple):
+    """What stands around reasoning.
+
+    ``mark``: what only chat templates of the family have, if that is not ``end``. ``special``: as
+    of ``ToolFormat``. ``messages``: where all text is in messages, their format.
+    """
+
+    begin: str
+    end: str
+    mark: str = ""
+    special: bool = False
+    messages: ToolFormat | None = None
+
+
+_NAME = r"(?P<name>[\w.-]{1,256})"
 _SEP = "<｜tool▁sep｜>"
+# Harmony: a message is a header and a text. The header has a channel and may have a recipient.
+_CHANNEL = r"<\|channel\|>(?P<channel>\w{1,64})\s*"
+_MESSAGE = r"(?:<\|constrain\|>)?\w{0,64}\s*<\|message\|>"
+_OTHER = r"(?:to=(?P<other>(?!functions\.)[^<\s]{1,256})\s*)?"  # a tool that is not the caller's
+_TOOL = rf"to=functions\.{_NAME}\s*"
+_HARMONY_CALL = rf"(?:{_TOOL}{_CHANNEL}|{_CHANNEL}{_TOOL}){_MESSAGE}\s*(?=\{{)"
+_HARMONY = ToolFormat(
+    mark=r"<\|channel\|>analysis",
+    begin=("<|end|>", "<|return|>", "<|start|>assistant", "<|channel|>"),
+    noise=("<|end|>", "<|return|>", "<|start|>assistant", "<|call|>"),
+    header=f"{_HARMONY_CALL}|{_OTHER}{_CHANNEL}{_OTHER}{_MESSAGE}",
+    bare="",
+    opening=("<|channel|>commentary to=functions.", " to=functions."),
+    special=True,
+)
+_RECIPIENT = r"(?:to=[^<\s]{1,256}\s*)?"
+_HARMONY_TEXT = replace(_HARMONY, header=f"{_RECIPIENT}{_CHANNEL}{_RECIPIENT}{_MESSAGE}")
+
+# The first format whose mark a template has is the template's, so a more specific one comes first.
 TOOL_FORMATS = {
-    "hermes": ToolFormat(begin=("<tool_call>",), noise=("</tool_call>",)),
+    "harmony": _HARMONY,
+    "deepseek": ToolFormat(
+        mark="<｜tool▁call▁begin｜>",
+        begin=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        noise=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        header=rf"<｜tool▁call▁begin｜>\s*(?:function{_SEP})?{_NAME}(?:{_SEP})?\s*"
+        r"(?:```json)?\s*(?=\{)",
+        special=True,
+    ),
+    "glm": ToolFormat(
+        mark="<arg_key>",
+        begin=("<tool_call>",),
+        noise=("</tool_call>",),
+        header=rf"<tool_call>\s*{_NAME}\s*(?=<arg_key>|</tool_call>)",
+        written="xml",
+        key=r"<arg_key>(?P<key>[^<>\n]{1,256})</arg_key>\s*<arg_value>",
+        value_end=r"</arg_value>(?=\s*<(?:arg_key>|/tool_call>))",
+        end="</tool_call>",
+    ),
+    "minimax_m2": ToolFormat(
+        mark="<minimax:tool_call>",
+        begin=("<minimax:tool_call>",),
+        noise=("</minimax:tool_call>",),
+        header=rf'<invoke name="{_NAME}">',
+        special=True,
+        written="xml",
+        key=r'<parameter name="(?P<key>[^"<>\n]{1,256})">',
+        value_end=r"</parameter>(?=\s*<(?:parameter name=|/invoke>))",
+        end="</invoke>",
+    ),
     "qwen3_coder": ToolFormat(
-        begin=("<tool_call>", XML_CALL), noise=("</tool_call>",), written="xml"
+        mark="<parameter=",
+        begin=("<tool_call>", "<function="),
+        noise=("</tool_call>",),
+        header=r"<function=(?P<name>[^<>\s]{1,256})>",
+        written="xml",
+        key=r"<parameter=(?P<key>[^<>\n]{1,256})>(?:\n|(?=[^\n]))",
+        # The model forgets the end of a value at times.
+        value_end=r"\n?</parameter>(?=\s*<(?:parameter=|/function>))"
+        r"|(?=\n(?:<parameter=[^<>\n]{1,256}>\n|</function>\s*</tool_call>))",
+        end="</function>",
+    ),
+    "kimi_k2": ToolFormat(
+        mark=r"<\|tool_call_argument_begin\|>",
+        begin=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        noise=(
+            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            "<|tool_call_end|>",
+        ),
+        header=rf"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?{_NAME}:\d{{1,9}})\s*"
+        r"<\|tool_call_argument_begin\|>\s*(?=\{)",
+        special=True,
+    ),
+    "gemma4": ToolFormat(
+        mark=r"<\|tool_call>call:",
+        begin=("<|tool_call>",),
+        noise=("<tool_call|>", "<|tool_response>"),
+        header=rf"<\|tool_call>\s*call:{_NAME}\s*(?=\{{)",
+        special=True,
+        written="gemma",
     ),
     "pythonic": ToolFormat(
+        mark=r"\[func_name1\(",
         begin=("<|python_start|>",),
         noise=("[", "]", ",", "<|python_end|>"),
+        header=r"(?P<name>[^\W\d][\w.-]{0,255})\(",
         bare="[",
         special=True,
         written="python",
     ),
-    "llama3_json": ToolFormat(
-        begin=("<|python_tag|>",), noise=(";", ",", "<|eom_id|>"), bare="{", special=True
-    ),
+    "hermes": ToolFormat(mark="<tool_call>", begin=("<tool_call>",), noise=("</tool_call>",)),
     "mistral": ToolFormat(
+        mark=r"\[TOOL_CALLS\]",
         begin=("[TOOL_CALLS]",),
         noise=("[", "]", ","),
-        header=r"([\w.-]+)\s*(?:\[CALL_ID\][\w-]*\s*)?(?:\[ARGS\])?",
+        header=rf"\[TOOL_CALLS\]\s*{_NAME}\s*(?:\[CALL_ID\][\w-]{{0,256}}\s*)?(?:\[ARGS\])?\s*"
+        r"(?=\{)|(?=\{)",
         special=True,
+        id_length=9,  # the templates refuse others
     ),
-    "deepseek": ToolFormat(
-        begin=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-        noise=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        header=rf"(?:function{_SEP})?([\w.-]+)(?:{_SEP})?\s*(?:```json)?",
+    "llama3_json": ToolFormat(
+        # The shorter templates of the family do not have the marker.
+        mark=r'<\|python_tag\|>|\A(?=.*ipython).*"parameters"',
+        begin=("<|python_tag|>",),
+        noise=(";", ",", "<|eom_id|>"),
+        bare="{",
         special=True,
     ),
 }
 # A list of calls and nothing else, as guided decoding makes a model write it.
-FORCED = ToolFormat(noise=("[", "]", ","))
-REASONING_TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+FORCED = ToolFormat(noise=("[", "]", ","), bare="")
+REASONING_TAGS = {
+    "think": ReasoningTags("<think>", "</think>"),
+    "mistral": ReasoningTags("[THINK]", "[/THINK]", special=True),
+    "gemma4": ReasoningTags("<|channel>thought", "<channel|>", special=True),
+    "harmony": ReasoningTags(
+        *("<|channel|>analysis<|message|>", "<|end|>", "<|channel|>analysis"),
+        special=True,
+        messages=_HARMONY_TEXT,
+    ),
+}
 
 
 def formats_of(chat_template: str | None) -> tuple[str | None, str | None]:
     """The names of the tool format and the reasoning tags that a chat template has."""
     template = chat_template or ""
-    marks = {
-        "deepseek": "<｜tool▁call▁begin｜>",
-        "qwen3_coder": "<parameter=",
-        "pythonic": "[func_name1(",
-        "hermes": "<tool_call>",
-        "mistral": "[TOOL_CALLS]",
-        "llama3_json": "<|python_tag|>",
-    }
-    tools = next((name for name, mark in marks.items() if mark in template), None)
-    if tools is None and "ipython" in template and '"parameters"' in template:
-        tools = "llama3_json"  # the shorter templates of the family do not have the marker
-    tags = (name for name, (_, end) in REASONING_TAGS.items() if end in template)
-    return tools, next(tags, None)
+    tools = (name for name, each in TOOL_FORMATS.items() if re.search(each.mark, template, re.S))
+    tags = (name for name, each in REASONING_TAGS.items() if (each.mark or each.end) in template)
+    return next(tools, None), next(tags, None)

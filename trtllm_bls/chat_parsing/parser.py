@@ -6,16 +6,30 @@ guided decoding holds to calls (``FORCED``): such text is the beginning of a cal
 
 from __future__ import annotations
 
-import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, TypeAlias
 
-from trtllm_bls.chat_parsing.calls import CallReader, PythonCall, Reader, XmlCall, begun_at_end
-from trtllm_bls.chat_parsing.formats import XML_CALL, ToolFormat
+import regex
 
-_LONGEST_HEADER = 512  # characters between a marker and the arguments' brace
+from trtllm_bls.chat_parsing.calls import (
+    CallReader,
+    GemmaCall,
+    PythonCall,
+    Reader,
+    XmlCall,
+    compiled,
+)
+from trtllm_bls.chat_parsing.formats import ReasoningTags, ToolFormat
+
+_READERS: dict[str, type[Reader]] = {
+    "json": CallReader,
+    "xml": XmlCall,
+    "python": PythonCall,
+    "gemma": GemmaCall,
+}
 
 
 @dataclass(frozen=True)
@@ -52,23 +66,31 @@ class Arguments:
 Event: TypeAlias = Content | Reasoning | ToolCall | Arguments
 
 
-class ChatParser:
-    """Parses one answer; white space around reasoning and around calls is dropped.
+@cache
+def _any_of(markers: tuple[str, ...]) -> Any:
+    return regex.compile("|".join(map(regex.escape, markers)) or "(?!)")
 
-    ``reasoning``: its begin and end tag; ``opened``: the prompt ended with the begin tag.
+
+class ChatParser:
+    """Parses one answer.
+
+    White space around reasoning and around calls is dropped. An empty line comes between two parts
+    of content, or of reasoning, that something else separated.
+
+    ``opened``: the prompt ended with the tag that begins reasoning.
     ``schemas``: the parameters of the tools that may be called, by name, where they are known.
     """
 
     def __init__(
         self,
         tools: ToolFormat | None = None,
-        reasoning: tuple[str, str] | None = None,
+        reasoning: ReasoningTags | None = None,
         *,
         opened: bool = False,
         schemas: Mapping[str, Any] | None = None,
         new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
-        self._tools = tools or ToolFormat()
+        self._tools = tools or (reasoning and reasoning.messages) or ToolFormat()
         self._reasoning = reasoning
         self._schemas = schemas
         self._calls_alone = tools is not None and not tools.begin
@@ -79,15 +101,14 @@ class ChatParser:
         self._blank = ""  # white space that is text only if more text follows
         self._held = ""  # text from a marker on, which is content if no call follows
         self._drops = False  # text between calls is not content
-        self._strips = False  # white space before the next text is not part of it
+        self._strips = False  # the next text begins a part, without the white space before it
+        self._kinds: set[type[Content] | type[Reasoning]] = set()  # of the text so far
         self._events: list[Event] = []
         # A function of the class. A bound method would be a reference cycle, which keeps the parser
         # until a garbage collection.
         self._step: Callable[[ChatParser], bool] = ChatParser._start
         if opened and reasoning:
             self._step, self._strips = ChatParser._reason, True
-        elif self._calls_alone:
-            self._step, self._drops = ChatParser._between, True
 
     @property
     def has_calls(self) -> bool:
@@ -106,13 +127,13 @@ class ChatParser:
         begun = self._call is not None and self._call.begun
         if self._step == ChatParser._reason:
             self._add_text(Reasoning, self._buffer)
+        elif self._calls_alone:
+            # A cut call of the only tool: its name is known without the text.
+            if not self.has_calls and len(self._schemas or ()) == 1:
+                self._begin(None, *(self._schemas or ()))
         else:
             if self._step in (ChatParser._start, ChatParser._read_content):
                 self._add_text(Content, self._buffer)
-            elif self._calls_alone:
-                # A cut call of the only tool: its name is known without the text.
-                if not self.has_calls and len(self._schemas or ()) == 1:
-                    self._begin(*(self._schemas or ()))
             elif not begun and (self._held or self._step != ChatParser._between):
                 self._add_text(Content, self._held + self._buffer)
             if self._blank and not self.has_calls:
@@ -126,13 +147,15 @@ class ChatParser:
     def _start(self) -> bool:
         """Nothing but white space has come so far, of the answer or after its reasoning."""
         text = self._buffer.lstrip()
-        tag = self._reasoning[0] if self._reasoning else ""
+        bare = self._tools.bare
+        tag = self._reasoning.begin if self._reasoning and bare != "" else ""
         if not text or (tag.startswith(text) and text != tag):
             return False
         if tag and text.startswith(tag):
             self._buffer = text[len(tag) :]
             self._step, self._strips = ChatParser._reason, True
-        elif text[0] == self._tools.bare:
+        elif bare is not None and text.startswith(bare):
+            self._drops = not bare  # with any other, the text may still be content
             self._hold(len(self._buffer) - len(text))
             self._step = ChatParser._between
         else:
@@ -141,11 +164,10 @@ class ChatParser:
 
     def _reason(self) -> bool:
         assert self._reasoning is not None
-        before, end = self._until(self._reasoning[1:])
+        before, end = self._until((self._reasoning.end,))
         self._add_text(Reasoning, before)
         if end is None:
             return False
-        self._reasoning = None
         self._step, self._strips = ChatParser._start, True
         return True
 
@@ -163,51 +185,38 @@ class ChatParser:
         """After a marker or a call: begin the next call, or return to content."""
         tools, text = self._tools, self._buffer.lstrip()
         self._hold(len(self._buffer) - len(text))
-        markers = (*tools.begin, *tools.noise)
-        if any(marker.startswith(text) and marker != text for marker in markers):
-            return False
-        marker = max((m for m in markers if text.startswith(m)), key=len, default="")
-        if self._opens_call(text):
-            self._step = ChatParser._read_call
-        elif marker:
-            self._drops = self._drops and marker in tools.noise
-            self._hold(len(marker))
-        elif tools.header is not None and self._held:
-            self._step = ChatParser._header
-        else:
-            self._give_up()
-        return True
-
-    def _opens_call(self, text: str) -> bool:
-        """Whether a call begins here; then ``_call`` is its reader."""
-        written = self._tools.written
-        if written == "python" and text[0].isidentifier():
-            self._call = PythonCall(self._begin, self._more, self._schemas)
-        elif written == "xml" and text.startswith(XML_CALL):
-            self._call = XmlCall(self._begin, self._more, self._schemas)
-        elif written == "json" and text[0] == "{":
-            strict = bool(self._tools.bare)
-            self._call = CallReader(self._begin, self._more, strict=strict)
-        else:
-            return False
-        self._drops = False
-        if written == "xml":
-            self._hold(len(XML_CALL))
-        return True
-
-    def _header(self) -> bool:
-        """The name before the arguments."""
-        brace = self._buffer.find("{", 0, _LONGEST_HEADER)
-        if brace < 0 and len(self._buffer) < _LONGEST_HEADER:
-            return False
-        named = re.fullmatch(rf"{self._tools.header}\s*", self._buffer[: max(0, brace)])
-        if named is None:
-            self._give_up()
+        found = compiled(tools.header).match(text, partial=True)
+        if found is not None and not found.partial:
+            self._open(found)
             return True
-        self._hold(brace)
-        self._call = CallReader(self._begin, self._more, named.group(1))
-        self._step = ChatParser._read_call
+        markers = (*tools.begin, *tools.noise)
+        if found is not None or any(each.startswith(text) and each != text for each in markers):
+            return False
+        marker = max((each for each in markers if text.startswith(each)), key=len, default="")
+        if not marker:
+            self._give_up()
+        elif marker not in tools.noise:
+            self._drops = False
+        elif marker in tools.begin:
+            self._drops, self._held = True, ""
+        self._hold(len(marker))
         return True
+
+    def _open(self, header: Any) -> None:
+        """Begin the call, or the message, that the match of a header announces."""
+        groups, tools = header.groupdict(), self._tools
+        name = groups.get("name")
+        self._drops = False
+        self._hold(header.end())
+        if name is None and "channel" in groups:
+            thinks = groups["channel"] == "analysis" or groups.get("other") is not None
+            thinks = thinks and self._reasoning is not None
+            self._step = ChatParser._reason if thinks else ChatParser._read_content
+            self._held, self._strips = "", True
+        else:
+            begin = partial(self._begin, groups.get("id"))
+            self._call = _READERS[tools.written](tools, name, self._schemas, begin, self._more)
+            self._step = ChatParser._read_call
 
     def _read_call(self) -> bool:
         call = self._call
@@ -223,20 +232,19 @@ class ChatParser:
 
     # --- helpers ------------------------------------------------------------------------------
 
-    def _until(self, markers: Sequence[str]) -> tuple[str, str | None]:
+    def _until(self, markers: tuple[str, ...]) -> tuple[str, str | None]:
         """Remove the text before the first marker, and the marker, from the buffer; return both.
 
         Without a marker, it is the text that cannot be the beginning of one.
         """
         text = self._buffer
-        found = [(text.find(marker), marker) for marker in markers if marker in text]
-        if found:
-            start, marker = min(found)
-            self._buffer = text[start + len(marker) :]
-            return text[:start], marker
-        sure = len(text) - begun_at_end(text, markers)
-        self._buffer = text[sure:]
-        return text[:sure], None
+        found = _any_of(markers).search(text, partial=True)
+        start, end = found.span() if found is not None else (len(text), len(text))
+        if found is None or found.partial:
+            self._buffer = text[start:]
+            return text[:start], None
+        self._buffer = text[end:]
+        return text[:start], text[start:end]
 
     def _hold(self, count: int) -> None:
         if not self._drops:
@@ -246,6 +254,7 @@ class ChatParser:
     def _give_up(self) -> None:
         """There is no call: the text held for one is content."""
         held, self._held, self._call = self._held, "", None
+        self._strips = self._strips or self._drops
         self._drops, self._step = False, ChatParser._read_content
         self._add_text(Content, held)
 
@@ -257,11 +266,14 @@ class ChatParser:
         solid = text.rstrip()
         self._blank = text[len(solid) :]
         if solid:
+            separator = "\n\n" if self._strips and kind in self._kinds else ""
             self._strips = False
-            self._events.append(kind(solid))
+            self._kinds.add(kind)
+            self._events.append(kind(separator + solid))
 
-    def _begin(self, name: str) -> None:
-        self._events.append(ToolCall(self._num_calls, self._new_id(), name))
+    def _begin(self, call_id: str | None, name: str) -> None:
+        call_id = call_id or self._new_id()[-self._tools.id_length :]
+        self._events.append(ToolCall(self._num_calls, call_id, name))
         self._num_calls += 1
 
     def _more(self, text: str) -> None:

@@ -17,6 +17,7 @@ from trtllm_bls.chat_parsing.formats import (
     FORCED,
     REASONING_TAGS,
     TOOL_FORMATS,
+    ReasoningTags,
     ToolFormat,
     formats_of,
 )
@@ -108,7 +109,7 @@ class ChatFormats:
     """
 
     tools: ToolFormat | None = None
-    reasoning: tuple[str, str] | None = None
+    reasoning: ReasoningTags | None = None
     conversations: TakenConversations = TakenConversations()
 
     @classmethod
@@ -178,8 +179,7 @@ class AnswerForm:
     @property
     def keeps_special(self) -> bool:
         """Whether the markers to look for are special tokens, which the text has to keep."""
-        special = self._tools is not None and self._tools.special
-        return special or self._reasoning == REASONING_TAGS["mistral"]
+        return any(each is not None and each.special for each in (self._tools, self._reasoning))
 
     def parsers(self, options: ChatOptions, count: int) -> list[ChatParser | None]:
         """A parser for each choice; ``None`` where all text is content."""
@@ -200,7 +200,7 @@ class AnswerForm:
             prompt = self._tokenizer.render_chat(short, options)
         except InvalidRequest:
             return False  # rendering the whole conversation raises it again
-        return prompt.rstrip().endswith(self._reasoning[0])
+        return prompt.rstrip().endswith(self._reasoning.begin)
 
 
 def response_format(request: ChatRequest) -> GuidedDecoding | None:
@@ -257,7 +257,7 @@ def _or_calls(guide: GuidedDecoding, tools: ToolFormat, names: Iterable[str]) ->
         problem = "cannot be combined with tools that may be called; send tool_choice none"
         raise invalid(guide.field, f"{problem} or required")
     schemas = [guide.text or '{"type":"object"}']
-    begins = list(tools.begin)
+    begins = list(tools.opening or tools.begin)
     if tools.bare == "{":
         call = {"name": {"enum": list(names)}, "parameters": {"type": "object"}}
         shape = {"type": "object", "properties": call, "additionalProperties": False}
