@@ -46,7 +46,6 @@ from trtllm_bls.configure.engine import (
     read_engine,
 )
 from trtllm_bls.contract import BLS, ENGINE, LLMAPI, MODELS, POSTPROCESSING, PREPROCESSING, Model
-from trtllm_bls.engines.llm_api import check_arguments
 from trtllm_bls.engines.triton.own_port import listening_processes
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
@@ -69,6 +68,7 @@ from trtllm_bls.parameters.cpp_backend import (
     keys_of,
     parse_version,
 )
+from trtllm_bls.parameters.declaration import suggestion
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.settings import ServeSettings, TlsConnection, option, options_of, setting
@@ -459,10 +459,16 @@ def llm_api(subject: Subject) -> Findings:
             gpus_of(values.get("gpu_device_ids", ""), 0, count)
             config = ModelYaml.read((subject.repository or Path()) / file) if file else ModelYaml()
             config.load_processors()
-            if subject.packages("tensorrt-llm"):
-                check_arguments(config.arguments)
         except SettingsError as error:
             yield Finding.of(error)
+            continue
+        ours = config.arguments.get("backend") in (None, "pytorch")  # another has others
+        if subject.packages("tensorrt-llm") and ours:
+            release = importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
+            known = {n for name, f in release.model_fields.items() for n in (name, f.alias or name)}
+            for key in sorted(config.arguments.keys() - known):
+                what = f"model.yaml: the TensorRT-LLM that is installed has no argument {key}"
+                yield Finding("error", what, suggestion(key, known))
 
 
 @check("Triton can load every model", lambda s: s.configs)

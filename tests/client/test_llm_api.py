@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,8 @@ async def test_what_a_request_brings_is_passed_on_or_refused_by_name(
         retention = (await told(**kept))["retention"]
         assert (retention.ranges[0].token_end, retention.ranges[0].priority) == (4, 80)
         assert retention.decode == (20, None)
+        retention = (await told(retention_decode_duration_ms=50))["retention"]
+        assert retention.decode == (35, timedelta(milliseconds=50))
         for wrong, field in [
             ({"lora_name": b"other"}, "lora_name"),
             ({"lora_path": b"/"}, "lora_name"),
@@ -305,7 +308,7 @@ async def test_model_yaml_is_read_as_upstreams(
             kind = np.array([b"json"], np.object_)
             await read(engine, replace(ASK, extras={"guided_decoding_guide_type": kind}))
     for wrong, words in [
-        ("tensor_parallel: 2", f"{api.__version__} has no argument tensor_parallel; did you mean"),
+        ("tensor_parallel: 2", r"TorchLlmArgs.*tensor_parallel.*Extra inputs"),
         ("[1]", "the file is .*; write a mapping"),
         ("a: {", "cannot be read"),
         ("logits_post_processors: {a: none}", "write module.path:attribute"),
@@ -313,7 +316,7 @@ async def test_model_yaml_is_read_as_upstreams(
         ("logits_post_processors: {a: 'os:sep'}", "is not callable"),
     ]:
         file.write_text(wrong)
-        with pytest.raises(SettingsError, match=words):
+        with pytest.raises(SetupError, match=words):
             open_llm("llm", parameters(model_yaml=file), lambda: 1000)
     with pytest.raises(SettingsError, match="'0': 2 instances need a list each, such as 0;1"):
         open_llm("llm", parameters(gpu_device_ids="0", instances=2), lambda: 1000)

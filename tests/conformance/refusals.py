@@ -24,7 +24,7 @@ from doubles.scripted_tokens import hashed
 from tests.conformance.engines import LLM_API
 from tests.helpers.scripted_services import EOS, reaching
 from tests.helpers.server_settings import DEMO
-from trtllm_bls.contract import ENGINE
+from trtllm_bls.configure.engine import models_for, parse_version
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.llm_api import LlmApiEngine
@@ -103,7 +103,7 @@ async def _answer(engine: Engine, request: EngineRequest) -> str:
 
 
 def _cpp_backend(request: EngineRequest) -> str:
-    last = {each.name for each in ENGINE.inputs if each.since < (99, 99) == each.until}
+    last = models_for(parse_version("last"), "FP32")["tensorrt_llm"].input_named
     inputs = {name: kind for name, kind in DeployedModel().inputs.items() if name in last}
     try:
         request_inputs(request, DeployedModel(inputs), 100)

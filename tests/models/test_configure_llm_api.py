@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
+from tests.conformance.engines import LLM_API
 from tests.helpers.model_configurations import rows_of_config, rows_of_table
 from tests.helpers.server_settings import DEMO
 from tests.models.configured import Written, error_of
@@ -75,7 +76,8 @@ def test_a_repository_without_an_old_one(tmp_path: Path) -> None:
     """The engine has its own name; each instance has its GPUs."""
     places = ("--engine", "llm_api", "--tokenizer-dir", MODEL, "--gpu-device-ids", "0,1;2,3")
     new = Repository(tmp_path / "new", places)
-    new.write("--set", "max_sequence_tokens=100", "--set", "tensorrt_llm_bls.max_streams=9")
+    told = new.write("--set", "max_sequence_tokens=100", "--set", "tensorrt_llm_bls.max_streams=9")
+    assert "mpirun" not in told.output  # upstream: several instances need --no-mpi
     assert new.values("tensorrt_llm")["gpu_device_ids"] == "0,1;2,3"
     assert new.values("tensorrt_llm")["max_sequence_tokens"] == "100"
     assert new.values("tensorrt_llm_bls")["max_streams"] == "9"
@@ -103,8 +105,10 @@ def test_too_few_lists_of_gpus_are_refused(tmp_path: Path) -> None:
     assert "3 instances need a list each" in error_of(refused)
 
 
-def test_doctor_finds_nothing_in_it_and_names_what_is_spoilt(tmp_path: Path) -> None:
-    """As configure writes it; then with a processor and lists that do not load."""
+def test_doctor_finds_nothing_in_it_and_names_what_is_spoilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As configure writes it; then with a processor, an argument and lists that do not load."""
     old = upstreams(tmp_path / "old", MODEL)
     new = Repository(tmp_path / "new", ("--from", old))
     new.write()
@@ -113,6 +117,11 @@ def test_doctor_finds_nothing_in_it_and_names_what_is_spoilt(tmp_path: Path) -> 
     file = old / "tensorrt_llm" / "1" / "model.yaml"
     file.write_text("logits_post_processors: {a: 'none.such:x'}")
     assert "cannot be loaded" in findings("llm_api", repository=new.out)[0].what
+    file.write_text("tensor_parallel: 2")
+    monkeypatch.syspath_prepend(LLM_API)
+    there = {"tensorrt-llm": "1.2.1"}.get
+    (unknown,) = findings("llm_api", repository=new.out, packages=there)
+    assert "has no argument tensor_parallel" in unknown.what and "did you mean" in unknown.mend
     config = new.config("tensorrt_llm_engine")
     config.instance_group[0].count = 2
     text = text_format.MessageToString(config)

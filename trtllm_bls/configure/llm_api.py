@@ -71,7 +71,7 @@ def plan_llm_api(options: ConfigureOptions, upstreams: Any = None) -> Repository
     if upstreams:
         configs[LLMAPI.name] = model_config(LLMAPI, parameters[LLMAPI.name], max_batch_size=0)
     code = {name: ENGINE.name} | ({LLMAPI.name: BLS.name} if upstreams else {})
-    lines = _launch_lines(config.arguments, options.out)
+    lines = _launch_lines(config.arguments, options.out) if count == 1 else ()  # without MPI
     return Repository(configs, Launch((name,)), lines, code)
 
 

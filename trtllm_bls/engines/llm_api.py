@@ -20,6 +20,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.engines.ends import SequenceEnds, sequence_ends
@@ -27,14 +28,12 @@ from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,
     InvalidRequest,
-    SettingsError,
     SetupError,
     TrtllmBlsError,
     Unsupported,
     printable,
 )
 from trtllm_bls.parameters import EngineParameters
-from trtllm_bls.parameters.declaration import suggestion
 from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.types import (
     Array,
@@ -53,10 +52,8 @@ log = logging.getLogger(__name__)
 
 _NOWHERE = "this package does not pass it on to the LLM API"
 _SPECULATES = "it speculates by speculative_config in its model.yaml"
-_RETENTION = (
-    *(f"retention_token_range_{each}" for each in ("starts", "ends", "priorities", "durations_ms")),
-    *("retention_decode_priority", "retention_decode_duration_ms"),
-)
+_RETENTION = [tensor.name for tensor in ENGINE.inputs if tensor.name.startswith("retention_")]
+_DECODE_PRIORITY = 35  # KvCacheRetentionConfig's own default
 _ADAPTER = ("lora_name", "lora_path", "lora_task_id")
 _TAKEN = {
     *("guided_decoding_guide_type", "guided_decoding_guide", "logits_post_processor_name"),
@@ -73,12 +70,7 @@ _UNGUIDED = "guided_decoding_backend of the server's model.yaml is null"
 _EDITED = "with drafts, the LLM API lets a processor edit the rows of other requests"
 # What the LLM API raises about a request, beside its own RequestError.
 _REFUSALS = (TypeError, ValueError, NotImplementedError)
-_GUIDES = {
-    "json_schema": "json",
-    "regex": "regex",
-    "ebnf_grammar": "grammar",
-    "structural_tag": "structural_tag",
-}
+_GUIDES = {"json_schema": "json", "ebnf_grammar": "grammar"}  # others have one name
 # Triton's own MPI job, where there is one, is not that of the workers which the LLM API starts.
 _MPI_JOB = (
     *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE", "OMPI_FIRST_RANKS", "OMPI_APP_CTX_NUM_PROCS"),
@@ -106,7 +98,6 @@ def open_llm(
     given = {names[key]: size for key, size in parameters.sizes.items() if key in names}
     given |= {"model": str(parameters.model_dir), "guided_decoding_backend": "xgrammar"}
     given |= {"gpus_per_node": len(gpus.split(","))} if gpus else {}
-    check_arguments(config.arguments)
     processors = config.load_processors()
     try:
         arguments = merge.update_llm_args_with_extra_dict(given, dict(config.arguments))
@@ -137,18 +128,6 @@ def _prepare(environment: Any, gpus: str, telemetry: bool) -> None:
         environment |= {"CUDA_VISIBLE_DEVICES": gpus, "TRTLLM_VISIBLE_DEVICES": gpus}
     if not telemetry:
         environment.setdefault("TRTLLM_NO_USAGE_STATS", "1")
-
-
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse by name what this release has no argument for, before weights are loaded."""
-    release = importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
-    known = {*release.model_fields, *(each.alias for each in release.model_fields.values())}
-    if arguments.get("backend") not in (None, "pytorch"):
-        return  # it has arguments of its own
-    for key in arguments.keys() - known:
-        version = getattr(importlib.import_module("tensorrt_llm"), "__version__", "here")
-        mend = suggestion(key, known - {None})
-        raise SettingsError(f"model.yaml: TensorRT-LLM {version} has no argument {key}; {mend}")
 
 
 # --- the engine ----------------------------------------------------------------------------------
@@ -228,8 +207,8 @@ class LlmApiEngine:
         if request.wants.perf_metrics or self._capacity.speculates:
             given["return_perf_metrics"] = True
         if guide := trtllm.guide_of(request.extras):
-            kind = _GUIDES.get(guide[0])
-            how = {kind: guide[1]} if kind else {"json_object": True}
+            kind, text = guide
+            how = {"json_object": True} if kind == "json" else {_GUIDES.get(kind, kind): text}
             given["guided_decoding"] = self._class("GuidedDecodingParams")(**how)
         if name := trtllm.text_of(request.extras, "logits_post_processor_name"):
             field = "logits_post_processor_name"
@@ -292,7 +271,7 @@ class LlmApiEngine:
             make.TokenRangeRetentionConfig(first, None if last < 0 else last, rank, _ms(lasts))
             for first, last, rank, lasts in zip(*ranges, lasting, strict=True)
         ]
-        return make(kept, *decode, *map(_ms, decode_lasting))
+        return make(kept, *(decode or [_DECODE_PRIORITY]), *map(_ms, decode_lasting))
 
     async def _run(
         self, request: EngineRequest, submit: Callable[[], Any], chunks: QueuedChunks
