@@ -1,6 +1,7 @@
 """Servers whose engine is a script: ``echo`` says the prompt back, once for each transport.
 
-The transport ``trtllm`` is a server without an engine, before a TrtllmService that is played.
+The transport ``trtllm`` is a server without an engine, before a TrtllmService that is played;
+``llm_api-RELEASE`` has the script behind the LLM API of a release, which is played, too.
 
 ``server``, what a user gets, is in ``tests/conftest.py``, since other suites use it too.
 """
@@ -41,7 +42,16 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="session", params=["grpc", "bls", "trtllm"])
+@pytest.fixture(
+    scope="session",
+    params=[
+        *("grpc", "bls", "trtllm", "llm_api-1.2.1"),
+        *(
+            pytest.param(f"llm_api-{each}", marks=pytest.mark.slow)
+            for each in ("1.0.0", "1.4.0rc1")
+        ),
+    ],
+)
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -67,6 +77,8 @@ def echo_repository(scratch: Path) -> Path:
 def echo_settings(
     scratch: Path, transport: str, stall_seconds: int | None = None, **more: Any
 ) -> ServeSettings:
+    transport, _, release = transport.partition("llm_api-")
+    transport = transport or "grpc"
     stall_seconds = stall_seconds or STALL_SECONDS[transport]
     return free_ports(
         model=DEMO / "target",
@@ -78,6 +90,7 @@ def echo_settings(
             Override("tensorrt_llm_bls", "engine_transport", transport),
             Override("tensorrt_llm_bls", "engine_stall_seconds", str(stall_seconds)),
             Override("tensorrt_llm", "step_ms", "5"),
+            *([Override("tensorrt_llm", "llm_api", release)] if release else []),
         ),
     )
 

@@ -303,7 +303,7 @@ class LlmApiEngine:
         what = printable(str(error)) or type(error).__name__
         refused = isinstance(error, _REFUSALS)
         if refused or isinstance(error, self._class("RequestError")):
-            return EngineError(f"{self.name}: {what}") if begun else InvalidRequest("request", what)
+            return EngineError(what) if begun else InvalidRequest("request", what)
         log.error("%s: %s: %s", self.name, type(error).__name__, what)
         return EngineUnavailable(f"{self.name}: {what}")
 

@@ -1,14 +1,18 @@
 """Test model: ``tensorrt_llm`` played by scripted engines that say the prompt back.
 
 So the right answer to any text is the text itself, whatever the tokenizer. The request's seed
-chooses what goes wrong (see ``FAULTS``); parameter ``step_ms`` is the time of one step.
+chooses what goes wrong (see ``FAULTS``); parameter ``step_ms`` is the time of one step. With
+``llm_api``, a release, they are behind TensorRT-LLM's LLM API, played.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -16,10 +20,12 @@ import triton_python_backend_utils as pb_utils
 from doubles.generated import GeneratedChunks
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
-from trtllm_bls.engines.base import ChunkStream
+from tests import helpers
+from trtllm_bls.engines.base import ChunkStream, Engine
+from trtllm_bls.engines.llm_api import open_llm
 from trtllm_bls.errors import EngineError
-from trtllm_bls.parameters import Parameters
-from trtllm_bls.parameters.declaration import FLAG, NUMBER, count, none_if_zero, parameter
+from trtllm_bls.parameters import EngineParameters, Parameters
+from trtllm_bls.parameters.declaration import FLAG, NUMBER, TEXT, count, none_if_zero, parameter
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.triton_log import log_to_triton
@@ -40,6 +46,7 @@ class EchoParameters:
     )
     vocab_size: int = parameter(count(1), "Tokens there are.", "100000")
     exclude_input_in_output: bool = parameter(FLAG, "Leave the prompt out.", "false")
+    llm_api: str = parameter(TEXT, "Release of the LLM API before it.")
 
 
 class Gauge:
@@ -91,6 +98,15 @@ class EchoEngine:
         pass
 
 
+def behind_the_llm_api(engine: Engine, parameters: EchoParameters) -> Engine:
+    sys.path.insert(0, str(Path(helpers.__file__).parent / "llm_api"))
+    api: Any = importlib.import_module("tensorrt_llm")
+    api.use(parameters.llm_api)
+    api.ENGINE = engine
+    told = EngineParameters(model_dir=Path(), engine="llm_api")
+    return open_llm("echo", told, lambda: parameters.vocab_size)
+
+
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         log_to_triton(pb_utils, args["model_name"])
@@ -100,7 +116,9 @@ class TritonPythonModel:
             vocab_size=parameters.vocab_size,
             max_sequence_tokens=parameters.max_sequence_tokens,
         )
-        engine = EchoEngine(script)
+        engine: Engine = EchoEngine(script)
+        if parameters.llm_api:
+            engine = behind_the_llm_api(engine, parameters)
         service = EngineService(engine, parameters.exclude_input_in_output)
         self._engine = engine
         self._traced = Gauge("echo_traced_requests")
