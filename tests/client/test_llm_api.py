@@ -374,7 +374,7 @@ async def test_errors_and_absence(api: Any, monkeypatch: pytest.MonkeyPatch) -> 
     """The API's own errors are the engine's; without TensorRT-LLM nothing loads."""
     async with opened(api, monkeypatch) as (engine, llm):
         llm.engine.fault = Fault(error=EngineError("out of memory"), after_tokens=1)
-        with pytest.raises(EngineError, match="^out of memory"):
+        with pytest.raises(EngineError, match=r"^out of memory"):
             await read(engine, ASK)
     with pytest.raises(EngineUnavailable):
         await engine.capacity()
