@@ -36,12 +36,13 @@ from bench.stepping import SteppingEngine
 
 from trtllm_bls.admission import Admission
 from trtllm_bls.checkpoint_dir import DEMO
-from trtllm_bls.http.guard import ConnectionLimits, accepting, raise_descriptor_limit
+from trtllm_bls.http.guard import ConnectionLimits, accepting
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.settings import raise_open_files
 from trtllm_bls.tokenizer import load_tokenizer
 
 SHARES = (0.5, 0.99, 1.0)
@@ -73,7 +74,7 @@ class Backend:
 def serve(ready: Connection, listening: socket.socket, options: argparse.Namespace) -> None:
     import uvicorn
 
-    raise_descriptor_limit()
+    raise_open_files()
     app = create_app(Backend(options), ApiSettings(model_names=("m",)))
     config = uvicorn.Config(app, **uvicorn_options(ConnectionLimits(), exit_timeout=1))
     ready.send(os.getpid())
@@ -133,7 +134,7 @@ def main() -> None:
     parser.add_argument("--chat-bytes", type=int, default=2000)
     parser.add_argument("--http", type=int, metavar="PORT")
     options = parser.parse_args()
-    raise_descriptor_limit()
+    raise_open_files()
     prompt = ("Hi there " * 2**17)[: options.chat_bytes]
     path: str = "/v1/chat/completions"
     body: dict[str, object] = {"model": "m"}

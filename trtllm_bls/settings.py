@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import resource
 import socket
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -26,6 +27,7 @@ _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.
 _PORT, _POSITIVE = click.IntRange(0, 65535), click.IntRange(1)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+AMPLE_OPEN_FILES = 65536  # room for idle connections, too
 
 
 def _lora(text: str) -> str:
@@ -397,6 +399,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def raise_open_files() -> None:
+    """Let this process and its children open as many files as they may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = AMPLE_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, AMPLE_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listen(host: str, port: int, option: str, zero: str = "any free port") -> socket.socket:

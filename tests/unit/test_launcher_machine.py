@@ -13,7 +13,7 @@ from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import checks, interpreter
 from trtllm_bls.launcher.checks import Installation, find_server
 from trtllm_bls.launcher.ports import choose, reachable
-from trtllm_bls.settings import Override, ServeSettings
+from trtllm_bls.settings import AMPLE_OPEN_FILES, Override, ServeSettings
 
 
 def installation(root: Path, version: str | None = None) -> Installation:
@@ -163,7 +163,7 @@ def test_each_stream_needs_two_open_files(monkeypatch: pytest.MonkeyPatch) -> No
         checks.check_open_files(1001)
     limits.append((100, resource.RLIM_INFINITY))
     checks.check_open_files(10**6)
-    assert limits[-1] == (checks.AMPLE_OPEN_FILES, resource.RLIM_INFINITY)
+    assert limits[-1] == (AMPLE_OPEN_FILES, resource.RLIM_INFINITY)
 
 
 def test_only_linux_has_a_server() -> None:

@@ -41,7 +41,6 @@ BODY_WRITE = "trtllm_bls.write"
 _ACCEPTED_AT_ONCE = 32  # connections in one iteration of the event loop
 _KEPT_DESCRIPTORS = 256  # for connections to the engine, files, and refused connections
 _DISCARD_S = 5.0  # a refused client has this long to read its answer
-_MOST_DESCRIPTORS = 65536
 
 
 @dataclass
@@ -84,13 +83,6 @@ class ConnectionLimits:
     header_bytes: int = 64 * 1024
     connections: int = 0
     error_body: Callable[[int, str], bytes] = json_error
-
-
-def raise_descriptor_limit() -> None:
-    """Let this process and its children open as many files as they may."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def accepting(listening: socket.socket) -> list[socket.socket]:

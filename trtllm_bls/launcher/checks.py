@@ -22,6 +22,7 @@ from trtllm_bls.errors import SetupError
 from trtllm_bls.health.processes import SHARED_MEMORY, free_shared_memory
 from trtllm_bls.launcher import interpreter
 from trtllm_bls.launcher.interpreter import PYTHON
+from trtllm_bls.settings import raise_open_files
 
 CONTAINER_ROOT = Path("/opt/tritonserver")
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -101,9 +102,8 @@ LEAST_SHARED_MEMORY = 32 * 2**20
 AMPLE_SHARED_MEMORY = 256 * 2**20
 
 # File descriptors. An idle server with our five models needs half of OPEN_FILES; each stream needs
-# a connection to the server and one inside it. AMPLE_OPEN_FILES leaves room for idle connections.
+# a connection to the server and one inside it.
 OPEN_FILES, OPEN_FILES_PER_STREAM = 256, 2
-AMPLE_OPEN_FILES = 65536
 
 # The Python backend's stub understands numpy 2's array layout from 24.12 on (server 2.53).
 NUMPY_2_SERVER = (2, 53)
@@ -187,16 +187,14 @@ def check_open_files(max_streams: int) -> None:
     Raises ``SetupError`` if the hard limit is too low for ``max_streams``. A server without file
     descriptors accepts no connection and writes thousands of warnings a second.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = OPEN_FILES + OPEN_FILES_PER_STREAM * max_streams
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise SetupError(
             f"only {hard} files may be open (ulimit -Hn), --max-streams {max_streams} needs "
             f"{needed}: allow more (docker run --ulimit nofile={needed}) or lower --max-streams"
         )
-    wanted = AMPLE_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, AMPLE_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    raise_open_files()
 
 
 def libpython(directories: Iterable[Path] | None = None) -> Path:

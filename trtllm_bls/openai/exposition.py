@@ -9,17 +9,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from http.client import HTTPException
 from itertools import accumulate
 from pathlib import Path
-from urllib.request import ProxyHandler, build_opener
 
+import httpx
 import msgspec
 
 from trtllm_bls.services.request_metrics import METRICS, Labels, Metric, RequestMetrics
 
 _TRITON_S = 2.0
-_DIRECT = build_opener(ProxyHandler({}))  # whatever the environment says of proxies
 _OF_TRITON = re.compile(r"(# (HELP|TYPE) )?nv_")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -55,11 +53,10 @@ def triton_metrics(url: str) -> str:
     Our models' metrics, which Triton shows too, count requests of other ports.
     """
     try:
-        with _DIRECT.open(url, timeout=_TRITON_S) as answer:
-            lines: list[str] = answer.read().decode().splitlines(keepends=True)
-    except (OSError, HTTPException):
+        told = httpx.get(url, timeout=_TRITON_S, trust_env=False).text
+    except httpx.HTTPError:
         return ""
-    return "".join(line for line in lines if _OF_TRITON.match(line))
+    return "".join(line for line in told.splitlines(keepends=True) if _OF_TRITON.match(line))
 
 
 class SharedSamples:

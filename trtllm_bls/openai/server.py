@@ -29,7 +29,6 @@ from trtllm_bls.http.guard import (
     ConnectionLimits,
     GuardedProtocol,
     accepting,
-    raise_descriptor_limit,
 )
 from trtllm_bls.http.triton import Room, TritonAddresses, TritonHttp
 from trtllm_bls.openai.app import ApiSettings, create_app
@@ -39,7 +38,7 @@ from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.parameters.engine_tls import trusting
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.triton_log import log_to_stderr
-from trtllm_bls.settings import listen
+from trtllm_bls.settings import listen, raise_open_files
 
 _HUNG_S = 30  # a worker whose supervisor gets no answer for this long is replaced
 _PR_SET_PDEATHSIG = 1
@@ -168,7 +167,7 @@ def _serve(
     host, port = sockets[0].getsockname()[:2]
     scheme = "http" if server.tls_cert is None else "https"
     host = f"[{host}]" if ":" in host else host
-    raise_descriptor_limit()
+    raise_open_files()
     options = uvicorn_options(ConnectionLimits(error_body=error_body), server.exit_timeout)
     if _SUPERVISES:
         options["timeout_worker_healthcheck"] = _HUNG_S
