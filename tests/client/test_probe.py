@@ -24,7 +24,6 @@ from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.health.command import look
 from trtllm_bls.health.probe import Probe
 from trtllm_bls.health.processes import ServerProcesses
-from trtllm_bls.health.verdict import Bounds
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.watch import Pace, Watch
 from trtllm_bls.status import ProcessStatus, StatusDirectory
@@ -112,9 +111,8 @@ def watch(
         **{"process": me, "stop_requested": False, "unloaded": set()}
         | {"models": ("tensorrt_llm",) * engine_here + ("tensorrt_llm_bls",), **more},
     )
-    bounds = Bounds(stall_s=stall_s)
     warn = [].append if said is None else said.append
-    return Watch(cast(TritonServer, server), bounds, failed.append, warn, pace)
+    return Watch(cast(TritonServer, server), stall_s, failed.append, warn, pace)
 
 
 async def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> None:
@@ -255,14 +253,14 @@ async def test_requests_of_all_processes_are_added_up(tmp_path: Path) -> None:
                 watching = watch(
                     server.url, tmp_path, SECONDS, [], metrics_url=url, said=(said := [])
                 )
-                await eventually(lambda: watching.told.load == (4, 38))
-                assert watching.told.engine_load is None
-                assert (watching.told.engines, watching.verdict.ready) == (out, True)
+                await eventually(lambda: watching.load == (4, 38))
+                assert watching.engine_load is None
+                assert (watching.engines, watching.verdict.ready) == (out, True)
                 assert said == ["engine b takes no requests: it is dead"]
                 row = 'nv_trt_llm_request_metrics{{model="m",request_type="{}"}} {}\n'
                 Metrics.more = row.format("scheduled", 2) + row.format("waiting", 35)
-                await eventually(lambda: watching.told.load == (2, 40))
-                assert watching.told.engine_load == (2, 35)
+                await eventually(lambda: watching.load == (2, 40))
+                assert watching.engine_load == (2, 35)
                 await asyncio.to_thread(watching.close)
             finally:
                 other.kill()

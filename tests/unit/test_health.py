@@ -27,14 +27,14 @@ from tests.helpers.waiting import until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health.processes import ServerProcesses, find_server
-from trtllm_bls.health.verdict import Bounds, Observed, Verdict, evaluate
+from trtllm_bls.health.verdict import Observed, Verdict, evaluate
 from trtllm_bls.launcher import health_endpoint
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.process import BackOff
-from trtllm_bls.launcher.watch import ProblemLog, Told, Watch, engine_load
+from trtllm_bls.launcher.watch import ProblemLog, Watch, engine_load
 
 SECONDS = 20
-BOUNDS = Bounds(stall_s=10)
+STALL_S = 10.0
 GOOD = Observed(progress_at=99.0, loop_at=99.5, shared_memory=2**30)
 
 
@@ -65,7 +65,7 @@ GOOD = Observed(progress_at=99.0, loop_at=99.5, shared_memory=2**30)
 )
 def test_what_observations_mean(observed: Observed, reason: str | None, failed: bool) -> None:
     """Dead and stopped processes count at once; what is late only when nothing moves at all."""
-    verdict = evaluate(observed, BOUNDS, now=100.0)
+    verdict = evaluate(observed, 100.0, STALL_S)
     assert verdict.ready is (reason is None)
     assert verdict.failed is failed
     assert all(reason and reason in line for line in verdict.reasons)
@@ -74,7 +74,7 @@ def test_what_observations_mean(observed: Observed, reason: str | None, failed: 
 def test_every_reason_is_told() -> None:
     """Somebody has to find out what happened."""
     observed = Observed(processes=("a", "b"), models=("c",), progress_at=0.0, loop_at=0.0)
-    assert len(evaluate(observed, BOUNDS, now=100.0).reasons) == 5
+    assert len(evaluate(observed, 100.0, STALL_S).reasons) == 5
 
 
 # --- processes ------------------------------------------------------------------------------
@@ -164,7 +164,8 @@ def get(url: str) -> tuple[int, dict[str, Any]]:
 def looking(verdict: Verdict, looked_at: float = float("inf")) -> Watch:
     running = {"tritonserver": 1, "tensorrt_llm": 2}
     watch = SimpleNamespace(verdict=verdict, looked_at=looked_at, draining=False, processes=running)
-    watch.told = Told((2, 38), (2, 37), {"a": "", "b": "it is dead"})
+    watch.load, watch.engine_load = (2, 38), (2, 37)
+    watch.engines = {"a": "", "b": "it is dead"}
     return cast(Watch, watch)
 
 

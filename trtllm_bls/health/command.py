@@ -14,7 +14,7 @@ from trtllm_bls.client import Tls
 from trtllm_bls.errors import ConnectionFailed, SettingsError
 from trtllm_bls.health.probe import TEXT_MODEL, Probe
 from trtllm_bls.health.processes import ServerProcesses, find_server, free_shared_memory
-from trtllm_bls.health.verdict import CANARY_FAILURES, Bounds, Observed, Verdict, evaluate
+from trtllm_bls.health.verdict import CANARY_FAILURES, Observed, Verdict, evaluate
 from trtllm_bls.settings import TlsConnection, is_loopback, options_of
 
 
@@ -84,7 +84,7 @@ async def look(
         canary_error=error,
         shared_memory=free_shared_memory() if here else None,
     )
-    return evaluate(observed, Bounds(), time.monotonic())
+    return evaluate(observed, time.monotonic())
 
 
 async def _asked(

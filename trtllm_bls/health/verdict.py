@@ -19,18 +19,7 @@ from dataclasses import dataclass
 
 CANARY_FAILURES = 2  # in a row; one may be an accident
 MISSED_TURNS = 60  # three seconds, or longer where there is load
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """``stall_s``: a server without progress for so long is not ready; after twice as long it has
-    failed, unless ``engine_elsewhere``, because a restart of the server would not restart the
-    engine. A server without file descriptors has also failed after twice ``stall_s``: it neither
-    accepts nor refuses connections. ``shared_memory``: the fewest bytes free."""
-
-    stall_s: float = 30.0
-    shared_memory: int = 4 * 2**20
-    engine_elsewhere: bool = False
+LEAST_SHARED_MEMORY = 4 * 2**20  # bytes free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +31,8 @@ class Observed:
     ``progress_at``: when a response was last sent, an engine made a step or a canary was answered.
     ``loop_at``: the oldest last turn of any process's event loop. ``missed_turns``: the most turns
     that an event loop has missed (``status``). ``engine``: the problem that an engine reported
-    about itself. ``canary_failures``: failures in a row.
+    about itself; ``engine_elsewhere``: no engine is in this server. ``canary_failures``: failures
+    in a row.
     """
 
     processes: tuple[str, ...] = ()
@@ -50,6 +40,7 @@ class Observed:
     descriptors_at: float | None = None
     models: tuple[str, ...] = ()
     engine: str | None = None
+    engine_elsewhere: bool = False
     progress_at: float | None = None
     loop_at: float | None = None
     missed_turns: int = 0
@@ -70,25 +61,31 @@ class Verdict:
         return not self.reasons
 
 
-def evaluate(observed: Observed, bounds: Bounds, now: float) -> Verdict:
-    """What the observations mean."""
+def evaluate(observed: Observed, now: float, stall_s: float = 30.0) -> Verdict:
+    """What the observations mean.
+
+    A server without progress for ``stall_s`` is not ready. After twice as long it has failed,
+    unless its engine is elsewhere, because a restart of the server would not restart the engine.
+    One without file descriptors has also failed after twice ``stall_s``: it neither accepts nor
+    refuses connections.
+    """
     reasons = [*observed.processes, *observed.descriptors]
     reasons += [f"model {model} is not ready" for model in observed.models]
     reasons += [observed.engine] if observed.engine else []
     if observed.canary_failures >= CANARY_FAILURES:
         reasons.append(f"a request for one token fails: {observed.canary_error}")
     silent = _age(observed.progress_at, now)
-    if silent > bounds.stall_s:
+    if silent > stall_s:
         reasons.append(f"no response has left for {silent:.0f} s")
     stuck = _age(observed.loop_at, now)
-    if stuck > bounds.stall_s or observed.missed_turns >= MISSED_TURNS:
+    if stuck > stall_s or observed.missed_turns >= MISSED_TURNS:
         reasons.append(f"an event loop has been stuck for {stuck:.0f} s")
     free = observed.shared_memory
-    if free is not None and free < bounds.shared_memory:
+    if free is not None and free < LEAST_SHARED_MEMORY:
         reasons.append(f"/dev/shm is full: {free // 1024} KiB are free")
     exhausted = _age(observed.descriptors_at, now)
-    longest = max(0.0 if bounds.engine_elsewhere else silent, stuck, exhausted)
-    failed = bool(observed.processes) or longest > 2 * bounds.stall_s
+    longest = max(0.0 if observed.engine_elsewhere else silent, stuck, exhausted)
+    failed = bool(observed.processes) or longest > 2 * stall_s
     return Verdict(tuple(reasons), failed)
 
 

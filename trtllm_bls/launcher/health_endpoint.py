@@ -98,15 +98,16 @@ class HealthState:
         told = {"ok": not reasons, "reasons": reasons, "restarts": self.restarts}
         if probe == "ready":
             told |= {} if since is None else {"not_ready_seconds": int(time.monotonic() - since)}
-            engines = {} if watch is None else watch.told.engines
-            if engines:
-                told["engines"] = {name: problem or "ok" for name, problem in engines.items()}
+            if watch is not None and watch.engines:
+                told["engines"] = {name: ill or "ok" for name, ill in watch.engines.items()}
         return HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK, told
 
     def metrics(self) -> str:
         """The text of ``/metrics``."""
         watch = self._watch
-        load, engine, engines = ((0, 0), None, {}) if watch is None else watch.told
+        load, engine, engines = (0.0, 0.0), None, dict[str, str]()
+        if watch is not None:
+            load, engine, engines = watch.load, watch.engine_load, watch.engines
         values: tuple[Mapping[str, float], ...] = (
             {"": int(not self.problems()["ready"])},
             watch.processes if watch is not None else self._processes,

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.text import Text
 
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.health.verdict import Bounds
 from trtllm_bls.launcher import http_process
 from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
 from trtllm_bls.launcher.http_process import HttpProcess
@@ -133,8 +132,7 @@ class _Service:
     def _serve(self, failed_at: float | None) -> bool:
         """From ready to the end. ``failed_at``: when the server failed before this start."""
         server, terminal = self._server, self._terminal
-        bounds = Bounds(stall_s=server.settings.stall_timeout)
-        watch = Watch(server, bounds, server.fail, terminal.warning)
+        watch = Watch(server, server.settings.stall_timeout, server.fail, terminal.warning)
         with closing(watch), self._state.serving(watch):
             if failed_at is not None:
                 terminal.say(f"serving again, {time.monotonic() - failed_at:.1f} s later")

@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.health.probe import Probe
 from trtllm_bls.health.processes import ServerProcesses, free_shared_memory
-from trtllm_bls.health.verdict import Bounds, Observed, Verdict, evaluate
+from trtllm_bls.health.verdict import Observed, Verdict, evaluate
 from trtllm_bls.launcher.ports import ask
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.workdir import BLS, ENGINE
@@ -61,27 +61,19 @@ class Pace:
 Load: TypeAlias = tuple[float, float]  # requests that have a token, and that have none yet
 
 
-class Told(NamedTuple):
-    """``load``: of all APIs; ``engine_load``: by the engine's own figures, ``None`` where it has
-    none. ``engines``: what is wrong with each engine elsewhere."""
-
-    load: Load = (0, 0)
-    engine_load: Load | None = None
-    engines: Mapping[str, str] = {}
-
-
 class Watch:
     """Watches a ready ``server`` until closed.
 
-    ``verdict`` is the latest, ``looked_at`` its time, ``told`` what there is besides. ``on_failed``
-    is called once, on the watch's thread, with the reasons in one line; nothing is looked at after
-    that.
+    ``verdict`` is the latest, ``looked_at`` its time. ``load`` is of all APIs, ``engine_load`` by
+    the engine's own figures, ``None`` where it has none. ``engines``: what is wrong with each
+    engine elsewhere. ``on_failed`` is called once, on the watch's thread, with the reasons in one
+    line; nothing is looked at after that.
     """
 
     def __init__(
         self,
         server: TritonServer,
-        bounds: Bounds,
+        stall_s: float,
         on_failed: Callable[[str], object],
         warn: Callable[[str], object],
         pace: Pace | None = None,
@@ -89,11 +81,13 @@ class Watch:
         self.verdict = Verdict()  # ready: a watch begins when the server has just become so
         self.looked_at = time.monotonic()
         self.draining = False  # somebody has asked for it through the status directory
-        self.told = Told()
+        self.load: Load = (0, 0)
+        self.engine_load: Load | None = None
+        self.engines: dict[str, str] = {}
         self._problems = ProblemLog(warn)
         self._server = server
-        self._bounds = replace(bounds, engine_elsewhere=ENGINE not in server.models)
-        self._pace = pace or Pace.within(bounds.stall_s)
+        self._stall_s = stall_s
+        self._pace = pace or Pace.within(stall_s)
         self._on_failed = on_failed
         process = server.process
         self._processes = ServerProcesses(process) if process else None
@@ -104,7 +98,6 @@ class Watch:
         self._moved = 0  # responses, and tokens taken from engines
         self._steps = math.inf  # of the engines, as last looked at
         self._steps_told = 0.0
-        self._engine_load: Load | None = None
         self._failures, self._error = 0, ""
         self._not_ready: tuple[str, ...] = ()
         self._closing = threading.Event()
@@ -130,7 +123,7 @@ class Watch:
             while not self._closing.is_set():
                 self.looked_at = now = time.monotonic()
                 statuses = self._files.read()
-                self.verdict = evaluate(self._observe(statuses, now), self._bounds, now)
+                self.verdict = evaluate(self._observe(statuses, now), now, self._stall_s)
                 self._note(statuses, now)
                 # A stopping server ends its processes one by one, within ``--exit-timeout``.
                 if self.verdict.failed and not self._server.stop_requested:
@@ -148,8 +141,8 @@ class Watch:
 
     def _note(self, statuses: list[ProcessStatus], now: float) -> None:
         """Tell of requests and engines, and in the log of what is wrong."""
-        if self._engine_load is not None:
-            running, waiting = self._engine_load
+        if self.engine_load is not None:
+            running, waiting = self.engine_load
             waiting += sum(status.queued for status in statuses)
         else:
             waiting = sum(status.waiting for status in statuses)
@@ -157,7 +150,7 @@ class Watch:
         engines: dict[str, str] = {}
         for status in statuses:
             engines |= {name: engines.get(name) or ill for name, ill in status.engines.items()}
-        self.told = Told((running, waiting), self._engine_load, engines)
+        self.load, self.engines = (running, waiting), engines
         if not (self._server.stop_requested or self.draining or self.verdict.failed):
             problems = {"the server is not ready": "; ".join(self.verdict.reasons)}
             if len(engines) > 1:
@@ -170,7 +163,7 @@ class Watch:
             with suppress(OSError, ValueError):  # a late answer shows as missing progress
                 url = self._server.metrics_url
                 _, metrics = await asyncio.to_thread(ask, url, self._pace.answer_s)
-                self._engine_load = engine_load(metrics.decode())
+                self.engine_load = engine_load(metrics.decode())
                 self._steps_told = sum(map(float, _STEPS.findall(metrics.decode())))
             await asyncio.sleep(min(_SCRAPE_S, self._pace.canary_s))
 
@@ -201,6 +194,7 @@ class Watch:
             descriptors=exhausted,
             descriptors_at=self._descriptors_at,
             models=self._not_ready,
+            engine_elsewhere=ENGINE not in self._server.models,
             engine=next((each.engine_problem for each in statuses if each.engine_problem), None),
             progress_at=self._progress_at if self._has_canary else None,
             loop_at=min((status.loop_at for status in statuses), default=None),
