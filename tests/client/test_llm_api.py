@@ -340,7 +340,9 @@ def test_a_report_of_what_the_engine_does(
         assert told["a stream"] == told["in one piece"] == "ok"
         assert told["end_id"] == "FAILED: EngineUnavailable: llm_api: the worker died"
         return
-    assert len(told) == 18 and told.pop("figures").startswith("cached_tokens 12 of 13; ")
+    assert len(told) == 18 and told.pop("figures").startswith(
+        "12 of 13 prompt tokens cached, 0 of 0"
+    )
     refused = {name for name, text in told.items() if text.startswith("refused: ")}
     assert refused == ({"alternatives", "cache_salt"} if api.__version__ == "1.0.0" else set())
     assert {told[name] for name in told.keys() - refused} == {"ok"}

@@ -20,7 +20,6 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import check
 from trtllm_bls.parameters.model_config import values_of
 from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
-from trtllm_bls.settings import Override
 from trtllm_bls.tokenizer import load_tokenizer
 
 BEHIND = "tensorrt_llm_engine"  # the engine, where upstream's clients are kept
@@ -61,7 +60,14 @@ def plan_llm_api(options: ConfigureOptions, upstreams: Any = None) -> Repository
         streams = str(config.decoupled).lower()
         parameters[LLMAPI.name] = text | {"tensors": "llmapi", "decoupled": streams}
     for override in options.overrides:
-        _set(parameters, name, override)
+        model, key = override.model, override.parameter
+        if model == ENGINE.name and key in engine:
+            model = name
+        if model not in parameters:
+            known = ", ".join(parameters)
+            raise SettingsError(f"--set {override}: no such model; there are {known}")
+        check(ENGINE.name if model == name else BLS.name, key, override.value)
+        parameters[model][key] = override.value
     if options.check:
         load_tokenizer(options.tokenizer_dir)
     served = model_config(replace(ENGINE, name=name), engine)
@@ -82,16 +88,6 @@ def losses(upstreams: Any) -> list[str]:
     lost = [f"lost: tensor {name}" for name in tensors if name not in known]
     parameters = values_of(upstreams).keys() - {"gpu_device_ids"}
     return [*lost, *(f"lost: parameter {name}" for name in sorted(parameters))]
-
-
-def _set(parameters: Mapping[str, dict[str, str]], engine: str, override: Override) -> None:
-    model, key = override.model, override.parameter
-    if model == ENGINE.name and key in parameters[engine]:
-        model = engine
-    if model not in parameters:
-        raise SettingsError(f"--set {override}: no such model; there are {', '.join(parameters)}")
-    check(ENGINE.name if model == engine else BLS.name, key, override.value)
-    parameters[model][key] = override.value
 
 
 def _launch_lines(arguments: Mapping[str, Any], out: Path) -> tuple[str, ...]:

@@ -10,17 +10,26 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.types import EngineChunk, EngineRequest, Sampling, TokenIds, Wants
+from trtllm_bls.types import (
+    EngineChunk,
+    EngineRequest,
+    Sampling,
+    SpeculationStats,
+    TokenIds,
+    Wants,
+)
 
 _TOKENS, _AT_ONCE = 16, 32
 _SECONDS = 120.0  # for one request
 _SAMPLE = Sampling(top_p=1.0, temperature=1.0, seed=7)
+_said = attrgetter("token_ids", "finish_reason")
 _DIGITS = {"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"[0-9]{4}"}
 
 
@@ -35,9 +44,13 @@ async def examine(
     one, two = greedy[4], greedy[4:6]
     at, pair = greedy.index(one), next(i for i in range(5) if greedy[i : i + 2] == two)
     too_long = prompt[:1] * ((capacity.max_sequence_tokens or 10**6) + 1)
-    guide = {name: np.array([value]) for name, value in _DIGITS.items()}
+    several = {"num_return_sequences": 2, "sampling": _SAMPLE}
+    least = {"end_id": one, "sampling": Sampling(min_tokens=_TOKENS)}
+    best = {"wants": Wants(log_probs=True, top_log_probs=2)}
+    digits = {name: np.array([value]) for name, value in _DIGITS.items()}
+    guide = {"extras": digits, "end_id": eos_id}
     # A name, the fields of a request, what is looked at in each sequence, and what it is to be.
-    checks: list[tuple[str, dict[str, Any], Callable[[EngineChunk], Any], Any]] = [
+    checks: list[tuple[str, dict[str, Any], Callable[[Any], Any], Any]] = [
         ("a stream", {}, _said, (greedy, "length")),
         ("in one piece", {"streaming": False}, _said, (greedy, "length")),
         ("end_id", {"end_id": one}, _said, (greedy[:at], "end_id")),
@@ -47,15 +60,10 @@ async def examine(
         ("bias", {"embedding_bias": ((one, 1000.0),)}, _said, ((one,) * _TOKENS, "length")),
         ("min_p", {"sampling": Sampling(top_p=1.0, min_p=1.0)}, _said, (greedy, "length")),
         ("seed", {"sampling": _SAMPLE}, _said, sampled),
-        ("several", {"num_return_sequences": 2, "sampling": _SAMPLE}, _length, _TOKENS),
-        ("min_tokens", {"end_id": one, "sampling": Sampling(min_tokens=_TOKENS)}, _length, _TOKENS),
-        ("alternatives", {"wants": Wants(log_probs=True, top_log_probs=2)}, _likeliest, greedy),
-        (
-            "guide",
-            {"extras": guide, "end_id": eos_id},
-            lambda c: bool(re.fullmatch("[0-9]{4}", decode(c.token_ids))),
-            True,
-        ),
+        ("several", several, lambda c: len(c.token_ids), _TOKENS),
+        ("min_tokens", least, lambda c: len(c.token_ids), _TOKENS),
+        ("alternatives", best, lambda c: [each[0][0] for each in c.top_log_probs], [*greedy]),
+        ("guide", guide, lambda c: re.sub("[0-9]", "0", decode(c.token_ids)), "0000"),
         ("cache_salt", {"extras": {"cache_salt": np.array([b"a"])}}, _said, (greedy, "length")),
         ("an id that is no token", {"input_ids": (2**31 - 1,)}, _said, None),
         ("a prompt that is too long", {"input_ids": too_long}, _said, None),
@@ -68,7 +76,9 @@ async def examine(
     at_once = [_verdict(engine, plain, _said, (greedy, "length")) for _ in range(_AT_ONCE)]
     yield f"{_AT_ONCE} at once, after one that left", "; ".join({*await asyncio.gather(*at_once)})
     last = (await _ask(engine, plain))[0]
-    yield "figures", f"cached_tokens {last.cached_tokens} of {len(prompt)}; {last.speculation}"
+    drafts = last.speculation or SpeculationStats()
+    told = f"{last.cached_tokens} of {len(prompt)} prompt tokens cached"
+    yield "figures", f"{told}, {drafts.accepted} of {drafts.drafted} drafted tokens accepted"
 
 
 async def _ask(engine: Engine, request: EngineRequest) -> list[EngineChunk]:
@@ -90,16 +100,5 @@ async def _verdict(
     except Exception as error:  # an engine may raise anything
         return f"FAILED: {type(error).__name__}: {error}"
     found = [look(chunk) for chunk in chunks]
-    return "ok" if {*found} == {expected} else f"FAILED: {found}, not {expected}"
-
-
-def _said(chunk: EngineChunk) -> tuple[TokenIds, str | None]:
-    return chunk.token_ids, chunk.finish_reason and chunk.finish_reason.value
-
-
-def _length(chunk: EngineChunk) -> int:
-    return len(chunk.token_ids)
-
-
-def _likeliest(chunk: EngineChunk) -> TokenIds:
-    return tuple(best[0][0] for best in chunk.top_log_probs or ())
+    right = found == [expected] * request.num_return_sequences
+    return "ok" if right else f"FAILED: {found}, not {expected}"
