@@ -13,6 +13,7 @@ from doubles.scripted_tokens import agreeing, hashed, reciting
 from tests.helpers.scripted_pairs import GREEDY, VOCAB, hashed_pair, ids, pair, read, told
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import skipping_waits
+from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.speculative.options import DraftSource
 from trtllm_bls.types import EngineRequest, FinishReason, Sampling, Wants
 
@@ -162,9 +163,8 @@ async def test_figures_cover_every_token_of_every_round(source: DraftSource) -> 
     assert metrics is not None and metrics.total_draft_tokens == stats.drafted
     if source is DraftSource.MODEL:  # a plain stretch that is left early never tells its own
         assert metrics.kv_cache_alloc_new_blocks == len(engines.target.requests) - 1
-    (whole,) = await read(
-        engines.speculative(num_draft_tokens=3), replace(request, streaming=False)
-    )
+    in_one_piece = replace(request, streaming=False)
+    whole = join_chunks(await read(engines.speculative(num_draft_tokens=3), in_one_piece))
     assert (whole.token_ids, whole.log_probs) == (plain.token_ids, plain.log_probs)
     assert whole.context_logits is not None
     assert whole.cum_log_prob == pytest.approx(chunks[-1].cum_log_prob)

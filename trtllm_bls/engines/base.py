@@ -38,9 +38,9 @@ class Engine(Protocol):
     def generate(self, request: EngineRequest) -> ChunkStream:
         """Start a request; call it on the event loop, once ``capacity`` has answered.
 
-        A non-streaming request has one chunk per sequence. Raises ``InvalidRequest`` for a request
-        that the engine refuses, here or in the stream before its first chunk; in the stream,
-        ``EngineError`` at any time when the engine fails.
+        A request that does not stream may have one chunk per sequence or several. Raises
+        ``InvalidRequest`` for a request that the engine refuses, here or in the stream before its
+        first chunk; in the stream, ``EngineError`` at any time when the engine fails.
         """
 
     async def close(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import EngineChunk, EngineRequest, FinishReason, TokenIds, TopLogProbs
 
@@ -38,8 +37,6 @@ class SequenceEnds:
         self.stop_ids = frozenset(stop[0] for stop in request.stop_sequences if len(stop) == 1)
         self._criteria = StoppingCriteria.of(request)
         self._indices = indices
-        self._streaming = request.streaming
-        self._collected: list[EngineChunk] = []
         self._cum_log_prob = 0.0
 
     def feed(
@@ -50,8 +47,7 @@ class SequenceEnds:
         ended: bool = False,
         reason: FinishReason | None = None,
     ) -> list[EngineChunk]:
-        """The chunks of the next ids; of a request that does not stream, one at the very end.
-        Not to be called once ``done``.
+        """The chunks of the next ids. Not to be called once ``done``.
 
         Log-probabilities are those of the ids, and maybe more. ``ended``: nothing follows, for
         ``reason`` where no end of the request's own is in ``ids``.
@@ -68,12 +64,7 @@ class SequenceEnds:
             chunk.cum_log_prob = self._cum_log_prob
         if top_log_probs is not None:
             chunk.top_log_probs = tuple(top_log_probs[: len(kept)])
-        if not self._streaming:
-            self._collected.append(chunk)
-            if not self.done:
-                return []
-            chunk = join_chunks(self._collected)
-        elif not kept and not self.done:
+        if not kept and not self.done:
             return []
         chunk.cached_tokens, self.cached_tokens = self.cached_tokens, None
         if len(self._indices) == 1:  # nearly always

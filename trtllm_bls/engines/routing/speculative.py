@@ -60,7 +60,6 @@ class SpeculativeRun:
         self._has_draft = draft is not None
         # Without a draft engine no action ever asks for one.
         self._draft = DraftModel(draft or target, options.draft_deadline_s, shared)
-        self._collected: list[EngineChunk] = []
 
     async def run(self, chunks: QueuedChunks) -> None:
         """Fill ``chunks``. Raises what the target raises."""
@@ -94,8 +93,6 @@ class SpeculativeRun:
                 rounds.drafted(await draft.result(), _now())
             else:
                 await self._decode(action)
-        if self._collected:
-            self._chunks.put([join_chunks(self._collected)])
 
     async def _verify(self, request: EngineRequest) -> None:
         try:
@@ -155,9 +152,7 @@ class SpeculativeRun:
         return self._target.generate(request)
 
     def _emit(self, chunk: EngineChunk) -> None:
-        if not self._request.streaming:
-            self._collected.append(chunk)
-        elif chunk.token_ids or chunk.final:
+        if chunk.token_ids or chunk.final:
             self._chunks.put([chunk])
 
 
