@@ -150,34 +150,16 @@ class RequestLimits:
     max_prompt_bytes: int = 2**20
     max_output_tokens: int | None = None
     max_logits_bytes: int = 256 * 2**20
-    max_timeout_s: float | None = None
+    max_timeout_seconds: float | None = None
     max_guide_bytes: int = 2**18
     max_guide_depth: int = 100
     max_guide_nodes: int = 50_000
 
-    def check_request_bytes(self, total: int) -> None:
-        """Raises ``InvalidRequest`` if all inputs together are too large."""
-        if total > self.max_request_bytes:
-            raise _above("inputs", total, "bytes", self.max_request_bytes, "max_request_bytes")
-
-    def check_text_bytes(self, field: str, size: int) -> None:
-        """Raises ``InvalidRequest`` if one text is too large."""
-        if size > self.max_prompt_bytes:
-            raise _above(field, size, "bytes", self.max_prompt_bytes, "max_prompt_bytes")
-
-    def check_output_tokens(self, field: str, tokens: int) -> None:
-        """Raises ``InvalidRequest`` if a request may generate too many tokens."""
-        if self.max_output_tokens is not None and tokens > self.max_output_tokens:
-            raise _above(field, tokens, "tokens", self.max_output_tokens, "max_output_tokens")
-
-    def check_timeout(self, field: str, seconds: float) -> None:
-        """Raises ``InvalidRequest`` if a request gives itself too much time."""
-        if self.max_timeout_s is not None and seconds > self.max_timeout_s:
-            raise _limited(
-                field,
-                f"{seconds:g} s is not allowed; at most {self.max_timeout_s:g} s are",
-                "max_timeout_seconds",
-            )
+    def check(self, limit: str, field: str, value: float, unit: str) -> None:
+        """Raises ``InvalidRequest`` if ``value`` is above the field ``limit`` of this class."""
+        most = getattr(self, limit)
+        if most is not None and value > most:
+            raise _limited(field, f"{value:.15g} {unit}; at most {most:.15g} are allowed", limit)
 
     def check_guide(self, extras: Mapping[str, Any]) -> None:
         """Raises ``InvalidRequest`` if the grammar of guided decoding in an engine's further
@@ -189,8 +171,7 @@ class RequestLimits:
         field = "guided_decoding_guide"
         values = extras[field].reshape(-1).tolist() if field in extras else []
         guide = values[0] if values and isinstance(values[0], bytes) else b""
-        if len(guide) > self.max_guide_bytes:
-            raise _above(field, len(guide), "bytes", self.max_guide_bytes, "max_guide_bytes")
+        self.check("max_guide_bytes", field, len(guide), "bytes")
         depth = deepest = nodes = 0
         for mark in _GUIDE_MARKS.findall(guide):
             if len(mark) > 1:  # a text in quotes
@@ -198,22 +179,15 @@ class RequestLimits:
             nodes += 1
             depth += (mark in b"([{") - (mark in b")]}")
             deepest = max(deepest, depth)
-        if deepest > self.max_guide_depth:
-            raise _above(field, deepest, "levels", self.max_guide_depth, "max_guide_depth")
-        if nodes > self.max_guide_nodes:
-            raise _above(field, nodes, "nodes", self.max_guide_nodes, "max_guide_nodes")
+        self.check("max_guide_depth", field, deepest, "levels")
+        self.check("max_guide_nodes", field, nodes, "nodes")
 
     def check_logits(self, rows: int, vocab_size: int | None) -> None:
         """Raises ``InvalidRequest`` for too many rows of logits, of ``vocab_size`` each, in all
         responses together."""
         size = rows * (vocab_size or 0) * _LOGIT_BYTES
-        if size > self.max_logits_bytes:
-            field, unit = "return_context_logits, return_generation_logits", "bytes of logits"
-            raise _above(field, size, unit, self.max_logits_bytes, "max_logits_bytes")
-
-
-def _above(field: str, value: int, unit: str, most: int, parameter: str) -> InvalidRequest:
-    return _limited(field, f"{value} {unit}; at most {most} are allowed", parameter)
+        field = "return_context_logits, return_generation_logits"
+        self.check("max_logits_bytes", field, size, "bytes of logits")
 
 
 def _limited(field: str, problem: str, parameter: str) -> InvalidRequest:

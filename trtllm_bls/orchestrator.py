@@ -233,11 +233,12 @@ class Orchestrator:
         limits = self._defaults.limits
         for name, text in (("text_input", request.text), ("messages", request.messages)):
             if text:
-                limits.check_text_bytes(name, len(text))  # it has at least as many bytes
+                # It has at least as many bytes.
+                limits.check("max_prompt_bytes", name, len(text), "bytes")
         if request.max_tokens is not None and not request.fits_max_tokens:
-            limits.check_output_tokens("max_tokens", request.max_tokens)
+            limits.check("max_output_tokens", "max_tokens", request.max_tokens, "tokens")
         if request.timeout_s is not None:
-            limits.check_timeout("timeout_ms", request.timeout_s)
+            limits.check("max_timeout_seconds", "timeout_ms", request.timeout_s, "s")
         limits.check_guide(request.extras)
 
     async def _prompt(self, request: TextRequest, capacity: EngineCapacity) -> Prompt:

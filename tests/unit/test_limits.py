@@ -110,10 +110,10 @@ def test_more_tokens_than_the_operator_allows_are_refused() -> None:
 
 def test_a_longer_time_than_the_operator_allows_is_refused() -> None:
     """A caller cannot hold a place for a week."""
-    limits = RequestLimits(max_timeout_s=60)
-    with pytest.raises(InvalidRequest, match=r"^timeout_ms: 61 s is not .* 60 s .*max_timeout"):
+    limits = RequestLimits(max_timeout_seconds=60)
+    with pytest.raises(InvalidRequest, match=r"^timeout_ms: 61 s; at most 60 .*max_timeout"):
         run(asking(timeout_s=61), limits=limits)
-    limits.check_timeout("timeout_ms", 60)
+    limits.check("max_timeout_seconds", "timeout_ms", 60, "s")
 
 
 def test_logits_are_counted_before_they_are_computed() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -422,11 +422,6 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     repository: Path | None = None  # the directory of all models; None outside Triton
     instance: int = 0  # which of the model's processes this is
     instances: int = 1
-
-    @property
-    def limits(self) -> RequestLimits:
-        """The limits of one request."""
-        return replace(super().limits, max_timeout_s=self.max_timeout_seconds)
 
     @property
     def max_running(self) -> int:

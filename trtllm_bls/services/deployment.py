@@ -201,7 +201,7 @@ def _is_service(parameters: BlsParameters) -> bool:
 
 def _default_timeout(parameters: BlsParameters) -> float | None:
     """Seconds. The longest time that a request may name also bounds a request that names none."""
-    known = (parameters.request_timeout_seconds, parameters.limits.max_timeout_s)
+    known = (parameters.request_timeout_seconds, parameters.limits.max_timeout_seconds)
     return min((seconds for seconds in known if seconds), default=None)
 
 

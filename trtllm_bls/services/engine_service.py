@@ -68,7 +68,8 @@ class EngineService:
                 streaming=first.streaming, input_ids=len(rows), sequences=first.num_return_sequences
             )
         for row in rows:
-            self._limits.check_output_tokens("request_output_len", row.request.max_tokens)
+            asked = row.request.max_tokens
+            self._limits.check("max_output_tokens", "request_output_len", asked, "tokens")
             self._limits.check_guide(row.request.extras)
         logit_rows = sum(row.request.logit_rows(capacity) for row in rows)
         self._limits.check_logits(logit_rows, capacity.vocab_size)

@@ -97,11 +97,11 @@ def _check_sizes(known: list[tuple[Tensor, Array]], rows: int, limits: RequestLi
             size = len(item)
             total += size
             if tensor.single:
-                limits.check_text_bytes(tensor.name, size)
+                limits.check("max_prompt_bytes", tensor.name, size, "bytes")
             elif size > _MAX_WORD_BYTES:
                 problem = f"one of {size} bytes; at most {_MAX_WORD_BYTES} are allowed"
                 raise InvalidRequest(tensor.name, problem)
-    limits.check_request_bytes(total)
+    limits.check("max_request_bytes", "inputs", total, "bytes")
 
 
 def _check_strings(name: str, number: int) -> None:
