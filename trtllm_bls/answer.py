@@ -9,7 +9,6 @@ row by row.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -86,8 +85,6 @@ class Answer:
 
         A request that does not stream has one chunk per sequence, at the sequence's end.
         """
-        if len(chunks) > 1 and len(self._sequences) == 1:
-            chunks = _joined(chunks)
         fed: dict[int, SequenceText] = {}
         for chunk in chunks:
             sequence = self._sequences[chunk.sequence_index]
@@ -390,25 +387,3 @@ class _Scores:
                 self.rows.append(scores.logits)
             if scores.token is not None:
                 self.tokens.append(scores.token)
-
-
-def _joined(chunks: Sequence[EngineChunk]) -> Sequence[EngineChunk]:
-    """The same, where the leading chunks that have ids and nothing else are one chunk.
-
-    A reader that is far behind takes many chunks at once, and feeding each costs two microseconds.
-    """
-    plain = list(itertools.takewhile(_is_plain, chunks))
-    ids = tuple([token for chunk in plain for token in chunk.token_ids])
-    return [EngineChunk(token_ids=ids), *chunks[len(plain) :]] if len(plain) > 1 else chunks
-
-
-def _is_plain(chunk: EngineChunk) -> bool:
-    return not (
-        chunk.final
-        or chunk.log_probs is not None
-        or chunk.generation_logits is not None
-        or chunk.context_logits is not None
-        or chunk.metrics is not None
-        or chunk.speculation is not None
-        or chunk.cached_tokens is not None
-    )

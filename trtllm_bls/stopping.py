@@ -65,7 +65,6 @@ class StopMatcher:
         self._longest = max(map(len, self._stops), default=0)
         self._include = include
         self._held = ""
-        self._stop: str | None = None
 
     @property
     def held(self) -> int:
@@ -73,12 +72,7 @@ class StopMatcher:
         return len(self._held)
 
     def feed(self, text: str, armed: bool = True) -> Cut:
-        """Take the next text. While not ``armed``, a stop that completes in it does not count.
-
-        Text fed after a stop is dropped: the cut repeats the stop with no text.
-        """
-        if self._stop is not None:
-            return Cut("", self._stop)
+        """Take the next text. While not ``armed``, a stop that completes in it does not count."""
         if not self._held and self._first_characters.isdisjoint(text):
             return Cut(text)  # nearly always: no stop begins here
         known, ends = self._held + text, []
@@ -89,8 +83,8 @@ class StopMatcher:
                 ends.append((begin + len(stop), begin))
         if ends:
             end, begin = min(ends)
-            self._held, self._stop = "", known[begin:end]
-            return Cut(known[: end if self._include else begin], self._stop)
+            self._held = ""
+            return Cut(known[: end if self._include else begin], known[begin:end])
         certain = max(0, len(known) - self._longest + 1)
         while certain < len(known) and known[certain:] not in self._beginnings:
             certain += 1

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
 
 import pytest
 
 from tests.helpers.fake_python_backend import SECONDS, FakeTriton
 from tests.helpers.request_servers import ONE, Gate, number, opened
-from tests.helpers.scripted_text import asking
 from tests.helpers.virtual_time import settle
 from tests.helpers.waiting import eventually
-from trtllm_bls.answer import Answer, TextRules
 from trtllm_bls.python_backend import (
     MAX_QUEUED,
     Call,
     SenderThreads,
 )
-from trtllm_bls.types import EngineChunk, TokenIds
 
 MANY = 3 * MAX_QUEUED
 
@@ -159,38 +155,3 @@ async def test_a_call_is_ready_for_what_would_leave_soon() -> None:
     await asyncio.gather(waiting, sending.ready())
     assert sending.is_ready() and begun.is_ready()
     await senders.close()
-
-
-class Counting:
-    """A detokenizer that counts how often it is fed."""
-
-    def __init__(self) -> None:
-        self.feeds = 0
-
-    def feed(self, ids: TokenIds) -> str:
-        self.feeds += 1
-        return "x" * len(ids)
-
-    def flush(self) -> str:
-        return ""
-
-
-def answers(streams: int) -> Iterator[tuple[Answer, Counting]]:
-    for _ in range(streams):
-        counting = Counting()
-        request = asking(stream=True, max_tokens=1000)
-        yield Answer(request, TextRules(prompt_tokens=1, max_tokens=1000), [counting]), counting
-
-
-def test_chunks_that_are_taken_together_are_fed_together() -> None:
-    """One feed and one response, however many tokens have come."""
-
-    def one_by_one(count: int) -> Sequence[EngineChunk]:
-        return [EngineChunk(token_ids=(n,)) for n in range(count)]
-
-    for answer, counting in answers(3):
-        (chunk,) = answer.feed(one_by_one(100))
-        assert (chunk.text, counting.feeds) == ("x" * 100, 1)
-        (chunk,) = answer.feed([*one_by_one(50), EngineChunk(token_ids=(1,), final=True)])
-        assert (chunk.text, counting.feeds) == ("x" * 51, 3)
-        assert chunk.ending is not None and chunk.ending.completion_tokens == 151

@@ -72,11 +72,6 @@ class TokenSampler:
         # Occurrences of each token in the text.
         self._counts = np.bincount(self._text, minlength=vocab_size) if penalised else None
         self._ngram = s.no_repeat_ngram_size or 0
-        # What has followed each run of ``_ngram - 1`` tokens of the text.
-        self._followers: dict[tuple[int, ...], list[int]] = {}
-        if self._ngram:
-            for end in range(self._ngram, len(self._text) + 1):
-                self._note_follower(end)
         self._bias = np.asarray(request.embedding_bias, dtype=np.float64).reshape(-1, 2)
         altered = penalised or request.embedding_bias or request.bad_sequences or s.min_tokens
         altered = altered or self._ngram
@@ -114,8 +109,6 @@ class TokenSampler:
             self._guide.push(token)
         if self._counts is not None:
             self._counts[token] += 1
-        if 0 < self._ngram <= len(self._text):
-            self._note_follower(len(self._text))
         if self._top_p is not None and self._sampling.top_p_decay is not None:
             decayed = self._top_p * self._sampling.top_p_decay
             reset = token == self._sampling.top_p_reset_id
@@ -142,9 +135,10 @@ class TokenSampler:
         for *before, last in self._request.bad_sequences:
             if self._text[len(self._text) - len(before) :] == before:
                 row[last] = -np.inf
-        if self._ngram:
-            tail = tuple(self._text[len(self._text) - self._ngram + 1 :])
-            row[self._followers.get(tail, [])] = -np.inf
+        if 0 < self._ngram <= len(self._text):
+            runs = np.lib.stride_tricks.sliding_window_view(np.array(self._text), self._ngram)
+            last = self._text[len(self._text) - self._ngram + 1 :]
+            row[runs[(runs[:, :-1] == last).all(axis=1), -1]] = -np.inf
         if self._guide is not None:
             self._guide.mask(row)
         if row.max() == -np.inf:
@@ -168,10 +162,6 @@ class TokenSampler:
             weights[weights < _nucleus_edge(weights, self._top_p)] = 0
             weights /= weights.sum()
         return weights
-
-    def _note_follower(self, end: int) -> None:
-        *before, last = self._text[end - self._ngram : end]
-        self._followers.setdefault(tuple(before), []).append(last)
 
     def _uniform(self, stream: int) -> float:
         """In [0, 1); one number per seed, sequence, stream and position."""

@@ -21,7 +21,6 @@ _CLOSE_SECONDS = 1.0
 _REFUSED_SECONDS = 10.0  # for which a call is sent again whose stream the server refuses unseen
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.1  # before it is sent again; doubled
 _TRIES = 3  # of a call that servers leave unprocessed by their GOAWAY
-_CALLS_AT_ONCE = 8  # requests that are written together at most, where flow control admits them
 _COALESCE_CALLS, _COALESCE_SECONDS = 16, 0.002  # from so many calls on, reads are so far apart
 
 OnMessages = Callable[[list[bytes]], None]
@@ -324,8 +323,6 @@ class _Connection(asyncio.Protocol):
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
-        elif len(self.protocol.unsent) + len(self._waiting) == _CALLS_AT_ONCE:
-            self._flush()  # the first need not wait until the last of many has been made
 
     def _flush(self) -> None:
         """Open streams, frame what flow control admits, and write it all at once."""

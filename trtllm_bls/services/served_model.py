@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
-from trtllm_bls.engines.triton.stream_thread import StreamThread
+from trtllm_bls.engines.triton.stream_thread import stream_thread_has_returned
 from trtllm_bls.parameters import BlsParameters, Parameters
 from trtllm_bls.parameters.engine_tls import engine_tls
 from trtllm_bls.python_backend import Call, RequestServer
@@ -44,9 +45,9 @@ class ServedModel(ABC):
             decoupled=parameters.decoupled,
             log_ends=not parameters.log_requests,  # which has a line for them, too
             prepare_batch=self.prepare_batch,
-            before_error_status=StreamThread(
-                parameters.engine_url, engine_tls(parameters)
-            ).has_returned,
+            before_error_status=partial(
+                stream_thread_has_returned, parameters.engine_url, engine_tls(parameters)
+            ),
             one_core=parameters.keeps_one_core,
         )
         self._lifecycle: Lifecycle | None = None

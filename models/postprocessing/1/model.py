@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.engines.triton.stream_thread import StreamThread
+from trtllm_bls.engines.triton.stream_thread import stream_thread_has_returned
 from trtllm_bls.parameters import Parameters, PostprocessingParameters, own_grpc_url
 from trtllm_bls.python_backend import RequestServer, answering
 from trtllm_bls.services.tokens import Postprocessor
@@ -29,7 +31,7 @@ class TritonPythonModel:
             decoupled=False,
             senders=1,
             log_ends=False,
-            before_error_status=StreamThread(own_grpc_url()).has_returned,
+            before_error_status=partial(stream_thread_has_returned, own_grpc_url()),
         )
         self.execute = self._server.accept  # Triton calls it with its requests
 

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.engines.local import local_engine
-from trtllm_bls.engines.triton.stream_thread import StreamThread
+from trtllm_bls.engines.triton.stream_thread import stream_thread_has_returned
 from trtllm_bls.parameters import EngineParameters, Parameters, own_grpc_url
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
@@ -41,7 +42,7 @@ class TritonPythonModel:
             service.handle,
             decoupled=parameters.decoupled,
             senders=1,
-            before_error_status=StreamThread(own_grpc_url()).has_returned,
+            before_error_status=partial(stream_thread_has_returned, own_grpc_url()),
         )
         self.execute = self._server.accept  # Triton calls it with its requests
         told = tell_longest(self._engine, args["model_name"])
