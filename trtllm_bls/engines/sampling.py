@@ -137,8 +137,8 @@ class TokenSampler:
                 row[last] = -np.inf
         if 0 < self._ngram <= len(self._text):
             runs = np.lib.stride_tricks.sliding_window_view(np.array(self._text), self._ngram)
-            last = self._text[len(self._text) - self._ngram + 1 :]
-            row[runs[(runs[:, :-1] == last).all(axis=1), -1]] = -np.inf
+            tail = self._text[len(self._text) - self._ngram + 1 :]
+            row[runs[(runs[:, :-1] == tail).all(axis=1), -1]] = -np.inf
         if self._guide is not None:
             self._guide.mask(row)
         if row.max() == -np.inf:

@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -204,11 +203,6 @@ class DeployedModel:
         return replace(request, streaming=False)
 
     @cached_property
-    def input_names(self) -> frozenset[str]:
-        """Of all that can be sent."""
-        return frozenset(self.inputs)
-
-    @cached_property
     def capacity(self) -> EngineCapacity:
         """What the parameters tell of the engine's capacity."""
         one_step = self.parameters.get("one_step_requests")
@@ -289,7 +283,10 @@ def request_inputs(
     option that this engine has no input for: never dropped in silence.
     """
     declared = model.inputs
-    arrays = dict(_plain_arrays(model.input_names, *_PLAIN(request)))
+    arrays = {
+        (name := _spelling(key, declared)): _one_of(name, value)
+        for key, value in _plain_values(request).items()
+    }
     arrays["input_lengths"] = _one_of("input_lengths", len(request.input_ids))
     arrays["input_ids"] = _ids_row(request.input_ids)
     arrays |= {name: array[None] for name, array in request.extras.items()}
@@ -314,32 +311,24 @@ def request_inputs(
     return [(name, declared[name], array) for name, array in arrays.items()]
 
 
-@lru_cache(maxsize=1024)
-def _plain_arrays(names: frozenset[str], *values: Any) -> Mapping[str, Array]:
-    """The inputs of one number each that are not the prompt's own; ``values`` are ``_PLAIN``'s.
-
-    Kept, since most requests of a deployment differ in nothing but their prompts.
-    """
-    max_tokens, streaming, sequences, end_id, pad_id, sampling, wants = values
+def _plain_values(request: EngineRequest) -> dict[str, Any]:
+    """The inputs of one number each that are not the prompt's own, by key."""
+    sequences = request.num_return_sequences
     given = {
-        "max_tokens": max_tokens,
-        "streaming": streaming or None,  # absent means no
+        "max_tokens": request.max_tokens,
+        "streaming": request.streaming or None,  # absent means no
         "num_return_sequences": sequences if sequences > 1 else None,
-        **{"end_id": end_id, "pad_id": pad_id, **vars(sampling)},
+        "end_id": request.end_id,
+        "pad_id": request.pad_id,
+        **vars(request.sampling),
     }
     # Counts are the caller's own business; the engine need not send them.
-    wanted = ((n, want) for n, want in vars(wants).items() if want and not n.startswith("num_"))
+    wanted = ((n, w) for n, w in vars(request.wants).items() if w and not n.startswith("num_"))
     given |= {f"return_{name}": want for name, want in wanted}
-    told = ((key, value) for key, value in given.items() if value is not None)
-    return {(name := _spelling(key, names)): _one_of(name, value) for key, value in told}
+    return {key: value for key, value in given.items() if value is not None}
 
 
-_PLAIN = attrgetter(
-    "max_tokens", "streaming", "num_return_sequences", "end_id", "pad_id", "sampling", "wants"
-)
-
-
-def _spelling(key: str, declared: frozenset[str]) -> str:
+def _spelling(key: str, declared: Mapping[str, str]) -> str:
     spellings = _SPELLINGS.get(key, (key,))
     for name in spellings:
         if name in declared:
