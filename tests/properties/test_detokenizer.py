@@ -247,7 +247,7 @@ def test_the_stream_is_the_decode(family: str) -> None:
 def test_families_get_the_detokenizer_that_fits() -> None:
     """Tables wherever tokens spell bytes; the window for the others."""
     kinds = {family: type(loaded(family).detokenizer()) for family in FAMILIES}
-    others = ("wordpiece", "wordlevel", "suffix")
+    others = ("wordpiece", "wordlevel", "suffix", "unigram")
     assert {f for f, kind in kinds.items() if kind is WindowDetokenizer} == set(others)
     assert {f for f, kind in kinds.items() if kind is ByteTableDetokenizer} == {*FAMILIES} - set(
         others

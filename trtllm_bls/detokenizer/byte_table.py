@@ -39,14 +39,12 @@ codecs.register_error("trtllm_bls.one_mark_per_byte", _one_mark_per_byte)
 class Spelling:
     """How tokens spell bytes, and what happens at the beginning of the text.
 
-    ``first_bytes`` spells the first token that has text, if that token loses its spaces. ``strip``
-    is how many leading spaces of the text are dropped. ``errors`` is the codec error handler for
-    stray bytes. ``runs_differ``: see the module's docstring.
+    ``strip`` is how many leading spaces of the text are dropped. ``errors`` is the codec error
+    handler for stray bytes. ``runs_differ``: see the module's docstring.
     """
 
     name: str
     to_bytes: Callable[[str], bytes]
-    first_bytes: Callable[[str], bytes] | None = None
     strip: int = 0
     errors: str = "replace"
     runs_differ: bool = False
@@ -70,37 +68,22 @@ def _byte_level(token: str) -> bytes:
     return token.encode()  # an added token outside the alphabet is its own text
 
 
-def _pieces(space: str, byte_fallback: bool) -> Callable[[str], bytes]:
-    def to_bytes(token: str) -> bytes:
-        found = _BYTE_TOKEN.fullmatch(token) if byte_fallback else None
-        if found is not None:
-            return bytes([int(found[1], 16)])
-        return token.replace(space, " ").encode()
-
-    return to_bytes
-
-
 BYTE_LEVEL = Spelling("byte-level", _byte_level)
 
 
-def metaspace(replacement: str, drop_first: bool) -> Spelling:
-    """Pieces without byte fallback; ``drop_first``: the first token's spaces are not text."""
+def sentencepiece(space: str, strip: int) -> Spelling:
+    """Pieces with byte fallback as SentencePiece writes them; ``strip`` leading spaces are not
+    text."""
 
-    def first_bytes(token: str) -> bytes:
-        return token.replace(replacement, "").encode()
+    def to_bytes(token: str) -> bytes:
+        found = _BYTE_TOKEN.fullmatch(token)
+        return token.replace(space, " ").encode() if found is None else bytes([int(found[1], 16)])
 
-    to_bytes = _pieces(replacement, byte_fallback=False)
-    return Spelling("metaspace", to_bytes, first_bytes if drop_first else None)
-
-
-def sentencepiece(space: str, byte_fallback: bool, strip: int) -> Spelling:
-    """Pieces as SentencePiece writes them; ``strip`` leading spaces are not text."""
-    errors = "trtllm_bls.one_mark_per_byte" if byte_fallback else "replace"
-    to_bytes = _pieces(space, byte_fallback)
-    return Spelling("sentencepiece", to_bytes, None, strip, errors, byte_fallback)
+    errors = "trtllm_bls.one_mark_per_byte"
+    return Spelling("sentencepiece", to_bytes, strip, errors, runs_differ=True)
 
 
-# --- the tables and the detokenizer ---------------------------------------------------------
+# --- the table and the detokenizer ----------------------------------------------------------
 
 
 class _Table(dict[int, bytes]):
@@ -127,7 +110,7 @@ class _Table(dict[int, bytes]):
 
 
 class ByteTable:
-    """One tokenizer's tables; calling it makes the detokenizer of one sequence."""
+    """One tokenizer's table; calling it makes the detokenizer of one sequence."""
 
     def __init__(
         self, vocabulary: Vocabulary, spelling: Spelling, skip_special_tokens: bool
@@ -135,9 +118,6 @@ class ByteTable:
         skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
         self.spelling = spelling
         self.bytes_of: Mapping[int, bytes] = _Table(vocabulary, spelling.to_bytes, skipped)
-        self.first_bytes_of = self.bytes_of
-        if spelling.first_bytes is not None:
-            self.first_bytes_of = _Table(vocabulary, spelling.first_bytes, skipped)
 
     def __call__(self) -> ByteTableDetokenizer:
         return ByteTableDetokenizer(self)
@@ -147,12 +127,11 @@ class ByteTableDetokenizer:
     """The text of one sequence, by table. See ``Detokenizer``."""
 
     def __init__(self, table: ByteTable) -> None:
-        self._table = table
         self._bytes_of = table.bytes_of
         self._errors = table.spelling.errors
         self._held = b""  # the beginning of a character, at most three bytes
         self._strip = table.spelling.strip
-        self._begun = table.spelling.first_bytes is None and not self._strip
+        self._begun = not self._strip
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids make certain; a character comes with the id that ends it."""
@@ -185,9 +164,6 @@ class ByteTableDetokenizer:
     def _feed_beginning(self, token_id: int) -> str:
         if self._begun:
             return self._decode(self._bytes_of[token_id])
-        if not self._strip:  # the first token that has text is spelled otherwise
-            self._begun = self._bytes_of[token_id] != b""
-            return self._decode(self._table.first_bytes_of[token_id])
         text = self._decode(self._bytes_of[token_id])
         while self._strip and text.startswith(" "):
             text, self._strip = text[1:], self._strip - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from trtllm_bls.detokenizer.byte_table import (
     BYTE_LEVEL,
     ByteTable,
     Spelling,
-    metaspace,
     sentencepiece,
 )
 from trtllm_bls.detokenizer.vocabulary import Detokenizer, Vocabulary
@@ -62,35 +61,26 @@ def choose_detokenizer(
 
 def _spelling(decoder: Mapping[str, Any] | None) -> Spelling | None:
     """The table that fits the decoder as tokenizer.json describes it; ``None``: no table does."""
-    kind = (decoder or {}).get("type")
-    if decoder is None or kind not in ("ByteLevel", "Metaspace", "Sequence"):
-        return None
-    if kind == "ByteLevel":
-        return BYTE_LEVEL
-    if kind == "Metaspace":
-        return metaspace(decoder["replacement"], decoder.get("prepend_scheme") != "never")
-    steps = decoder["decoders"]
-    if len(steps) == 1:
-        return _spelling(steps[0])
-    return _sentencepiece_spelling(steps)
-
-
-def _sentencepiece_spelling(steps: Sequence[Mapping[str, Any]]) -> Spelling | None:
-    """Replace, then perhaps ByteFallback, Fuse, Strip at the left: in this order, or none fits."""
-    kinds = tuple(step["type"] for step in steps)
-    order = ("Replace", "ByteFallback", "Fuse", "Strip")
-    if kinds not in (order, order[:3], ("Replace", "Fuse"), ("Replace", "Fuse", "Strip")):
-        return None
-    replace, last = steps[0], steps[-1]
-    space = replace["pattern"].get("String")
-    if not space or replace["content"] != " ":
-        return None
-    strip = 0
-    if last["type"] == "Strip":
-        if last["content"] != " " or last["stop"]:
-            return None
-        strip = last["start"]
-    return sentencepiece(space, "ByteFallback" in kinds, strip)
+    match decoder:
+        case {"type": "ByteLevel"}:
+            return BYTE_LEVEL
+        case {"type": "Sequence", "decoders": [only]}:
+            return _spelling(only)
+        case {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": str(space)}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *rest,
+            ],
+        } if space:
+            match rest:
+                case []:
+                    return sentencepiece(space, 0)
+                case [{"type": "Strip", "content": " ", "start": int(strip), "stop": 0}]:
+                    return sentencepiece(space, strip)
+    return None
 
 
 # --- the test at load -----------------------------------------------------------------------
