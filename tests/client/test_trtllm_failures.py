@@ -29,7 +29,6 @@ from tests.helpers.waiting import eventually
 from trtllm_bls.engines.base import RunningCalls
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
 from trtllm_bls.engines.trtllm_service.engine import ServiceChunks
-from trtllm_bls.engines.trtllm_service.requests import ServiceRequest
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -99,7 +98,7 @@ async def test_an_answer_that_is_none_ends_the_request_and_its_work(
     engine.calls = RunningCalls("trtllm://gpu", 0, AsyncMock(), engine.doubt)
     engine.channel.open.return_value = call
     message = messages.GenerateRequest(request_id="r")
-    chunks = ServiceChunks(engine, ASK, ServiceRequest(message, ends_known=True))
+    chunks = ServiceChunks(engine, ASK, message, ends_known=True)
     chunks.on_messages([generated(), TOKEN, raw, TOKEN])
     chunks.on_messages([TOKEN])
     assert [chunk.token_ids for chunk in chunks.take()] == [(7,)]

@@ -34,7 +34,7 @@ NO_LIMITS = EngineCapacity()
 
 def sent(request: EngineRequest) -> Any:
     """The message that becomes of a request."""
-    return service_request(request, "id", EOS, NO_LIMITS).message
+    return service_request(request, "id", EOS, NO_LIMITS)[0]
 
 
 # --- what is sent ---------------------------------------------------------------------------

@@ -310,14 +310,14 @@ async def test_a_call_that_is_cancelled_alone_leaks_half_of_the_time() -> None:
     """Of the played server, as of the real one: what aborting first is for."""
     async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
         connection = GrpcChannel(url)
-        asked = service_request(replace(ASK, max_tokens=800), "id", EOS, EngineCapacity())
+        message, _ = service_request(replace(ASK, max_tokens=800), "id", EOS, EngineCapacity())
         for number in range(4):
-            asked.message.request_id = str(number)
+            message.request_id = str(number)
             arrived = asyncio.Event()
             call = connection.open(
                 messages.SERVICE + "Generate", lambda _, seen=arrived: seen.set(), print
             )
-            call.send(asked.message.SerializeToString())
+            call.send(message.SerializeToString())
             call.half_close()
             await arrived.wait()
             call.cancel()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tests.helpers.fake_python_backend import SECONDS, Ask, FakeTriton, TritonModelError
-from trtllm_bls.python_backend import Call, RequestServer, SenderThreads
+from trtllm_bls.python_backend.request_server import Call, RequestServer, SenderThreads
 
 Handle = Callable[[Call], Awaitable[None]]
 ONE = {"number": np.array([[1]], dtype=np.int32)}

@@ -23,7 +23,7 @@ from tests.live.conftest import DEMO
 from tests.reliability.processes import named
 from trtllm_bls.client import Client
 from trtllm_bls.errors import TrtllmBlsError
-from trtllm_bls.python_backend import SENDERS
+from trtllm_bls.python_backend.request_server import SENDERS
 
 if TYPE_CHECKING:
     from trtllm_bls.launcher import TritonServer

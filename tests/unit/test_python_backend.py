@@ -23,7 +23,7 @@ from trtllm_bls.errors import (
     Overloaded,
     Unsupported,
 )
-from trtllm_bls.python_backend import Call, SenderThreads, answering
+from trtllm_bls.python_backend.request_server import Call, SenderThreads, answering
 from trtllm_bls.services.triton_log import TritonLogHandler, log_to_triton
 
 

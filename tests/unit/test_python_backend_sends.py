@@ -21,7 +21,7 @@ from tests.helpers.request_servers import (
     opened,
 )
 from trtllm_bls.errors import EngineError, Overloaded
-from trtllm_bls.python_backend import WATCHED_AT_ONCE, Call
+from trtllm_bls.python_backend.request_server import WATCHED_AT_ONCE, Call
 
 
 def test_a_slow_send_holds_up_neither_other_calls_nor_the_loop() -> None:

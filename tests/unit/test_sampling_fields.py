@@ -71,7 +71,7 @@ def by_triton(sampling: Sampling) -> Any:
 
 def by_service(sampling: Sampling) -> Any:
     """The message sent to TrtllmService; the server's own end id is the request's."""
-    return service_request(request(sampling), "r", 0, CAPACITY).message.SerializeToString()
+    return service_request(request(sampling), "r", 0, CAPACITY)[0].SerializeToString()
 
 
 def by_llm_api(sampling: Sampling) -> Any:

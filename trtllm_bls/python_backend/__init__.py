@@ -15,22 +15,6 @@ cancels their tasks. ``Call`` alone knows Triton's response sender and keeps its
 tokens or engines.
 """
 
-from trtllm_bls.python_backend.request_server import (
-    MAX_QUEUED,
-    SENDERS,
-    WATCHED_AT_ONCE,
-    Call,
-    RequestServer,
-    SenderThreads,
-    answering,
-)
+from trtllm_bls.python_backend.request_server import Call, RequestServer, answering
 
-__all__ = [
-    "MAX_QUEUED",
-    "SENDERS",
-    "WATCHED_AT_ONCE",
-    "Call",
-    "RequestServer",
-    "SenderThreads",
-    "answering",
-]
+__all__ = ["Call", "RequestServer", "answering"]

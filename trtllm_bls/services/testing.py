@@ -21,6 +21,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -197,21 +199,6 @@ def _lent(array: Any) -> Any:
     return np.frombuffer(memoryview(array), array.dtype).reshape(array.shape)
 
 
-class _Logger:
-    def __init__(self, lines: list[tuple[str, str]]) -> None:
-        self._lines = lines
-
-    def log_info(self, text: str) -> None:
-        self._lines.append(("info", text))
-
-    def log_warn(self, text: str) -> None:
-        self._lines.append(("warn", text))
-
-    def log_error(self, text: str) -> None:
-        self._lines.append(("error", text))
-        sys.stderr.write(f"{text}\n")  # which a test shows when it fails
-
-
 class FakeTriton:
     """The module ``triton_python_backend_utils``.
 
@@ -224,7 +211,13 @@ class FakeTriton:
         self.batched = batched
         self.broken: list[str] = []
         self.lines: list[tuple[str, str]] = []
-        self.Logger = _Logger(self.lines)
+        levels = {f"log_{level}": partial(self._log, level) for level in ("info", "warn", "error")}
+        self.Logger = SimpleNamespace(**levels)
+
+    def _log(self, level: str, text: str) -> None:
+        self.lines.append((level, text))
+        if level == "error":
+            sys.stderr.write(f"{text}\n")  # which a test shows when it fails
 
     def breach(self, rule: str) -> Exception:
         self.broken.append(rule)

@@ -25,7 +25,7 @@ from trtllm_bls.engines.base import AskedCapacity, CallChunks, RunningCalls
 from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.engines.trtllm_service.answers import ServiceAnswer
-from trtllm_bls.engines.trtllm_service.requests import ServiceRequest, service_request
+from trtllm_bls.engines.trtllm_service.requests import service_request
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,
@@ -106,7 +106,7 @@ class TrtllmServiceEngine:
             raise EngineUnavailable(f"{self.name}: not asked for its capacity yet")
         request_id = wire_id(request)
         asked = service_request(request, request_id, self.settings.eos_id, capacity)
-        return ServiceChunks(self, request, asked)
+        return ServiceChunks(self, request, *asked)
 
     async def close(self) -> None:
         """Abort what runs and close the connection."""
@@ -208,19 +208,19 @@ class TrtllmServiceEngine:
 
 
 class ServiceChunks(CallChunks):
-    """One request over one ``Generate`` call."""
+    """One request over one ``Generate`` call; ``ends_known``: as ``service_request`` tells."""
 
     def __init__(
-        self, engine: TrtllmServiceEngine, request: EngineRequest, asked: ServiceRequest
+        self, engine: TrtllmServiceEngine, request: EngineRequest, message: Any, ends_known: bool
     ) -> None:
         self._engine = engine
-        self._asked = asked
-        self._answer = ServiceAnswer(request, asked.message.request_id)
+        self._request_id, self._ends_known = message.request_id, ends_known
+        self._answer = ServiceAnswer(request, message.request_id)
         super().__init__(engine.calls)
         self._call = engine.channel.open(
             messages.SERVICE + "Generate", self.on_messages, self._on_end, request.traceparent
         )
-        self._call.send(asked.message.SerializeToString())
+        self._call.send(message.SerializeToString())
         self._call.half_close()
 
     def _read(self, messages: list[bytes], chunks: list[EngineChunk]) -> bool:
@@ -234,13 +234,13 @@ class ServiceChunks(CallChunks):
             return
         # The server ends by itself what has had its last token, unless it does not know of that end
         # or errs.
-        seconds = _LINGER_SECONDS if self._asked.ends_known else 0
+        seconds = _LINGER_SECONDS if self._ends_known else 0
         timer = asyncio.get_running_loop().call_later(seconds, self._abort)
         self._call.on_messages, self._call.on_end = ignore, lambda error: timer.cancel()
 
     def _abort(self) -> None:
         self._call.on_messages = self._call.on_end = ignore
-        self._engine.abort(self._asked.message.request_id, self._call)
+        self._engine.abort(self._request_id, self._call)
 
     def _on_end(self, error: GrpcError | None) -> None:
         if error is not None:

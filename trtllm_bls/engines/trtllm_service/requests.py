@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,18 +29,11 @@ _REFUSED = {
 _GUIDE_TYPES = {kind: number for number, kind in enumerate(trtllm.GUIDE_TYPES, start=1)}
 
 
-@dataclass(frozen=True)
-class ServiceRequest:
-    """What is sent. ``ends_known``: the server knows every end of it, so it ends by itself."""
-
-    message: Any
-    ends_known: bool
-
-
 def service_request(
     request: EngineRequest, request_id: str, eos_id: int | None, capacity: EngineCapacity
-) -> ServiceRequest:
-    """The request as a message; ``eos_id``: where the server ends by itself.
+) -> tuple[Any, bool]:
+    """The request as a message, and whether the server knows every end of it, so that it ends by
+    itself. ``eos_id``: the id at which it does.
 
     Raises ``InvalidRequest``, or ``Unsupported`` for what the service has no way to honour.
     """
@@ -64,7 +56,7 @@ def service_request(
     # An answer that is ended from here is read while it grows.
     message.streaming = request.streaming or not known
     _add_extras(message, request.extras)
-    return ServiceRequest(message, known)
+    return message, known
 
 
 def _add_ends(message: Any, request: EngineRequest, eos_id: int | None) -> bool:
