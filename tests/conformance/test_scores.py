@@ -34,7 +34,9 @@ def test_log_probs_are_all_so_far(engine: Engine, story: Story, streaming: bool)
 @BOTH
 def test_cum_log_probs_are_their_sum(engine: Engine, story: Story, streaming: bool) -> None:
     """Shape [1, 1], in every response."""
-    for response in engine.ask(story.prompt, 6, streaming=streaming, **LOG_PROBS).responses:
+    responses = engine.ask(story.prompt, 6, streaming=streaming, **LOG_PROBS).responses
+    assert len(responses) > streaming
+    for response in responses:
         total = response.outputs["cum_log_probs"]
         assert total.shape == (1, 1)
         assert total[0, 0] == pytest.approx(response.outputs["output_log_probs"].sum(), abs=0.05)

@@ -148,8 +148,8 @@ def test_nothing_optional_comes_unasked(engine: Engine, story: Story, streaming:
     what was cached if this package's model exposes it."""
     engine.needs("num_return_sequences")  # releases before 0.14 send placeholders
     answer = engine.ask(story.prompt, 3, streaming=streaming)
-    for response in answer.responses:
-        assert set(response.outputs) - {"cached_tokens"} == {"output_ids", "sequence_length"}
+    told = {frozenset(response.outputs) - {"cached_tokens"} for response in answer.responses}
+    assert told == {frozenset({"output_ids", "sequence_length"})}
 
 
 @BOTH
@@ -176,5 +176,6 @@ def test_performance_figures_come_when_asked_for(engine: Engine, story: Story) -
     times = [last.number(f"{kind}_time_ns") for kind in kinds]
     assert times == sorted(times)
     assert {value.dtype for value in times} == {np.dtype(np.int64)}
-    for kind in ("alloc_new", "reused", "alloc_total"):
-        assert last.number(f"kv_cache_{kind}_blocks") >= 0
+    kinds = ("alloc_new", "reused", "alloc_total")
+    new, reused, total = (last.number(f"kv_cache_{kind}_blocks") for kind in kinds)
+    assert total >= new >= 0 <= reused

@@ -22,10 +22,16 @@ from tests.reliability.conftest import on
 from tests.reliability.faulty_engine import DRAFT, HOLD, TARGET, Proxy, Seen, Step
 from tests.reliability.world import MAX_RUNNING, TEXTS, World, world
 from trtllm_bls.client import Client, Stream
-from trtllm_bls.errors import TrtllmBlsError
+from trtllm_bls.errors import ConnectionFailed, TrtllmBlsError
 
 STATES = ("queued", "first token", "mid-stream", "drafting", "verifying", "final token")
 WAYS = ("cancel", "disconnect", "deadline", "stop word")
+# The reason that the caller is told, and the error, of a request that is not answered.
+ENDS: dict[str, Any] = {
+    "cancel": (None, None),
+    "disconnect": (None, ConnectionFailed),
+    "deadline": ("timeout", None),
+}
 PROMPT, TEXT = next(iter(TEXTS.items()))
 DRAFTS = {"draft_source": "model", "num_draft_tokens": 4}
 PLAIN = {"draft_source": "off"}
@@ -178,8 +184,7 @@ def check(cell: Cell, way: str) -> None:
         assert (cell.error, cell.said, cell.reason) == (None, cut, "stop")
         return
     assert TEXT.startswith(cell.said)
-    if way == "deadline":
-        assert (cell.error, cell.reason) == (None, "timeout")
+    assert (cell.reason, cell.error and type(cell.error)) == ENDS[way]
     if cell.state == "queued":
         assert targets == []  # the engine never heard of it
     elif cell.state == "drafting":

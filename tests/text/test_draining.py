@@ -52,9 +52,8 @@ async def test_rounds_become_one_plain_request(
         engine.drain()
         got = ids([chunk async for chunk in stream])
     assert got == expected
-    later = engines.target.requests[asked:]
-    assert all(each.draft is None for each in later[1:])  # a guess may have been at hand
-    assert len(later) <= 2
+    later = [each.draft for each in engines.target.requests[asked:]]
+    assert later in ([], [None])  # none where the last round was under way
     assert engine.handed_over
 
 
