@@ -231,7 +231,7 @@ def test_unary_requests_are_a_choice_for_all_models(demo: Demo) -> None:
         ("--version", "newest"),
         ("--set", "max_beam_with=2"),
         ("--set", "max_beam_width"),
-        ("--set-draft", "max_beam_width=2"),
+        ("--set", "tensorrt_llm_draft.max_beam_width=2"),
         ("--draft-gpu-device-ids", "1"),
         ("--gpu-device-ids", "first"),
         ("--max-num-tokens", "4096"),

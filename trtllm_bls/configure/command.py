@@ -90,45 +90,59 @@ def command(ctx: click.Context, /, **options: Any) -> None:
       trtllm-bls configure --engine-dir ./e --tokenizer-dir ./t --out ./r --set max_beam_width=2
       trtllm-bls configure --engine llm_api --tokenizer-dir ./llama --model-yaml ./y --out ./r
     """
-    slurm: Path | None = options.pop("slurm")
-    sets, draft_sets = options.pop("sets"), options.pop("draft_sets")
+    slurm, source = options.pop("slurm"), options.pop("existing")
+    sets, draft_sets, strict = (options.pop(name) for name in ("sets", "draft_sets", "strict"))
     overrides = [
         *(_override(text, ENGINE.name) for text in sets),
         *(_override(f"{DRAFT}.{text}", DRAFT) for text in draft_sets),
     ]
-    source: Path | None = options.pop("existing")
-    yaml = upstreams_yaml(source) if source else None
-    if yaml or options["engine"] == "llm_api":
-        _configure_llm_api(ctx, options, overrides, source if yaml else None, yaml)
-        return
-    strict: bool = options.pop("strict")
-    found = _read_existing(ctx, source, options, strict) if source else None
-    overrides = [*(found.overrides if found else ()), *overrides]
-    for name in ("engine_dir", "tokenizer_dir"):
-        if options[name] is None:
-            where = f", which is not in {source}" if source else ""
-            raise click.UsageError(f"Missing option '--{name.replace('_', '-')}'{where}.", ctx)
-    if draft_sets and options["draft_engine_dir"] is None:
-        raise SettingsError(f"--set-draft {draft_sets[0]}: needs --draft-engine-dir")
-    wanted = ConfigureOptions(overrides=tuple(overrides), **options)
-    try:
-        repository = plan(wanted)
-    except SettingsError as error:
-        if found is None or str(error).split()[0] not in found.taken:
-            raise
-        raise SettingsError(f"--from {source}: {error}") from None
-    script = slurm_script(repository.launch, wanted.out) if slurm else ""
+    for_llm_api = options["engine"] == "llm_api" or (source and upstreams_yaml(source))
+    planned = _plan_llm_api if for_llm_api else _plan_cpp
+    repository, notes, lost = planned(ctx, options, overrides, source)
+    if strict and lost:
+        raise SettingsError(f"--strict: {source} would lose: {'; '.join(lost)}")
+    out: Path = options["out"]
+    script = slurm_script(repository.launch, out) if slurm else ""
     if slurm and not slurm.absolute().parent.is_dir():
         raise SettingsError(f"--slurm {slurm}: there is no such directory")
     try:
-        write(repository, wanted.out, wanted.force)
+        write(repository, out, options["force"])
         if slurm:
             slurm.write_text(script, encoding="utf-8")
             click.echo(f"wrote {slurm}")
     except OSError as error:
         raise SettingsError(f"{error.filename}: cannot be written: {error.strerror}") from error
-    losses = [f"lost: {loss}" for loss in found.losses] if found else []
-    _report(repository, wanted.out, [*found.notes, *losses] if found else [])
+    _report(repository, out, [*notes, *(f"lost: {loss}" for loss in lost)])
+
+
+Planned = tuple[Repository, list[str], list[str]]  # with notes, and what --from's would lose
+
+
+def _plan_cpp(
+    ctx: click.Context, options: dict[str, Any], overrides: list[Override], source: Path | None
+) -> Planned:
+    """For TensorRT-LLM's C++ backend; what ``source`` has counts where the command line does not
+    say."""
+    found = Existing(source, options["version"]) if source else None
+    if found:
+        for name, value in found.options.items():
+            if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+                options[name] = value
+                found.taken.add(option(name))
+        if option("decoupled") not in found.taken:  # it holds for the engines, too
+            found.overrides = [each for each in found.overrides if each.parameter != "decoupled"]
+    for name in ("engine_dir", "tokenizer_dir"):
+        if options[name] is None:
+            where = f", which is not in {source}" if source else ""
+            raise click.UsageError(f"Missing option '--{name.replace('_', '-')}'{where}.", ctx)
+    overrides = [*(found.overrides if found else ()), *overrides]
+    try:
+        repository = plan(ConfigureOptions(overrides=tuple(overrides), **options))
+    except SettingsError as error:
+        if found is None or str(error).split()[0] not in found.taken:
+            raise
+        raise SettingsError(f"--from {source}: {error}") from None
+    return repository, found.notes if found else [], found.losses if found else []
 
 
 _OF_LLM_API = {  # the options that have a meaning there
@@ -137,49 +151,23 @@ _OF_LLM_API = {  # the options that have a meaning there
 }
 
 
-def _configure_llm_api(
-    ctx: click.Context,
-    options: dict[str, Any],
-    overrides: list[Override],
-    source: Path | None,
-    yaml: Path | None,
-) -> None:
-    """``source``: a repository of upstream's ``llmapi`` model, whose file is ``yaml``."""
+def _plan_llm_api(
+    ctx: click.Context, options: dict[str, Any], overrides: list[Override], source: Path | None
+) -> Planned:
+    """``source``: a repository of upstream's ``llmapi`` model."""
     for name in ctx.params.keys() - _OF_LLM_API:
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             what = "has no meaning with the LLM API; see --model-yaml"
             raise SettingsError(f"{option(name)}: {what}")
-    upstreams = read_config(source / LLMAPI.name / "config.pbtxt") if source else None
+    yaml = upstreams_yaml(source) if source else None
+    upstreams = read_config(source / LLMAPI.name / "config.pbtxt") if source and yaml else None
     options["model_yaml"] = options["model_yaml"] or yaml
     model = ModelYaml.read(yaml).arguments.get("model", "") if yaml else ""
     options["tokenizer_dir"] = options["tokenizer_dir"] or (model and Path(model))
     if not options["tokenizer_dir"]:
         raise click.UsageError("Missing option '--tokenizer-dir'.", ctx)
-    notes = losses(upstreams) if upstreams else []
-    if options["strict"] and notes:
-        raise SettingsError(f"--strict: {'; '.join(notes)}")
-    del options["strict"]
     wanted = ConfigureOptions(overrides=tuple(overrides), **options)
-    repository = plan_llm_api(wanted, upstreams)
-    write(repository, wanted.out, wanted.force)
-    _report(repository, wanted.out, notes)
-
-
-def _read_existing(
-    ctx: click.Context, source: Path, options: dict[str, Any], strict: bool
-) -> Existing:
-    """The repository at ``source``, whose options are put into ``options`` where the command line
-    does not say."""
-    found = Existing(source, options["version"])
-    if strict and found.losses:
-        raise SettingsError(f"--strict: {source} would lose: {'; '.join(found.losses)}")
-    for name, value in found.options.items():
-        if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
-            options[name] = value
-            found.taken.add(option(name))
-    if option("decoupled") not in found.taken:  # it holds for the engines, too
-        found.overrides = [each for each in found.overrides if each.parameter != "decoupled"]
-    return found
+    return plan_llm_api(wanted, upstreams), [], losses(upstreams) if upstreams else []
 
 
 def _override(text: str, model: str) -> Override:

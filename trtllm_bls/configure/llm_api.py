@@ -85,9 +85,9 @@ def losses(upstreams: Any) -> list[str]:
     """What upstream's model has and the new repository does not."""
     known = {*LLMAPI.input_named, *LLMAPI.output_named}
     tensors = [each.name for each in (*upstreams.input, *upstreams.output)]
-    lost = [f"lost: tensor {name}" for name in tensors if name not in known]
+    lost = [f"tensor {name}" for name in tensors if name not in known]
     parameters = values_of(upstreams).keys() - {"gpu_device_ids"}
-    return [*lost, *(f"lost: parameter {name}" for name in sorted(parameters))]
+    return [*lost, *(f"parameter {name}" for name in sorted(parameters))]
 
 
 def _launch_lines(arguments: Mapping[str, Any], out: Path) -> tuple[str, ...]:

@@ -390,7 +390,8 @@ def _check_override(
     version: Version,
 ) -> None:
     if override.model not in models:
-        raise SettingsError(f"{named}: no such model; there are {', '.join(models)}")
+        mend = f"; --draft-engine-dir adds {DRAFT}" if override.model == DRAFT else ""
+        raise SettingsError(f"{named}: no such model; there are {', '.join(models)}{mend}")
     try:
         if override.model not in engines:
             check(override.model, override.parameter, override.value)
