@@ -47,6 +47,13 @@ class Repository(Written):
         return list(self.options)
 
 
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    """As for the C++ backend."""
+    (tmp_path / "file").touch()
+    new = Repository(tmp_path / "file" / "new", ("--from", upstreams(tmp_path / "old", MODEL)))
+    assert "cannot be written: Not a directory" in error_of(new.run())
+
+
 def test_upstreams_clients_are_kept(tmp_path: Path) -> None:
     """Its name has its tensors; the engine has another name; what is lost is named."""
     old = upstreams(tmp_path / "old", MODEL)
