@@ -12,7 +12,6 @@ splits the finished prompt there and sees plain text on both sides.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import inspect
 import itertools
@@ -149,23 +148,18 @@ class _Spellings:
         self._check_normalized(field, text)
         return text
 
-    def guard_between(self, field: str, guarded: Sequence[str]) -> list[str]:
-        """Guarded texts, with ``GUARD`` in front of each that completes a spelling.
+    def guard_between(self, field: str, guarded: list[str]) -> list[str]:
+        """Guarded texts, with ``GUARD`` between all of them if two together spell a token.
 
         For texts that a template writes one after the other, some without the white space around.
         """
-        texts = list(guarded)
-        for shown in (str, str.strip) if len(texts) > 1 else ():
-            found = {0}
-            while found:
-                starts = [0, *itertools.accumulate(len(shown(text)) for text in texts)]
-                joined = "".join(map(shown, texts))
-                ends = (match.end() for match in self._written.finditer(joined))
-                found = {bisect.bisect_left(starts, end) - 1 for end in ends}
-                for place in found:
-                    texts[place] = GUARD + texts[place]
-            self._check_normalized(field, "".join(map(shown, texts)))
-        return texts
+        for joined in ("".join(guarded), "".join(map(str.strip, guarded))):
+            if self._written.search(joined):
+                guarded = [guarded[0], *(GUARD + text for text in guarded[1:])]
+                break
+        for joined in ("".join(guarded), "".join(map(str.strip, guarded))):
+            self._check_normalized(field, joined)
+        return guarded
 
     def _check_normalized(self, field: str, text: str) -> None:
         hidden = self._normalize and self._normalized.search(self._normalize(text))
