@@ -18,9 +18,11 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.helpers.server_settings import DEMO, free_ports
+from trtllm_bls.configure.engine import models_for
 from trtllm_bls.contract import ENSEMBLE
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.terminal import announcement
+from trtllm_bls.parameters.cpp_backend import Version
 
 PROMPT = "The answer of the engine is"
 TOKENS = 12
@@ -68,7 +70,10 @@ def test_every_metric_that_is_asked_for_comes(client: Any, model: str) -> None:
     """``end_to_end_grpc_client.py --return-perf-metrics`` reads each of them on each response."""
     inputs = {"text_input": [[PROMPT]], "max_tokens": ints(3), "return_perf_metrics": [[True]]}
     found = infer(client, model, **inputs)
-    names = [tensor.name for tensor in ENSEMBLE.outputs if tensor.since == (0, 19)]
+    before, since = (
+        models_for(Version(0, minor), "FP32")[ENSEMBLE.name].output_named for minor in (18, 19)
+    )
+    names = since.keys() - before.keys()
     told = {name: found.as_numpy(name)[0][0] for name in names}
     assert len(told) == 10
     assert told["last_token_time_ns"] >= told["arrival_time_ns"] > 0
