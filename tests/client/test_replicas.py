@@ -15,7 +15,7 @@ from doubles.scripted_tokens import hashed
 from tests.helpers.scripted_pairs import ids, read, told
 from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.engines.routing import ReplicatedEngine
+from trtllm_bls.engines.routing import ReplicatedEngine, replicas
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason, Sampling
 
@@ -290,3 +290,66 @@ async def test_leaving_ends_the_engines_work() -> None:
     assert (one.live, two.live) == (0, 0)
     await engine.close()
     await asyncio.sleep(0)
+
+
+def turns(conversation: int, count: int) -> EngineRequest:
+    """A conversation that has come to so many turns of 40 tokens."""
+    said = tuple(5 + (conversation * 31 + place) % 90 for place in range(40 * count))
+    return replace(ASK, input_ids=said)
+
+
+async def test_a_conversation_stays_with_its_engine() -> None:
+    """With ``affinity``: each turn goes where the turns before it were, while eight take turns."""
+    parts = engines(3)
+    engine = together(*parts, affinity=True)
+    await engine.capacity()
+    for turn in range(1, 5):
+        streams = [engine.generate(turns(each, turn)) for each in range(8)]
+        for stream in streams:
+            await stream.wait()
+        for stream in streams:
+            await stream.aclose()
+    seen = [{request.input_ids[:32] for request in part.requests} for part in parts]
+    assert sorted(map(len, seen)) == [2, 3, 3]
+    assert len(set.union(*seen)) == 8
+    await engine.close()
+
+
+async def test_an_engine_that_is_much_busier_is_left() -> None:
+    """Until then a known prompt stays; a prompt without a whole block goes to the least busy."""
+    parts = engines()
+    engine = together(*parts, affinity=True)
+    await engine.capacity()
+    streams = [engine.generate(turns(0, 2)) for _ in range(8)]
+    busy, other = engine.sequences().values()
+    assert busy + other == 8 and abs(busy - other) <= 3
+    streams += [engine.generate(ASK) for _ in range(abs(busy - other))]
+    assert len(set(engine.sequences().values())) == 1
+    for stream in streams:
+        await stream.aclose()
+    assert engine.sequences() == {"0": 0, "1": 0}
+    await engine.close()
+
+
+async def test_a_lost_engine_is_chosen_for_no_prompt() -> None:
+    """Its conversations go on at another, and stay there."""
+    parts = engines()
+    engine = together(*parts, affinity=True)
+    await engine.capacity()
+    await read(engine, turns(0, 1))
+    parts[0].fault = Fault(error=DOWN)
+    for turn in range(1, 4):
+        assert ids(await read(engine, turns(0, turn)))
+    assert len(parts[1].requests) == 3
+    await engine.close()
+
+
+async def test_the_oldest_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of prompts stays small."""
+    monkeypatch.setattr(replicas, "_REMEMBERED_BLOCKS", 4)
+    engine = together(*engines(), affinity=True)
+    await engine.capacity()
+    for conversation in range(6):
+        await read(engine, turns(conversation, 2))
+    assert len(engine._sent_to) == 4
+    await engine.close()

@@ -65,6 +65,9 @@ class ScriptedBackend:
     async def engine_problems(self) -> dict[str, str]:
         return self.problems
 
+    def engine_sequences(self) -> dict[str, int]:
+        return {}
+
     def drain(self) -> None:
         if self.admission is not None:
             self.admission.refuse_waiting(SHUTTING_DOWN)

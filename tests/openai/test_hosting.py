@@ -25,6 +25,7 @@ from trtllm_bls.status import StatusDirectory
 from trtllm_bls.tokenizer import load_tokenizer
 
 MODEL = DEMO / "target"
+NOWHERE = "127.0.0.1:1"
 ASKED: dict[str, Any] = {"model": "target", "prompt": "one two three", "max_tokens": 60}
 
 
@@ -50,6 +51,19 @@ def test_it_answers_counts_and_logs(engine: str, caplog: pytest.LogCaptureFixtur
         until(lambda: "outcome=success" in caplog.text)
         assert "request id=mine-" in caplog.text
     assert "at most 8 requests" in caplog.text
+
+
+def test_each_of_several_engines_is_told_with_its_load(engine: str) -> None:
+    """Also of one that cannot be reached."""
+    engines = f"{engine},{NOWHERE}"
+    app = asgi_app(engine=engines, tokenizer_dir=MODEL, engine_affinity=True)
+    with TestClient(app) as client:
+        assert client.post("/v1/completions", json=ASKED).status_code == 200
+        told = client.get("/metrics").text
+        for address, is_up in ((engine, 1), (f"trtllm://{NOWHERE}", 0)):
+            series = f'trtllm_bls_engine_sequences{{engine="{address}",model="target"}} 0'
+            assert series in told
+            assert f'trtllm_bls_engine_up{{engine="{address}"}} {is_up}' in told
 
 
 def test_it_drains_and_forgets_the_drain_of_an_earlier_process(engine: str, tmp_path: Path) -> None:

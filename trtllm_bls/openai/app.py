@@ -65,7 +65,7 @@ from trtllm_bls.openai.schema import (
 )
 from trtllm_bls.services.deployment import SHUTTING_DOWN, Deployment
 from trtllm_bls.services.lifecycle import Lifecycle
-from trtllm_bls.services.request_metrics import RequestMetrics
+from trtllm_bls.services.request_metrics import ENGINE_SEQUENCES, RequestMetrics
 from trtllm_bls.status import StatusDirectory, common_problem, engines_up
 from trtllm_bls.types import Array, TextChunk, TextRequest
 
@@ -212,8 +212,13 @@ class _Api:
         """Tell the other workers every second what this one has counted."""
         while self._shared is not None:
             with suppress(OSError):  # a full disk, perhaps for a while
-                self._shared.write(samples(self._metrics, self.settings.model_names[0]))
+                self._shared.write(self._samples())
             await asyncio.sleep(1)
+
+    def _samples(self) -> dict[str, float]:
+        for engine, sequences in self.backend.engine_sequences().items():
+            self._metrics.numbers[ENGINE_SEQUENCES, (engine,)] = sequences
+        return samples(self._metrics, self.settings.model_names[0])
 
     async def refuse(self, scope: Scope, send: Send, cause: Refused) -> None:
         """Answer a request that did not get as far as its route."""
@@ -287,7 +292,7 @@ class _Api:
         return _Reply({"status": "degraded", "engines": told})
 
     async def metrics(self, request: Request) -> Response:
-        own = samples(self._metrics, self.settings.model_names[0])
+        own = self._samples()
         if self._shared is not None:
             self._shared.write(own)
             own = self._shared.total()

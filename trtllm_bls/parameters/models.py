@@ -298,6 +298,12 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         "own is lost.",
         "false",
     )
+    engine_affinity: bool = parameter(
+        FLAG,
+        "With several addresses: a request goes to the engine that was last sent the beginning of "
+        "its prompt, while that runs at most 25 % more sequences than another.",
+        "false",
+    )
     engine_transport: str = parameter(
         choice("auto", "bls", "grpc"),
         "How the engine is called: over this server's own gRPC port (auto), over the gRPC port at "

@@ -91,6 +91,11 @@ class Deployment:
             problem = str(error)
         return {target.name: problem}
 
+    def engine_sequences(self) -> dict[str, int]:
+        """Sequences that each of several engines was given, by its name; else nothing."""
+        target = self.engine.target
+        return target.sequences() if isinstance(target, ReplicatedEngine) else {}
+
     def load(self) -> tuple[int, int]:
         """See ``Orchestrator.load``."""
         return self.orchestrator.load()
@@ -191,7 +196,9 @@ def _target(parameters: BlsParameters, route: Route, tokenizer: Tokenizer) -> En
             engines.append(triton_engine(model, route))
     if len(engines) == 1:
         return engines[0]
-    return ReplicatedEngine(engines, resume=parameters.engine_resume)
+    return ReplicatedEngine(
+        engines, resume=parameters.engine_resume, affinity=parameters.engine_affinity
+    )
 
 
 def _is_service(parameters: BlsParameters) -> bool:

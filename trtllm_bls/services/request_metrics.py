@@ -93,6 +93,12 @@ LONGEST_GAP = _seconds(
 QUEUE = _seconds(
     "trtllm_bls_request_queue_time_seconds", "From a request's arrival until the engine is given it"
 )
+ENGINE_SEQUENCES = _gauge(
+    "trtllm_bls_engine_sequences",
+    "Sequences that one of several engines was given and that are not over",
+    labels=("engine",),
+    known=(),
+)
 PROMPT_TOKENS = _counter("trtllm_bls_prompt_tokens_total", "Tokens of prompts given to the engine")
 GENERATION_TOKENS = _counter(
     "trtllm_bls_generation_tokens_total", "Tokens generated, also for requests that ended early"
@@ -123,7 +129,7 @@ METRICS = (
         LONGEST_GAP,
         QUEUE,
     ),
-    *(PROMPT_TOKENS, GENERATION_TOKENS, RESPONSES, LOOP_LAG),
+    *(ENGINE_SEQUENCES, PROMPT_TOKENS, GENERATION_TOKENS, RESPONSES, LOOP_LAG),
     *SPECULATION.values(),
 )
 

@@ -1,4 +1,5 @@
-"""Several engines of one model as one: each request goes to the one that runs the fewest sequences.
+"""Several engines of one model as one: each request goes to the one that runs the fewest sequences,
+or to the one that has computed the beginning of its prompt (``affinity``).
 
 Every engine has a circuit breaker, which is closed while the engine serves. An engine that cannot
 be reached or asked for its capacity, or that stalls, opens it: no request is sent there. Every
@@ -14,17 +15,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from trtllm_bls.engines.base import ChunkStream, Engine, QueuedChunks
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Overloaded
 from trtllm_bls.stopping import StoppingCriteria
-from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, Wants
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, PromptIds, Wants
 
 _ASK_AGAIN_S, _LONGEST_PAUSE_S = 1.0, 30.0  # the pause doubles while an engine does not answer
 _LOST = (EngineUnavailable, EngineStalled)
+# Engines keep the KV cache in blocks of this many tokens or more.
+_BLOCK_TOKENS, _REMEMBERED_BLOCKS = 32, 200_000
+# How much more than the least busy engine may run where a prompt's beginning is known: so many
+# sequences, or this share.
+_MORE_SEQUENCES, _MORE_SHARE = 2, 0.25
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +100,17 @@ class ReplicatedEngine:
 
     ``resume``: a greedy or seeded request that has produced tokens is continued on another engine,
     whose prompt is the request's own and these tokens. A seeded one then has other draws than it
-    would have had.
+    would have had. ``affinity``: a request goes to the engine that was last sent the longest
+    beginning of its prompt, unless that engine is much busier than another.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, resume: bool = False) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], *, resume: bool = False, affinity: bool = False
+    ) -> None:
         self.name = ",".join(engine.name for engine in engines)
         self.resume = resume
+        self._affinity = affinity
+        self._sent_to: OrderedDict[int, _Replica] = OrderedDict()  # by a prompt's beginning
         self._replicas = [_Replica(engine) for engine in engines]
 
     async def capacity(self) -> EngineCapacity:
@@ -126,12 +138,29 @@ class ReplicatedEngine:
         told = [(each.engine.name, each.capacity, each.error) for each in self._replicas]
         return {name: "" if capacity else str(error) for name, capacity, error in told}
 
-    def choose(self, tried: Sequence[_Replica]) -> _Replica | None:
-        """The least loaded engine whose breaker is closed and which was not ``tried``."""
+    def sequences(self) -> dict[str, int]:
+        """How many sequences each engine has been given that are not over, by its name."""
+        return {each.engine.name: each.sequences for each in self._replicas}
+
+    def choose(self, tried: Sequence[_Replica], prompt: PromptIds) -> _Replica | None:
+        """An engine whose breaker is closed and which was not ``tried``."""
         closed = [
             each for each in self._replicas if each.capacity is not None and each not in tried
         ]
-        return min(closed, key=lambda replica: replica.sequences, default=None)
+        least = min(closed, key=lambda replica: replica.sequences, default=None)
+        if least is None or not self._affinity:
+            return least
+        most = least.sequences + max(_MORE_SEQUENCES, _MORE_SHARE * least.sequences)
+        chosen, beginnings = least, list(_beginnings(prompt))
+        for known in (self._sent_to.get(each) for each in beginnings):
+            if known in closed and known.sequences <= most:
+                chosen = known
+        for each in beginnings:
+            self._sent_to[each] = chosen
+            self._sent_to.move_to_end(each)
+        while len(self._sent_to) > _REMEMBERED_BLOCKS:
+            self._sent_to.popitem(last=False)
+        return chosen
 
 
 class _ReplicaChunks(ChunkStream):
@@ -145,7 +174,7 @@ class _ReplicaChunks(ChunkStream):
         self._begun = False
         self._tried: list[_Replica] = []
         self._replica: _Replica | None = None
-        first = engine.choose(())
+        first = engine.choose((), request.input_ids)
         if first is None:
             raise EngineUnavailable(f"{engine.name}: none of them can be reached")
         self._begin(first)
@@ -199,7 +228,8 @@ class _ReplicaChunks(ChunkStream):
             last.end()
             return
         stays = self._begun and not self._remembers
-        other = None if stays else self._engine.choose(self._tried)
+        prompt = self._request.input_ids
+        other = None if stays else self._engine.choose(self._tried, prompt)
         if other is None:
             raise error
         log.info("%s goes on at %s", self._request.request_id, other.engine.name)
@@ -209,6 +239,14 @@ class _ReplicaChunks(ChunkStream):
         if self._replica is not None:
             self._replica.sequences -= self._request.num_return_sequences
             self._replica = None
+
+
+def _beginnings(prompt: PromptIds) -> Iterator[int]:
+    """A number for the first block of the prompt, for the first two, and so on."""
+    number = 0
+    for end in range(_BLOCK_TOKENS, len(prompt) + 1, _BLOCK_TOKENS):
+        number = hash((number, tuple(prompt[end - _BLOCK_TOKENS : end])))
+        yield number
 
 
 def _can_resume(request: EngineRequest) -> bool:
