@@ -275,7 +275,8 @@ async def test_a_conversation_stays_with_its_worker(fleet: Fleet) -> None:
     turns: dict[int, list[dict[str, str]]] = {number: [] for number in seen}
     async with httpx.AsyncClient(timeout=60) as client:
         for turn in range(4):
-            for number in seen:
+            for place in seen:
+                number = (place + turn) % len(seen)  # else round robin would keep each, too
                 content = f"conversation {number * 7919}: {WORDS} {turn}"
                 turns[number].append(message("user", content))
                 body = {"model": MODEL.name, "messages": turns[number], "max_tokens": 20}
