@@ -16,6 +16,7 @@ from tests.helpers.waiting import eventually
 from trtllm_bls.errors import printable
 from trtllm_bls.orchestrator import stats_of_refusal
 from trtllm_bls.services.request_metrics import (
+    API_REQUESTS,
     DURATION,
     ENGINE_SEQUENCES,
     FIRST_TOKEN,
@@ -85,12 +86,12 @@ def test_a_bound_belongs_to_its_bucket() -> None:
 def test_every_metric_is_there_before_the_first_request() -> None:
     """A first increase that creates its series would be no increase to Prometheus.
 
-    But for the gauge whose label is an engine's address, which the OpenAI API alone has.
+    But for those that the OpenAI API alone has, by an engine's address or a path.
     """
     registry = Registry()
     TritonMetrics(registry, MODEL)
     assert set(registry.kinds) == {metric.name for metric in METRICS if metric.known}
-    assert [metric for metric in METRICS if not metric.known] == [ENGINE_SEQUENCES]
+    assert {each for each in METRICS if not each.known} == {API_REQUESTS, ENGINE_SEQUENCES}
     assert registry.of(REQUESTS.name, outcome="cancelled", reason="deadline", model=MODEL) == 0
 
 
