@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import text_format
@@ -17,7 +18,7 @@ from google.protobuf import text_format
 from tests.helpers.fake_engine_server import ASK, Triton
 from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.engines.triton import Route, triton_engine
+from trtllm_bls.engines.triton import triton_engine
 from trtllm_bls.engines.triton.bls import BlsEngine
 from trtllm_bls.engines.triton.grpc import GrpcEngine
 from trtllm_bls.engines.triton.own_port import is_own
@@ -43,8 +44,8 @@ def foreign_port() -> Iterator[int]:
             foreign.kill()
 
 
-def route(url: str, transport: str = "auto") -> Route:
-    return Route(
+def route(url: str, transport: str = "auto") -> dict[str, Any]:
+    return dict(
         transport=transport,
         url=url,
         pb_utils=object(),
@@ -61,7 +62,7 @@ async def test_the_transport_is_the_one_that_is_configured(transport: str, kind:
     """Over gRPC the model is asked once for what it declares, also where two requests come at
     once; BLS cannot ask."""
     async with Triton() as triton:
-        engine = triton_engine("tensorrt_llm", route(triton.url, transport))
+        engine = triton_engine("tensorrt_llm", **route(triton.url, transport))
         assert isinstance(engine, kind)
         await engine.capacity()
         await asyncio.gather(engine.capacity(), engine.capacity())
@@ -72,7 +73,7 @@ async def test_the_transport_is_the_one_that_is_configured(transport: str, kind:
 @pytest.mark.parametrize("transport", ["auto", "grpc"])
 async def test_without_a_port_requests_fail_until_there_is_one(transport: str) -> None:
     """BLS is never a way out; where the port was not named, the error tells how to name it."""
-    engine = triton_engine("tensorrt_llm", route("127.0.0.1:1", transport))
+    engine = triton_engine("tensorrt_llm", **route("127.0.0.1:1", transport))
     for _ in range(2):
         with pytest.raises(EngineUnavailable) as caught:
             await engine.capacity()
@@ -84,7 +85,7 @@ async def test_without_a_port_requests_fail_until_there_is_one(transport: str) -
 def test_bls_is_for_models_inside_triton() -> None:
     """Another process has no BLS API, which shows when it starts."""
     with pytest.raises(SetupError, match="engine_transport: bls"):
-        triton_engine("tensorrt_llm", replace(route("127.0.0.1:1", "bls"), pb_utils=None))
+        triton_engine("tensorrt_llm", **route("127.0.0.1:1", "bls") | {"pb_utils": None})
 
 
 async def test_bls_reads_in_the_repository_what_a_model_declares(tmp_path: Path) -> None:
@@ -96,15 +97,15 @@ async def test_bls_reads_in_the_repository_what_a_model_declares(tmp_path: Path)
     path = tmp_path / "tensorrt_llm" / "config.pbtxt"
     path.parent.mkdir()
     path.write_text(text_format.MessageToString(config))
-    there = replace(route("127.0.0.1:1", "bls"), repository=tmp_path)
-    engine = triton_engine("tensorrt_llm", there)
+    there = route("127.0.0.1:1", "bls") | {"repository": tmp_path}
+    engine = triton_engine("tensorrt_llm", **there)
     assert (await engine.capacity()).max_sequence_tokens == 77
     with pytest.raises(InvalidRequest, match="seed"):
         asked = replace(ASK, sampling=Sampling(seed=1))
         await engine.generate(asked).wait()
     await engine.close()
     path.write_text("name: {")
-    engine = triton_engine("tensorrt_llm", there)
+    engine = triton_engine("tensorrt_llm", **there)
     with pytest.raises(EngineError, match=r"config.pbtxt cannot be read"):
         await engine.capacity()
     await engine.close()
@@ -123,7 +124,7 @@ def test_a_port_of_somebody_elses_server_is_known() -> None:
 async def test_auto_does_not_speak_to_somebody_elses_server() -> None:
     """With host networking another Triton may own the default port, and have the same models."""
     with foreign_port() as port:
-        engine = triton_engine("tensorrt_llm", route(f"127.0.0.1:{port}"))
+        engine = triton_engine("tensorrt_llm", **route(f"127.0.0.1:{port}"))
         with pytest.raises(EngineUnavailable, match=r"another process .* set engine_url"):
             await engine.capacity()
         await engine.close()
@@ -133,7 +134,7 @@ async def test_auto_does_not_speak_to_somebody_elses_server() -> None:
 async def test_a_model_that_cannot_serve_us_is_an_error(transport: str) -> None:
     """It is not there; the port is not to blame."""
     async with Triton(config=model_config(ENGINE, {})) as triton:
-        engine = triton_engine("misspelt", route(triton.url, transport))
+        engine = triton_engine("misspelt", **route(triton.url, transport))
         with pytest.raises(EngineError, match="misspelt") as caught:
             await engine.capacity()
         assert "engine_url" not in str(caught.value)
@@ -145,7 +146,7 @@ async def test_a_model_that_is_still_loading_is_unavailable(transport: str) -> N
     """Until it has loaded."""
     async with Triton() as triton:
         triton.loading = True
-        engine = triton_engine("tensorrt_llm", route(triton.url, transport))
+        engine = triton_engine("tensorrt_llm", **route(triton.url, transport))
         with pytest.raises(EngineUnavailable) as caught:
             await engine.capacity()
         assert "engine_url" not in str(caught.value)

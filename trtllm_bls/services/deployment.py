@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from trtllm_bls import __version__
 from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import ReplicatedEngine, RoutingEngine
-from trtllm_bls.engines.triton import Route, triton_engine
+from trtllm_bls.engines.triton import triton_engine
 from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
 from trtllm_bls.errors import EngineError
@@ -140,7 +141,8 @@ def _reports(parameters: BlsParameters, pb_utils: Any, model_name: str) -> Reque
 def _engine(
     parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer, reports: RequestReports
 ) -> RoutingEngine:
-    route = Route(
+    engine_of = partial(
+        triton_engine,
         transport=parameters.engine_transport,
         url=parameters.engine_url,
         pb_utils=pb_utils,
@@ -151,12 +153,12 @@ def _engine(
         repository=parameters.repository,
     )
     draft: Engine | None = None
-    target = _target(parameters, route, tokenizer)
+    target = _target(parameters, engine_of, tokenizer)
     if _is_service(parameters):
         if parameters.tensorrt_llm_draft_model_name or parameters.draft_source != "off":
             log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
     elif parameters.tensorrt_llm_draft_model_name and _same_vocabulary(parameters, tokenizer):
-        draft = triton_engine(parameters.tensorrt_llm_draft_model_name, route)
+        draft = engine_of(parameters.tensorrt_llm_draft_model_name)
     source = parameters.draft_source
     options = SpeculationOptions(
         draft_source=DraftSource(source) if source != "off" else DraftSource.MODEL,
@@ -175,11 +177,13 @@ def _engine(
     )
 
 
-def _target(parameters: BlsParameters, route: Route, tokenizer: Tokenizer) -> Engine:
+def _target(
+    parameters: BlsParameters, engine_of: Callable[..., Engine], tokenizer: Tokenizer
+) -> Engine:
     """The engine, or those, that parameter ``engine`` names."""
     choice = parameters.engine
     if choice is None:
-        return triton_engine(parameters.tensorrt_llm_model_name, route)
+        return engine_of(parameters.tensorrt_llm_model_name)
     settings = ServiceSettings(
         eos_id=tokenizer.eos_id,
         vocab_size=tokenizer.model_vocab_size,
@@ -189,11 +193,11 @@ def _target(parameters: BlsParameters, route: Route, tokenizer: Tokenizer) -> En
     engines: list[Engine] = []
     for url, model in choice.addresses:
         if choice.kind is EngineKind.TRTLLM:
-            engines.append(TrtllmServiceEngine(url, settings, route.tls))
+            engines.append(TrtllmServiceEngine(url, settings, engine_tls(parameters)))
         elif choice.kind is EngineKind.TRITON_GRPC:
-            engines.append(triton_engine(model, replace(route, transport="grpc", url=url)))
+            engines.append(engine_of(model, transport="grpc", url=url))
         else:
-            engines.append(triton_engine(model, route))
+            engines.append(engine_of(model))
     if len(engines) == 1:
         return engines[0]
     return ReplicatedEngine(
