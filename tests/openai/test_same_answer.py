@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.helpers.openai_server import MODEL
 from tests.helpers.scripted_text import tokenizer
 from tests.models.test_chat_templates import tokenizer_of
+from tests.text.test_chat_parsing import TEXTS
 from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.builder import Head, ResponseBuilder
@@ -174,6 +175,29 @@ def test_an_answer_is_the_same_through_every_api(pieces: list[str], data: st.Dat
     assert streamed[1:] == streamed[:1] * 2
     whole = [loaded(content_of(builder, False, [text])) for builder in builders(False, formats)]
     assert whole == [loaded(streamed[0])] * 3
+
+
+@pytest.mark.parametrize("family", TOOL_FORMATS)
+def test_calls_of_every_family_are_the_same_through_every_api(family: str) -> None:
+    """In pieces and whole."""
+    reasoning = REASONING_TAGS.get(family, REASONING_TAGS["think"])
+    formats = ChatFormats(TOOL_FORMATS[family], reasoning)
+    for text in (text.replace("weather", "f") for name, text, _ in TEXTS if name == family):
+        for size in (1, 5, len(text)):
+            chunks = [text[place : place + size] for place in range(0, len(text), size)]
+            streamed = [content_of(builder, True, chunks) for builder in builders(True, formats)]
+            assert streamed[0][2] and streamed[1:] == streamed[:1] * 2
+        whole = [loaded(content_of(builder, False, [text])) for builder in builders(False, formats)]
+        assert whole == [loaded(streamed[0])] * 3
+
+
+def test_the_model_s_own_ids_of_calls_reach_clients() -> None:
+    """Kimi's template wants them back."""
+    text = next(text for name, text, _ in TEXTS if name == "kimi_k2").replace("weather", "f")
+    ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
+    for builder in builders(False, ChatFormats(TOOL_FORMATS["kimi_k2"])):
+        builder.add(0, TextChunk(text, 0, ending))
+        assert b'"functions.f:0"' in builder.whole()
 
 
 TURNS = [

@@ -6,7 +6,6 @@ Events, fields and errors follow the types of Anthropic's own package.
 from __future__ import annotations
 
 import re
-import secrets
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -192,7 +191,6 @@ class MessagesResponse(PartsBuilder):
         fields = msgspec.json.encode(start)[:-2]
         part.before = b'event: content_block_delta\ndata: %b,"%b":' % (fields, key.encode())
         part.after = b"}}\n\n"
-        part.id = f"toolu_{secrets.token_hex(12)}" if part.call is not None else ""
         block = self._block(part)
         return sse("content_block_start", index=part.index, content_block=block)
 
@@ -213,7 +211,7 @@ class MessagesResponse(PartsBuilder):
             given = msgspec.json.decode(text or "{}")
         except msgspec.DecodeError:  # cut, or not JSON at all
             given = {}
-        return {"type": "tool_use", "id": part.id, "name": part.call.name, "input": given}
+        return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": given}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
