@@ -265,6 +265,7 @@ CALLS = {
     "llama3_json": '{"name": "f", "parameters": {}}',
     "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>',
     "harmony": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}",
     "glm": "<tool_call>f</tool_call>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',

@@ -42,6 +42,12 @@ MINIMAX = """<invoke name="weather">
 <parameter name="city">Oslo "{" é</parameter>
 <parameter name="days">[1, {"a": null}]</parameter>
 </invoke>"""
+DSML = """<｜DSML｜function_calls>
+<｜DSML｜invoke name="weather">
+<｜DSML｜parameter name="city" string="true">Oslo "{" é</｜DSML｜parameter>
+<｜DSML｜parameter name="days" string="false">[1, {"a": null}]</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜function_calls>"""
 KIMI = "<|tool_call_begin|>functions.weather:{}<|tool_call_argument_begin|>" + (
     ARGS.replace("{", "{{").replace("}", "}}") + "<|tool_call_end|>"
 )
@@ -74,6 +80,8 @@ TEXTS = [
     ("pythonic", f"<|python_start|>[{PYTHON}, {PYTHON}]<|python_end|>", 2),
     ("deepseek", f"{DEEPSEEK}<｜tool▁calls▁end｜>", 1),
     ("deepseek", f"{DEEPSEEK}\n{BEGIN}weather{SEP}{ARGS}{END}<｜tool▁calls▁end｜>", 2),
+    ("deepseek_v32", f"I look.\n\n{DSML}", 1),
+    ("deepseek_v32", DSML.replace("function_calls", " calls").replace("｜invoke", "｜ invoke"), 1),
     ("glm", GLM.format(""), 1),
     ("glm", f"I look.\n{GLM.format(chr(10))}\n{GLM.format('')}", 2),
     ("minimax_m2", f"\n<minimax:tool_call>\n{MINIMAX}\n</minimax:tool_call>", 1),

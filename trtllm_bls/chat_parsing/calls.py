@@ -249,7 +249,8 @@ class XmlCall(Reader):
             self.done = True
         else:
             properties = _mapping(_mapping(self._schemas).get(str(self._name))).get("properties")
-            self._kinds = _kinds(_mapping(properties).get(found["key"]))
+            told = {"true": {"string"}, "false": {"number"}}.get(found.groupdict().get("string"))
+            self._kinds = told or _kinds(_mapping(properties).get(found["key"]))
             self._given += f"{self._before}{_dumped(found['key'])}: "
             self._given += '"' * self._streams
             self._before, self._value, self._in_value = ", ", "", True

@@ -28,7 +28,8 @@ class ToolFormat:
     ``special``: the markers are special tokens, which the text has to keep.
     ``written``: the language of the arguments.
 
-    Patterns of XML: ``key`` precedes a value, and its group ``key`` is the key. ``value_end``
+    Patterns of XML: ``key`` precedes a value, and its group ``key`` is the key; its group
+    ``string``, else the tool's schema, tells whether the value is one. ``value_end``
     follows a value; what comes next tells it from the same text inside a value. ``end`` follows the
     last value.
     """
@@ -91,6 +92,18 @@ TOOL_FORMATS = {
         header=rf"<｜tool▁call▁begin｜>\s*(?:function{_SEP})?{_NAME}(?:{_SEP})?\s*"
         r"(?:```json)?\s*(?=\{)",
         special=True,
+    ),
+    "deepseek_v32": ToolFormat(
+        mark="｜DSML｜",
+        begin=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", "<｜DSML｜ calls>"),
+        noise=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>", "</｜DSML｜ calls>"),
+        header=rf'<｜DSML｜ ?invoke name="{_NAME}"(?:>|(?=/>))',
+        special=True,
+        written="xml",
+        key=r'<｜DSML｜ ?parameter name="(?P<key>[^"<>\n]{1,256})"'
+        r'(?: string="(?P<string>true|false)")?>',
+        value_end=r"</｜DSML｜ ?parameter>(?=\s*</?｜DSML｜ ?(?:parameter name=|invoke>))",
+        end=r"(?:</｜DSML｜ ?invoke>|/>)",
     ),
     "glm": ToolFormat(
         mark="<arg_key>",
