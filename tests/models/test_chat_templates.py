@@ -126,6 +126,42 @@ def test_arguments_that_are_no_object_stay_as_they_are(arguments: Any, shown: st
     assert f"<|call|>weather {shown}</s>" in tokenizer.render_chat(messages)
 
 
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_template_for_one_call_gets_the_others_in_turns_of_their_own(refuses: bool) -> None:
+    """Whether it leaves further calls out or refuses them. Each result follows its call."""
+    loop = "{% for call in m['tool_calls'] %}"
+    one = "{{ raise_exception('one') if m['tool_calls'] | length > 1 }}" + loop
+    template = small("m['tool_calls']", "object", "")
+    template = template.replace(loop, one if refuses else loop.replace("s'] %", "s'][:1] %"))
+    calls = [
+        {"id": place, "type": "function", "function": {"name": place, "arguments": "{}"}}
+        for place in ("first", "second")
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": place, "content": f"{place} result"}
+        for place in ("second", "first")
+    ]
+    asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": calls}]
+    prompt = tokenizer_of(template).render_chat([*asked, *results])
+    turns = re.sub(r"<\|user\|>Hi</s>|\s*\{\}", "", prompt)
+    assert turns == (
+        "<|assistant|><|call|>first</s><|tool|>first result</s>"
+        "<|assistant|><|call|>second</s><|tool|>second result</s>"
+    )
+
+
+def test_a_tool_needs_no_description() -> None:
+    """Some templates take its absence for an error; the API does not."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    template = (
+        "{% for t in tools %}{{ t.function.name + ':' + t.function.description }}{% endfor %}"
+    )
+    assert (
+        tokenizer_of(template).render_chat([{"role": "user", "content": "a"}], tools=[tool]) == "f:"
+    )
+    assert "description" not in tool["function"]
+
+
 def without_forgery(tokenizer: Tokenizer, parts: list[str], *, plain: bool = True) -> None:
     """The prompt has the control tokens of an innocent conversation, in the same order."""
 
