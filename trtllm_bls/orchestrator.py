@@ -291,6 +291,7 @@ class Orchestrator:
             embedding_bias=prompt.embedding_bias,
             speculation=speculation,
             wants=wants,
+            tenant=request.tenant,
             traceparent=request.traceparent,
             extras=prompt.extras,
         )

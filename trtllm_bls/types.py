@@ -132,9 +132,9 @@ class EngineRequest:
 
     ``request_id`` is unique among this process's running requests. ``embedding_bias`` is sparse:
     ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by itself
-    (``engines.routing``); ``draft`` for one that verifies. ``traceparent`` is the caller's trace
-    context (W3C). ``extras`` holds further engine tensors by wire name (LoRA, prompt tables, guided
-    decoding, ...), which are passed on unopened.
+    (``engines.routing``); ``draft`` for one that verifies. ``tenant``: see ``TextRequest``.
+    ``traceparent`` is the caller's trace context (W3C). ``extras`` holds further engine tensors by
+    wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
     """
 
     request_id: str
@@ -151,6 +151,7 @@ class EngineRequest:
     draft: Draft | None = None
     speculation: SpeculationRequest = SpeculationRequest()
     wants: Wants = Wants()
+    tenant: str | None = None
     traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
@@ -297,6 +298,8 @@ class TextRequest:
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
+    ``tenant``: who asks, as the front end has authenticated it, never as the request says; requests
+    of one tenant may draft from one another's answers. ``None``: nobody knows, or nobody may.
     ``traceparent`` is the caller's trace context (W3C).
     ``api``: the kind of answer that an HTTP API makes of it, for the log and the metrics.
     ``text_ids``: the token ids of ``text``, if it has been tokenised already.
@@ -332,6 +335,7 @@ class TextRequest:
     return_tokens: bool = False
     return_drafted: bool = False
     prompt_table_extra_id: int | None = None
+    tenant: str | None = None
     traceparent: str | None = None
     api: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)

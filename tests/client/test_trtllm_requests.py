@@ -168,6 +168,7 @@ NOT_SENT = {
     "request_id",  # made unique
     "pad_id",  # answers are not padded
     "speculation",  # for engines that verify drafts
+    "tenant",  # whose answers may be drafted from
     "traceparent",  # in the call's metadata
     "sampling",  # field by field
 }

@@ -132,7 +132,9 @@ class Steps:
     """The engine's batcher without its thread."""
 
     def __init__(self, kind: str = "llama", length: int = 256, **sizes: Any) -> None:
-        settings = EmbeddedSettings(**{"max_batch": 4, "max_tokens_per_step": 64} | sizes)
+        settings = EmbeddedSettings(
+            **{"max_batch": 4, "max_draft_len": 16, "max_tokens_per_step": 64} | sizes
+        )
         self.runner, self.length = runner(kind), length
         self.runner.allocate(settings.max_batch, length)
         self.batcher = Batcher(self.runner, settings.max_tokens_per_step)

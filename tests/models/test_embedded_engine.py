@@ -312,7 +312,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("embedding_bias", {"embedding_bias": ((VOCAB, 1.0),)}),
     ("embedding_bias", {"embedding_bias": ((1, NAN),)}),
     ("embedding_bias", {"embedding_bias": ((1, INFINITE),)}),
-    ("draft_input_ids", {"draft": Draft(token_ids=(1,) * 17)}),
+    ("draft_input_ids", {"draft": Draft(token_ids=(1,) * 33)}),
     ("draft_input_ids", {"draft": Draft(token_ids=(VOCAB,))}),
     ("draft_logits", {"draft": Draft(token_ids=(1,), logits=LOGITS)}),
     ("draft_logits", {"draft": Draft(token_ids=(1, 2), logits=LOGITS * NAN)}),
@@ -357,8 +357,8 @@ def test_a_wrong_value_is_refused_by_its_wire_name(
 
 def test_a_draft_too_long_names_its_length_and_the_limit(engine: EmbeddedEngine) -> None:
     """Whoever tunes speculation reads the limit in the error."""
-    with pytest.raises(InvalidRequest, match="draft_input_ids: 17 tokens; at most 16"):
-        answers(engine, request(IDS, 18, draft=Draft(token_ids=(1,) * 17)))
+    with pytest.raises(InvalidRequest, match="draft_input_ids: 33 tokens; at most 32"):
+        answers(engine, request(IDS, 34, draft=Draft(token_ids=(1,) * 33)))
 
 
 @pytest.mark.parametrize(

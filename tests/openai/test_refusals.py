@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,26 @@ def test_only_keys_open_the_api(connect: Connect, tmp_path: Path) -> None:
     assert ask(api, "/health", method="GET")[0] == 200
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="third").models.list()
+
+
+def test_a_tenant_is_the_key_that_was_checked(connect: Connect) -> None:
+    """Nothing that a request says changes it, but that it may have none."""
+    engine = saying(SAYS)
+    keys = tuple(sha256(key).digest() for key in (b"first", b"second"))
+    said: tuple[dict[str, Any], ...] = ({}, {"tenant": keys[1].hex()}, {"user": "second"})
+    for key, *bodies in (("first", *said, {"draft_memory": False}), ("second", {})):
+        _, client = connect(engine, key=key, keys=keys)
+        for body in bodies:
+            client.completions.create(
+                model=MODEL,
+                prompt=PROMPT,
+                extra_body=body,
+                extra_headers={"tenant": keys[1].hex()},
+            )
+    _, client = connect(engine, key="first")
+    client.completions.create(model=MODEL, prompt=PROMPT)
+    first, second = (key.hex() for key in keys)
+    assert [each.tenant for each in engine.requests] == [first] * 3 + [None, second, None]
 
 
 def test_keys_come_from_the_environment_too(

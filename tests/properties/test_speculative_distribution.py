@@ -46,7 +46,7 @@ async def chi_square(sampling: Sampling | None, **options: object) -> float:
     [
         {"num_draft_tokens": 1, "overlap": True},
         {"num_draft_tokens": 3},
-        {"num_draft_tokens": 2, "draft_source": DraftSource.NGRAM, "min_match": 2},
+        {"num_draft_tokens": 2, "draft_source": DraftSource.NGRAM},
         {"num_draft_tokens": 2, "use_draft_logits": True, "overlap": True},
         {"use_draft_logits": True, "draft_source": DraftSource.MIXED, "overlap": True},
     ],

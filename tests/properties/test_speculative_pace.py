@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from itertools import repeat
 
 import pytest
 
@@ -25,11 +26,9 @@ from trtllm_bls.speculative.draft_length import (
     PROBE,
     DraftLength,
 )
-from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
+from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import EngineChunk, EngineRequest
-
-MODEL = DraftSource.MODEL
 
 
 def times(*samples: tuple[int, float], proportional: bool = False) -> RunningTimes:
@@ -64,6 +63,11 @@ def test_times_are_a_line_through_medians() -> None:
     assert times((2, 0.5), (4, 0.1)).at(2) == times((2, 0.5), (4, 0.1)).at(4)  # never falling
 
 
+def best(known: SpeculationShared, rate: float, most: int) -> int:
+    """The best length of a draft model's draft."""
+    return known.best_length(repeat(rate), most, by_model=True)
+
+
 def test_old_times_are_forgotten() -> None:
     """When a load goes, its times go with it."""
     watched = times(*[(1, 9.0)] * 50, *[(1, 1.0)] * 8)
@@ -86,21 +90,29 @@ def test_acceptance_counts_only_what_was_tried() -> None:
 )
 def test_the_best_length_is_the_formulas(rate: float, overhead: float, length: int) -> None:
     """A draft step costs a tenth of a verification; the known optima come out."""
-    best = costs(0.1, 1.0, overhead).best_length(MODEL, rate, 16)
-    assert abs(best - length) <= 1
+    assert abs(best(costs(0.1, 1.0, overhead), rate, 16) - length) <= 1
 
 
 def test_no_draft_pays_when_plain_decoding_is_faster() -> None:
     """A hopeless rate, a slow draft, or a dear round: decode plainly."""
-    assert costs(0.1, 1.0).best_length(MODEL, 0.05, 8) == 0
-    assert costs(0.9, 1.0).best_length(MODEL, 0.7, 8) == 0
-    assert costs(0.1, 1.0, overhead=5.0, plain=1.0).best_length(MODEL, 0.7, 8) == 0
-    assert costs(0.1, 1.0, overhead=0.0, plain=1.0).best_length(MODEL, 0.7, 8) > 0
+    assert best(costs(0.1, 1.0), 0.05, 8) == 0
+    assert best(costs(0.9, 1.0), 0.7, 8) == 0
+    assert best(costs(0.1, 1.0, overhead=5.0, plain=1.0), 0.7, 8) == 0
+    assert best(costs(0.1, 1.0, overhead=0.0, plain=1.0), 0.7, 8) > 0
 
 
 def test_an_ngram_costs_no_drafting() -> None:
     """So it is as long as allowed, also where a model's draft would not pay."""
-    assert costs(9.0, 1.0, overhead=0.1).best_length(DraftSource.NGRAM, 0.5, 7) == 7
+    assert costs(9.0, 1.0, overhead=0.1).best_length(repeat(0.5), 7) == 7
+
+
+def test_each_token_of_a_draft_has_its_own_chance() -> None:
+    """It ends before the token that costs more than it may bring; a small gain is no reason to
+    begin one."""
+    known = costs(9.0, 1.0)
+    known.verify_times.add(2, 1.1)
+    assert known.best_length((0.9, 0.9, 0.05, 0.9, 0.9), 5) == 2
+    assert known.best_length((0.15, 0.1), 2) == 0
 
 
 def test_the_load_table_is_read_upwards() -> None:
@@ -127,8 +139,8 @@ def dear_drafts() -> SpeculationShared:
 def test_a_fixed_length_is_kept_whatever_the_load() -> None:
     """Within what fits; a length below zero is refused by the wire's name."""
     shared = SpeculationShared(in_flight=1000)
-    assert pacer(shared, num_draft_tokens=5).length(MODEL, 10, 99) == 5
-    assert pacer(shared, num_draft_tokens=5).length(MODEL, 10, 3) == 3
+    assert pacer(shared, num_draft_tokens=5).length(10, 99) == 5
+    assert pacer(shared, num_draft_tokens=5).length(10, 3) == 3
     assert pacer(shared, num_draft_tokens=0).never
     with pytest.raises(InvalidRequest, match="num_draft_tokens"):
         SpeculationOptions(num_draft_tokens=-1)
@@ -137,24 +149,23 @@ def test_a_fixed_length_is_kept_whatever_the_load() -> None:
 def test_drafts_shorten_with_load_and_come_back() -> None:
     """As requests grow in number speculation steps aside; as they leave it returns."""
     shared = SpeculationShared()
-    shared.verify_times.add(1, 1.0)
     one, lengths = pacer(shared), []
     for in_flight in (1, 6, 12, 20, 64, 6, 1):
         shared.in_flight = in_flight
-        lengths.append(one.length(DraftSource.NGRAM, 10, 99))
-    assert lengths == [10, 4, 2, 1, 0, 4, 10]
+        lengths.append(one.most())
+    assert lengths == [32, 4, 2, 1, 0, 4, 32]
 
 
 def test_a_rest_is_ended_by_a_probe_and_doubles_while_it_fails() -> None:
     """Low acceptance: plain decoding for a while, two tokens tried, then longer."""
     one, generated, rests = pacer(dear_drafts()), 5, []
     for _ in range(5):
-        assert one.length(MODEL, generated, 99) == 0
-        rests.append(one.paused_until(MODEL) - generated)
-        assert one.length(MODEL, one.paused_until(MODEL) - 1, 99) == 0
-        generated = one.paused_until(MODEL)
-        assert one.length(MODEL, generated, 99) == PROBE
-        one.add_round(MODEL, PROBE, 0, generated)
+        assert one.length(generated, 99) == 0
+        rests.append(one.paused_until - generated)
+        assert one.length(one.paused_until - 1, 99) == 0
+        generated = one.paused_until
+        assert one.length(generated, 99) == PROBE
+        one.add_round(PROBE, 0, generated)
     assert rests == [EARLY_PAUSE, FIRST_PAUSE, 128, LONGEST_PAUSE, LONGEST_PAUSE]
 
 
@@ -163,8 +174,8 @@ def test_the_first_rest_is_short_for_one_request_in_so_many() -> None:
     shared, rests = dear_drafts(), []
     for _ in range(EARLY_INTERVAL + 1):
         one = pacer(shared)
-        assert one.length(MODEL, 5, 99) == 0
-        rests.append(one.paused_until(MODEL) - 5)
+        assert one.length(5, 99) == 0
+        rests.append(one.paused_until - 5)
     assert rests == [EARLY_PAUSE, *[FIRST_PAUSE] * (EARLY_INTERVAL - 1), EARLY_PAUSE]
 
 
@@ -203,19 +214,19 @@ class Distant(ScriptedEngine):
 def test_acceptance_that_comes_back_ends_the_rests() -> None:
     """Enough right probes make drafting pay again, at once and without rest."""
     one, generated = pacer(dear_drafts()), 0
-    assert one.length(MODEL, generated, 99) == 0
+    assert one.length(generated, 99) == 0
     for _ in range(20):
-        generated = max(generated + 1, one.paused_until(MODEL))
-        one.add_round(MODEL, 8, 8, generated)
-    assert one.length(MODEL, generated + 1, 99) > PROBE
+        generated = max(generated + 1, one.paused_until)
+        one.add_round(8, 8, generated)
+    assert one.length(generated + 1, 99) > PROBE
 
 
 def test_a_new_request_begins_with_what_others_learned() -> None:
     """The prior of its acceptance is the last requests' own."""
     shared = dear_drafts()
     for _ in range(60):
-        pacer(shared).add_round(MODEL, 4, 4, 10)
-    assert pacer(shared).length(MODEL, 0, 99) > 0
+        pacer(shared).add_round(4, 4, 10)
+    assert pacer(shared).length(0, 99) > 0
 
 
 # --- over engines, in virtual time ------------------------------------------------------------

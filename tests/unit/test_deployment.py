@@ -143,7 +143,7 @@ def test_the_source_of_drafts_is_a_default_unless_it_is_off(source: str) -> None
     assert made._options == SpeculationOptions(
         draft_source=DraftSource("model" if source == "off" else source),
         num_draft_tokens=4,
-        max_draft_tokens=10,
+        max_draft_tokens=32,
         draft_deadline_s=0.5,
         overlap=None,
     )

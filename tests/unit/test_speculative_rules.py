@@ -1,4 +1,4 @@
-"""The pure parts of speculation: what a round means, what its requests say, what text repeats."""
+"""The pure parts of speculation: what a round means, what its requests say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from tests.helpers.scripted_pairs import engine_request as ask
 from trtllm_bls.speculative.answer_figures import AnswerFigures
 from trtllm_bls.speculative.progress import Progress
-from trtllm_bls.speculative.prompt_lookup import PromptLookup
 from trtllm_bls.speculative.round_requests import RoundRequests, round_seed
 from trtllm_bls.types import (
     Draft,
@@ -125,36 +124,6 @@ def test_seeds_fit_the_wire_and_differ_by_round_and_by_engine() -> None:
     assert len(seeds) == 12
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert round_seed(7, 3) == round_seed(7, 3)
-
-
-def test_the_latest_of_the_longest_matches_is_repeated() -> None:
-    """Two places share three tokens with the tail; the one that shares more is followed."""
-    assert PromptLookup([1, 2, 3, 4, 9, 2, 3, 4, 8, 1, 2, 3, 4], 3).propose(2) == (9, 2)
-    assert PromptLookup([2, 3, 4, 9, 2, 3, 4, 8, 2, 3, 4], 3).propose(2) == (8, 2)
-
-
-def test_no_match_no_guess() -> None:
-    """Fewer equal tokens than asked for, or nothing to look at."""
-    assert PromptLookup([1, 2, 3, 9, 2, 3], 3).propose(4) == ()
-    assert PromptLookup([1, 2, 3], 3).propose(4) == ()
-    assert PromptLookup([], 3).propose(4) == ()
-    assert PromptLookup([1, 2, 3, 1, 2, 3], 3).propose(0) == ()
-
-
-def test_a_repeating_text_is_drafted_at_full_length() -> None:
-    """The match reaches the end, so the proposal goes round."""
-    assert PromptLookup([5, 6, 5, 6, 5, 6], 3).propose(5) == (5, 6, 5, 6, 5)
-
-
-def test_a_lookup_sees_what_is_added() -> None:
-    """It indexes the living sequence, each place once."""
-    ids = [1, 2, 3, 4, 5]
-    lookup = PromptLookup(ids, 2)
-    assert lookup.propose(2) == ()
-    ids += [1, 2]
-    assert lookup.propose(2) == (3, 4)
-    ids += [3]
-    assert lookup.propose(2) == (4, 5)
 
 
 def test_sums_run_on_where_an_engine_gives_only_sums() -> None:

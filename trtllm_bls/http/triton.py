@@ -139,7 +139,7 @@ class TritonHttp:
         self,
         triton: TritonAddresses,
         bodies: BodyReader | None = None,
-        is_allowed: Callable[[bytes], bool] | None = None,
+        is_allowed: Callable[[bytes], object] | None = None,
         room: Room | None = None,
     ) -> None:
         self._room = room or Room(math.inf, lambda error: None)

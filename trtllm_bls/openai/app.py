@@ -50,7 +50,7 @@ from trtllm_bls.openai.exposition import (
     written,
 )
 from trtllm_bls.openai.health import Health
-from trtllm_bls.openai.keys import is_allowed
+from trtllm_bls.openai.keys import key_of
 from trtllm_bls.openai.messages import CountTokensRequest, MessagesRequest, MessagesResponse
 from trtllm_bls.openai.page import page
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
@@ -468,6 +468,7 @@ class _Generate:
         request = decode(body, self._kind)
         self._api.check_model(request.model)
         response = self._api.response(self._builder, request)
+        tenant = None if request.draft_memory is False else scope.get("tenant")
         trace = header(scope, b"traceparent")
         # The log can be searched for a response's x-request-id. Clients may repeat theirs, which an
         # engine must not see.
@@ -476,6 +477,7 @@ class _Generate:
                 each,
                 request_id=f"{reply.request_id.decode()}-{each.request_id[:8]}",
                 api=response.object,
+                tenant=tenant,
                 traceparent=trace.decode() if _TRACEPARENT.fullmatch(trace) else None,
             )
         return response
@@ -510,8 +512,8 @@ class _Keys:
             await self._app(scope, receive, send)
             return
         given = header(scope, b"authorization") or b"Bearer " + header(scope, b"x-api-key")
-        if is_allowed(self._api.settings.keys, given):
-            await self._app(scope, receive, send)
+        if key := key_of(self._api.settings.keys, given):
+            await self._app({**scope, "tenant": key.hex()}, receive, send)
             return
         message = "no valid API key; send Authorization: Bearer KEY, or x-api-key: KEY"
         challenge = {"www-authenticate": "Bearer"}

@@ -30,12 +30,12 @@ def read_keys(file: Path | None) -> tuple[bytes, ...]:
     return tuple(_digest(key.strip().encode()) for key in keys if key.strip())
 
 
-def is_allowed(keys: tuple[bytes, ...], authorization: bytes) -> bool:
-    """Whether the header's value has one of ``keys``, compared in constant time."""
+def key_of(keys: tuple[bytes, ...], authorization: bytes) -> bytes | None:
+    """Which of ``keys`` the header's value has, compared in constant time."""
     scheme, _, key = authorization.partition(b" ")
     given = _digest(key.strip())
     matches = [hmac.compare_digest(given, known) for known in keys]
-    return scheme.lower() == b"bearer" and any(matches)
+    return given if scheme.lower() == b"bearer" and any(matches) else None
 
 
 def _digest(key: bytes) -> bytes:

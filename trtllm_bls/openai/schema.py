@@ -77,6 +77,7 @@ class Generation(msgspec.Struct, kw_only=True):
     # Speculative decoding, as ``tensorrt_llm_bls`` names it.
     draft_source: str | None = None
     num_draft_tokens: Natural | None = None
+    draft_memory: bool | None = None
 
 
 class Common(Generation, kw_only=True):

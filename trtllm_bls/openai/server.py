@@ -33,7 +33,7 @@ from trtllm_bls.http.guard import (
 from trtllm_bls.http.triton import Room, TritonAddresses, TritonHttp
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.errors import error_body
-from trtllm_bls.openai.keys import is_allowed
+from trtllm_bls.openai.keys import key_of
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.parameters.engine_tls import trusting
 from trtllm_bls.services.deployment import Deployment
@@ -95,7 +95,7 @@ class TritonFront:
         return TritonHttp(
             TritonAddresses(grpc=self.grpc, http=self.http, tls=tls),
             BodyReader(api.max_body_bytes),
-            is_allowed=partial(is_allowed, api.keys) if self.keys and api.keys else None,
+            is_allowed=partial(key_of, api.keys) if self.keys and api.keys else None,
             room=room,
         )
 

@@ -211,7 +211,7 @@ class EngineParameters(_Generating):
     max_sequence_tokens: int = parameter(
         _TOKENS, "Longest prompt and completion together; 0 = the engine's choice.", "0"
     )
-    max_draft_len: int = parameter(_TOKENS, "Longest draft that a request may bring.", "16")
+    max_draft_len: int = parameter(_TOKENS, "Longest draft that a request may bring.", "32")
     guide_compile_seconds: float = parameter(
         SECONDS,
         "CPU time that compiling one guide may take, in a process apart.",
@@ -367,7 +367,13 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         "as pay off.",
         "0",
     )
-    max_draft_len: int = parameter(_TOKENS, "Longest draft, beside the engine's own limit.", "10")
+    max_draft_len: int = parameter(_TOKENS, "Longest draft, beside the engine's own limit.", "32")
+    draft_memory_tokens: int = parameter(
+        _TOKENS,
+        "Tokens of finished answers that n-gram drafts may come from, for each API key of the "
+        "OpenAI API; 0 = none.",
+        "0",
+    )
     draft_deadline_seconds: float = parameter(
         SECONDS, "How long a round waits for the draft model before it goes on without.", "0.5"
     )

@@ -164,6 +164,7 @@ def _engine(
         draft_source=DraftSource(source) if source != "off" else DraftSource.MODEL,
         num_draft_tokens=parameters.num_draft_tokens,
         max_draft_tokens=parameters.max_draft_len,
+        memory_tokens=parameters.draft_memory_tokens,
         draft_deadline_s=parameters.draft_deadline_seconds,
         overlap=parameters.overlap_drafts,
         ignore_unverifiable=parameters.unverifiable_drafts == "ignore",

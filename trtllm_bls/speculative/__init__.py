@@ -2,8 +2,8 @@
 
 ``rounds`` what to do next, the state machine that all the others serve; ``options`` what callers
 may choose, and the figures; ``progress`` what one round means; ``round_requests`` the engine
-requests of each round; ``answer_figures`` sums over all rounds; ``prompt_lookup`` drafts from the
-text itself, ``predicted_text`` from one that the caller expects; ``cost_model`` measured times;
-``shared`` what requests learn from one another, and the length that pays; ``draft_length`` how many
-tokens one request drafts.
+requests of each round; ``answer_figures`` sums over all rounds; ``ngrams`` drafts from texts,
+``memory`` the finished answers among them; ``cost_model`` measured times; ``shared`` what requests
+learn from one another, and the length that pays; ``draft_length`` how many tokens the draft model
+is asked for.
 """

@@ -44,33 +44,34 @@ class RunningTimes:
     def __init__(self, *, proportional: bool = False) -> None:
         self._proportional = proportional
         self._samples: dict[int, deque[float]] = {}
-        self._line: tuple[float, float] | None = None  # at zero, per unit; None = not fitted
+        # For the line of least squares through each length's median, weighing as much as that has
+        # samples: sums of the weights, of n and s (length, seconds), of n * n and n * s.
+        self._weight = self._n = self._nn = 0
+        self._s = self._ns = 0.0
 
     def add(self, length: int, seconds: float) -> None:
-        self._samples.setdefault(length, deque(maxlen=_WINDOW)).append(seconds)
-        self._line = None
+        seen = self._samples.setdefault(length, deque(maxlen=_WINDOW))
+        if seen:
+            self._count(length, -len(seen), median(seen))
+        seen.append(seconds)
+        self._count(length, len(seen), median(seen))
+
+    def _count(self, length: int, weight: int, seconds: float) -> None:
+        self._weight += weight
+        self._n += weight * length
+        self._nn += weight * length * length
+        self._s += weight * seconds
+        self._ns += weight * length * seconds
 
     def at(self, length: int) -> float | None:
-        """Expected seconds; ``None`` before the first sample."""
+        """Expected seconds; ``None`` before the first sample. They never fall with the length."""
         if not self._samples:
             return None
-        if self._line is None:
-            self._line = self._fit()
-        return max(0.0, self._line[0] + self._line[1] * length)
-
-    def _fit(self) -> tuple[float, float]:
-        """Least squares, each median weighing as much as it has samples; never falling."""
-        points = [(n, median(seen), len(seen)) for n, seen in self._samples.items()]
-        weight = sum(count for _, _, count in points)
-        mean_n = sum(n * count for n, _, count in points) / weight
-        mean_s = sum(seconds * count for _, seconds, count in points) / weight
-        spread = sum(count * (n - mean_n) ** 2 for n, _, count in points)
-        if spread == 0:
-            slope = mean_s / mean_n if self._proportional and mean_n else 0.0
+        if spread := self._weight * self._nn - self._n * self._n:
+            slope = max(0.0, (self._weight * self._ns - self._n * self._s) / spread)
         else:
-            slope = sum(c * (n - mean_n) * (s - mean_s) for n, s, c in points) / spread
-        slope = max(0.0, slope)
-        return mean_s - slope * mean_n, slope
+            slope = self._s / self._n if self._proportional and self._n else 0.0
+        return max(0.0, (self._s - slope * self._n) / self._weight + slope * length)
 
 
 class Stopwatch:

@@ -1,14 +1,15 @@
-"""The draft length of each round of one request: fixed, or what pays off at this load.
+"""How many tokens the draft model drafts in each round of one request: a fixed number, or what pays
+off at this load.
 
-Owns the request's own acceptance rates and its pauses from drafting. Knows no engine and no clock.
+Owns the request's own acceptance rate and its pauses from drafting. Knows no engine and no clock.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import repeat
 
 from trtllm_bls.speculative.cost_model import Acceptance, most_at_load
-from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
+from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.speculative.shared import SpeculationShared
 
 FIRST_PAUSE = 64  # plain tokens before drafting is tried again; doubles while it does not pay
@@ -22,24 +23,18 @@ TRIAL_ROUNDS, TRIAL_INTERVAL = 8, 16
 PROBE = 2  # tokens drafted to see whether acceptance has changed
 
 
-@dataclass
-class _SourceState:
-    """Of one draft source, in one request."""
-
-    rate: Acceptance
-    pause: int = 0  # length of the current or last pause; 0: none since drafting paid off
-    paused_until: int = 0  # generated tokens
-
-
 class DraftLength:
-    """How many tokens each source drafts next, within what options and engine allow."""
+    """How many tokens to draft next, within what options and engine allow.
+
+    ``paused_until``: the number of generated tokens before which ``length`` stays 0.
+    """
 
     def __init__(self, options: SpeculationOptions, shared: SpeculationShared) -> None:
         self._options = options
         self._shared = shared
-        self._sources = {
-            source: _SourceState(Acceptance(shared.rates[source].rate)) for source in DraftSource
-        }
+        self._acceptance = Acceptance(shared.model_acceptance.rate)
+        self._pause = 0  # length of the current or last pause; 0: none since drafting paid off
+        self.paused_until = 0
         capacity = shared.target_capacity
         engine_most = capacity.max_draft_tokens if capacity else None
         most = options.max_draft_tokens
@@ -51,25 +46,24 @@ class DraftLength:
         return self._ceiling < 1 or self._options.num_draft_tokens == 0
 
     def most(self) -> int:
-        """The longest draft allowed at this load, whatever it is worth."""
+        """The longest draft allowed at this load, of any source, whatever it is worth."""
         fixed = self._options.num_draft_tokens
         if fixed is not None:
             return min(fixed, self._ceiling)
         return min(self._ceiling, most_at_load(self._options.load_schedule, self._shared.in_flight))
 
-    def length(self, source: DraftSource, generated: int, room: int) -> int:
+    def length(self, generated: int, room: int) -> int:
         """Tokens to draft after ``generated`` ones, at most ``room``; 0 = decode plainly."""
         most = min(room, self.most())
-        own = self._sources[source]
-        if most < 1 or generated < own.paused_until:
+        if most < 1 or generated < self.paused_until:
             return 0
         if self._options.num_draft_tokens is not None:
             return most
-        best = self._shared.best_length(source, own.rate.rate, most)
-        if best == 0 and own.pause == 0:
+        best = self._best(most)
+        if best == 0 and self._pause == 0:
             early = self._shared.pauses % EARLY_INTERVAL == 0
             self._shared.pauses += 1
-            self._pause(own, generated, EARLY_PAUSE if early else FIRST_PAUSE)
+            self._rest(generated, EARLY_PAUSE if early else FIRST_PAUSE)
         elif best == 0:
             return min(PROBE, most)
         return best
@@ -88,26 +82,23 @@ class DraftLength:
         shared.overlap_rounds += 1
         if shared.overlap_rounds <= TRIAL_ROUNDS:
             return shared.overlap_rounds % 2 == 0
-        gains = shared.overlap_gains(self._sources[DraftSource.MODEL].rate.rate, length)
+        gains = shared.overlap_gains(self._acceptance.rate, length)
         return bool(gains) != (shared.overlap_rounds % TRIAL_INTERVAL == 0)
 
-    def paused_until(self, source: DraftSource) -> int:
-        """The number of generated tokens before which ``length`` stays 0."""
-        return self._sources[source].paused_until
-
-    def add_round(self, source: DraftSource, drafted: int, accepted: int, generated: int) -> None:
+    def add_round(self, drafted: int, accepted: int, generated: int) -> None:
         """Learn from a round that ended at ``generated`` tokens."""
-        own = self._sources[source]
-        own.rate.add(drafted, accepted)
-        self._shared.rates[source].add(drafted, accepted)
-        if own.pause == 0:
+        self._acceptance.add(drafted, accepted)
+        self._shared.model_acceptance.add(drafted, accepted)
+        if self._pause == 0:
             return
-        if self._shared.best_length(source, own.rate.rate, max(1, self.most())):
-            own.pause = 0
+        if self._best(max(1, self.most())):
+            self._pause = 0
         else:
-            self._pause(own, generated, min(max(2 * own.pause, FIRST_PAUSE), LONGEST_PAUSE))
+            self._rest(generated, min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE))
 
-    @staticmethod
-    def _pause(own: _SourceState, generated: int, tokens: int) -> None:
-        own.pause = tokens
-        own.paused_until = generated + tokens
+    def _best(self, most: int) -> int:
+        return self._shared.best_length(repeat(self._acceptance.rate), most, by_model=True)
+
+    def _rest(self, generated: int, tokens: int) -> None:
+        self._pause = tokens
+        self.paused_until = generated + tokens

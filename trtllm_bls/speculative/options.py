@@ -12,16 +12,16 @@ from trtllm_bls.types import EngineRequest
 # In-flight requests -> longest draft, read as "up to so many requests"; none above the last row.
 # The shape of TensorRT-LLM's draft_len_schedule and vLLM's table, at the small end of both:
 # a verified token costs a batch row that a waiting request could have used.
-LOAD_SCHEDULE = ((4, 16), (8, 4), (16, 2), (32, 1))
+LOAD_SCHEDULE = ((4, 32), (8, 4), (16, 2), (32, 1))
 
 
 class DraftSource(str, Enum):
     """Where guesses come from; the value is what callers write."""
 
     MODEL = "model"
-    NGRAM = "ngram"  # repeat what followed the same tokens earlier in this text
+    NGRAM = "ngram"  # repeat what followed the same tokens in this text, or in earlier answers
     MIXED = "mixed"  # n-gram where there is a match, the model elsewhere
-    PREDICTION = "prediction"  # the caller's own; drafted from first, whatever else is chosen
+    PREDICTION = "prediction"  # the caller's own; drafted from whatever else is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +31,18 @@ class SpeculationOptions:
     ``num_draft_tokens`` absent means as many as pay off, none included; a number is kept whatever
     the load. ``max_draft_tokens`` is a ceiling beside the engine's own. ``overlap`` lets the draft
     model work while the target does: always, never, or (``None``) where that measures faster.
-    ``min_match`` is the fewest tokens an n-gram must share. ``ignore_unverifiable``: a request that
-    asks for drafts of an engine that verifies none is decoded plainly, not refused.
+    ``memory_tokens`` of each tenant's finished answers are drafted from as n-grams.
+    ``ignore_unverifiable``: a request that asks for drafts of an engine that verifies none is
+    decoded plainly, not refused.
     """
 
     num_draft_tokens: int | None = None
     use_draft_logits: bool = False
     draft_source: DraftSource = DraftSource.MODEL
-    max_draft_tokens: int = 10
+    max_draft_tokens: int = 32
     draft_deadline_s: float = 0.5
     overlap: bool | None = False
-    min_match: int = 3
+    memory_tokens: int = 0
     load_schedule: tuple[tuple[int, int], ...] = LOAD_SCHEDULE
     ignore_unverifiable: bool = False
 

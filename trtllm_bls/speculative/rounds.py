@@ -3,11 +3,10 @@
 The theory. A round proposes k tokens cheaply, has the target compute all k + 1 positions in one
 pass, and keeps the proposed tokens up to the first that the target would not have chosen, plus one
 token of the target's own. Every token of the answer is thus the target's; a proposal (a *guess*)
-only decides how many come out of one pass. Guesses come from the text itself (prompt lookup, free)
-or from a draft model, which can also work while the target verifies: it then continues after the
-guess as if all of it were accepted (*early*), which is of use only if that comes true. Where
-guessing does not pay, the target decodes plainly, in one stream that is left as soon as guessing
-may pay again.
+only decides how many come out of one pass. Guesses come from texts (n-grams, free) or from a draft
+model, which can also work while the target verifies: it then continues after the guess as if all of
+it were accepted (*early*), which is of use only if that comes true. Where guessing does not pay,
+the target decodes plainly, in one stream that is left as soon as guessing may pay again.
 
 The states, and what leads from one to the next:
 
@@ -38,10 +37,9 @@ from typing import TypeAlias
 from trtllm_bls.speculative.answer_figures import AnswerFigures
 from trtllm_bls.speculative.cost_model import Stopwatch
 from trtllm_bls.speculative.draft_length import DraftLength
+from trtllm_bls.speculative.ngrams import NgramDrafts, NgramIndex
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
-from trtllm_bls.speculative.predicted_text import PredictedText
 from trtllm_bls.speculative.progress import Progress
-from trtllm_bls.speculative.prompt_lookup import PromptLookup
 from trtllm_bls.speculative.round_requests import RoundRequests
 from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import (
@@ -145,13 +143,11 @@ class SpeculativeRounds:
         self._requests = RoundRequests(request, options.use_draft_logits)
         self._figures = AnswerFigures()
         self._lengths = DraftLength(options, shared)
-        ids, prediction = self._progress.ids, request.speculation.prediction
-        # What guesses without an engine, the best first.
-        self._lookups: list[tuple[DraftSource, PredictedText | PromptLookup]] = []
-        if prediction:
-            self._lookups.append((DraftSource.PREDICTION, PredictedText(ids, prediction)))
-        if options.draft_source in (DraftSource.NGRAM, DraftSource.MIXED):
-            self._lookups.append((DraftSource.NGRAM, PromptLookup(ids, options.min_match)))
+        # The answers that may be drafted from, and that this one is to join.
+        self.memory = shared.memory(request.tenant, options.memory_tokens)
+        self._reads_own = options.draft_source in (DraftSource.NGRAM, DraftSource.MIXED)
+        self._ngrams_used = self._reads_own or bool(request.speculation.prediction)
+        self._ngrams: NgramDrafts | None = None  # made when first asked
         # A draft model has no table for the ids beyond its vocabulary.
         readable = "prompt_embedding_table" not in request.extras
         wanted = options.draft_source in (DraftSource.MODEL, DraftSource.MIXED)
@@ -182,7 +178,7 @@ class SpeculativeRounds:
                 self._asked = count + 1  # the target's own token comes first
                 return AskDraft(None)
             self._drop_early()
-        self._guess = self._look_up()
+        self._guess = self._look_up(now)
         if self._guess is not None:
             return self._verify(now)
         self._asked = self._model_length(now)
@@ -230,18 +226,29 @@ class SpeculativeRounds:
         if why != "refused":
             self._shared.pause_draft(now, for_ever=why == "vocabulary")
 
-    def _look_up(self) -> _Guess | None:
-        progress, lengths = self._progress, self._lengths
-        if not self._lookups or self._shared.draining or not lengths.most():
+    def _look_up(self, now: float) -> _Guess | None:
+        most = min(self._lengths.most(), self._progress.max_draft)
+        if not self._ngrams_used or self._shared.draining or not most:
             return None
-        for source, lookup in self._lookups:
-            if progress.generated < lengths.paused_until(source) or not lookup.propose(1):
-                continue  # cheap, and most often the end of it
-            count = lengths.length(source, progress.generated, progress.max_draft)
-            draft = self._fitting(Draft(token_ids=lookup.propose(count)), count)
-            if draft.token_ids:
-                return _Guess(draft, source)
-        return None
+        if self._ngrams is None:
+            self._ngrams = self._ngram_drafts(now)
+        fixed = self._options.num_draft_tokens is not None
+        if (found := self._ngrams.propose(most, fixed=fixed)) is None:
+            return None
+        source, ids = found
+        draft = self._fitting(Draft(token_ids=ids), most)
+        return _Guess(draft, source) if draft.token_ids else None
+
+    def _ngram_drafts(self, now: float) -> NgramDrafts:
+        ids, prediction = self._progress.ids, self._request.speculation.prediction
+        shared, memory, texts = self._shared, self.memory, []
+        if prediction:
+            texts.append(NgramIndex(prediction, DraftSource.PREDICTION, len(prediction)))
+        if self._reads_own:
+            texts.append(NgramIndex(ids, DraftSource.NGRAM, len(ids)))
+            texts += memory.texts(now) if memory else ()
+        acceptance = memory.acceptance if memory else shared.ngram_acceptance
+        return NgramDrafts(ids, texts, acceptance, shared.best_length)
 
     def _model_length(self, now: float) -> int:
         """Tokens to ask of the draft model; 0 = none."""
@@ -251,7 +258,7 @@ class SpeculativeRounds:
         room = progress.max_draft
         if capacity is not None and capacity.max_sequence_tokens is not None:
             room = min(room, max(0, capacity.max_sequence_tokens - len(progress.ids)))
-        return self._lengths.length(DraftSource.MODEL, progress.generated, room)
+        return self._lengths.length(progress.generated, room)
 
     def _fitting(self, draft: Draft, count: int) -> Draft:
         """Cut where the target could not follow: too long, the end id, an id it does not know.
@@ -320,7 +327,7 @@ class SpeculativeRounds:
     def refused(self, now: float) -> None:
         """The target takes no drafts; were it broken, plain decoding would say so now."""
         self._guess = None
-        self._lookups.clear()
+        self._ngrams_used = False
         self._give_up_draft("refused", now)
         self._drop_early()
         self.state = State.READY
@@ -329,14 +336,15 @@ class SpeculativeRounds:
         drafted, generated = len(guess.draft.token_ids), self._progress.generated
         if not drafted:  # the end itself was the guess
             ended = self._progress.finish is FinishReason.END_ID
-            self._lengths.add_round(guess.source, 1, int(ended), generated)
+            self._lengths.add_round(1, int(ended), generated)
             return
-        self._lengths.add_round(guess.source, drafted, accepted, generated)
         self._add(rounds=1, drafted=drafted, accepted=accepted)
         if guess.source is DraftSource.NGRAM:
             self._add(ngram_drafted=drafted)
         elif guess.source is DraftSource.PREDICTION:
             self._add(predicted=drafted, predicted_accepted=accepted)
+        else:
+            self._lengths.add_round(drafted, accepted, generated)
 
     def _add(self, **counts: int) -> None:
         sums = {name: getattr(self.stats, name) + count for name, count in counts.items()}
@@ -360,10 +368,10 @@ class SpeculativeRounds:
         progress = self._progress
         if self._shared.one_step:
             return 1, False
-        no_guesses = self._lengths.never or (not self._lookups and self._model_given_up)
+        no_guesses = self._lengths.never or (self._model_given_up and not self._ngrams_used)
         if no_guesses or self._shared.draining or not progress.max_draft:
             return progress.remaining, self._request.streaming
-        pause = self._lengths.paused_until(DraftSource.MODEL) - progress.generated
+        pause = self._lengths.paused_until - progress.generated
         if not self._model_given_up and pause > 0:
             return progress.stretch(pause), True
         return progress.remaining, True
@@ -384,7 +392,7 @@ class SpeculativeRounds:
             return not self._stretch_is_rest
         if not self._lengths.most() or not self._progress.max_draft:
             return False
-        return self._look_up() is not None or self._model_length(now) > 0
+        return self._look_up(now) is not None or self._model_length(now) > 0
 
     def stopped(self) -> None:
         """The plain stretch is over, or was left."""
@@ -400,6 +408,12 @@ class SpeculativeRounds:
             self._progress.finish = reason or FinishReason.END_ID
 
     # --- the answer ---------------------------------------------------------------------------
+
+    @property
+    def answer(self) -> list[int]:
+        """The complete answer; nothing before its end."""
+        ids = self._progress.ids
+        return ids[len(self._request.input_ids) :] if self._progress.finish is not None else []
 
     def _entered(self, chunk: EngineChunk, kept: int) -> EngineChunk:
         return self._figures.add(chunk, kept, self._progress.finish, self.stats)

@@ -52,7 +52,7 @@ class EmbeddedSettings:
     max_queue_size: int = 1024
     max_tokens_per_step: int = 512
     max_sequence_tokens: int | None = None
-    max_draft_len: int = 16
+    max_draft_len: int = 32
     max_kv_bytes: int | None = None
     threads: int | None = None
     device: str | None = None

@@ -1,4 +1,4 @@
-"""Drafts from a text that the caller expects: they save passes, and change no token."""
+"""Drafts from texts: they save passes, and change no token."""
 
 from __future__ import annotations
 
@@ -13,21 +13,55 @@ from tests.helpers.scripted_pairs import hashed_pair, ids, pair, read, told
 from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import Unsupported
-from trtllm_bls.speculative.predicted_text import PredictedText
+from trtllm_bls.speculative.ngrams import NgramAcceptance, NgramDrafts, NgramIndex
+from trtllm_bls.speculative.options import DraftSource
+from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import EngineRequest, Sampling, SpeculationRequest, SpeculationStats
 
 TEXT = tuple(range(10, 90))
 PROMPT, END = (1, 2, 3), 9
 
 
-def passes(prediction: tuple[int, ...], answer: tuple[int, ...], length: int = 16) -> int:
-    """Passes of a target that writes ``answer``, each with a draft of what is predicted."""
+def free_rounds() -> SpeculationShared:
+    """A drafted token costs a hundredth of a pass."""
+    shared = SpeculationShared()
+    shared.plain_times.add(0, 1.0)
+    shared.verify_times.add(0, 1.0)
+    shared.verify_times.add(10, 1.1)
+    return shared
+
+
+def drafts_from(
+    text: list[int] | tuple[int, ...],
+    written: list[int],
+    acceptance: NgramAcceptance | None = None,
+) -> NgramDrafts:
+    """Drafts for what is ``written``, from ``text``, which may be the same."""
+    index = NgramIndex(text, DraftSource.NGRAM, len(text))
+    learned = {} if acceptance is None else acceptance
+    return NgramDrafts(written, [index], learned, free_rounds().best_length)
+
+
+def proposed(ids: list[int], count: int) -> tuple[int, ...]:
+    """The whole of a draft of fixed length from ``ids`` themselves."""
+    found = drafts_from(ids, ids).propose(count, fixed=True)
+    return () if found is None else found[1]
+
+
+def passes(
+    prediction: tuple[int, ...],
+    answer: tuple[int, ...],
+    acceptance: NgramAcceptance | None = None,
+) -> int:
+    """Passes of a target that writes ``answer``, with drafts of up to 16 tokens of what is
+    predicted."""
     written: list[int] = [*PROMPT]
-    text = PredictedText(written, prediction)
+    drafts = drafts_from(prediction, written, acceptance)
     left, count = list(answer), 0
     while left:
+        _, guesses = drafts.propose(16) or (None, ())
         accepted = 0
-        for guess, token in zip(text.propose(length), left[:-1], strict=False):
+        for guess, token in zip(guesses, left[:-1], strict=False):
             if guess != token:
                 break
             accepted += 1
@@ -35,6 +69,72 @@ def passes(prediction: tuple[int, ...], answer: tuple[int, ...], length: int = 1
         del left[: accepted + 1]
         count += 1
     return count
+
+
+def test_the_latest_of_the_longest_matches_is_repeated() -> None:
+    """Two places share three tokens with the tail; the one that shares more is followed."""
+    assert proposed([1, 2, 3, 4, 9, 2, 3, 4, 8, 1, 2, 3, 4], 2) == (9, 2)
+    assert proposed([2, 3, 4, 9, 2, 3, 4, 8, 2, 3, 4], 2) == (8, 2)
+
+
+def test_a_fixed_length_takes_three_tokens_that_match() -> None:
+    """One is enough only where a round has to pay."""
+    short = [1, 2, 3, 9, 2, 3]
+    assert proposed(short, 4) == ()
+    assert drafts_from(short, short).propose(4) is not None
+    for text, count in (([1, 2, 3], 4), ([], 4), ([1, 2, 3, 1, 2, 3], 0)):
+        assert proposed(text, count) == ()
+
+
+def test_a_repeating_text_is_drafted_at_full_length() -> None:
+    """The match reaches the end, so the proposal goes round."""
+    assert proposed([5, 6, 5, 6, 5, 6], 5) == (5, 6, 5, 6, 5)
+
+
+def test_drafts_see_what_is_added() -> None:
+    """The index is of the living sequence, each place once."""
+    ids = [1, 2, 3, 4, 5]
+    drafts = drafts_from(ids, ids)
+    assert drafts.propose(2, fixed=True) is None
+    ids += [1, 2, 3]
+    assert drafts.propose(2, fixed=True) == (DraftSource.NGRAM, (4, 5))
+    ids += [4]
+    assert drafts.propose(2, fixed=True) == (DraftSource.NGRAM, (5, 1))
+
+
+def test_a_long_text_is_indexed_in_parts() -> None:
+    """Each proposal does a part, so that no round waits for the whole."""
+    text = list(range(20_000))
+    drafts = drafts_from(text, [19_000, 19_001, 19_002])
+    found = [drafts.propose(1, fixed=True) for _ in range(5)]
+    assert found == [None] * 4 + [(DraftSource.NGRAM, (19_003,))]
+
+
+def test_the_places_are_those_that_a_search_finds() -> None:
+    """Against the plain definition, over texts of few words."""
+    rng = random.Random(5)
+    for _ in range(300):
+        text = [rng.randrange(6) for _ in range(rng.randrange(3, 60))]
+        index = NgramIndex(text, DraftSource.NGRAM, len(text))
+        index.extend()
+        for order in (1, 3):
+            tail = [rng.randrange(6) for _ in range(order)]
+            there = [end for end in range(order, len(text)) if text[end - order : end] == tail]
+            assert index.places(tail, order) == there[::-1][:16]
+
+
+def test_what_is_never_right_is_not_drafted_for_long() -> None:
+    """Nor is it forgotten between requests; what is right again is seen without drafting."""
+    acceptance: NgramAcceptance = {}
+    rng = random.Random(7)
+    useless = [tuple(rng.randrange(40) for _ in range(400)) for _ in range(2)]
+    first, second = (passes(useless[0], useless[1], acceptance) for _ in range(2))
+    written: list[int] = [*PROMPT, *useless[1]]
+    assert second >= 0.95 * len(useless[1])
+    assert first >= 0.9 * len(useless[1])
+    assert drafts_from(useless[0], written, acceptance).propose(16) is None
+    text = tuple(rng.randrange(40) for _ in range(400))
+    assert passes(text, text, acceptance) < 60
 
 
 @pytest.mark.parametrize(
@@ -55,29 +155,11 @@ def passes(prediction: tuple[int, ...], answer: tuple[int, ...], length: int = 1
     ],
 )
 def test_an_edit_is_followed(answer: tuple[int, ...], most: int) -> None:
-    """A text of 80 tokens takes 6 passes of 17 at best; an edit costs a few more."""
-    assert passes(TEXT, answer) <= most
-
-
-def test_nothing_is_proposed_before_the_answer_begins_alike() -> None:
-    """A useless prediction costs no round."""
-    written = [*PROMPT]
-    text = PredictedText(written, TEXT)
-    assert text.propose(4) == ()
-    written.append(5)
-    assert text.propose(4) == ()
-    written.append(TEXT[1])
-    assert text.propose(4) == TEXT[2:6]
-
-
-def test_the_end_of_the_prediction_proposes_nothing() -> None:
-    """And a text that goes on finds no place in it."""
-    written = [*PROMPT]
-    text = PredictedText(written, TEXT[:5])
-    written += TEXT[:5]
-    assert text.propose(4) == ()
-    written += (5, 6, 7)
-    assert text.propose(4) == ()
+    """A text of 80 tokens takes 6 passes of 17 at best; an edit costs a few more. So it is once
+    drafts are known to be right."""
+    acceptance: NgramAcceptance = {}
+    passes(TEXT, TEXT, acceptance)
+    assert passes(TEXT, answer, acceptance) <= most
 
 
 def edited(answer: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
