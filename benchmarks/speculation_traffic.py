@@ -1,0 +1,260 @@
+"""Requests and their answers, of several kinds of traffic, without a model.
+
+Answers that people wrote: the history of a repository gives edits, diffs, new files and the turns
+of an agent, Python's own documentation gives prose. Calls of functions and SQL are written by rule
+from a fixed seed. Each kind is in the order in which one user would ask.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import random
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+LONGEST_FILE = 16_000  # characters of a file that is edited or written
+LONGEST_PROSE = 2_000
+SYSTEM = "You are a careful assistant. Answer briefly and exactly.\n"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A prompt and its answer, as text."""
+
+    prompt: str
+    answer: str
+
+
+def git(repository: Path, *words: str) -> str:
+    command = ["git", "-C", str(repository), *words]
+    return subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one commit did to one file; ``old`` is empty for a new one."""
+
+    subject: str
+    path: str
+    old: str
+    new: str
+
+    @property
+    def diff(self) -> str:
+        old, new = self.old.splitlines(keepends=True), self.new.splitlines(keepends=True)
+        return "".join(difflib.unified_diff(old, new, f"a/{self.path}", f"b/{self.path}", n=3))
+
+    def replacements(self) -> Iterator[tuple[str, str]]:
+        """Old and new text of each place, with a line of context before and after."""
+        old, new = self.old.splitlines(keepends=True), self.new.splitlines(keepends=True)
+        matcher = difflib.SequenceMatcher(a=old, b=new, autojunk=False)
+        for group in matcher.get_grouped_opcodes(1):
+            (_, a, _, b, _), (_, _, c, _, d) = group[0], group[-1]
+            yield "".join(old[a:c]), "".join(new[b:d])
+
+
+def changes(repository: Path, commit: str, kind: str, count: int) -> list[Change]:
+    """The latest ``count`` changes of Python files before ``commit``, oldest first.
+
+    ``kind``: M for modified files, A for new ones. At most one change of each commit.
+    """
+    log = git(
+        repository,
+        *("log", "--no-merges", f"--diff-filter={kind}", "--name-only", "--format=%x00%H %s"),
+        *(commit, "--", "*.py"),
+    )
+    found: list[Change] = []
+    for entry in log.split("\0")[1:]:
+        head, *paths = [line for line in entry.splitlines() if line]
+        sha, subject = head.split(" ", 1)
+        for path in paths:
+            new = git(repository, "show", f"{sha}:{path}")
+            old = git(repository, "show", f"{sha}^:{path}") if kind == "M" else ""
+            if 400 < len(new) <= LONGEST_FILE and len(old) <= LONGEST_FILE:
+                found.append(Change(subject, path, old, new))
+                break
+        if len(found) == count:
+            break
+    return found[::-1]
+
+
+def whole_files(edited: list[Change]) -> Iterator[Exchange]:
+    for each in edited:
+        ask = f"{SYSTEM}Change {each.path}: {each.subject}\n```python\n{each.old}```\n"
+        yield Exchange(ask, f"```python\n{each.new}```\n")
+
+
+def diffs(edited: list[Change]) -> Iterator[Exchange]:
+    for each in edited:
+        ask = f"{SYSTEM}Write a diff of {each.path}: {each.subject}\n```python\n{each.old}```\n"
+        yield Exchange(ask, f"```diff\n{each.diff}```\n")
+
+
+def new_files(added: list[Change]) -> Iterator[Exchange]:
+    for each in added:
+        yield Exchange(
+            f"{SYSTEM}Write {each.path}: {each.subject}\n", f"```python\n{each.new}```\n"
+        )
+
+
+def agent_turns(edited: list[Change]) -> Iterator[Exchange]:
+    """A session for each change: the file is read, each place replaced, and the end reported."""
+    tools = [call_schema("read_file", "path"), call_schema("replace", "path", "old", "new")]
+    system = f"{SYSTEM}Tools:\n{json.dumps(tools, indent=1)}\n"
+    for each in edited:
+        said = f"{system}<user>{each.subject}</user>\n"
+        turns = [("read_file", {"path": each.path}, each.old)]
+        for old, new in list(each.replacements())[:8]:
+            turns.append(("replace", {"path": each.path, "old": old, "new": new}, "replaced"))
+        for name, arguments, result in turns:
+            answer = json.dumps({"name": name, "arguments": arguments}) + "\n"
+            yield Exchange(said + "<assistant>", answer)
+            said += f"<assistant>{answer}</assistant>\n<tool>{result}</tool>\n"
+        yield Exchange(said + "<assistant>", f"Done: {each.subject}. Changed {each.path}.\n")
+
+
+def call_schema(name: str, *fields: str) -> dict[str, object]:
+    members = {field: {"type": "string", "description": f"The {field}."} for field in fields}
+    return {"name": name, "parameters": {"type": "object", "properties": members}}
+
+
+PEOPLE = ("Ada Quist", "Bruno Ferrante", "Chen Wei", "Dana Oduya", "Emil Sand", "Fatima Noor")
+PLACES = ("Lisbon", "Bergen", "Kyoto", "Montreal", "Nairobi", "Porto Alegre", "Graz", "Oulu")
+CALLS = {
+    "search_flights": ("origin", "destination", "date", "cabin", "passengers"),
+    "create_ticket": ("title", "customer", "priority", "assignee", "labels"),
+    "send_invoice": ("customer", "amount", "currency", "due_date", "reference"),
+    "book_room": ("city", "from_date", "to_date", "guests", "breakfast"),
+}
+
+
+def json_calls(count: int) -> Iterator[Exchange]:
+    """One call each, whose arguments stand in the question or are usual."""
+    rng = random.Random(1)
+    tools = json.dumps([call_schema(name, *fields) for name, fields in CALLS.items()], indent=1)
+    for _ in range(count):
+        name = rng.choice(list(CALLS))
+        who, here, there = rng.choice(PEOPLE), *rng.sample(PLACES, 2)
+        day, other = (f"2026-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}" for _ in range(2))
+        number = rng.randint(1000, 99999)
+        values: dict[str, dict[str, object]] = {
+            "search_flights": dict(
+                zip(CALLS[name], (here, there, day, "economy", rng.randint(1, 4)), strict=True)
+            ),
+            "create_ticket": {
+                "title": f"Order {number} has not arrived in {here}",
+                "customer": who,
+                "priority": rng.choice(("normal", "high")),
+                "assignee": "support-tier-1",
+                "labels": ["delivery", "customer-contact"],
+            },
+            "send_invoice": {
+                "customer": who,
+                "amount": number / 100,
+                "currency": "EUR",
+                "due_date": day,
+                "reference": f"INV-2026-{number}",
+            },
+            "book_room": {
+                "city": here,
+                "from_date": day,
+                "to_date": other,
+                "guests": rng.randint(1, 4),
+                "breakfast": True,
+            },
+        }
+        spoken = ", ".join(f"{key} {value}" for key, value in values[name].items())
+        ask = f"{SYSTEM}Functions:\n{tools}\nUser: please {name.replace('_', ' ')}: {spoken}\n"
+        call = {"id": f"call_{rng.randrange(16**8):08x}", "type": "function"}
+        call["function"] = {"name": name, "arguments": values[name]}
+        yield Exchange(ask, json.dumps(call, indent=2) + "\n")
+
+
+TABLES = {
+    "customers": ("customer_id", "full_name", "country", "created_at"),
+    "orders": ("order_id", "customer_id", "ordered_at", "status", "total_amount"),
+    "order_lines": ("order_line_id", "order_id", "product_id", "quantity", "unit_price"),
+    "products": ("product_id", "product_name", "category", "weight_grams"),
+}
+
+
+def sql(count: int) -> Iterator[Exchange]:
+    """Questions about a schema of four tables."""
+    rng = random.Random(2)
+    schema = "\n".join(
+        f"CREATE TABLE {name} ({', '.join(f'{field} text' for field in fields)});"
+        for name, fields in TABLES.items()
+    )
+    for _ in range(count):
+        place, year, most = rng.choice(PLACES), rng.randint(2019, 2026), rng.choice((5, 10, 20))
+        group = rng.choice(("c.country", "p.category", "o.status", "c.full_name"))
+        measure, words = rng.choice(
+            (
+                ("SUM(ol.quantity * ol.unit_price)", "revenue"),
+                ("COUNT(DISTINCT o.order_id)", "number of orders"),
+                ("AVG(o.total_amount)", "average order"),
+            )
+        )
+        where = rng.choice(
+            (
+                f"c.country = '{place}'",
+                f"o.ordered_at >= '{year}-01-01'",
+                f"o.status = '{rng.choice(('paid', 'open', 'sent'))}' AND c.country <> '{place}'",
+                f"p.weight_grams > {rng.choice((100, 250, 500))}",
+            )
+        )
+        name = words.replace(" ", "_")
+        ask = f"{SYSTEM}{schema}\nThe {words} by {group}, {most} highest, where {where}\n"
+        answer = (
+            f"```sql\nSELECT {group}, {measure} AS {name}\nFROM orders AS o\n"
+            "JOIN customers AS c ON c.customer_id = o.customer_id\n"
+            "JOIN order_lines AS ol ON ol.order_id = o.order_id\n"
+        )
+        if "p." in group + where:
+            answer += "JOIN products AS p ON p.product_id = ol.product_id\n"
+        answer += f"WHERE {where}\nGROUP BY {group}\nORDER BY {name} DESC\nLIMIT {most};\n```\n"
+        yield Exchange(ask, answer)
+
+
+def prose() -> Iterator[Exchange]:
+    """Questions about Python, and paragraphs of its documentation."""
+    for name, text in topics.items():
+        title, _, body = text.partition("\n")
+        body = body.lstrip("*=\n")[:LONGEST_PROSE]
+        if len(body) > 300:
+            yield Exchange(f"{SYSTEM}User: explain {title.lower()} ({name}) in Python.\n", body)
+
+
+def extraction() -> Iterator[Exchange]:
+    """Quotations from an article, as JSON."""
+    rng = random.Random(3)
+    for name, text in topics.items():
+        text = text[:6_000]
+        sentences = [s for s in re.split(r"(?<=\.)\s+", text) if 40 < len(s) < 240]
+        if len(sentences) < 4:
+            continue
+        quoted = [" ".join(each.split()) for each in sorted(rng.sample(sentences, 3))]
+        found = {"topic": name, "title": text.split("\n", 1)[0], "quotations": quoted}
+        ask = f"{SYSTEM}Quote the three statements that matter most, as JSON.\n{text}\n"
+        yield Exchange(ask, json.dumps(found, indent=2) + "\n")
+
+
+def kinds(repository: Path, commit: str, count: int) -> dict[str, list[Exchange]]:
+    """Each kind of traffic, ``count`` exchanges at most."""
+    edited = changes(repository, commit, "M", count)
+    found = {
+        "whole files": whole_files(edited),
+        "diffs": diffs(edited),
+        "agent turns": agent_turns(edited[: count // 4]),
+        "new code": new_files(changes(repository, commit, "A", count)),
+        "JSON calls": json_calls(count),
+        "SQL": sql(count),
+        "extraction": extraction(),
+        "prose": prose(),
+    }
+    return {name: list(exchanges)[:count] for name, exchanges in found.items()}
