@@ -196,9 +196,8 @@ class Hop(ScriptedEngine):
 
 
 def misleading(context: Sequence[int]) -> int:
-    """The same three ids again and again, and something else after them each time."""
-    place = len(context)
-    return 500 + place % 4 if place % 4 else RULE([*context, place])
+    """Each id has stood there before, as a rule, and something else after it."""
+    return RULE([*context, len(context)])
 
 
 async def unpaid(tokens: int) -> None:
