@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from trtllm_bls.openai.app import ApiSettings
 
-__all__ = ["asgi_app"]
-
 
 def asgi_app(
     settings: ApiSettings | None = None,

@@ -1,5 +1,4 @@
-"""Several engines of one model as one: each request goes to the one that runs the fewest sequences,
-or to the one that has computed the beginning of its prompt (``affinity``).
+"""Several engines of one model as one: requests go by load and, with ``affinity``, by prompt.
 
 Every engine has a circuit breaker, which is closed while the engine serves. An engine that cannot
 be reached or asked for its capacity, or that stalls, opens it: no request is sent there. Every
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -110,7 +108,7 @@ class ReplicatedEngine:
         self.name = ",".join(engine.name for engine in engines)
         self.resume = resume
         self._affinity = affinity
-        self._sent_to: OrderedDict[int, _Replica] = OrderedDict()  # by a prompt's beginning
+        self._sent_to: dict[int, _Replica] = {}  # by a prompt's beginning
         self._replicas = [_Replica(engine) for engine in engines]
 
     async def capacity(self) -> EngineCapacity:
@@ -155,11 +153,9 @@ class ReplicatedEngine:
         for known in (self._sent_to.get(each) for each in beginnings):
             if known in closed and known.sequences <= most:
                 chosen = known
-        for each in beginnings:
-            self._sent_to[each] = chosen
-            self._sent_to.move_to_end(each)
+        self._sent_to.update(dict.fromkeys(beginnings, chosen))
         while len(self._sent_to) > _REMEMBERED_BLOCKS:
-            self._sent_to.popitem(last=False)
+            del self._sent_to[next(iter(self._sent_to))]  # the oldest
         return chosen
 
 
@@ -228,8 +224,7 @@ class _ReplicaChunks(ChunkStream):
             last.end()
             return
         stays = self._begun and not self._remembers
-        prompt = self._request.input_ids
-        other = None if stays else self._engine.choose(self._tried, prompt)
+        other = None if stays else self._engine.choose(self._tried, self._request.input_ids)
         if other is None:
             raise error
         log.info("%s goes on at %s", self._request.request_id, other.engine.name)
