@@ -208,11 +208,14 @@ def api_process(served: Served) -> psutil.Process | None:
     return None
 
 
-def test_an_api_that_dies_is_started_again(served: Served, api: openai.OpenAI) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_api_that_dies_or_stops_is_started_again(
+    served: Served, api: openai.OpenAI, number: int
+) -> None:
     """On the same port; the server goes on meanwhile."""
     before = api_process(served)
     assert before is not None
-    before.kill()
+    before.send_signal(number)
 
     def answers_again() -> bool:
         after = api_process(served)

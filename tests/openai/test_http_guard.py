@@ -306,6 +306,16 @@ def test_idle_connections_are_closed(connect: Connect) -> None:
         assert raw.recv(1) == b""
 
 
+def test_a_connection_serves_so_many_requests(connect: Connect) -> None:
+    """The last answer says that it is closed, so that no client is surprised."""
+    api, _ = connect(limits=ConnectionLimits(requests=2))
+    with connected(api) as raw:
+        for closes in (False, True):
+            raw.sendall(head(len(BODY)) + BODY)
+            assert ("connection: close" in read(raw).headers) == closes
+        assert raw.recv(1) == b""
+
+
 def test_slow_clients_do_not_keep_others_out(connect: Connect) -> None:
     """While they hold all connections a new client is refused at once, and then served."""
     api, client = connect(limits=ConnectionLimits(connections=20, header_s=1))

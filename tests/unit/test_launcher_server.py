@@ -9,10 +9,11 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -361,12 +362,38 @@ def workers(served: Served) -> list[psutil.Process]:
     return served.children(api.pid, "spawn_main")
 
 
-@pytest.mark.slow
-def test_a_worker_of_the_api_that_is_silent_is_replaced(served: Served) -> None:
-    """Within the 30 s that uvicorn's supervisor gives it."""
+def test_a_stopped_worker_of_the_api_is_replaced(served: Served) -> None:
+    """Its clients see their connection end, and the next ones are answered, in seconds."""
+    port = int(served.urls["OpenAI"].rpartition(":")[2].removesuffix("/v1"))
     before = until(lambda: len(found := workers(served)) == 2 and found)
-    before[0].suspend()
-    until(lambda: len(found := workers(served)) == 2 and before[0] not in found, 90)
+    with ExitStack() as stack:
+        clients = {}
+        for _ in range(4):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\ncontent-length: 9\r\n\r\n"
+            )
+            clients[client.getsockname()[1]] = client
+
+        def with_clients() -> tuple[psutil.Process, list[int]] | None:
+            """A worker, and the ports of the clients that it serves."""
+            for worker in before:
+                peers = {each.raddr.port for each in worker.net_connections("tcp") if each.raddr}
+                if served_here := list(peers & clients.keys()):
+                    return worker, served_here
+            return None
+
+        worker, ports = until(with_clients)
+        stopped_at = time.monotonic()
+        worker.suspend()
+        line = served.wait_for_line("was stopped")
+        assert f"process {worker.pid} of the HTTP program was stopped" in line
+        for each in ports:
+            with suppress(ConnectionResetError):
+                assert clients[each].recv(1) == b""
+        assert time.monotonic() - stopped_at < 3
+    until(lambda: len(found := workers(served)) == 2 and worker not in found)
 
 
 def test_nothing_outlives_a_killed_serve(served: Served, tmp_path: Path) -> None:

@@ -74,13 +74,15 @@ class ConnectionLimits:
     """Limits of one process; times in seconds.
 
     ``connections``: further ones are answered 503; 0: as many as there are file descriptors, less
-    some for other uses. ``error_body``: the JSON of a refusal, by its status and message.
+    some for other uses. ``requests``: of one connection, which is then closed. ``error_body``: the
+    JSON of a refusal, by its status and message.
     """
 
     header_s: float = 10
     body_s: float = 30
     idle_s: float = 75  # clients and proxies close idle connections earlier, so no request is lost
     header_bytes: int = 64 * 1024
+    requests: int = 1000
     connections: int = 0
     error_body: Callable[[int, str], bytes] = json_error
 
@@ -107,6 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._in_headers = True  # of a request, or before the next
+        self._num_requests = 0
         self._upgrade_offered = False
         self._discards = False  # all that still comes
         self._closes_after_body = False
@@ -156,6 +159,9 @@ class GuardedProtocol(HttpToolsProtocol):
         # ``BodyReader`` answers a slow client before this timer closes the connection.
         self._start_timer(self._limits.body_s + _DISCARD_S, self._on_body_timeout)
         super().on_headers_complete()
+        self._num_requests += 1
+        if self._num_requests >= self._limits.requests:
+            self.cycle.keep_alive = False
         self.cycle.transport = cast(asyncio.Transport, _ResponseTransport(self))
         scope = cast("dict[str, Any]", self.scope)
         scope[BODY_SEND] = self.cycle.send

@@ -3,7 +3,8 @@
 They answer the OpenAI API, and Triton's HTTP API at ``--http-port`` in front of Triton's own port.
 
 It is started when the models are ready and restarted when it dies. It replaces workers itself that
-die or are silent.
+die or are silent. A process of it that is stopped (SIGSTOP) is killed, since nobody would notice it
+for half a minute otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
 
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher.certificates import client_context, curl_tls, own_tls
@@ -220,12 +224,29 @@ class HttpProcess:
 
     def _next_problem(self) -> str | None:
         """Wait until it ends, and return how; ``None`` if it was told to end."""
+        stopped: set[psutil.Process] = set()
         while not self._closing.wait(_LOOK_S):
+            # A single look may fall into the moment between a SIGSTOP and its SIGCONT.
+            before, stopped = stopped, self._stopped_processes()
+            for process in before & stopped:
+                self._on_line(f"process {process.pid} of the HTTP program was stopped: killed it")
+                with suppress(psutil.Error):
+                    process.kill()
             code = self._process.poll()
             if code is not None:
                 stopping = self._server.stop_requested
                 return None if stopping else f"the HTTP program has ended ({describe_exit(code)})"
         return None
+
+    def _stopped_processes(self) -> set[psutil.Process]:
+        pid, found = self._process.pid, set()
+        with suppress(OSError, psutil.Error):
+            # psutil would look at every process of the machine to find the children.
+            workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            for process in map(psutil.Process, (pid, *map(int, workers))):
+                if process.status() == psutil.STATUS_STOPPED:
+                    found.add(process)
+        return found
 
     def _answers(self) -> bool:
         settings = self._server.settings
