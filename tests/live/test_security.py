@@ -171,9 +171,7 @@ def https_url(
         running=True,
     )
     told: list[str] = []
-    process = HttpProcess(
-        cast(TritonServer, in_front), False, told.append, told.append, told.append
-    )
+    process = HttpProcess(cast(TritonServer, in_front), False, told.append, told.append)
     try:
         assert process.wait_until_ready()
         yield in_front.public_http_url
