@@ -95,11 +95,9 @@ def well_ended(chunk: TextChunk) -> Ending | None:
 
 def shared_fields(request: Generation, vocab_size: int) -> dict[str, Any]:
     """The fields of ``TextRequest`` that requests of all APIs have. Raises ``ApiError``."""
-    stops = request.stop or ()
     return {
         "stream": bool(request.stream),
         "sampling": _sampling(request),
-        "stop_words": (stops,) if isinstance(stops, str) else tuple(stops),
         "include_stop": bool(request.include_stop_str_in_output),
         "stop_token_ids": tuple(request.stop_token_ids or ()),
         "bad_words": tuple(request.bad_words or ()),

@@ -81,6 +81,7 @@ class ChatResponse(ChoicesBuilder):
             tokenizer,
             formats,
             choices=request.n or 1,
+            stop_words=request.stop_words,
             max_tokens=request.max_tokens if limit is None else limit,
             wants=Wants(log_probs=bool(request.logprobs), top_log_probs=request.top_logprobs or 0),
             return_tokens=bool(request.logprobs),

@@ -55,6 +55,7 @@ class CompletionResponse(ChoicesBuilder):
         shared = {
             **shared_fields(request, tokenizer.model_vocab_size),
             "num_return_sequences": request.n or 1,
+            "stop_words": request.stop_words,
             "max_tokens": _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens,
             "echo": bool(request.echo),
             "add_special_tokens": request.add_special_tokens,

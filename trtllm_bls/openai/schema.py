@@ -59,7 +59,6 @@ class Generation(msgspec.Struct, kw_only=True):
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     # Beyond the APIs, as OpenAI's older ones and vLLM name them.
-    stop: Word | Annotated[list[Word], msgspec.Meta(max_length=4)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=4096)] | None = None
@@ -106,6 +105,7 @@ class Common(Generation, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    stop: Word | Annotated[list[Word], msgspec.Meta(max_length=4)] | None = None
     # Without effect, but checked.
     user: str | None = None
     add_special_tokens: bool | None = None
@@ -115,6 +115,11 @@ class Common(Generation, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+
+    @property
+    def stop_words(self) -> tuple[str, ...]:
+        """``stop`` as a list."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class TextPart(msgspec.Struct, kw_only=True):
