@@ -1,10 +1,12 @@
-"""Packages of npm that tests use: coding agents, and chat templates of model families."""
+"""What others publish and tests download: coding agents, and chat templates of model families."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -39,4 +41,28 @@ def templates(folder: Path) -> list[tuple[str, str]]:
     read = subprocess.run(["node", "-e", _READ], cwd=folder, capture_output=True, check=True)
     found = [(name, template) for name, template in json.loads(read.stdout)]
     assert len(found) == NUM_TEMPLATES
+    return found
+
+
+def pip_download(folder: Path, *what: str) -> Path:
+    """The file of a package of PyPI."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+    done = subprocess.run([*command, *what], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot download {what[-1]}: {done.stderr.strip()[-200:]}")
+    (found,) = folder.iterdir()
+    return found
+
+
+def templates_of_llama_cpp(folder: Path) -> dict[str, str]:
+    """Chat templates by names of models; they come with the sources of ``llama-cpp-python``."""
+    package = "llama-cpp-python"
+    sources = pip_download(folder, "--no-binary", package, f"{package}==0.3.36")
+    found = {}
+    with tarfile.open(sources) as archive:
+        for each in archive:
+            if "/models/templates/" in each.name and each.isfile():
+                file = archive.extractfile(each)
+                assert file is not None
+                found[Path(each.name).stem] = file.read().decode()
     return found

@@ -12,9 +12,6 @@ import gzip
 import json
 import os
 import random
-import subprocess
-import sys
-import tarfile
 import zipfile
 from collections.abc import Iterator
 from itertools import pairwise
@@ -23,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.published import pip_download, templates_of_llama_cpp
 from tests.models.test_chat_templates import TOOL, tokenizer_of
 from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS, formats_of
 from trtllm_bls.chat_parsing.parser import Arguments, ChatParser, Content, Reasoning, ToolCall
@@ -200,26 +198,10 @@ TEMPLATES = {
 ONE_CALL = ("openai-gpt-oss-120b", "meta-llama-Llama-3.3-70B-Instruct")
 
 
-def pip_download(folder: Path, *what: str) -> Path:
-    """The file of a package."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
-    done = subprocess.run([*command, *what], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot download {what[-1]}: {done.stderr.strip()[-200:]}")
-    (found,) = folder.iterdir()
-    return found
-
-
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Chat templates by name."""
-    package = "llama-cpp-python"
-    sources = pip_download(
-        tmp_path_factory.mktemp("templates"), "--no-binary", package, f"{package}==0.3.36"
-    )
-    with tarfile.open(sources) as archive:
-        files = [each for each in archive if "/models/templates/" in each.name and each.isfile()]
-        return {Path(each.name).stem: archive.extractfile(each).read().decode() for each in files}  # type: ignore[union-attr]
+    return templates_of_llama_cpp(tmp_path_factory.mktemp("templates"))
 
 
 def conversation(ids: list[str], calls: list[tuple[str, Any]], **said: str) -> list[dict[str, Any]]:
