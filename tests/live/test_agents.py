@@ -119,7 +119,7 @@ def test_codex_edits_the_file(
     """Over the Responses API."""
     work, home = folder_of_work(tmp_path), tmp_path / "codex"
     home.mkdir()
-    url = served.urls["openai"].removesuffix("/v1")
+    url = served.urls["OpenAI"].removesuffix("/v1")
     (home / "config.toml").write_text(CODEX.format(model=MODEL, url=url))
     command = [str(packages[0] / "codex"), "exec", "--json", "--ephemeral"]
     command += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK]
@@ -142,7 +142,7 @@ def test_claude_code_edits_the_file(
     told = run(
         [*command, "--allowedTools", "Bash"],
         work,
-        ANTHROPIC_BASE_URL=served.urls["openai"].removesuffix("/v1"),
+        ANTHROPIC_BASE_URL=served.urls["OpenAI"].removesuffix("/v1"),
         ANTHROPIC_AUTH_TOKEN="any",
         ANTHROPIC_MODEL=MODEL,
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",

