@@ -29,6 +29,7 @@ from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineError
 from trtllm_bls.openai import app
 from trtllm_bls.openai.keys import read_keys
+from trtllm_bls.openai.parts import Transcript
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "agent_requests.json").read_text()
@@ -259,6 +260,20 @@ def test_tools_of_free_text_and_of_namespaces_come_back_as_they_were(speak: Any)
     ]
     assert model.post("/v1/responses", {"model": MODEL, "input": history, "tools": tools})[0] == 200
     assert "a b" in model.engine.prompts[-1] and "closed" in model.engine.prompts[-1]
+
+
+def test_arguments_that_are_not_json_do_not_end_a_conversation(speak: Any) -> None:
+    """Codex sends back what the model wrote; a template that wants an object gets one."""
+    model = speak("Done.")
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"cmd": "ls'}
+    result = {"type": "function_call_output", "call_id": "c", "output": "failed to parse"}
+    turn = {"type": "message", "role": "user", "content": "x"}
+    model.openai.responses.create(model=MODEL, input=[turn, call, result])
+    transcript = Transcript()
+    transcript.call("c", "f", call["arguments"])
+    transcript.call("d", "f", '{"cmd": "ls"}')
+    given = [each["function"]["arguments"] for each in transcript.messages[0]["tool_calls"]]
+    assert given == ['{"arguments":"{\\"cmd\\": \\"ls"}', '{"cmd": "ls"}']
 
 
 def test_room_and_stop_strings_are_told_apart(speak: Any) -> None:

@@ -143,7 +143,17 @@ class Transcript:
             message[name] = message.get(name, "") + text
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """A call of the assistant's message that is the last one, or of a new one."""
+        """A call of the assistant's message that is the last one, or of a new one.
+
+        Arguments that are no JSON object, which the model may have written, become one: many
+        templates would refuse the conversation for ever.
+        """
+        try:
+            is_object = isinstance(msgspec.json.decode(arguments), dict)
+        except msgspec.DecodeError:
+            is_object = False
+        if not is_object:
+            arguments = msgspec.json.encode({"arguments": arguments}).decode()
         function = {"name": name, "arguments": arguments}
         calls = self._assistant().setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})

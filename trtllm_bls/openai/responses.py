@@ -17,7 +17,7 @@ from trtllm_bls.openai.constraints import ChatFormats, Conversation, GuidedDecod
 from trtllm_bls.openai.conversation import ChatTurn, thinking
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
-from trtllm_bls.openai.parts import Part, PartsBuilder, Transcript, sse
+from trtllm_bls.openai.parts import Kind, Part, PartsBuilder, Transcript, sse
 from trtllm_bls.openai.schema import Count, Generation, Refused, checked
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, Wants
@@ -281,11 +281,11 @@ class ResponsesResponse(PartsBuilder):
         self._items.append(item)
         events = self._event("response.output_item.added", output_index=part.index, item=item)
         place["item_id"] = part.id
-        if part.kind is Content:
-            added = _output_text("", [])
+        if part.call is None:
+            added = _content(part.kind, "", [])
             events += self._event("response.content_part.added", **place, part=added)
-            if self._scores is None:
-                place["logprobs"] = []
+        if part.kind is Content and self._scores is None:
+            place["logprobs"] = []
         if delta:
             fields = msgspec.json.encode({"type": delta, **place})[:-1]
             part.before = b"event: %b\ndata: %b" % (delta.encode(), fields)
@@ -317,16 +317,16 @@ class ResponsesResponse(PartsBuilder):
             item["arguments"] = text
             kind = "response.function_call_arguments.done"
             events = self._event(kind, **place, name=item["name"], arguments=text)
-        elif part.kind is Reasoning:
-            item["content"] = [{"type": "reasoning_text", "text": text}]
-            place["content_index"] = 0
-            events = self._event("response.reasoning_text.done", **place, text=text)
         else:
-            done = _output_text(text, self._logprobs)
+            done = _content(part.kind, text, self._logprobs)
             item["content"], self._logprobs = [done], []
             place["content_index"] = 0
-            scores = done["logprobs"]
-            events = self._event("response.output_text.done", **place, text=text, logprobs=scores)
+            if part.kind is Reasoning:
+                events = self._event("response.reasoning_text.done", **place, text=text)
+            else:
+                scores = done["logprobs"]
+                kind = "response.output_text.done"
+                events = self._event(kind, **place, text=text, logprobs=scores)
             events += self._event("response.content_part.done", **place, part=done)
         item["status"] = "completed" if self._incomplete is None else "incomplete"
         return events + self._event("response.output_item.done", output_index=part.index, item=item)
@@ -367,7 +367,9 @@ class ResponsesResponse(PartsBuilder):
         }
 
 
-def _output_text(text: str, logprobs: list[Any]) -> dict[str, Any]:
+def _content(kind: Kind, text: str, logprobs: list[Any]) -> dict[str, Any]:
+    if kind is Reasoning:
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
