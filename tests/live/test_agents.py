@@ -76,12 +76,10 @@ def served(
     scratch = tmp_path_factory.mktemp("agents")
     model = scratch / "model"
     # The marks of Qwen3-Coder's calls are text to a tokenizer, those of the others special tokens.
-    special = TOOL_FORMATS[family].special
-    hf = (
-        tokenizer_of(packages[1][family])._hf
-        if special
-        else load_tokenizer(directory("byte-level"))._hf
-    )
+    if TOOL_FORMATS[family].special:
+        hf = tokenizer_of(packages[1][family])._hf
+    else:
+        hf = load_tokenizer(directory("byte-level"))._hf
     hf.chat_template = packages[1][family]
     hf.save_pretrained(model)
     shutil.copytree(ROOT / "models", scratch / "models")
