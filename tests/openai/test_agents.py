@@ -147,6 +147,23 @@ def test_a_response_is_the_same_streamed_and_whole(speak: Any, text: str) -> Non
     assert reasoning == thinks * len(tokenizer().encode_word("Somewhere in Switzerland."))
 
 
+def test_a_response_has_log_probabilities(speak: Any) -> None:
+    """Of all tokens, as chats have them, streamed and whole."""
+    model = speak(THOUGHT + "It rains.")
+    asked = {"model": MODEL, "input": "x", "include": ["message.output_text.logprobs"]}
+    whole = model.openai.responses.create(**asked)
+    found = events(model.post("/v1/responses", {**asked, "stream": True})[1])
+    strictly(ResponseStreamEvent, found)
+    streamed = [
+        score["token"]
+        for event in found
+        if event["type"] == "response.output_text.delta"
+        for score in event["logprobs"]
+    ]
+    told = [score.token for score in whole.output[1].content[0].logprobs]
+    assert streamed == told and "".join(told).endswith("It rains.")
+
+
 @pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS.keys())
 def test_a_message_is_the_same_streamed_and_whole(speak: Any, text: str) -> None:
     """Its events are the package's, in order, and add up to its blocks."""

@@ -513,7 +513,8 @@ class _Keys:
             return
         given = header(scope, b"authorization") or b"Bearer " + header(scope, b"x-api-key")
         if key := key_of(self._api.settings.keys, given):
-            await self._app({**scope, "tenant": key.hex()}, receive, send)
+            scope["tenant"] = key.hex()  # a copy would keep what ``Reply`` removes from it
+            await self._app(scope, receive, send)
             return
         message = "no valid API key; send Authorization: Bearer KEY, or x-api-key: KEY"
         challenge = {"www-authenticate": "Bearer"}

@@ -67,7 +67,7 @@ class PartsBuilder(ResponseBuilder):
                 events += self._open(type(event))
             part = self._parts[-1]
             part.texts.append(event.text)
-            events += self._grown(part, event.text, chunk)
+            events += self._grown(part, event.text)
         if self._ending is not None:
             self.count_cached(self._ending)
             events += self._close()
@@ -115,7 +115,7 @@ class PartsBuilder(ResponseBuilder):
     @abstractmethod
     def _opened(self, part: Part) -> bytes: ...
 
-    def _grown(self, part: Part, text: str, chunk: TextChunk) -> bytes:
+    def _grown(self, part: Part, text: str) -> bytes:
         return part.before + msgspec.json.encode(text) + part.after
 
     @abstractmethod

@@ -219,7 +219,8 @@ class ResponsesResponse(PartsBuilder):
         )
         super().__init__(head, turn, tokenizer)
         self._scores = TokenScores(tokenizer, request.top_logprobs or 0) if scored else None
-        self._logprobs: list[Any] = []  # of the message
+        self._scored: list[Any] = []  # log-probabilities of tokens whose text has not left
+        self._logprobs: list[Any] = []  # of the message so far
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._echoed = _echoed(request)
@@ -291,11 +292,15 @@ class ResponsesResponse(PartsBuilder):
             part.before = b"event: %b\ndata: %b" % (delta.encode(), fields)
         return events
 
-    def _grown(self, part: Part, text: str, chunk: TextChunk) -> bytes:
+    def add(self, index: int, chunk: TextChunk) -> bytes:
+        if self._scores is not None and chunk.tokens:
+            self._scored += chat_logprobs(self._scores.of(chunk))["content"]
+        return super().add(index, chunk)
+
+    def _grown(self, part: Part, text: str) -> bytes:
         scores = b""
-        if self._scores is not None and part.kind is Content and chunk.tokens:
-            told = chat_logprobs(self._scores.of(chunk))["content"]
-            chunk.tokens = None  # of one delta
+        if self._scores is not None and part.kind is Content:
+            told, self._scored = self._scored, []
             self._logprobs += told
             scores = b',"logprobs":' + msgspec.json.encode(told)
         if not part.before:  # free text leaves as soon as its JSON is whole
