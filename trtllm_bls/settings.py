@@ -264,6 +264,15 @@ class ServeSettings:
         "Keys that clients of the OpenAI API must bring, one a line; also in TRTLLM_BLS_API_KEYS, "
         "with commas."
     )
+    served_model_names: tuple[str, ...] = setting(
+        "What requests of the OpenAI API call the model (default: its directory's name); may be "
+        "repeated.",
+        (),
+        flag="--served-model-name",
+        type=str,
+        multiple=True,
+        metavar="NAME",
+    )
     loras: tuple[str, ...] = setting(
         "A LoRA adapter, which requests of the OpenAI API name as a model: NAME=TASK_ID of one in "
         "the engine's cache, or NAME of one in its model.yaml; may be repeated.",

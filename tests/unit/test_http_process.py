@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -65,6 +67,20 @@ def test_a_dead_api_is_started_again_unless_the_server_stops(tmp_path: Path) -> 
     finally:
         api.close()
     assert (told[2:], server.failures) == ([], [])
+
+
+def test_requests_call_the_model_as_serve_was_told(tmp_path: Path) -> None:
+    """By several names; a LoRA adapter has one too."""
+    server = server_beside(tmp_path, served_model_names=("llama", "claude"), loras=("math=7",))
+    api = HttpProcess(server, True, lambda _: None, lambda _: None)
+    try:
+        assert api.wait_until_ready()
+        port = server.settings.openai_port
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=20) as answer:
+            cards = json.load(answer)["data"]
+    finally:
+        api.close()
+    assert [card["id"] for card in cards] == ["llama", "claude", "math"]
 
 
 def test_a_dead_api_ends_a_server_that_is_not_to_be_started_again(tmp_path: Path) -> None:

@@ -62,18 +62,20 @@ def check(settings: ServeSettings) -> bool:
     return True
 
 
-def model_name(settings: ServeSettings) -> str:
-    """The model's name in requests: its directory's, or that of the model in the user's
+def model_names(settings: ServeSettings) -> tuple[str, ...]:
+    """The model's names in requests: else its directory's, or that of the model in the user's
     repository."""
+    if settings.served_model_names:
+        return settings.served_model_names
     if settings.model is not None:
-        return settings.model.resolve().name
-    return "demo" if settings.model_repository is None else BLS
+        return (settings.model.resolve().name,)
+    return ("demo" if settings.model_repository is None else BLS,)
 
 
 def chat_curl(url: str, settings: ServeSettings) -> str:
     """A command that asks the API at ``url``."""
     question = '{"role": "user", "content": "What is 12 * 9?"}'
-    request = f'{{"model": "{model_name(settings)}", "messages": [{question}]}}'
+    request = f'{{"model": "{model_names(settings)[0]}", "messages": [{question}]}}'
     headers = "-H 'Content-Type: application/json'"
     if settings.api_keys_file is not None:
         headers += ' -H "Authorization: Bearer $KEY"'
@@ -126,7 +128,6 @@ class HttpProcess:
             "model-repository": server.repository,
             "workers": settings.openai_workers,
             "exit-timeout": settings.exit_timeout,
-            "served-model-name": model_name(settings),
             "api-keys-file": settings.api_keys_file,
             "tool-parser": settings.tool_parser,
             "reasoning-parser": settings.reasoning_parser,
@@ -136,6 +137,7 @@ class HttpProcess:
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         given += [f"--allowed-host={name}" for name in settings.allowed_hosts]
         given += [f"--allow-origin={origin}" for origin in settings.allowed_origins]
+        given += [f"--served-model-name={name}" for name in model_names(settings)]
         given += [f"--lora={adapter}" for adapter in settings.loras]
         given += ["--expose"] if settings.expose else []
         self._command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]

@@ -28,7 +28,7 @@ DECLARED = {
 _AS_OF_SERVE = (
     *("host", "expose", "api_keys_file", "tool_parser", "reasoning_parser"),
     *("tls_cert", "tls_key", "tls_client_ca", "exit_timeout"),
-    *("allowed_hosts", "allowed_origins", "max_body_bytes", "loras"),
+    *("allowed_hosts", "allowed_origins", "max_body_bytes", "loras", "served_model_names"),
 )
 _PATH = click.Path(path_type=Path)
 
@@ -46,12 +46,6 @@ _PATH = click.Path(path_type=Path)
     "--model-repository",
     type=_PATH,
     help="Take what is not given here from this repository's tensorrt_llm_bls.",
-)
-@click.option(
-    "--served-model-name",
-    "names",
-    multiple=True,
-    help="What requests call the model (default: its directory's name); may be repeated.",
 )
 @options_of(ServeSettings, *_AS_OF_SERVE)
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
@@ -95,7 +89,8 @@ def main(context: click.Context, /, **options: Any) -> None:
         except OSError as error:
             raise SettingsError(f"status_dir {parameters.status_dir}: {error.strerror}") from error
     api = ApiSettings(
-        model_names=options["names"] or (parameters.tokenizer_dir.name if parameters else "",),
+        model_names=options["served_model_names"]
+        or (parameters.tokenizer_dir.name if parameters else "",),
         keys=keys,
         loras=dict(each.partition("=")[::2] for each in options["loras"]),
         max_body_bytes=options["max_body_bytes"],
