@@ -177,11 +177,8 @@ async def test_refused_calls_are_sent_again_in_order_until_the_server_takes_them
         assert [caller.messages for caller in callers] == [[message] for message in messages]
 
 
-async def test_a_call_that_is_refused_for_long_is_unavailable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_call_that_is_refused_for_long_is_unavailable() -> None:
     """The others go on."""
-    monkeypatch.setattr("trtllm_bls.grpc_client.connection._TRIES", 1)
 
     async def script(peer: Peer) -> None:
         stream_id = (await peer.until(RequestReceived)).stream_id
@@ -190,7 +187,7 @@ async def test_a_call_that_is_refused_for_long_is_unavailable(
         peer.end(await peer.request())
 
     async with peers(script) as target:
-        connection = GrpcChannel(target)
+        connection = GrpcChannel(target, refused_seconds=0)
         assert await Caller(connection, "echo", b"a").status() == "UNAVAILABLE"
         assert await Caller(connection, "echo", b"b").status() == "OK"
         await connection.close()
@@ -290,11 +287,8 @@ async def test_goaway_ends_the_calls_beyond_its_last_stream_alone() -> None:
         assert await first.status() == "OK" and first.messages == [b"still here"]
 
 
-async def test_a_server_that_never_takes_a_call_is_unavailable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_that_never_takes_a_call_is_unavailable() -> None:
     """A GOAWAY on each connection: a call is not moved for ever."""
-    monkeypatch.setattr("trtllm_bls.grpc_client.connection._TRIES", 3)
 
     async def script(peer: Peer) -> None:
         peer.write(bytes.fromhex("00000a 07 00 00000000 00000000 00000000") + b"no")

@@ -18,8 +18,9 @@ from trtllm_bls.grpc_client.protocol import GrpcError, Http2Client, Received, pa
 
 _CONNECT_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
+_REFUSED_SECONDS = 10.0  # for which a call is sent again whose stream the server refuses unseen
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.1  # before it is sent again; doubled
-_TRIES = 100  # of a call that the server does not look at: with these pauses, ten seconds
+_TRIES = 3  # of a call that servers leave unprocessed by their GOAWAY
 _COALESCE_CALLS, _COALESCE_SECONDS = 16, 0.002  # from so many calls on, reads are so far apart
 
 OnMessages = Callable[[list[bytes]], None]
@@ -33,9 +34,10 @@ class GrpcChannel:
 
     A channel connects when a call needs it, on the event loop that runs then, and again after a
     loss; the calls of a lost connection end with UNAVAILABLE. With ``tls`` the context's ALPN is
-    set to h2. ``coalesce_reads``: with many calls the socket is read every two milliseconds, so
-    that one read brings messages of many calls, at half the CPU for each. Raises ``ValueError`` for
-    a target without host or port.
+    set to h2. ``refused_seconds``: for how long a call is sent again whose stream the server
+    refuses before it looks at it. ``coalesce_reads``: with many calls the socket is read every two
+    milliseconds, so that one read brings messages of many calls, at half the CPU for each. Raises
+    ``ValueError`` for a target without host or port.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class GrpcChannel:
         target: str,
         *,
         tls: ssl.SSLContext | None = None,
+        refused_seconds: float = _REFUSED_SECONDS,
         coalesce_reads: bool = False,
     ) -> None:
         host, _, port = target.rpartition(":")
@@ -53,6 +56,7 @@ class GrpcChannel:
         self.target = target
         self.address = (host.removeprefix("[").removesuffix("]"), int(port))
         self.tls = tls
+        self.refused_seconds = refused_seconds
         self.coalesce_reads = coalesce_reads
         self._headers = [
             (b":method", b"POST"),
@@ -168,6 +172,7 @@ class GrpcCall:
         # All that was sent, until the server begins to answer: it may have to be sent again.
         self.unanswered: list[bytes] | None = []
         self.tries_left = _TRIES
+        self.give_up_at: float | None = None  # the loop's time, once the server refused its stream
 
     def send(self, message: bytes) -> None:
         """Queue a message; it leaves when flow control admits it. Nothing happens once done."""
@@ -415,29 +420,46 @@ class _Connection(asyncio.Protocol):
     # Calls that the server has not looked at
 
     def _send_again(self, received: Received) -> None:
-        """Calls that the server has refused unseen wait for another stream, each a number of times.
+        """Calls that the server has refused or left unprocessed wait for another stream.
 
-        They are tried here again after a pause: at its limit of streams grpcio refuses one as long
-        as it has not cleared away another whose end it has sent, which takes a busy host a while.
-        After a GOAWAY all that waits goes over the next connection.
+        Refused streams are tried here again after a pause, for ``refused_seconds``: at its limit of
+        streams grpcio refuses one as long as it has not cleared away another whose end it has sent,
+        which takes a busy host a while. After a GOAWAY all that waits goes over the next
+        connection, a call at most ``_TRIES`` times.
         """
-        refused = [call for each in received.refused if (call := self._calls.pop(each, None))]
+        refused = [self._calls.pop(each, None) for each in received.refused]
+        unprocessed = [self._calls.pop(each, None) for each in received.unprocessed]
+        for call, error in zip(refused, received.refused.values(), strict=True):
+            if call is not None and not self._may_wait(call):
+                call.end(error)
+        again = [call for call in (*refused, *unprocessed) if call is not None and not call.done]
         # Those that had a stream go first, in its order: whichever was refused first.
-        waiting = sorted([*refused, *self._waiting], key=lambda call: call.stream_id or math.inf)
-        why = received.goaway or "it refuses the call's stream"
-        for call in refused if received.goaway is None else waiting:
-            call.tries_left -= 1
-            if not call.tries_left or call.unanswered is None:
-                call.end(GrpcError("UNAVAILABLE", f"{self._channel.target} takes no call: {why}"))
-        self._waiting = deque(call for call in waiting if not call.done)
+        waiting = sorted([*again, *self._waiting], key=lambda call: call.stream_id or math.inf)
+        self._waiting = deque(waiting)
         if received.goaway is not None:
-            self._channel.retire(self)
-            while self._waiting:
-                self._channel.start(self._waiting.popleft())
-        elif refused and self._pause is None:
+            self._leave_server(received.goaway)
+        elif again and self._pause is None:
             self._pause = self._loop.call_later(self._pause_seconds, self._end_pause)
             self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
 
+    def _may_wait(self, call: GrpcCall) -> bool:
+        now = self._loop.time()
+        if call.give_up_at is None:
+            call.give_up_at = now + self._channel.refused_seconds
+        return now < call.give_up_at and call.unanswered is not None
+
     def _end_pause(self) -> None:
         self._pause = None
+        self.flush_soon()
+
+    def _leave_server(self, reason: str) -> None:
+        self._channel.retire(self)
+        error = f"{self._channel.target} ends the connection: {reason}"
+        waiting, self._waiting = self._waiting, deque()
+        for call in waiting:
+            call.tries_left -= 1
+            if call.tries_left and call.unanswered is not None:
+                self._channel.start(call)
+            else:
+                call.end(GrpcError("UNAVAILABLE", error))
         self.flush_soon()

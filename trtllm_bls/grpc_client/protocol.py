@@ -51,6 +51,7 @@ _NAMES = (
 _STATUSES = {b"%d" % code: name for code, name in enumerate(_NAMES)}
 # gRPC's table; any other code is INTERNAL.
 _STATUS_OF_RESET = {
+    REFUSED_STREAM: "UNAVAILABLE",
     CANCEL: "CANCELLED",
     0xB: "RESOURCE_EXHAUSTED",  # ENHANCE_YOUR_CALM
     0xC: "PERMISSION_DENIED",  # INADEQUATE_SECURITY
@@ -75,17 +76,19 @@ class Received:
 
     ``messages``: of each stream, in order; they precede the stream's end. ``ended``: streams with
     their status (``None`` is OK). ``answered``: streams whose response has begun. ``refused``:
-    streams that the server did not look at. ``goaway``: the server takes no new streams, and why.
-    ``failure``: how the server broke the protocol; what came before it counts.
+    streams that the server reset before it looked at them, with the status that this would be.
+    ``goaway``: the server takes no new streams, and why; ``unprocessed`` are the streams that it
+    did not look at. ``failure``: how the server broke the protocol; what came before it counts.
     """
 
-    __slots__ = ("answered", "ended", "failure", "goaway", "messages", "refused")
+    __slots__ = ("answered", "ended", "failure", "goaway", "messages", "refused", "unprocessed")
 
     def __init__(self) -> None:
         self.messages: dict[int, list[bytes]] = {}
         self.ended: dict[int, GrpcError | None] = {}
         self.answered: list[int] = []
-        self.refused: list[int] = []
+        self.refused: dict[int, GrpcError] = {}
+        self.unprocessed: list[int] = []
         self.goaway: str | None = None
         self.failure: str | None = None
 
@@ -367,13 +370,13 @@ class Http2Client:
         stream = self._streams.get(stream_id)
         if stream is None:
             return
-        if code == REFUSED_STREAM:
-            self._close(stream, None)
-            received.refused.append(stream_id)
-            return
         status = _STATUS_OF_RESET.get(code, "INTERNAL")
         error = GrpcError(status, f"the server reset the stream: HTTP/2 error {code}")
-        self._end(received, stream, error, None)
+        if code == REFUSED_STREAM:
+            self._close(stream, None)
+            received.refused[stream_id] = error
+        else:
+            self._end(received, stream, error, None)
 
     def _receive_goaway(self, received: Received, payload: bytes) -> None:
         """The server goes on with the streams that it has accepted."""
@@ -383,7 +386,7 @@ class Http2Client:
         self.draining = True
         for stream in [each for each in self._streams.values() if each.id > last]:
             self._close(stream, CANCEL)
-            received.refused.append(stream.id)
+            received.unprocessed.append(stream.id)
 
     def _receive_settings(self, flags: int, payload: bytes) -> None:
         if flags & ACK:
