@@ -59,7 +59,7 @@ class Service(grpc.GenericRpcHandler):
             yield b"held"
             await self.released.wait()
             yield b"released"
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter where it has not gone on yet
             self.cancelled.set()
             raise
         finally:
