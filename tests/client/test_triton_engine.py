@@ -18,12 +18,13 @@ from google.protobuf import text_format
 from tests.helpers.fake_engine_server import ASK, Triton
 from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
+from trtllm_bls.engines.base import AskedCapacity
 from trtllm_bls.engines.triton import triton_engine
 from trtllm_bls.engines.triton.bls import BlsEngine
 from trtllm_bls.engines.triton.grpc import GrpcEngine
 from trtllm_bls.engines.triton.own_port import is_own
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, SetupError
-from trtllm_bls.types import Sampling
+from trtllm_bls.types import EngineCapacity, Sampling
 
 LISTEN = """
 import socket, time
@@ -153,3 +154,40 @@ async def test_a_model_that_is_still_loading_is_unavailable(transport: str) -> N
         triton.loading = False
         assert (await engine.capacity()).max_sequence_tokens == 64
         await engine.close()
+
+
+async def test_who_asks_as_the_capacity_comes_is_told_it() -> None:
+    """Its turn of the event loop comes after the answer and before the callbacks of the answer."""
+    late: list[asyncio.Task[EngineCapacity]] = []
+
+    async def ask() -> EngineCapacity:
+        late.append(asyncio.create_task(capacity.get()))
+        return EngineCapacity(max_sequence_tokens=77)
+
+    capacity = AskedCapacity(ask, 30)
+    told = [await capacity.get(), await late[0]]
+    assert [each.max_sequence_tokens for each in told] == [77, 77]
+    assert len(late) == 1  # the answer serves both
+
+
+async def test_a_capacity_that_cannot_be_asked_is_asked_for_by_the_next_request() -> None:
+    """Each request that waited is told why; an old answer serves until it is in doubt."""
+    answers: list[EngineCapacity | EngineError] = [
+        EngineError("lost"),
+        EngineCapacity(max_sequence_tokens=1),
+        EngineCapacity(max_sequence_tokens=2),
+    ]
+
+    async def ask() -> EngineCapacity:
+        await asyncio.sleep(0)
+        answer = answers.pop(0)
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+    capacity = AskedCapacity(ask, 30)
+    failed = await asyncio.gather(capacity.get(), capacity.get(), return_exceptions=True)
+    assert [str(each) for each in failed] == ["lost", "lost"]
+    assert [(await capacity.get()).max_sequence_tokens for _ in range(2)] == [1, 1]
+    capacity.doubt()
+    assert (await capacity.get()).max_sequence_tokens == 2

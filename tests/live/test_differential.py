@@ -115,9 +115,6 @@ def at_once(
         return list(pool.map(ask, bodies))
 
 
-# In two of three whole runs, one or two of the first 72 requests of a cold server ended with an
-# error that is not theirs. The cause is not known; the message names the error.
-@pytest.mark.xfail(strict=False, reason="an error beside 72 requests of a cold, busy server")
 @COUNTS
 def test_requests_are_answered_alike_at_every_endpoint(echo: TritonServer, count: int) -> None:
     """gRPC streaming and not, generate, generate_stream: all alike, reasons included."""

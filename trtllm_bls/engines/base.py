@@ -282,14 +282,15 @@ class AskedCapacity:
         self.known: EngineCapacity | None = None
         self._ask, self._seconds = ask, seconds
         self._old_at, self._doubted = 0.0, True
-        self._asking: asyncio.Task[EngineCapacity] | None = None
+        self._asking: asyncio.Task[None] | None = None
 
     async def get(self) -> EngineCapacity:
         """The capacity. Raises what ``ask`` raises."""
         if self._doubted or asyncio.get_running_loop().time() > self._old_at:
             if self._asking is None:  # requests that come at once ask once
-                self._asking = asyncio.create_task(self._ask())
-                self._asking.add_done_callback(self._asked)
+                self._asking = asyncio.create_task(self._renew())
+                # Where nobody waits for it, its failure is known by the doubt.
+                self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
             if self._doubted:
                 await asyncio.shield(self._asking)
         assert self.known is not None
@@ -305,12 +306,17 @@ class AskedCapacity:
         if self._asking is not None:
             await asyncio.wait({self._asking})
 
-    def _asked(self, task: asyncio.Task[EngineCapacity]) -> None:
-        self._asking = None
-        self._doubted = task.cancelled() or task.exception() is not None
-        if not self._doubted:
-            self.known = task.result()
+    async def _renew(self) -> None:
+        # All is set before the task has ended: who asks in that moment does not wait for callbacks.
+        try:
+            self.known = await self._ask()
+            self._doubted = False
             self._old_at = asyncio.get_running_loop().time() + self._seconds
+        except BaseException:
+            self._doubted = True
+            raise
+        finally:
+            self._asking = None
 
 
 def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
