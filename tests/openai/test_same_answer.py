@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from trtllm_bls.openai.builder import Head, ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.constraints import ChatFormats, TakenConversations
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
+from trtllm_bls.openai.parts import Transcript
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.types import Ending, FinishReason, TextChunk
@@ -251,3 +253,25 @@ def test_a_model_without_a_template_is_not_asked() -> None:
     assert taken == TakenConversations(system=False, systems=False, same_roles=False)
     with pytest.raises(InvalidRequest, match="no chat template"):
         reader.render_chat(taken.fitted(TURNS))
+
+
+@pytest.mark.parametrize("turns", [10, 1000])
+def test_texts_of_many_turns_are_copied_once(turns: int) -> None:
+    """Otherwise 4 MB in thousands of turns would hold up every stream for seconds."""
+    size = 4_000_000 // turns
+    texts = [chr(97 + n % 26) * size for n in range(turns)]
+    users = [{"role": "user", "content": text} for text in texts]
+    transcript = Transcript()
+    for text in texts:
+        transcript.say("assistant", text)
+        transcript.think(text)
+    tracemalloc.start()
+    try:
+        (joined,) = TakenConversations(same_roles=False).fitted(users)
+        (message,) = transcript.messages
+        copied = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert joined["content"] == "\n\n".join(texts)
+    assert (message["content"], message["reasoning"]) == ("\n".join(texts), "".join(texts))
+    assert message["reasoning_content"] == message["reasoning"] and copied < 14_000_000

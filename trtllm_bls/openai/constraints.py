@@ -5,6 +5,7 @@ A demand is enforced by the engine's guided decoding, or the request is refused.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -91,13 +92,13 @@ class TakenConversations:
             found[0] = {**found[0], "role": "user"}
         if self.same_roles:
             return found
-        joined = found[:1]
-        for message in found[1:]:
-            if message["role"] == joined[-1]["role"] == "user":
-                text = f"{joined[-1]['content']}\n\n{message['content']}"
-                joined[-1] = {**joined[-1], "content": text}
-            else:
-                joined.append(message)
+        joined: list[dict[str, Any]] = []
+        for of_users, turns in itertools.groupby(found, lambda each: each["role"] == "user"):
+            group = list(turns)
+            if of_users:
+                text = "\n\n".join(message["content"] for message in group)
+                group = [{**group[0], "content": text}]
+            joined += group
         return joined
 
 

@@ -283,11 +283,12 @@ def _conversation(request: CountTokensRequest) -> Conversation:
         transcript.say("system", _text(request.system))
     for message in request.messages:
         _read_message(message, transcript)
-    if not transcript.messages:
+    turns = transcript.messages
+    if not turns:
         raise invalid("messages", "hold nothing; send at least one block of text")
     config, choice = request.output_config or OutputConfig(), request.tool_choice
     thinks = None if request.thinking is None else request.thinking.type != "disabled"
-    goes_on = transcript.messages[-1]["role"] == "assistant"
+    goes_on = turns[-1]["role"] == "assistant"
     if goes_on and (request.tools or thinks):
         problem = "ends with an answer to go on with, which tools and thinking do not allow"
         raise invalid("messages", problem)
@@ -299,7 +300,7 @@ def _conversation(request: CountTokensRequest) -> Conversation:
         schema = as_json(field, config.format.schema)
         guide = GuidedDecoding(field, "json_schema", schema)
     return Conversation(
-        messages=transcript.messages,
+        messages=turns,
         tools=[_function(tool) for tool in request.tools or ()],
         choice=demands.get(choice.type, "auto") if choice else "auto",
         forced=choice.name if choice and choice.type == "tool" else None,

@@ -123,24 +123,32 @@ class PartsBuilder(ResponseBuilder):
 
 
 class Transcript:
-    """The messages of a conversation as chat templates take them, from turns in any pieces."""
+    """A conversation as chat templates take it, from turns in any pieces."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._turns: list[dict[str, Any]] = []  # with lists of texts, which ``messages`` joins
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The turns so far."""
+        found = []
+        for turn in self._turns:
+            message = {**turn, "content": "\n".join(filter(None, turn["content"]))}
+            if "reasoning" in turn:
+                message["reasoning"] = message["reasoning_content"] = "".join(turn["reasoning"])
+            found.append(message)
+        return found
 
     def say(self, role: str, text: str) -> None:
         """Add a message of text; to the assistant's message where that is the last one."""
-        if role != "assistant":
-            self.messages.append({"role": role, "content": text})
-            return
-        message = self._assistant()
-        message["content"] += "\n" * bool(message["content"]) + text
+        if role == "assistant":
+            self._assistant()["content"].append(text)
+        else:
+            self._turns.append({"role": role, "content": [text]})
 
     def think(self, text: str) -> None:
         """Reasoning of the assistant's message that is the last one, or follows."""
-        message = self._assistant()
-        for name in ("reasoning_content", "reasoning"):
-            message[name] = message.get(name, "") + text
+        self._assistant().setdefault("reasoning", []).append(text)
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
         """A call of the assistant's message that is the last one, or of a new one.
@@ -160,9 +168,9 @@ class Transcript:
 
     def result(self, call_id: str, text: str) -> None:
         """What a call has returned."""
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._turns.append({"role": "tool", "tool_call_id": call_id, "content": [text]})
 
     def _assistant(self) -> dict[str, Any]:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+        if not self._turns or self._turns[-1]["role"] != "assistant":
+            self._turns.append({"role": "assistant", "content": []})
+        return self._turns[-1]
