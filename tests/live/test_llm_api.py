@@ -55,9 +55,14 @@ def test_a_converted_repository_answers_as_the_embedded_engine(
     same = json.loads(post(converted, "tensorrt_llm_bls/generate", ours))["text_output"]
     theirs = {"text_input": PROMPT, "sampling_param_max_tokens": 12, "return_finish_reason": True}
     whole = json.loads(post(converted, "tensorrt_llm/generate", theirs))
-    lines = post(converted, "tensorrt_llm/generate_stream", theirs | {"streaming": True})
-    deltas = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: ")]
     assert same == whole["text_output"] == expected
-    assert "".join(delta["text_output"] for delta in deltas) == expected
-    assert len(deltas) > 2
-    assert whole["finish_reason"] == deltas[-1]["finish_reason"] == "length"
+
+    def deltas() -> list[Any]:
+        lines = post(converted, "tensorrt_llm/generate_stream", theirs | {"streaming": True})
+        told = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: ")]
+        assert "".join(delta["text_output"] for delta in told) == expected
+        assert told[-1]["finish_reason"] == whole["finish_reason"] == "length"
+        return told
+
+    # Tokens that wait for the sender share a response, so a busy machine may send fewer of them.
+    assert any(len(deltas()) > 2 for _ in range(50))
