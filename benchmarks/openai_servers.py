@@ -19,21 +19,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from bench import repository
 from bench.answers import (
     Answer,
@@ -49,6 +42,7 @@ from bench.http_load import HttpLoad
 from bench.load import Load
 from bench.processes import Processes
 from bench.report import save
+from bench.servers import free_port, openai_command, running
 from bench.stepping import Doubles
 from orchestration import MODEL, conditions, parser_of, serving
 from rich.console import Console
@@ -56,7 +50,7 @@ from rich.table import Table
 
 TARGETS = "direct,ours,ours_4,smg,triton_direct,triton_ours,triton_ours_4"
 LOADS = "1,32,128,256,1024@50,1024"
-START_S, PROMPTS, WARM_UP = 120, 64, 20
+PROMPTS, WARM_UP = 64, 20
 MOST_STREAMS = 1100  # of the Triton engine
 console = Console(width=None if sys.stdout.isatty() else 160)
 
@@ -137,39 +131,6 @@ def plain(request: Request) -> Request:
     return Request(inputs)
 
 
-@contextmanager
-def running(command: list[str], port: int, log: Path) -> Iterator[int]:
-    """A server's process, once its /health says 200."""
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file)
-    try:
-        end = time.monotonic() + START_S
-        while not _healthy(port):
-            if process.poll() is not None or time.monotonic() > end:
-                raise SystemExit(f"error: {command[0]} did not start:\n{log.read_text()[-2000:]}")
-            time.sleep(0.2)
-        yield process.pid
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
-
-
-def _healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
-            return bool(reply.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
-
-
 def command_of(target: str, port: int, ports: list[int], triton: str, smg: str) -> list[str]:
     """What starts ``target`` at ``port``."""
     if target == "smg":
@@ -178,14 +139,9 @@ def command_of(target: str, port: int, ports: list[int], triton: str, smg: str) 
         rest = ["--prometheus-port", str(free_port()), "--policy", "round_robin"]
         return [smg, "launch", *where, *rest, "--disable-retries", "--worker-urls", *workers]
     addresses = ",".join(f"127.0.0.1:{each}" for each in ports)
-    if target.startswith("triton"):
-        engine = ["--engine-url", triton]
-    else:
-        engine = ["--engine", f"trtllm://{addresses}"]
-    workers = [target.rpartition("_")[2]] if target[-1].isdigit() else ["1"]
-    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", str(port), "--workers"]
-    command += [*workers, "--tokenizer-dir", str(MODEL), "--max-running-requests", "8192"]
-    return [*command, "--max-queued-requests", "8192", *engine]
+    engine = f"triton://{triton}" if target.startswith("triton") else f"trtllm://{addresses}"
+    workers = int(target.rpartition("_")[2]) if target[-1].isdigit() else 1
+    return openai_command(port, MODEL, engine, workers)
 
 
 def measure(options: argparse.Namespace, bench: Bench) -> list[Row]:
@@ -207,9 +163,7 @@ def measure(options: argparse.Namespace, bench: Bench) -> list[Row]:
                     arguments = (server.port, doubles.ports, triton, options.smg)
                     log = Path(options.logs) / f"{target}.log"
                     command = command_of(target, *arguments)
-                    pid = stack.enter_context(running(command, server.port, log))
-                    tree = [pid, *(p.pid for p in psutil.Process(pid).children(recursive=True))]
-                    ids[target] = tree
+                    ids[target] = stack.enter_context(running(command, server.port, log))
             for name, port, pid in options.unchecked:
                 servers.append(Server(name, int(port), checked=False))
                 ids[name] = [int(pid)]

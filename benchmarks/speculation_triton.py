@@ -1,7 +1,6 @@
 """Speculation through the real tritonserver, on scripted engines: what a round costs beside them.
 
-    python benchmarks/speculation_triton.py [--tokens 300] [--requests 3] [--transport grpc|bls]
-                                             [--overlap off|on|auto]
+    python benchmarks/speculation_triton.py [--tokens 300] [--requests 3] [--overlap off|on|auto]
 
 The target takes 20 ms for a step, the draft 2 ms. Every request goes client, gRPC,
 tensorrt_llm_bls, both engines and back; speed-ups are ratios to plain decoding in the same run.
@@ -35,9 +34,7 @@ TARGET_MS, DRAFT_MS = 20, 2
 BEST = {0.6: 3, 0.8: 5, 0.9: 8}  # draft length that the formula calls best, near enough
 
 
-def settings(
-    repository: Path, agrees: float, transport: str, *, overlap: str = "off"
-) -> ServeSettings:
+def settings(repository: Path, agrees: float, *, overlap: str = "off") -> ServeSettings:
     """A server whose two engines are scripts."""
     write_scripted_pair(repository)
     return ServeSettings(
@@ -51,7 +48,6 @@ def settings(
             Override("tensorrt_llm_draft", "step_ms", str(DRAFT_MS)),
             Override("tensorrt_llm_draft", "agrees", str(agrees)),
             Override("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "tensorrt_llm_draft"),
-            Override("tensorrt_llm_bls", "engine_transport", transport),
             Override("tensorrt_llm_bls", "overlap_drafts", overlap),
         ),
     )
@@ -147,19 +143,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--requests", type=int, default=3)
-    parser.add_argument("--transport", choices=("grpc", "bls"), default="grpc")
     parser.add_argument("--overlap", choices=("off", "on", "auto"), default="auto")
     given = parser.parse_args()
     print(
         f"Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.0f}; "
-        f"target {TARGET_MS} ms, draft {DRAFT_MS} ms, {given.tokens} tokens, {given.transport}, "
+        f"target {TARGET_MS} ms, draft {DRAFT_MS} ms, {given.tokens} tokens, "
         f"overlap {given.overlap}"
     )
     for rate in BEST:
         with tempfile.TemporaryDirectory() as scratch:
             repository = Path(scratch) / "models"
-            chosen = settings(repository, rate, given.transport, overlap=given.overlap)
+            chosen = settings(repository, rate, overlap=given.overlap)
             with TritonServer(chosen) as server:
                 measure(server, rate, given.tokens, given.requests)
 

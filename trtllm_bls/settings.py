@@ -374,10 +374,9 @@ class ServeSettings:
             return
         if self.tls_cert is None:
             raise SettingsError("--tls-client-ca: needs --tls-cert and --tls-key")
-        named = {row.parameter: row.value for row in self.overrides}
-        has_certificate = {"engine_tls_cert", "engine_tls_key"} <= named.keys()
-        calls_itself = named.get("engine_transport") != "bls" and not self.engine_is_elsewhere
-        if calls_itself and not has_certificate:
+        named = {row.parameter for row in self.overrides}
+        has_certificate = {"engine_tls_cert", "engine_tls_key"} <= named
+        if not (self.engine_is_elsewhere or has_certificate):
             raise SettingsError(
                 "--tls-client-ca: tensorrt_llm_bls calls the server too and needs a certificate of "
                 "its own from that authority: add --set tensorrt_llm_bls.engine_tls_cert=FILE and "

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.helpers.fake_python_backend import SECONDS, Ask, FakeTriton, TritonModelError
 from trtllm_bls.python_backend.request_server import Call, RequestServer, SenderThreads
+from trtllm_bls.services.testing import SECONDS, Ask, FakeTriton, TritonModelError
 
 Handle = Callable[[Call], Awaitable[None]]
 ONE = {"number": np.array([[1]], dtype=np.int32)}

@@ -11,10 +11,10 @@ import numpy as np
 
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
-from tests.helpers.fake_python_backend import Ask, FakeTriton
 from tests.helpers.scripted_text import orchestrator
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService
+from trtllm_bls.services.testing import Ask, FakeTriton
 from trtllm_bls.services.text_service import TextService
 from trtllm_bls.tokenizer import Tokenizer
 

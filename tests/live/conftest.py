@@ -31,9 +31,6 @@ from trtllm_bls.launcher.command import SENDING_THREADS
 from trtllm_bls.settings import Override, ServeSettings
 from trtllm_bls.tokenizer import load_tokenizer
 
-# BLS loses some errors of Triton 24.10, which then end by this timer; longer than a busy machine
-# may take to a first token.
-STALL_SECONDS = {"grpc": 120, "bls": 20}
 # As in ``scripted/1/model.py``.
 FAULTS = {
     666001: Fault(error=EngineError("the script says so"), after_tokens=3),
@@ -45,7 +42,7 @@ FAULTS = {
 @pytest.fixture(
     scope="session",
     params=[
-        *("grpc", "bls", "trtllm", "llm_api-1.2.1"),
+        *("grpc", "trtllm", "llm_api-1.2.1"),
         *(
             pytest.param(f"llm_api-{each}", marks=pytest.mark.slow)
             for each in ("1.0.0", "1.4.0rc1")
@@ -74,21 +71,15 @@ def echo_repository(scratch: Path) -> Path:
     return repository
 
 
-def echo_settings(
-    scratch: Path, transport: str, stall_seconds: int | None = None, **more: Any
-) -> ServeSettings:
-    transport, _, release = transport.partition("llm_api-")
-    transport = transport or "grpc"
-    stall_seconds = stall_seconds or STALL_SECONDS[transport]
+def echo_settings(scratch: Path, transport: str = "grpc", **more: Any) -> ServeSettings:
+    release = transport.partition("llm_api-")[2]
     return free_ports(
         model=DEMO / "target",
         model_repository=echo_repository(scratch),
         # As before an engine in C++, which the scripted one stands for.
-        thread_pool_size=SENDING_THREADS if transport == "grpc" else None,
+        thread_pool_size=SENDING_THREADS,
         **more,
         overrides=(
-            Override("tensorrt_llm_bls", "engine_transport", transport),
-            Override("tensorrt_llm_bls", "engine_stall_seconds", str(stall_seconds)),
             Override("tensorrt_llm", "step_ms", "5"),
             *([Override("tensorrt_llm", "llm_api", release)] if release else []),
         ),

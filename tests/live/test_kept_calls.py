@@ -30,5 +30,5 @@ def test_an_engines_server_ends_in_order_while_callers_keep_calls(tmp_path: Path
         await engine.close()
         return forced
 
-    with TritonServer(echo_settings(tmp_path, "grpc")) as server:
+    with TritonServer(echo_settings(tmp_path)) as server:
         assert not asyncio.run(ask_and_stay(server))

@@ -48,7 +48,7 @@ def lines() -> Lines:
 @pytest.fixture(scope="module")
 def server(lines: Lines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """Two processes of ``tensorrt_llm_bls``, whose figures must add up."""
-    settings = echo_settings(tmp_path_factory.mktemp("metrics"), "grpc", bls_instances=2)
+    settings = echo_settings(tmp_path_factory.mktemp("metrics"), bls_instances=2)
     with TritonServer(settings, lines) as running:
         yield running
     assert not [text for text in lines.texts if "could not be published" in text]

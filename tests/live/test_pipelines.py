@@ -45,17 +45,11 @@ def int32(value):
     import numpy
     return numpy.array([[value]], numpy.int32)
 """
-INSIDE = """
-parameters {
-  key: "engine_transport"
-  value { string_value: "bls" }
-}
-"""
 
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    settings = echo_settings(tmp_path_factory.mktemp("pipelines"), "grpc")
+    settings = echo_settings(tmp_path_factory.mktemp("pipelines"))
     assert settings.model_repository is not None
     for model in EXAMPLES.iterdir():
         if model.is_dir():
@@ -64,12 +58,6 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer
     (caller / "1").mkdir(parents=True)
     (caller / "1" / "model.py").write_text(CALLER)
     (caller / "config.pbtxt").write_text(config_of(caller / "1" / "model.py", {}))
-    # The same two as on a server without a gRPC port: models are called inside Triton.
-    for name in ("speech", "caller"):
-        inside = settings.model_repository / f"{name}_inside"
-        shutil.copytree(settings.model_repository / name, inside)
-        config = (inside / "config.pbtxt").read_text().replace(f'"{name}"', f'"{name}_inside"')
-        (inside / "config.pbtxt").write_text(config + INSIDE)
     with TritonServer(settings) as running:
         yield running
 
@@ -116,14 +104,11 @@ def live_requests(server: TritonServer) -> float:
     return float(found[0].rpartition(" ")[2])
 
 
-@pytest.mark.parametrize("model", ["speech", "speech_inside"])
-def test_sound_comes_while_codes_are_still_made(
-    pipelines: TritonServer, tmp_path: Path, model: str
-) -> None:
+def test_sound_comes_while_codes_are_still_made(pipelines: TritonServer, tmp_path: Path) -> None:
     """And all of it is what the vocoder makes of the language model's ids."""
     ids = load_tokenizer(DEMO / "target").encode(LONG, True)
     began, arrivals, pcm, codes = time.monotonic(), [], [], 0
-    for result in Stream(pipelines, model, text=LONG, max_codes=1000):
+    for result in Stream(pipelines, "speech", text=LONG, max_codes=1000):
         arrivals.append(time.monotonic() - began)
         pcm.append(result.as_numpy("pcm"))
         codes += int(result.as_numpy("codes")[0])
@@ -189,19 +174,9 @@ def test_another_models_failure_is_told_with_its_name(pipelines: TritonServer) -
         list(Stream(pipelines, "caller", what="nobody"))
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"), [("caller", "unknown model"), ("caller_inside", "'nobody' is not ready")]
-)
-def test_one_response_of_a_model_that_is_not_there_is_an_error(
-    pipelines: TritonServer, model: str, reason: str
-) -> None:
-    with pytest.raises(InferenceServerException, match=f"INTERNAL: nobody: .*{reason}"):
-        list(Stream(pipelines, model, what="nobody", once=1))
-
-
-def test_a_stream_inside_triton_is_refused_with_what_to_set(pipelines: TritonServer) -> None:
-    with pytest.raises(InferenceServerException, match="a stream needs gRPC; set engine_transport"):
-        list(Stream(pipelines, "caller_inside", what="tensorrt_llm_bls"))
+def test_one_response_of_a_model_that_is_not_there_is_an_error(pipelines: TritonServer) -> None:
+    with pytest.raises(InferenceServerException, match=r"INTERNAL: nobody: .*unknown model"):
+        list(Stream(pipelines, "caller", what="nobody", once=1))
 
 
 def test_many_callers_that_leave_at_any_time_leave_nothing_behind(pipelines: TritonServer) -> None:

@@ -74,7 +74,7 @@ def test_without_descriptors_what_runs_goes_on_and_later_all_is_well(tmp_path: P
             assert text == expected
             assert (await newcomer.generate(**QUESTION, deadline_s=60)).text == expected
 
-    with TritonServer(echo_settings(tmp_path, "grpc")) as server:
+    with TritonServer(echo_settings(tmp_path)) as server:
         assert server.process is not None
         pids = {child.pid for child in server.process.children()}
         asyncio.run(run(server))

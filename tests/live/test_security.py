@@ -81,7 +81,7 @@ def guarded(
     files: dict[str, Files], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
     """TLS in both directions, also between the orchestrator and its engine, which is a script."""
-    settings, own = echo_settings(tmp_path_factory.mktemp("echo"), "grpc"), files["models"]
+    settings, own = echo_settings(tmp_path_factory.mktemp("echo")), files["models"]
     shown = (
         Override("tensorrt_llm_bls", "engine_tls_cert", str(own.cert)),
         Override("tensorrt_llm_bls", "engine_tls_key", str(own.key)),

@@ -6,7 +6,6 @@ import asyncio
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,7 +22,6 @@ from tests.helpers.server_requests import (
     post,
 )
 from tests.helpers.waiting import until
-from tests.live.conftest import echo_settings
 from trtllm_bls.client import Client, infer_request
 from trtllm_bls.contract import BLS
 from trtllm_bls.errors import EngineError, InvalidRequest
@@ -184,21 +182,9 @@ def ends_with_an_error(server: TritonServer, error: str) -> None:
     assert events[-1] == {"error": error}
 
 
-def test_an_error_that_triton_loses_is_an_error_by_the_stall_timer(tmp_path: Path) -> None:
-    """Triton 24.10 loses a BLS child's error in mid-stream, so only the timer ends the stream.
-
-    This server's timer is short. The other tests' engine needs a timer that outlasts their load.
-    """
-    # Triton waits for the child whose error it has lost until the time to end is over.
-    settings = echo_settings(tmp_path, "bls", stall_seconds=2, exit_timeout=1)
-    with TritonServer(settings) as server:
-        ends_with_an_error(server, "UNAVAILABLE: tensorrt_llm sent nothing for 2 s")
-
-
 def test_an_error_after_partial_text_is_an_error(echo: TritonServer, transport: str) -> None:
     """The text that came is shown, then an explicit error: never a clean end."""
-    if transport != "bls":
-        ends_with_an_error(echo, "INTERNAL: the script says so")
+    ends_with_an_error(echo, "INTERNAL: the script says so")
     # The LLM API tells both with one error: before the first token, the request is at fault.
     kind = InvalidRequest if transport.startswith("llm_api") else EngineError
     with pytest.raises(kind, match="the script says so"):

@@ -60,7 +60,7 @@ _LIMITS = (
 def serving() -> Iterator[TritonServer]:
     """All five models, with an engine that says the prompt back."""
     with tempfile.TemporaryDirectory() as scratch:
-        plain = echo_settings(Path(scratch), "grpc")
+        plain = echo_settings(Path(scratch))
         kept = tuple(each for each in plain.overrides if each.parameter != "step_ms")
         changed = {**plain.__dict__, "overrides": (*kept, *_LIMITS), "openai_port": 0}
         with TritonServer(type(plain)(**changed)) as server:

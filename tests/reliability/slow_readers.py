@@ -97,7 +97,7 @@ def main() -> None:
     words = int(given.pause * 1000 / given.step_ms) + _TOKENS_BEYOND
     text = " ".join(f"{number % 10}" for number in range(words // 2))
     with tempfile.TemporaryDirectory() as scratch:
-        plain = echo_settings(Path(scratch), "grpc", openai_port=0)
+        plain = echo_settings(Path(scratch), openai_port=0)
         kept = tuple(each for each in plain.overrides if each.parameter != "step_ms")
         step = Override("tensorrt_llm", "step_ms", str(given.step_ms))
         with TritonServer(replace(plain, overrides=(*kept, step))) as server:

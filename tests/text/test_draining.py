@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.helpers.fake_python_backend import SECONDS, FakeTriton
 from tests.helpers.request_servers import ONE, number, opened
 from tests.helpers.scripted_pairs import engine_request, hashed_pair, ids, read
 from tests.helpers.waiting import until
@@ -27,6 +26,7 @@ from trtllm_bls.launcher.process import Scratch
 from trtllm_bls.openai.running import RunningRequests
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.lifecycle import Lifecycle
+from trtllm_bls.services.testing import SECONDS, FakeTriton
 from trtllm_bls.status import ProcessStatus, StatusDirectory
 
 # --- speculation ----------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import pytest
 from doubles.generated import GeneratedChunks
 from doubles.scripted import Fault, ScriptedEngine
 from doubles.scripted_tokens import hashed
-from tests.helpers.fake_python_backend import SECONDS
 from tests.helpers.scripted_text import (
     Collected,
     asking,
@@ -28,6 +27,7 @@ from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.orchestrator import Defaults
+from trtllm_bls.services.testing import SECONDS
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason
 

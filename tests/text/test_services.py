@@ -15,7 +15,6 @@ import pytest
 from doubles.generated import GeneratedChunks
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
-from tests.helpers.fake_python_backend import SECONDS
 from tests.helpers.scripted_text import (
     PROMPT,
     prompt_ids,
@@ -27,6 +26,7 @@ from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.services.testing import SECONDS
 from trtllm_bls.services.text_service import TextService
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import EngineChunk, EngineRequest

@@ -221,12 +221,6 @@ def test_tls_that_is_half_configured_is_refused_at_load(tmp_path: Path) -> None:
             Deployment(parameters(**tls_files(**named)), Registry())
 
 
-def test_engines_are_looked_up_in_the_models_own_repository(tmp_path: Path) -> None:
-    """Where one cannot be asked what it declares."""
-    made: Any = deployed(repository=tmp_path, engine_transport="bls").engine
-    assert made.target._repository == tmp_path
-
-
 def test_a_draft_with_another_vocabulary_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
     """Token tables are compared at load; equal sizes would not be enough."""
     other = Path(directory("sentencepiece"))

@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 
-from tests.helpers.fake_python_backend import TritonError
 from trtllm_bls import errors
 from trtllm_bls.errors import (
     EngineError,
@@ -20,6 +19,7 @@ from trtllm_bls.errors import (
     printable,
     to_wire,
 )
+from trtllm_bls.services.testing import TritonError
 
 EVERY = [
     found

@@ -62,23 +62,18 @@ def test_the_thread_pool_is_larger_than_the_number_of_streams_that_may_hold_one(
 
 
 @pytest.mark.parametrize(
-    ("model", "code", "config", "given", "expected"),
+    ("model", "code", "config", "expected"),
     [
-        ("tensorrt_llm", None, 'backend: "tensorrtllm"', None, True),
-        ("custom", b"import triton_python_backend_utils", 'backend: "python"', None, False),
-        (BLS, "shipped", "", None, True),
-        (BLS, "shipped", "", "auto", False),  # asked for: it may call inside the server
-        (BLS, "shipped", "auto", None, True),
-        (BLS, "shipped", "grpc", "grpc", True),
-        (BLS, "shipped", "bls", None, False),
-        ("another_name", "shipped", "bls", None, False),
+        ("tensorrt_llm", None, 'backend: "tensorrtllm"', True),
+        ("custom", b"import triton_python_backend_utils", 'backend: "python"', False),
+        (BLS, "shipped", "", True),
+        ("another_name", "shipped", "", True),
     ],
 )
 def test_which_python_models_only_send(
     model: str,
     code: bytes | str | None,
     config: str,
-    given: str | None,
     expected: bool,
     tmp_path: Path,
 ) -> None:
@@ -88,16 +83,12 @@ def test_which_python_models_only_send(
     if code is not None:
         shipped = (REPOSITORY / BLS / "1" / "model.py").read_bytes()
         (version / "model.py").write_bytes(shipped if isinstance(code, str) else code)
-    if config and ":" not in config:
-        value = f'value {{ string_value: "{config}" }}'
-        config = f'parameters {{ key: "engine_transport" {value} }}'
     (version.parent / "config.pbtxt").write_text(config)
-    overrides = (Override(BLS, "engine_transport", given),) if given else ()
-    assert workdir.sends_only(tmp_path, ServeSettings(overrides=overrides)) is expected
+    assert workdir.sends_only(tmp_path) is expected
 
 
 def test_our_own_repository_only_sends() -> None:
-    assert workdir.sends_only(REPOSITORY, ServeSettings())
+    assert workdir.sends_only(REPOSITORY)
 
 
 def test_shared_memory_carries_the_servers_own_prefix() -> None:

@@ -24,7 +24,7 @@ def repository(tmp_path: Path) -> Path:
         'parameters { key: "tokenizer_dir" value { string_value: "../llama" } }\n'
         'parameters { key: "engine_url" value { string_value: "there:1" } }\n'
         'parameters { key: "max_streams" value { string_value: "100" } }\n'
-        'parameters { key: "engine_transport" value { string_value: "bls" } }\n'
+        'parameters { key: "engine_transport" value { string_value: "auto" } }\n'
     )
     return models
 

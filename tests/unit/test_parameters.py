@@ -145,7 +145,6 @@ def test_serve_overrides_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
     bls = given.read(BlsParameters)
     assert (bls.tokenizer_dir, bls.engine_url, bls.max_streams) == (tmp_path, "localhost:9", 7)
     assert bls.draft_tokenizer_dir is None
-    assert bls.repository == Path("/models")
 
 
 def test_defaults_are_those_of_the_checked_in_configuration(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from tests.helpers.waiting import eventually, until
 from trtllm_bls.configure.new import command as new
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.engines.triton.other_models import OtherModels, as_array
-from trtllm_bls.errors import EngineError, EngineUnavailable, TrtllmBlsError
+from trtllm_bls.errors import EngineError, TrtllmBlsError
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.pipeline import InvalidRequest, Request, Response, StreamingModel, Tensor, connect
 from trtllm_bls.services.testing import serving
@@ -423,42 +422,3 @@ def test_a_request_leaves_nothing_to_the_garbage_collector(
             until(gone)
     finally:
         gc.enable()
-
-
-class Inside:
-    """Triton's BLS API: one model that doubles, one that fails."""
-
-    class Tensor:
-        def __init__(self, name: str, array: Any) -> None:
-            self.name, self.as_numpy = lambda: name, lambda: array
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-
-    def InferenceRequest(self, **asked: Any) -> Any:
-        self.asked.append(asked)
-        failed = asked["model_name"] == "wrong"
-        (x,) = asked["inputs"]
-
-        async def async_exec() -> Any:
-            return SimpleNamespace(
-                has_error=lambda: failed,
-                error=lambda: SimpleNamespace(message=lambda: "UNAVAILABLE: it is full"),
-                output_tensors=lambda: [self.Tensor("y", 2 * x.as_numpy())],
-            )
-
-        return SimpleNamespace(async_exec=async_exec)
-
-
-async def test_a_server_without_a_grpc_port_calls_its_models_inside() -> None:
-    inside = Inside()
-    models = OtherModels("localhost:1", None, inside)
-    answer = await models.infer("double", {"x": [1, 2]}, ["y"], "7")
-    assert answer["y"].tolist() == [2, 4]
-    (asked,) = inside.asked
-    assert (asked["request_id"], asked["requested_output_names"]) == ("7", ["y"])
-    with pytest.raises(EngineUnavailable, match="wrong: it is full"):
-        await models.infer("wrong", {"x": 1}, (), "8")
-    with pytest.raises(TrtllmBlsError, match="double: a stream needs gRPC"):
-        models.stream("double", {"x": 1}, (), "9")
-    await models.close()

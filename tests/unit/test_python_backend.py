@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.fake_python_backend import SECONDS, Ask, FakeTriton, TritonModelError
 from tests.helpers.request_servers import ONE, ManualSenders, answered, call_of, number, opened
 from trtllm_bls.errors import (
     EngineError,
@@ -24,6 +23,7 @@ from trtllm_bls.errors import (
     Unsupported,
 )
 from trtllm_bls.python_backend.request_server import Call, SenderThreads, answering
+from trtllm_bls.services.testing import SECONDS, Ask, FakeTriton, TritonModelError
 from trtllm_bls.services.triton_log import TritonLogHandler, log_to_triton
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.fake_python_backend import SECONDS, FakeTriton, TritonModelError
 from tests.helpers.request_servers import (
     ONE,
     Gate,
@@ -22,6 +21,7 @@ from tests.helpers.request_servers import (
 )
 from trtllm_bls.errors import EngineError, Overloaded
 from trtllm_bls.python_backend.request_server import WATCHED_AT_ONCE, Call
+from trtllm_bls.services.testing import SECONDS, FakeTriton, TritonModelError
 
 
 def test_a_slow_send_holds_up_neither_other_calls_nor_the_loop() -> None:

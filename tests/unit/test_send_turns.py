@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from tests.helpers.fake_python_backend import SECONDS, FakeTriton
 from tests.helpers.request_servers import ONE, Gate, number, opened
 from tests.helpers.virtual_time import settle
 from tests.helpers.waiting import eventually
 from trtllm_bls.python_backend.request_server import MAX_QUEUED, Call, SenderThreads
+from trtllm_bls.services.testing import SECONDS, FakeTriton
 
 MANY = 3 * MAX_QUEUED
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.helpers.fake_python_backend import SECONDS, FakeTriton
 from tests.helpers.request_servers import ONE
 from trtllm_bls.python_backend import Call, RequestServer, request_server
 from trtllm_bls.python_backend.one_core import OneCore
+from trtllm_bls.services.testing import SECONDS, FakeTriton
 
 
 def test_a_server_keeps_its_threads_together_and_lets_workers_go(

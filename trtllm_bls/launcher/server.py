@@ -270,7 +270,7 @@ class TritonServer:
             )
             environment[STATUS_DIR] = str(scratch.status)
             self.models = workdir.model_names(served)
-            if sends_only := workdir.sends_only(served, self.settings):
+            if sends_only := workdir.sends_only(served):
                 environment[ENGINE_TRANSPORT] = "grpc"
             order = command.server_command(
                 server, self.settings, ports, served, backends, scratch.region_prefix, sends_only

@@ -120,21 +120,13 @@ def parameter(repository: Path, model: str, key: str) -> str:
         return ""
 
 
-def sends_only(repository: Path, settings: ServeSettings) -> bool:
-    """Whether no Python model calls another inside the server: all are this package's, and the
-    orchestrator reaches its engines over gRPC."""
-    given = {(each.model, each.parameter) for each in settings.overrides}
-    for name in model_names(repository):
-        if not any((repository / name).glob("*/*.py")):
-            continue
-        transport = parameter(repository, name, "engine_transport")
-        if (
-            _our_model(repository / name, "") is None
-            or transport == "bls"
-            or (transport != "grpc" and (name, "engine_transport") in given)
-        ):
-            return False
-    return True
+def sends_only(repository: Path) -> bool:
+    """Whether no Python model calls another inside the server: all are this package's."""
+    return all(
+        _our_model(repository / name, "")
+        for name in model_names(repository)
+        if any((repository / name).glob("*/*.py"))
+    )
 
 
 def is_plain(path: Path | str) -> bool:

@@ -218,7 +218,7 @@ class Parameters:
         self._texts["decoupled"] = str(decoupled)
         self._environment = environment
         self._given = environment.get(GIVEN, "").split(",")
-        self.repository = Path(args["model_repository"]).parent  # of all models
+        self._repository = Path(args["model_repository"]).parent  # of all models
         # As in "tensorrt_llm_bls_0_3": the third number of Triton's name for this process.
         self.instance = int(re.sub(r".*\D", "", args.get("model_instance_name", "")) or 0)
         groups = config.get("instance_group", [])
@@ -227,7 +227,7 @@ class Parameters:
     def read(self, declared: type[_Declared]) -> _Declared:
         """The dataclass with its parameters' values. Raises ``SettingsError``.
 
-        Its fields ``repository``, ``instance`` and ``instances``, if it has them, are set too.
+        Its fields ``instance`` and ``instances``, if it has them, are set too.
         """
         known = parameters_in(declared)
         values = {key: self._value(key, parameter) for key, parameter in known.items()}
@@ -249,7 +249,7 @@ class Parameters:
             return None
         # Symbolic links are not resolved: in a repository of links, what is named relative to the
         # repository lies beside the links.
-        path = Path(os.path.abspath(self.repository / value))
+        path = Path(os.path.abspath(self._repository / value))
         if not (path.is_dir() if declared.kind is DIRECTORY else path.is_file()):
             what = declared.kind.expected.removeprefix("a ")
             raise refusal(self._model, key, str(path), f"no such {what}")

@@ -305,9 +305,9 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         "false",
     )
     engine_transport: str = parameter(
-        choice("auto", "bls", "grpc"),
-        "How the engine is called: over this server's own gRPC port (auto), over the gRPC port at "
-        "`engine_url`, of whichever server (grpc), or inside Triton (bls), where there is no gRPC.",
+        choice("auto", "grpc"),
+        "Whose gRPC port `engine_url` is to be: this server's own (auto), or whichever server's "
+        "(grpc).",
         "auto",
         env=ENGINE_TRANSPORT,
     )
@@ -431,7 +431,6 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     log_prompts: bool = parameter(FLAG, "Log the prompt too, cut to 900 characters.", "false")
 
     # What Triton says of this process; a directory and numbers, not parameters.
-    repository: Path | None = None  # the directory of all models; None outside Triton
     instance: int = 0  # which of the model's processes this is
     instances: int = 1
 

@@ -12,7 +12,7 @@ from trtllm_bls import __version__
 from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import ReplicatedEngine, RoutingEngine
-from trtllm_bls.engines.triton import triton_engine
+from trtllm_bls.engines.triton.grpc import GrpcEngine
 from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
 from trtllm_bls.errors import EngineError
@@ -33,8 +33,7 @@ class Deployment:
     """One orchestrator, the engines it owns, and the reports of its requests.
 
     ``pb_utils`` are Triton's utilities inside a Python model, ``None`` elsewhere: then metrics are
-    kept in memory (``reports.metrics``) and engines are reached over gRPC alone. ``model_name``
-    labels the metrics. Raises ``SetupError``.
+    kept in memory (``reports.metrics``). ``model_name`` labels the metrics. Raises ``SetupError``.
     """
 
     def __init__(
@@ -141,19 +140,16 @@ def _reports(parameters: BlsParameters, pb_utils: Any, model_name: str) -> Reque
 def _engine(
     parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer, reports: RequestReports
 ) -> RoutingEngine:
-    engine_of = partial(
-        triton_engine,
-        transport=parameters.engine_transport,
-        url=parameters.engine_url,
-        pb_utils=pb_utils,
+    engine_at = partial(
+        GrpcEngine,
         vocab_size=tokenizer.model_vocab_size,
-        max_streams=parameters.max_streams,
         stall_seconds=parameters.engine_stall_seconds,
         tls=engine_tls(parameters),
-        repository=parameters.repository,
     )
+    own_server = parameters.engine_transport == "auto" and pb_utils is not None
+    engine_of = partial(engine_at, parameters.engine_url, own_server=own_server)
     draft: Engine | None = None
-    target = _target(parameters, engine_of, tokenizer)
+    target = _target(parameters, engine_at, engine_of, tokenizer)
     if _is_service(parameters):
         if parameters.tensorrt_llm_draft_model_name or parameters.draft_source != "off":
             log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
@@ -179,7 +175,10 @@ def _engine(
 
 
 def _target(
-    parameters: BlsParameters, engine_of: Callable[..., Engine], tokenizer: Tokenizer
+    parameters: BlsParameters,
+    engine_at: Callable[[str, str], Engine],
+    engine_of: Callable[[str], Engine],
+    tokenizer: Tokenizer,
 ) -> Engine:
     """The engine, or those, that parameter ``engine`` names."""
     choice = parameters.engine
@@ -196,7 +195,7 @@ def _target(
         if choice.kind is EngineKind.TRTLLM:
             engines.append(TrtllmServiceEngine(url, settings, engine_tls(parameters)))
         elif choice.kind is EngineKind.TRITON_GRPC:
-            engines.append(engine_of(model, transport="grpc", url=url))
+            engines.append(engine_at(url, model))
         else:
             engines.append(engine_of(model))
     if len(engines) == 1:

@@ -38,7 +38,7 @@ class ServedModel(ABC):
         log_to_triton(pb_utils, name)
         parameters = Parameters(args).read(BlsParameters)
         self.deployment = self.deployment_type(parameters, pb_utils, name)
-        self.make(parameters, pb_utils)
+        self.make(parameters)
         self._server = RequestServer(
             pb_utils,
             self.handle,
@@ -72,7 +72,7 @@ class ServedModel(ABC):
         await self.deployment.close()
 
     @abstractmethod
-    def make(self, parameters: BlsParameters, pb_utils: Any) -> None:
+    def make(self, parameters: BlsParameters) -> None:
         """Make what ``handle`` needs; the event loop does not run yet."""
 
     @abstractmethod

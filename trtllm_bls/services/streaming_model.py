@@ -251,10 +251,9 @@ class StreamingModel(ServedModel):
     async def unload(self) -> None:
         """Called once after the last request."""
 
-    def make(self, parameters: BlsParameters, pb_utils: Any) -> None:
+    def make(self, parameters: BlsParameters) -> None:
         """See ``ServedModel``."""
-        inside = pb_utils if parameters.engine_transport == "bls" else None
-        self.other_models = OtherModels(parameters.engine_url, engine_tls(parameters), inside)
+        self.other_models = OtherModels(parameters.engine_url, engine_tls(parameters))
         self.declared = {tensor.name: tensor for tensor in self.outputs}
         self.decoupled = parameters.decoupled
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.served_model import ServedModel
@@ -13,7 +11,7 @@ from trtllm_bls.services.text_service import TextService
 class TritonPythonModel(ServedModel):
     """One instance serves all streams; requests never wait for each other."""
 
-    def make(self, parameters: BlsParameters, pb_utils: Any) -> None:
+    def make(self, parameters: BlsParameters) -> None:
         self._service = TextService(
             self.deployment.orchestrator,
             decoupled=parameters.decoupled,

@@ -2,8 +2,8 @@
 
 All requests share one connection; each running one has a ``ModelStreamInfer`` call to itself. A
 cancelled call ends its request in Triton, every error is delivered, and no two requests can disturb
-each other: Triton 24.10's BLS API has none of that. A call is never cancelled around its final
-response, which would leak the request inside Triton.
+each other. A call is never cancelled around its final response, which would leak the request inside
+Triton.
 
 Opening a call costs more than a short request does, and speculative decoding makes two requests a
 round. So a call whose request has ended is kept for the next one (``StreamPool``). Requests never
@@ -44,7 +44,7 @@ _CLOSE_SECONDS = 1.0  # for the server to end its side of idle calls
 _CONFIG_SECONDS = 10.0  # for the server to send the model's configuration
 _PROBE_SECONDS = 5.0  # for a silent server to answer that it is alive
 _REFRESH_SECONDS = 30.0  # after which the configuration is asked for again: models are reloaded
-_ADVICE = "set engine_url to this server's gRPC port, or engine_transport to bls where it has none"
+_ADVICE = "set engine_url to this server's gRPC port"
 
 
 class GrpcEngine:

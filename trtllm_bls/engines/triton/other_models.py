@@ -1,4 +1,4 @@
-"""Calls of other models of this server, over its own gRPC port or Triton's BLS API."""
+"""Calls of other models of this server, over its own gRPC port."""
 
 from __future__ import annotations
 
@@ -37,19 +37,15 @@ def as_array(name: str, value: Any) -> Array:
 
 
 class OtherModels:
-    """``url`` is the server's gRPC port. With ``pb_utils`` models are called by Triton's BLS API,
-    for a server without that port; such a call goes on in Triton after it was cancelled."""
+    """``url`` is the server's gRPC port."""
 
-    def __init__(self, url: str, tls: ssl.SSLContext | None, pb_utils: Any = None) -> None:
+    def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
         self._channel = GrpcChannel(url, tls=tls)
-        self._pb = pb_utils
 
     async def infer(
         self, model: str, inputs: Mapping[str, Any], outputs: Sequence[str], request_id: str
     ) -> dict[str, Array]:
         """The one response of a model that is not decoupled."""
-        if self._pb is not None:
-            return await self._infer_inside(model, inputs, outputs, request_id)
         message = _packed(model, inputs, outputs, request_id)
         try:
             answer = await self._channel.unary(_SERVICE + "ModelInfer", message)
@@ -61,22 +57,7 @@ class OtherModels:
         self, model: str, inputs: Mapping[str, Any], outputs: Sequence[str], request_id: str
     ) -> ModelStream:
         """The responses of a decoupled model."""
-        if self._pb is not None:
-            raise TrtllmBlsError(f"{model}: a stream needs gRPC; set engine_transport to auto")
         return ModelStream(model, self._channel, _packed(model, inputs, outputs, request_id))
-
-    async def _infer_inside(
-        self, model: str, inputs: Mapping[str, Any], outputs: Sequence[str], request_id: str
-    ) -> dict[str, Array]:
-        response = await self._pb.InferenceRequest(
-            model_name=model,
-            request_id=request_id,
-            requested_output_names=list(outputs),
-            inputs=[self._pb.Tensor(name, array) for name, array in _arrays(inputs)],
-        ).async_exec()
-        if response.has_error():
-            raise _named(model, from_wire(response.error().message()))
-        return {each.name(): np.array(each.as_numpy()) for each in response.output_tensors()}
 
     async def close(self) -> None:
         """End what runs, and disconnect."""
@@ -126,14 +107,11 @@ class ModelStream:
             self._arrived.put_nowait(message)
 
 
-def _arrays(values: Mapping[str, Any]) -> list[tuple[str, Array]]:
-    return [(name, as_array(name, value)) for name, value in values.items()]
-
-
 def _packed(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str], request_id: str
 ) -> bytes:
-    typed = [(name, np_to_triton_dtype(array.dtype), array) for name, array in _arrays(inputs)]
+    arrays = {name: as_array(name, value) for name, value in inputs.items()}
+    typed = [(name, np_to_triton_dtype(each.dtype), each) for name, each in arrays.items()]
     return packed_infer_message(model, request_id, typed, outputs)
 
 
