@@ -7,6 +7,7 @@ guided decoding holds to calls (``FORCED``): such text is the beginning of a cal
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -79,6 +80,8 @@ class ChatParser:
 
     ``opened``: the prompt ended with the tag that begins reasoning.
     ``schemas``: the parameters of the tools that may be called, by name, where they are known.
+    ``plain``: there is neither a format nor a tag, and all text is content as it comes.
+    Calls beyond ``most_calls`` are left out.
     """
 
     def __init__(
@@ -88,11 +91,14 @@ class ChatParser:
         *,
         opened: bool = False,
         schemas: Mapping[str, Any] | None = None,
+        most_calls: int | None = None,
         new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
+        self.plain = tools is None and reasoning is None
         self._tools = tools or (reasoning and reasoning.messages) or ToolFormat()
         self._reasoning = reasoning
         self._schemas = schemas
+        self._most_calls = sys.maxsize if most_calls is None else most_calls
         self._calls_alone = tools is not None and not tools.begin
         self._new_id = new_id
         self._num_calls = 0
@@ -115,12 +121,14 @@ class ChatParser:
         """Whether the answer calls a tool."""
         return self._num_calls > 0
 
-    def feed(self, text: str) -> list[Event]:
-        """The events that are certain with this text."""
+    def feed(self, text: str, end: bool = False) -> list[Event]:
+        """The events that are certain with this text; ``end``: there is no more."""
+        if self.plain:
+            return [Content(text)] if text else []
         self._buffer += text
         while self._buffer and self._step(self):
             pass
-        return self._drain_events()
+        return self._drain_events() + (self.flush() if end else [])
 
     def flush(self) -> list[Event]:
         """The remaining events of an answer that has ended, perhaps in the middle of a call."""
@@ -281,4 +289,4 @@ class ChatParser:
 
     def _drain_events(self) -> list[Event]:
         events, self._events = self._events, []
-        return events
+        return [event for event in events if getattr(event, "index", 0) < self._most_calls]

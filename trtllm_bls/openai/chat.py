@@ -109,7 +109,7 @@ class ChatResponse(ChoicesBuilder):
         if parts.plain and not chunk.drafted and logprobs is None:
             events += self._frames.text(index, chunk.text) if chunk.text else b""
         else:
-            found = map(_delta, parts.of(chunk.text, end=well_ended(chunk) is not None))
+            found = map(_delta, parts.feed(chunk.text, end=well_ended(chunk) is not None))
             for delta in [*found] or [{}] * (logprobs is not None):
                 fields: dict[str, Any] = {"delta": delta, "logprobs": logprobs}
                 fields["finish_reason"] = None
@@ -124,7 +124,7 @@ class ChatResponse(ChoicesBuilder):
 
     def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         logprobs = None if self._scores is None else chat_logprobs(self._scores.of(chunk))
-        parts = self._parts[index].of(chunk.text, end=True)
+        parts = self._parts[index].feed(chunk.text, end=True)
         message = {"role": "assistant", "refusal": None, **_message(parts)}
         return {"message": message, "logprobs": logprobs}
 

@@ -159,7 +159,7 @@ class AnswerForm:
 
     def __init__(self, asked: Conversation, formats: ChatFormats, tokenizer: Tokenizer) -> None:
         self.guide = asked.guide
-        self.most_calls = None if asked.parallel else 1
+        self._most_calls = None if asked.parallel else 1
         self._tools: ToolFormat | None = None
         self._reasoning = formats.reasoning
         self._tokenizer = tokenizer
@@ -182,13 +182,17 @@ class AnswerForm:
         """Whether the markers to look for are special tokens, which the text has to keep."""
         return any(each is not None and each.special for each in (self._tools, self._reasoning))
 
-    def parsers(self, options: ChatOptions, count: int) -> list[ChatParser | None]:
-        """A parser for each choice; ``None`` where all text is content."""
-        if self._tools is None and self._reasoning is None:
-            return [None] * count
+    def parsers(self, options: ChatOptions, count: int) -> list[ChatParser]:
+        """A parser for each choice."""
         opened = self._opened(options)
         return [
-            ChatParser(self._tools, self._reasoning, opened=opened, schemas=self._schemas)
+            ChatParser(
+                self._tools,
+                self._reasoning,
+                opened=opened,
+                schemas=self._schemas,
+                most_calls=self._most_calls,
+            )
             for _ in range(count)
         ]
 

@@ -1,4 +1,4 @@
-"""From a conversation of any API to a text request, and from its text to the parts of an answer."""
+"""From a conversation of any API to a text request, and to what parses the text of its answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
-from trtllm_bls.chat_parsing.parser import ChatParser, Content, Event
 from trtllm_bls.openai.builder import shared_fields
 from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, Conversation
 from trtllm_bls.openai.errors import as_json
@@ -16,38 +15,6 @@ from trtllm_bls.types import TextRequest
 
 # How hard the model is to think, as agents say it, in the words that templates know.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
-
-
-class AnswerParts:
-    """The text of one choice as parts: content, reasoning, and calls of tools.
-
-    ``parser``: ``None`` where all text is content. Calls beyond ``most_calls`` are left out.
-    """
-
-    def __init__(self, parser: ChatParser | None, most_calls: int | None) -> None:
-        self._parser = parser
-        self._most_calls = most_calls
-
-    @property
-    def plain(self) -> bool:
-        """Whether all text is content."""
-        return self._parser is None
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the text so far calls a tool."""
-        return self._parser is not None and self._parser.has_calls
-
-    def of(self, text: str, end: bool) -> list[Event]:
-        """The parts that are certain with this text; ``end``: there is no more."""
-        if self._parser is None:
-            return [Content(text)] if text else []
-        events = self._parser.feed(text)
-        if end:
-            events += self._parser.flush()
-        if self._most_calls is None:
-            return events
-        return [event for event in events if getattr(event, "index", 0) < self._most_calls]
 
 
 class ChatTurn:
@@ -82,9 +49,7 @@ class ChatTurn:
             extras=form.guide.extras if form.guide else {},
             **{**shared, **fields},
         )
-        self.parts = [
-            AnswerParts(parser, form.most_calls) for parser in form.parsers(options, choices)
-        ]
+        self.parts = form.parsers(options, choices)
 
 
 def thinking(effort: str | None, thinks: bool | None = None) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class PartsBuilder(ResponseBuilder):
     def add(self, index: int, chunk: TextChunk) -> bytes:
         events = self._begin_once()
         self._ending = well_ended(chunk)
-        for event in self._answer.of(chunk.text, end=self._ending is not None):
+        for event in self._answer.feed(chunk.text, end=self._ending is not None):
             if isinstance(event, ToolCall):
                 events += self._open(ToolCall, event)
                 continue
