@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from trtllm_bls.chat_parsing.parser import Arguments, Content, Event, Reasoning, ToolCall
@@ -11,18 +10,15 @@ from trtllm_bls.openai.choices import ChoicesBuilder
 from trtllm_bls.openai.constraints import (
     ChatFormats,
     Conversation,
+    format_guide,
     guided_decoding,
-    response_format,
 )
 from trtllm_bls.openai.conversation import ChatTurn
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
-from trtllm_bls.openai.schema import ChatRequest, ToolChoice
+from trtllm_bls.openai.schema import ChatMessage, ChatRequest, ToolChoice, checked, text_of
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, Ending, TextChunk, Wants
-
-_ROLES = ("developer", "system", "user", "assistant", "tool")
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def _message(parts: list[Event]) -> dict[str, Any]:
@@ -139,7 +135,7 @@ def _prediction(request: ChatRequest) -> str | None:
     if request.prediction is None:
         return None
     content = request.prediction.content
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 def conversation_of(request: ChatRequest) -> Conversation:
@@ -156,13 +152,17 @@ def conversation_of(request: ChatRequest) -> Conversation:
         raise invalid("tool_choice.function", "is missing")
     else:
         choice, forced = "required", demand.function.name
+    form = None
+    if (given := request.response_format) is not None:
+        schema = given.json_schema and given.json_schema.schema
+        form = format_guide("response_format", given.type, schema, "json_schema.schema")
     asked = Conversation(
         messages=[_read_message(*each) for each in enumerate(request.messages)],
         tools=request.tools or (),
         choice=choice,
         forced=forced,
         parallel=request.parallel_tool_calls is not False,
-        guide=guided_decoding(request, response_format(request)),
+        guide=guided_decoding(request, form),
         options=_options(request),
     )
     if allowed is not None:
@@ -188,47 +188,14 @@ def _options(request: ChatRequest) -> ChatOptions:
 def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     """A message as chat templates expect it: with text for parts, and without null."""
     field = f"messages[{index}]"
-    role = message.get("role")
-    if role not in _ROLES:
-        raise invalid(f"{field}.role", f"must be one of: {', '.join(_ROLES)}")
-    plain = {key: value for key, value in message.items() if value is not None}
-    if role == "developer":  # templates do not know that role
-        plain["role"] = "system"
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [_part(f"{field}.content[{n}]", part) for n, part in enumerate(content)]
-        plain["content"] = "\n".join(parts)
-    elif isinstance(content, str):
-        plain["content"] = content
-    elif content is None and role == "assistant":
-        plain["content"] = ""
-    else:
+    read = checked(field, message, ChatMessage)
+    if read.content is None and read.role != "assistant":
         raise invalid(f"{field}.content", "must be text or a list of parts")
-    if "tool_calls" in plain:
-        _check_calls(f"{field}.tool_calls", plain["tool_calls"])
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = text_of(read.content or "")
+    if read.role == "developer":  # templates do not know that role
+        plain["role"] = "system"
     for own, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
         if own in plain:
             plain.setdefault(other, plain[own])
     return plain
-
-
-def _part(field: str, part: object) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(part, Mapping) or not isinstance(kind, str):
-        raise invalid(field, "must be an object with a type")
-    key = _TEXT_PARTS.get(kind)
-    if key is None:
-        raise invalid(field, f"parts of type {kind[:40]!r} are not supported; send text")
-    text = part.get(key)
-    if not isinstance(text, str):
-        raise invalid(f"{field}.{key}", "must be a string")
-    return text
-
-
-def _check_calls(field: str, calls: object) -> None:
-    if not isinstance(calls, list):
-        raise invalid(field, "must be a list")
-    for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid(f"{field}[{index}].function", "must be an object with a name")

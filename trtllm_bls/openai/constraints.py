@@ -25,7 +25,7 @@ from trtllm_bls.chat_parsing.formats import (
 from trtllm_bls.chat_parsing.parser import ChatParser
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.errors import as_json, invalid
-from trtllm_bls.openai.schema import ChatRequest, Common, StructuredOutputs, Tool, checked
+from trtllm_bls.openai.schema import Common, StructuredOutputs, Tool, checked
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import Array, ChatOptions
 
@@ -208,17 +208,20 @@ class AnswerForm:
         return prompt.rstrip().endswith(self._reasoning.begin)
 
 
-def response_format(request: ChatRequest) -> GuidedDecoding | None:
-    """The guided decoding that OpenAI's ``response_format`` asks for."""
-    asked = request.response_format
-    if asked is None or asked.type == "text":
+def format_guide(
+    field: str, kind: str, schema: Any, place: str = "schema"
+) -> GuidedDecoding | None:
+    """The guided decoding that ``field`` asks for, whose type is text, json_object or json_schema.
+
+    ``place``: where in the field the schema is.
+    """
+    if kind == "text":
         return None
-    if asked.type == "json_object":
-        return GuidedDecoding("response_format", "json")
-    if asked.json_schema is None:
-        raise invalid("response_format.json_schema.schema", "must be a JSON schema")
-    schema = as_json("response_format", asked.json_schema.schema)
-    return GuidedDecoding("response_format", "json_schema", schema)
+    if kind == "json_object":
+        return GuidedDecoding(field, "json")
+    if schema is None:
+        raise invalid(f"{field}.{place}", "must be a JSON schema")
+    return GuidedDecoding(field, "json_schema", as_json(field, schema))
 
 
 def guided_decoding(request: Common, other: GuidedDecoding | None = None) -> GuidedDecoding | None:

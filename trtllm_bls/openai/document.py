@@ -12,6 +12,7 @@ from trtllm_bls.openai.errors import Error
 from trtllm_bls.openai.messages import CountTokensRequest, MessagesRequest
 from trtllm_bls.openai.responses import ResponsesRequest
 from trtllm_bls.openai.schema import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -44,10 +45,7 @@ _FURTHER: dict[str, dict[str, Any]] = {
         "messages": {
             "type": "array",
             "minItems": 1,
-            "items": _object(
-                role={"enum": ["developer", "system", "user", "assistant", "tool"]},
-                content={"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}}]},
-            ),
+            "items": {"$ref": "#/components/schemas/ChatMessage"},
         }
     },
     "CompletionRequest": {
@@ -81,7 +79,7 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
         *(ResponsesRequest, MessagesRequest, CountTokensRequest),
     )
     _, schemas = msgspec.json.schema_components(
-        (*kinds, Error), ref_template="#/components/schemas/{name}"
+        (*kinds, ChatMessage, Error), ref_template="#/components/schemas/{name}"
     )
     for kind in kinds:
         properties = schemas[kind.__name__]["properties"]

@@ -12,7 +12,7 @@ import msgspec
 
 from trtllm_bls.chat_parsing.parser import Content, Reasoning
 from trtllm_bls.openai.builder import Head
-from trtllm_bls.openai.constraints import ChatFormats, Conversation, GuidedDecoding
+from trtllm_bls.openai.constraints import ChatFormats, Conversation, format_guide
 from trtllm_bls.openai.conversation import ChatTurn, thinking
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
 from trtllm_bls.openai.parts import Part, PartsBuilder, Transcript, sse
@@ -295,10 +295,9 @@ def _conversation(request: CountTokensRequest) -> Conversation:
     if choice is not None and choice.type == "tool" and not choice.name:
         raise invalid("tool_choice.name", "is missing")
     demands = {"any": "required", "tool": "required", "none": "none"}
-    guide, field = None, "output_config.format"
-    if config.format is not None:
-        schema = as_json(field, config.format.schema)
-        guide = GuidedDecoding(field, "json_schema", schema)
+    guide = None
+    if (form := config.format) is not None:
+        guide = format_guide("output_config.format", form.type, form.schema)
     return Conversation(
         messages=turns,
         tools=[_function(tool) for tool in request.tools or ()],

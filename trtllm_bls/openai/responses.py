@@ -13,12 +13,12 @@ import msgspec
 
 from trtllm_bls.chat_parsing.parser import Content, Reasoning
 from trtllm_bls.openai.builder import Head
-from trtllm_bls.openai.constraints import ChatFormats, Conversation, GuidedDecoding
+from trtllm_bls.openai.constraints import ChatFormats, Conversation, format_guide
 from trtllm_bls.openai.conversation import ChatTurn, thinking
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
 from trtllm_bls.openai.parts import Kind, Part, PartsBuilder, Transcript, sse
-from trtllm_bls.openai.schema import Count, Generation, Refused, checked
+from trtllm_bls.openai.schema import Count, Generation, Refused, TextPart, checked, text_of
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, Wants
 
@@ -87,14 +87,6 @@ class ResponsesRequest(Generation, kw_only=True):
     include: list[str] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class TextPart(msgspec.Struct, kw_only=True):
-    """A part of a message, of reasoning, or of what a tool has returned."""
-
-    type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
-    text: str = ""
-    refusal: str = ""
 
 
 class MessageItem(msgspec.Struct, tag="message", kw_only=True):
@@ -431,6 +423,7 @@ def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
             read: Item = checked(place, {"type": "message", **item}, AnyItem)
             _read_item(read, place, transcript, tools)
     effort = request.reasoning.effort if request.reasoning else None
+    form = (request.text or TextOptions()).format or TextFormat()
     variables = {**thinking(effort), **(request.chat_template_kwargs or {})}
     choice, forced, allowed = _choice(request.tool_choice, tools)
     asked = Conversation(
@@ -439,7 +432,7 @@ def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
         choice=choice,
         forced=forced,
         parallel=request.parallel_tool_calls is not False,
-        guide=_guide(request.text.format if request.text else None),
+        guide=format_guide("text.format", form.type, form.schema),
         options=ChatOptions(variables=variables),
     )
     return asked if allowed is None else asked.with_tools(allowed, "tool_choice.tools")
@@ -448,9 +441,9 @@ def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
 def _read_item(item: Item, place: str, transcript: Transcript, tools: _Tools) -> None:
     if isinstance(item, MessageItem):
         role = "system" if item.role == "developer" else item.role
-        transcript.say(role, _text(item.content))
+        transcript.say(role, text_of(item.content))
     elif isinstance(item, ReasoningItem):
-        transcript.think(_text(item.content or item.summary))
+        transcript.think(text_of(item.content or item.summary))
     elif isinstance(item, CallItem):
         transcript.call(item.call_id, tools.flat(item.name, item.namespace), item.arguments)
     elif isinstance(item, FreeCallItem):
@@ -459,13 +452,7 @@ def _read_item(item: Item, place: str, transcript: Transcript, tools: _Tools) ->
     elif isinstance(item, ToolsItem):
         tools.add(f"{place}.tools", item.tools)
     else:
-        transcript.result(item.call_id, _text(item.output))
-
-
-def _text(content: str | list[TextPart]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.text or part.refusal for part in content)
+        transcript.result(item.call_id, text_of(item.output))
 
 
 def _choice(
@@ -486,13 +473,3 @@ def _choice(
         raise invalid("tool_choice.tools", "must be a list of tools")
     names = {tools.flat(str(tool.get("name")), tool.get("namespace")) for tool in named}
     return choice["mode"], None, names
-
-
-def _guide(form: TextFormat | None) -> GuidedDecoding | None:
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return GuidedDecoding("text.format", "json")
-    if form.schema is None:
-        raise invalid("text.format.schema", "must be a JSON schema")
-    return GuidedDecoding("text.format", "json_schema", as_json("text.format", form.schema))

@@ -123,10 +123,22 @@ class Common(Generation, kw_only=True):
 
 
 class TextPart(msgspec.Struct, kw_only=True):
-    """A part of a prediction."""
+    """A part of a message, of reasoning, of a prediction, or of what a tool has returned."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text"]
+    text: str | None = None
+    refusal: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.text is None and self.refusal is None:
+            raise ValueError("must have a text")
+
+
+def text_of(content: str | list[TextPart]) -> str:
+    """The text of a message's content."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text or part.refusal or "" for part in content)
 
 
 class Prediction(msgspec.Struct, kw_only=True):
@@ -169,6 +181,14 @@ class JsonSchema(msgspec.Struct, kw_only=True):
     """A named schema."""
 
     schema: dict[str, Any] | bool
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One turn; what else it has is for the chat template."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[Tool] | None = None
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
