@@ -145,11 +145,9 @@ clean:
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What would fail late and obscurely is asked first, while the answer is still cheap.
 $(INSTALLED): setup.cfg pyproject.toml
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo 'error: no $(PYTHON) here: name a Python 3.10 to 3.13 with PYTHON=...' >&2; exit 1; }
-	@$(PYTHON) trtllm_bls/launcher/interpreter.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,server,openai,dev]'
 	@touch $@

@@ -50,6 +50,7 @@ from trtllm_bls.engines.triton.own_port import listening_processes
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
 from trtllm_bls.launcher.checks import (
+    PYTHON,
     check_environment,
     check_numpy,
     check_platform,
@@ -57,7 +58,6 @@ from trtllm_bls.launcher.checks import (
     embedded_numpy,
     find_server,
 )
-from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.parameters import EngineKind, EngineParameters, is_true, parameters_of, parse_engine
 from trtllm_bls.parameters import check as check_ours
 from trtllm_bls.parameters.cpp_backend import (

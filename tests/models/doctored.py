@@ -9,7 +9,7 @@ from google.protobuf import text_format
 
 from tests.models.configured import Demo
 from trtllm_bls.doctor import CHECKS, Finding, Subject, examine
-from trtllm_bls.launcher.interpreter import PYTHON
+from trtllm_bls.launcher.checks import PYTHON
 
 
 def findings(name: str, **subject: Any) -> list[Finding]:

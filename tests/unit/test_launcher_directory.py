@@ -13,8 +13,7 @@ from tritonclient.grpc import model_config_pb2
 from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import workdir
-from trtllm_bls.launcher.checks import Installation
-from trtllm_bls.launcher.interpreter import PYTHON
+from trtllm_bls.launcher.checks import PYTHON, Installation
 from trtllm_bls.settings import Override, ServeSettings
 
 # --- the working directory ------------------------------------------------------------------

@@ -12,6 +12,7 @@ import re
 import resource
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,10 @@ from packaging.version import Version
 
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health.processes import SHARED_MEMORY, free_shared_memory
-from trtllm_bls.launcher import interpreter
-from trtllm_bls.launcher.interpreter import PYTHON
 from trtllm_bls.settings import raise_open_files
 
+PYTHON = "{}.{}".format(*sys.version_info[:2])
+LIBPYTHON = f"libpython{PYTHON}.so.1.0"
 CONTAINER_ROOT = Path("/opt/tritonserver")
 PACKAGE = Path(__file__).resolve().parents[1]
 _STUB = "triton_python_backend_stub"
@@ -198,11 +199,23 @@ def check_open_files(max_streams: int) -> None:
 
 
 def libpython(directories: Iterable[Path] | None = None) -> Path:
-    """The shared library of the interpreter that runs us."""
-    found = interpreter.find_libpython(directories)
-    if found is None:
-        raise SetupError(interpreter.no_libpython())
-    return found
+    """This interpreter as a shared library, which the server's models embed.
+
+    Another build of the same version is not good enough: standard modules such as ssl then fail
+    to load inside the server. Raises ``SetupError`` if it was built without, or that part is not
+    installed.
+    """
+    if directories is None:
+        configured = sysconfig.get_config_var("LIBDIR")
+        directories = [Path(configured or sys.base_prefix), Path(sys.base_prefix, "lib")]
+    for directory in directories:
+        if (library := directory / LIBPYTHON).is_file():
+            return library
+    raise SetupError(
+        f"{LIBPYTHON} of {sys.executable} is missing, and the server's models embed it: "
+        f"install it (Debian, Ubuntu: apt install libpython{PYTHON}) or choose an interpreter "
+        "built with --enable-shared (make clean, then make demo PYTHON=...)"
+    )
 
 
 def check_server(server: Installation, environment: dict[str, str]) -> None:

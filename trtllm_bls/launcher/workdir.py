@@ -18,8 +18,7 @@ from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.launcher.checks import PACKAGE, Installation
-from trtllm_bls.launcher.interpreter import PYTHON
+from trtllm_bls.launcher.checks import PACKAGE, PYTHON, Installation
 from trtllm_bls.parameters import check, is_true
 from trtllm_bls.parameters.cpp_backend import check_backend
 from trtllm_bls.parameters.model_config import read_config, values_of

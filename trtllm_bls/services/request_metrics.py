@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -234,22 +234,17 @@ class TritonMetrics(Metrics):
         self._families: dict[str, Any] = {}
         self._series: dict[tuple[Metric, Labels], Any] = {}
         self._counted: dict[tuple[Metric, Labels], float] = {}
-        self._instead: dict[Metric, tuple[Metric, Metric]] = {}
-        if not hasattr(pb_utils.MetricFamily, "HISTOGRAM"):  # before Triton 24.08
-            self._instead = {metric: _sum_and_count(metric) for metric in METRICS if metric.buckets}
+        self._has_histograms = hasattr(pb_utils.MetricFamily, "HISTOGRAM")  # from Triton 24.08 on
         for metric in METRICS:
-            for labels in metric.known:
-                for made in self._instead.get(metric, (metric,)):
-                    self._series_of(made, labels)
+            if self._has_histograms or not metric.buckets:
+                for labels in metric.known:
+                    self._series_of(metric, labels)
 
     def record(self, metric: Metric, labels: Labels, value: float) -> None:
         """See ``Metrics``; counters and gauges appear with the next ``publish``."""
-        if metric in self._instead:
-            total, count = self._instead[metric]
-            self.record(total, labels, value)
-            self.record(count, labels, 1)
-        elif metric.buckets:
-            self._series_of(metric, labels).observe(value)
+        if metric.buckets:
+            if self._has_histograms:
+                self._series_of(metric, labels).observe(value)
         else:
             self._counted[metric, labels] = self._counted.get((metric, labels), 0) + value
 
@@ -277,12 +272,3 @@ class TritonMetrics(Metrics):
         if metric.buckets:
             return family.Metric(labels=named, buckets=list(metric.buckets))
         return family.Metric(labels=named)
-
-
-def _sum_and_count(histogram: Metric) -> tuple[Metric, Metric]:
-    """What is left of a histogram where there are none: enough for means."""
-    total, count = (
-        replace(histogram, name=f"{histogram.name}_{part}", kind="counter", buckets=())
-        for part in ("sum", "count")
-    )
-    return total, count
