@@ -86,7 +86,7 @@ class ScriptedEngine:
             vocab_size=self.script.vocab_size,
             max_sequence_tokens=self.script.max_sequence_tokens,
             max_draft_tokens=self.script.max_draft_tokens,
-            one_step=self.script.one_step,
+            may_be_one_step=self.script.one_step,
         )
         self._closed = False
         self._free_at = 0.0  # loop time at which the batch is free again

@@ -250,7 +250,7 @@ class EngineCapacity:
 
     ``max_sequence_tokens`` counts prompt and completion together.
     ``one_step``: the engine ends every request after one step, as older engines built for external
-    drafts do.
+    drafts do. ``may_be_one_step``: it is of a kind that may do so without saying.
     ``tells_top_log_probs``: it reports the likeliest ids beside each token, without logits.
     ``speculates``: how the engine speculates by itself, if it does and takes no drafts.
     """
@@ -259,7 +259,8 @@ class EngineCapacity:
     max_sequence_tokens: int | None = None
     max_prompt_tokens: int | None = None
     max_draft_tokens: int | None = None
-    one_step: bool = False
+    one_step: bool | None = None
+    may_be_one_step: bool = False
     tells_top_log_probs: bool = False
     speculates: str = ""
 

@@ -93,11 +93,26 @@ async def test_limits_are_the_models_parameters() -> None:
             assert (await engine.capacity()).max_draft_tokens == drafts
 
 
-@pytest.mark.parametrize(("told", "one_step"), [(None, False), ("true", True), ("false", False)])
-async def test_an_engine_that_ends_requests_after_one_step_tells_it(
-    told: str | None, one_step: bool
+@pytest.mark.parametrize(
+    ("parameters", "one_step", "may_be"),
+    [
+        ({}, None, False),
+        ({"gpt_model_type": "inflight_fused_batching"}, None, True),
+        (
+            {"gpt_model_type": "V1", "speculative_decoding_mode": "draft_tokens_external"},
+            None,
+            True,
+        ),
+        ({"gpt_model_type": "V1", "speculative_decoding_mode": "medusa"}, None, False),
+        ({"gpt_model_type": "V1", "one_step_requests": "true"}, True, False),
+        ({"gpt_model_type": "V1", "one_step_requests": "false"}, False, False),
+    ],
+    ids=str,
+)
+async def test_the_c_backend_may_end_requests_after_one_step_unless_it_tells(
+    parameters: dict[str, str], one_step: bool | None, may_be: bool
 ) -> None:
-    """``configure`` writes the parameter."""
-    parameters = {"gpt_model_type": "V1"} | ({"one_step_requests": told} if told else {})
+    """Its template has no parameter for it; our own engine never does."""
     async with reaching(config=model_config(ENGINE, parameters)) as (engine, _):
-        assert (await engine.capacity()).one_step is one_step
+        limits = await engine.capacity()
+        assert (limits.one_step, limits.may_be_one_step) == (one_step, may_be)

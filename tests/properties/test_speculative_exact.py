@@ -105,12 +105,15 @@ async def test_fields_mean_over_all_rounds_what_they_say(
 @pytest.mark.parametrize("tells", [True, False])
 @skipping_waits
 async def test_a_target_that_ends_after_every_step_is_not_taken_to_have_ended(tells: bool) -> None:
-    """Engines built for external drafts do, and tell it."""
+    """Engines built for external drafts do; one trial finds out, and all requests know."""
     plain = await read(hashed_pair().target, ask(max_tokens=9))
     engines = hashed_pair(one_step=True, tells_reason=tells)
-    engine = engines.speculative(num_draft_tokens=0)
-    await engine.capacity()
-    assert told(await read(engine, ask(max_tokens=9))) == told(plain)
+    for _ in range(2):
+        engine = engines.speculative(num_draft_tokens=0)
+        await engine.capacity()
+        assert told(await read(engine, ask(max_tokens=9))) == told(plain)
+    probes = [request.request_id for request in engines.target.requests if request.max_tokens > 1]
+    assert probes == ["scripted-steps"]
 
 
 @skipping_waits

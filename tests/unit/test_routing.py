@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import aclosing
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from doubles.scripted import Fault
+from doubles.scripted import Fault, ScriptedEngine
 from tests.helpers.scripted_pairs import GREEDY, Pair, hashed_pair, ids, read, told
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
@@ -20,11 +21,13 @@ from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,
     InvalidRequest,
+    Overloaded,
     Unsupported,
 )
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.types import (
     Draft,
+    EngineCapacity,
     EngineChunk,
     EngineRequest,
     Sampling,
@@ -216,13 +219,26 @@ async def test_closing_closes_both_engines() -> None:
 # --- a target that ends every request after one step ----------------------------------------------
 
 
+class TellsOneStep(ScriptedEngine):
+    """As the configuration of an engine that was built for external drafts does."""
+
+    async def capacity(self) -> EngineCapacity:
+        return replace(await super().capacity(), one_step=True)
+
+
+def one_step_pair() -> Pair:
+    engines = hashed_pair(one_step=True)
+    engines.target = TellsOneStep(engines.target._rule, engines.target.script)
+    return engines
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("number", [None, 0])
 def test_a_one_step_target_is_asked_for_token_after_token(
     streaming: bool, number: int | None
 ) -> None:
     """A plain request has its whole answer, and is not counted as speculation."""
-    engines = hashed_pair(one_step=True)
+    engines = one_step_pair()
     routed = Routed(engines, engines.draft)
     request = asking(number, streaming=streaming, end_id=3, max_tokens=30)
     expected = plain_answer(ask(streaming=streaming, end_id=3, max_tokens=30))
@@ -234,7 +250,7 @@ def test_a_one_step_target_is_asked_for_token_after_token(
 
 def test_a_one_step_target_is_speculated_as_any_other() -> None:
     """That is what it was built for."""
-    engines = hashed_pair(one_step=True)
+    engines = one_step_pair()
     routed = Routed(engines, engines.draft)
     assert told(run(routed.read(asking(3)))) == plain_answer(ask())
     assert routed.ended[0].rounds > 0
@@ -242,17 +258,65 @@ def test_a_one_step_target_is_speculated_as_any_other() -> None:
 
 def test_a_one_step_target_verifies_a_callers_own_draft() -> None:
     """In one request, as it came."""
-    engines = hashed_pair(one_step=True)
+    engines = one_step_pair()
     routed = Routed(engines)
     request = ask(draft=Draft(token_ids=(1, 2)))
     chunks = run(routed.read(request))
     assert engines.target.requests == [request] and 1 <= len(ids(chunks)) <= 3
 
 
+class MayBeOneStep(ScriptedEngine):
+    """An engine in the C++ backend, whose configuration does not say how it was built."""
+
+    async def capacity(self) -> EngineCapacity:
+        return replace(await super().capacity(), may_be_one_step=True)
+
+
+def untold_pair(one_step: bool) -> Pair:
+    engines = hashed_pair(one_step=one_step)
+    engines.target = MayBeOneStep(engines.target._rule, engines.target.script)
+    return engines
+
+
+@pytest.mark.parametrize("one_step", [True, False])
+@skipping_waits
+async def test_an_engine_that_does_not_say_is_tried_once(one_step: bool) -> None:
+    """Before the first plain requests are answered, however many there are."""
+    engines = untold_pair(one_step)
+    routed = Routed(engines)
+    expected = told(await read(hashed_pair().target, ask(max_tokens=9)))
+    answers = await asyncio.gather(*(routed.read(ask(max_tokens=9)) for _ in range(5)))
+    assert [told(answer) for answer in answers] == [expected] * 5
+    probes = [request for request in engines.target.requests if request.max_tokens == 2]
+    assert len(probes) == 1 and probes[0].end_id is None
+    assert engines.shared.one_step is one_step
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (EngineError("broken"), False),
+        (InvalidRequest("input_ids", "0 is not welcome"), False),
+        (Overloaded("full"), True),
+        (EngineUnavailable("restarting"), True),
+    ],
+)
+def test_an_engine_that_refuses_to_be_tried_is_used_as_it_is(error: Exception, again: bool) -> None:
+    """Tried again only where it could not be reached or was full."""
+    engines = untold_pair(one_step=False)
+    routed = Routed(engines)
+    engines.target.fault = Fault(error=error)
+    run(routed.engine.capacity())
+    engines.target.fault = None
+    assert engines.shared.one_step is None
+    assert told(run(routed.read(ask()))) == plain_answer(ask())
+    assert engines.shared.one_step is (False if again else None)
+
+
 @pytest.mark.parametrize("field", ["num_return_sequences", "beam_width", "runtime_top_p_decay"])
 async def test_what_cannot_be_decoded_token_by_token_is_refused_by_name(field: str) -> None:
     """With the reason: speculation was not asked for."""
-    engines = hashed_pair(one_step=True)
+    engines = one_step_pair()
     routed = Routed(engines)
     await routed.engine.capacity()
     with pytest.raises(Unsupported) as caught:

@@ -138,7 +138,7 @@ class SpeculativeRounds:
         self._request = request
         self._options = options
         self._shared = shared
-        self._vocab_size, self._one_step = capacity.vocab_size, capacity.one_step
+        self._vocab_size = capacity.vocab_size
         self._progress = Progress(request, capacity)
         self._requests = RoundRequests(request, options.use_draft_logits)
         self._figures = AnswerFigures()
@@ -366,7 +366,7 @@ class SpeculativeRounds:
     def _stretch_length(self) -> tuple[int, bool]:
         """How many tokens to ask for, and whether as a stream, which can be left half-way."""
         progress = self._progress
-        if self._one_step:
+        if self._shared.one_step:
             return 1, False
         no_guesses = self._lengths.never or (self._model_given_up and not self._ngrams_used)
         if no_guesses or self._shared.draining or not progress.max_draft:

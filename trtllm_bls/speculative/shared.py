@@ -32,7 +32,8 @@ class SpeculationShared:
     """Measured seconds, acceptance of the draft model and of n-grams, and whether the draft model
     may be asked.
 
-    ``overlapped_times`` are of verifications beside
+    ``one_step`` tells whether the target ends every request after one step, as engines built for
+    external drafts do; ``None`` until it is known. ``overlapped_times`` are of verifications beside
     which the draft model worked, ``verify_times`` of the others; ``overlap_rounds`` counts both.
     ``sending`` counts the requests of ``in_flight`` that will send further engine requests. Once
     ``draining`` is set, each sends one more: a plain one, for all that is left of its answer.
@@ -43,6 +44,7 @@ class SpeculationShared:
     in_flight: int = 0
     sending: int = 0
     draining: bool = False
+    one_step: bool | None = None
     target_capacity: EngineCapacity | None = None
     draft_capacity: EngineCapacity | None = None
     draft_times: RunningTimes = field(default_factory=lambda: RunningTimes(proportional=True))

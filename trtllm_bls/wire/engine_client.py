@@ -205,16 +205,19 @@ class DeployedModel:
     @cached_property
     def capacity(self) -> EngineCapacity:
         """What the parameters tell of the engine's capacity."""
+        one_step = self.parameters.get("one_step_requests")
         mode = self.parameters.get("speculative_decoding_mode")
         takes_none = mode not in (None, "", "draft_tokens_external")
         # Of a Python model: TensorRT-LLM itself makes the tokens, and takes no drafts for it.
         todays = self.parameters.get("engine", "").startswith(("llm_api", "trtllm://"))
         takes_none |= todays
+        is_cpp_backend = "gpt_model_type" in self.parameters  # it does not load without
         return EngineCapacity(
             max_sequence_tokens=self._number("max_sequence_tokens") or None,
             max_prompt_tokens=self._number("max_prompt_tokens") or None,
             max_draft_tokens=0 if takes_none else self._number("max_draft_len"),
-            one_step=is_true(self.parameters.get("one_step_requests", "")),
+            one_step=is_true(one_step) if one_step else None,
+            may_be_one_step=is_cpp_backend and not one_step and not takes_none,
             tells_top_log_probs=todays,
         )
 

@@ -8,23 +8,28 @@ external drafts do, is asked for one token after the other.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+from contextlib import aclosing
 
 from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
 from trtllm_bls.engines.routing.speculative import SpeculativeRun
-from trtllm_bls.errors import Unsupported
+from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
 from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.speculative.round_requests import check_speculative
 from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import (
     EngineCapacity,
     EngineRequest,
+    Sampling,
     SpeculationRequest,
     SpeculationStats,
 )
 
 _NOT_ASKED = SpeculationRequest()
 _PLAIN = SpeculationOptions(num_draft_tokens=0)
+
+log = logging.getLogger(__name__)
 
 
 class RoutingEngine:
@@ -52,15 +57,20 @@ class RoutingEngine:
         self._options = options or SpeculationOptions()
         self._by_default = by_default
         self._on_end = on_end
+        self._probing = asyncio.Lock()
+        self._probe_failed = False
         self._verifies = True
         self._speculates = ""
-        self._one_step = False
 
     async def capacity(self) -> EngineCapacity:
-        """The target's."""
+        """The target's. One that may end every request after one step is tried, once."""
         capacity = await self.target.capacity()
         self._verifies, self._speculates = capacity.max_draft_tokens != 0, capacity.speculates
-        self._one_step = capacity.one_step
+        if capacity.one_step is not None:
+            self.shared.one_step = capacity.one_step
+        elif capacity.may_be_one_step and self.shared.one_step is None:
+            async with self._probing:
+                await self._probe_steps()
         return capacity
 
     def generate(self, request: EngineRequest) -> ChunkStream:
@@ -69,12 +79,37 @@ class RoutingEngine:
         if self._by_default or request.speculation != _NOT_ASKED:
             options = self._speculation(request)
         if options is None:
-            if not self._one_step or request.draft is not None:
+            if not self.shared.one_step or request.draft is not None:
                 return self.target.generate(request)
             _check_one_step(request)
             options, on_end = _PLAIN, None
         run = SpeculativeRun(request, self.target, self._draft, options, self.shared, on_end)
         return TaskChunks(run.run)
+
+    async def _probe_steps(self) -> None:
+        if self.shared.one_step is not None or self._probe_failed:
+            return
+        two_tokens = EngineRequest(
+            request_id=f"{self.name}-steps",
+            input_ids=(0,),
+            max_tokens=2,
+            streaming=False,
+            sampling=Sampling(top_k=1),
+        )
+        try:
+            async with aclosing(self.target.generate(two_tokens)) as stream:
+                tokens = sum([len(chunk.token_ids) async for chunk in stream])
+        except (EngineUnavailable, Overloaded):
+            return  # the next request tries again
+        except Exception as error:
+            self._probe_failed = True
+            log.warning(
+                "%s: whether it ends requests after one step is unknown: %s", self.name, error
+            )
+            return
+        self.shared.one_step = tokens < 2
+        if self.shared.one_step:
+            log.warning("%s ends every request after one token: asked token by token", self.name)
 
     def _speculation(self, request: EngineRequest) -> SpeculationOptions | None:
         """How to speculate; ``None`` for plain decoding. Raises as ``generate`` does."""

@@ -285,7 +285,8 @@ def _least(capacities: Sequence[EngineCapacity]) -> EngineCapacity:
     sizes = ("vocab_size", "max_sequence_tokens", "max_prompt_tokens", "max_draft_tokens")
     return EngineCapacity(
         **{name: smallest(name) for name in sizes},
-        one_step=any(each.one_step for each in capacities),
+        one_step=next((each.one_step for each in capacities if each.one_step is not None), None),
+        may_be_one_step=any(each.may_be_one_step for each in capacities),
         tells_top_log_probs=all(each.tells_top_log_probs for each in capacities),
         speculates=capacities[0].speculates,
     )
