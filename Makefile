@@ -43,7 +43,7 @@ PERF_DIRECTORY := $(VENV)/perf_analyzer
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
 	@echo 'make serve    keep a server up until Ctrl-C; options: make serve SERVE_OPTIONS="--http-port 7000"'
-	@echo 'make bench    what orchestration costs; options: make bench BENCH_OPTIONS="--quick"'
+	@echo 'make bench    what orchestration costs, one table; all of it: make bench BENCH_OPTIONS=--full'
 	@echo 'make test     all tests but the slow ones: without a server, then against real servers'
 	@echo 'make test-all the slow ones too; how many run at once: make test-all WORKERS=4'
 	@echo 'make fuzz     requests of every wrong form; options: make fuzz CASES=20000 SEED=1'

@@ -42,7 +42,7 @@ from bench.http_load import HttpLoad
 from bench.load import Load
 from bench.processes import Processes
 from bench.report import save
-from bench.servers import free_port, openai_command, running
+from bench.servers import free_ports, openai_command, running
 from bench.stepping import Doubles
 from orchestration import MODEL, conditions, parser_of, serving
 from rich.console import Console
@@ -136,12 +136,13 @@ def command_of(target: str, port: int, ports: list[int], triton: str, smg: str) 
     if target == "smg":
         workers = [f"grpc://127.0.0.1:{each}" for each in ports]
         where = ["--host", "127.0.0.1", "--port", str(port), "--model-path", str(MODEL)]
-        rest = ["--prometheus-port", str(free_port()), "--policy", "round_robin"]
+        rest = ["--prometheus-port", str(free_ports(1)[0]), "--policy", "round_robin"]
         return [smg, "launch", *where, *rest, "--disable-retries", "--worker-urls", *workers]
-    addresses = ",".join(f"127.0.0.1:{each}" for each in ports)
-    engine = f"triton://{triton}" if target.startswith("triton") else f"trtllm://{addresses}"
     workers = int(target.rpartition("_")[2]) if target[-1].isdigit() else 1
-    return openai_command(port, MODEL, engine, workers)
+    if target.startswith("triton"):
+        return openai_command(port, MODEL, workers, "--engine-url", triton)
+    addresses = ",".join(f"127.0.0.1:{each}" for each in ports)
+    return openai_command(port, MODEL, workers, "--engine", f"trtllm://{addresses}")
 
 
 def measure(options: argparse.Namespace, bench: Bench) -> list[Row]:
@@ -159,7 +160,7 @@ def measure(options: argparse.Namespace, bench: Bench) -> list[Row]:
                 server = Server(target, triton=triton if target.startswith("triton") else "")
                 servers.append(server)
                 if not target.endswith("direct"):
-                    server.port = free_port()
+                    (server.port,) = free_ports(1)
                     arguments = (server.port, doubles.ports, triton, options.smg)
                     log = Path(options.logs) / f"{target}.log"
                     command = command_of(target, *arguments)

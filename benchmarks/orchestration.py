@@ -1,19 +1,21 @@
 """What orchestration costs: a real tritonserver, an engine that costs next to nothing, and between
-client and engine nothing, as little as possible, tensorrt_llm_bls, or the ensemble.
+client and engine nothing, as little as possible, tensorrt_llm_bls, the ensemble, or the OpenAI API.
 
 Every answer is checked to the character. Targets take turns under each load, so ratios are within
-one run. perf_analyzer makes the load where it runs, else a client of our own in several processes.
+one run. perf_analyzer makes the load where it runs, else a client of our own in several processes;
+the OpenAI API always has the latter. Prints one table, with --full everything that was measured.
 
 examples:
-  python benchmarks/orchestration.py --quick                       a minute, 2 cores
-  python benchmarks/orchestration.py --json run.json --plot docs/orchestration.svg
-  python benchmarks/orchestration.py --targets direct,bls,bls_4 --streams 128,256
+  python benchmarks/orchestration.py                               two minutes, 2 cores
+  python benchmarks/orchestration.py --full --json run.json --plot docs/orchestration.svg
+  python benchmarks/orchestration.py --full --targets direct,bls,bls_4 --streams 128,256
   python benchmarks/orchestration.py --url gpu-host:8001 --model tensorrt_llm_bls --streams 1,64
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import platform
 import re
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,19 +39,22 @@ from bench.answers import (
     text_request,
 )
 from bench.figures import Row, burst_row, steady_row
+from bench.http_load import HttpLoad
 from bench.load import Load
 from bench.perf_analyzer import PerfAnalyzer, find
 from bench.processes import Processes
-from bench.report import plot, save, show
+from bench.report import plot, save, show, show_short
+from bench.servers import free_ports, openai_command, running
 from rich.console import Console
+from speculation import summary
 
 from trtllm_bls.launcher import ServerFailed, TritonServer
 from trtllm_bls.launcher.command import SENDING_THREADS
 from trtllm_bls.settings import Override, ServeSettings
 
 MODEL = repository.ROOT / "assets" / "demo" / "target"
-TARGETS = "direct,empty,bls,bls_2,bls_4,ensemble"
-SINGLE = ("direct", "empty", "ensemble", "pipeline", "by_hand")  # targets beside bls and bls_N
+TARGETS, SHORT_TARGETS = "direct,empty,bls,bls_2,bls_4,ensemble", "direct,bls,openai"
+KNOWN = r"direct|empty|ensemble|pipeline|by_hand|openai|bls(_[1-9]\d*)?"
 BURST_TOKENS = 20
 BURST_WAVES = {1: 1, 32: 4, 128: 4}  # by requests at once; otherwise 2
 ALONE = 20  # requests one after the other, where one at once is asked for
@@ -69,6 +74,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, client: Any, url: str) -> None:
         self._options, self._client, self._url = options, client, url
         self.processes: Processes | None = None
+        self.openai: tuple[HttpLoad, int] | None = None  # its client, and its port
         self._fastest: dict[str, float] = {}  # tokens/s of each target so far
         if options.url is None:
             file = MODEL / "tokenizer.json"
@@ -105,6 +111,10 @@ class Bench:
             [self._request(target, stream + turn, length) for turn, length in enumerate(one)]
             for stream, one in enumerate(lengths)
         ]
+        if target == "openai":
+            assert self.openai is not None
+            client, port = self.openai
+            return list(client.ask(port, MODEL.name, plan))
         output = "output_ids" if target == "direct" else "text_output"
         model = target if self._options.url else repository.model_of(target)
         return list(self._client.ask(self._url, model, output, plan))
@@ -118,7 +128,7 @@ class Bench:
 
 
 def measure(bench: Bench, options: argparse.Namespace) -> list[Row]:
-    """Every load, and under each load every target, with a line for each."""
+    """Every load, and under each load every target; with --full a line for each."""
     work = [(bench.burst, streams) for streams in options.bursts]
     work = [(bench.steady, streams) for streams in options.streams] + work
     rows: list[Row] = []
@@ -129,6 +139,8 @@ def measure(bench: Bench, options: argparse.Namespace) -> list[Row]:
         for target in options.targets:
             row = run(target, streams)
             rows.append(row)
+            if not options.full:
+                continue
             rate = f"{row.tokens_per_s:,.0f} tokens/s, " if row.tokens_per_s is not None else ""
             head = f"[{len(rows)}/{total}, {time.monotonic() - begun:.0f} s]"
             tail = f"TTFT p50 {row.ttft_p50:.1f} ms" + (f", {row.bad} BAD" if row.bad else "")
@@ -221,11 +233,11 @@ def parse() -> argparse.Namespace:
     cores = os.cpu_count() or 1
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="1, 8 and 32 streams, four targets, short")
-    add("--targets", help=f"default {TARGETS}; bls_N: N processes")
-    add("--streams", type=numbers, help="default 1,8,32,128,256,512; '' for none")
-    add("--bursts", type=numbers, help="requests at once; default 1,32,128; '' for none")
-    add("--seconds", type=float, help="of steady load, at least; default 4")
+    add("--full", action="store_true", help="more loads and targets, and all that was measured")
+    add("--targets", help=f"default {SHORT_TARGETS}, full {TARGETS}; bls_N: N processes")
+    add("--streams", type=numbers, help="default 1,8,32, full 1,8,32,128,256,512; '' for none")
+    add("--bursts", type=numbers, help="requests at once; default none, full 1,32,128")
+    add("--seconds", type=float, default=4, help="of steady load, at least; default 4")
     add("--tokens", type=int, default=100, help="of each answer; default 100")
     add("--prompt-tokens", type=int, default=20, help="of each prompt; default 20")
     add("--step-ms", type=float, default=10, help="the engine's step; default 10")
@@ -239,19 +251,16 @@ def parse() -> argparse.Namespace:
     add("--json", type=Path, help="a file for all figures")
     add("--plot", type=Path, help="a file for a plot (SVG)")
     options = parser.parse_args()
-    quick = options.quick
     if options.streams is None:
-        options.streams = [1, 8, 32] if quick else [1, 8, 32, 128, 256, 512]
+        options.streams = [1, 8, 32, 128, 256, 512] if options.full else [1, 8, 32]
     if options.bursts is None:
-        options.bursts = [1, 32] if quick else [1, 32, 128]
-    options.seconds = options.seconds or (1.5 if quick else 4.0)
-    named = options.targets or ("direct,empty,bls,ensemble" if quick else TARGETS)
+        options.bursts = [1, 32, 128] if options.full else []
+    named = options.targets or (TARGETS if options.full else SHORT_TARGETS)
     options.targets = [options.model] if options.url else named.split(",")
     for target in [] if options.url else options.targets:
-        if not re.fullmatch(r"direct|empty|ensemble|pipeline|by_hand|bls(_[1-9]\d*)?", target):
-            parser.error(
-                f"--targets {target}: direct, empty, ensemble, pipeline, by_hand, bls or bls_N"
-            )
+        if not re.fullmatch(KNOWN, target):
+            known = "direct, empty, ensemble, pipeline, by_hand, openai, bls or bls_N"
+            parser.error(f"--targets {target}: {known}")
     return options
 
 
@@ -261,17 +270,25 @@ def main() -> int:
         scratch = Path(directory)
         client = choose_client(options, scratch)
         setting = conditions(options, client.name)
-        for name, value in setting.items():
+        for name, value in setting.items() if options.full else ():
             console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+        working = nullcontext() if options.full else console.status("measuring, about two minutes")
+        drafts = ""
         try:
-            rows = _run(options, client)
+            with working:
+                rows = _run(options, client)
+                if not (options.full or options.url):
+                    drafts = asyncio.run(summary())
         except ServerFailed as error:
             raise SystemExit("\n".join([f"error: {error}", *error.log_lines])) from None
         except OSError as error:
             raise SystemExit(f"error: {error}") from None
         finally:
             client.close()
-    show(console, rows)
+    if options.full:
+        show(console, rows)
+    else:
+        show_short(console, rows, setting, drafts)
     if options.json:
         save(options.json, setting, rows)
     if options.plot:
@@ -287,13 +304,21 @@ def _run(options: argparse.Namespace, client: PerfAnalyzer | Load) -> list[Row]:
     if options.url is not None:
         return measure(Bench(options, client, options.url), options)
     most = max(*options.streams, *options.bursts, 32) + 16
-    with serving(options.targets, options.engine_instances, options.step_ms, most) as server:
-        bench = Bench(options, client, server.grpc_url)
-        bench.processes = Processes(server.region_prefix)
-        try:
-            return measure(bench, options)
-        finally:
-            bench.processes.close()
+    with ExitStack() as stack:
+        serve = serving(options.targets, options.engine_instances, options.step_ms, most)
+        server = stack.enter_context(serve)
+        bench, others = Bench(options, client, server.grpc_url), {}
+        if "openai" in options.targets:
+            (port,) = free_ports(1)
+            command = openai_command(port, MODEL, 1, "--engine-url", server.grpc_url)
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "openai.log"
+            others["openai"] = stack.enter_context(running(command, port, log))
+            http = HttpLoad(options.client_processes)
+            stack.callback(http.close)
+            bench.openai = http, port
+        bench.processes = Processes(server.region_prefix, others)
+        stack.callback(bench.processes.close)
+        return measure(bench, options)
 
 
 if __name__ == "__main__":

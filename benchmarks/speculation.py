@@ -149,6 +149,17 @@ async def formula(tokens: int) -> None:
         report(f"adaptive from cold, a={rate}", value, ">= 95 % of best fixed", versus >= 0.95)
 
 
+async def summary(rate: float = 0.8, tokens: int = 200) -> str:
+    """One line: the speed-up of drafts by the draft model."""
+    pair = Pair.of(rate)
+    plain = await seconds(pair.target, request(1, tokens))
+    took, _ = await speculate(pair, SpeculationOptions(), tokens, SpeculationShared())
+    return (
+        f"Drafts of which {rate:.0%} are right: {plain / took:.1f} times the tokens/s, with "
+        f"engines of {TARGET_S * 1e3:g} and {DRAFT_S * 1e3:g} ms a step."
+    )
+
+
 async def mixed(tokens: int) -> None:
     """Requests of several acceptance rates one after another: one setting for all of them."""
     pairs = [Pair.of(rate) for rate in (0.1, 0.9, 0.6, 0.95, 0.3, 0.8)]

@@ -125,7 +125,8 @@ async def _http_stream(
         if "add_special_tokens" in request.inputs:
             fields["add_special_tokens"] = request.inputs["add_special_tokens"][0]
         body = json.dumps(fields | {"ignore_eos": True}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+        head += b"content-type: application/json\r\n"
         answer = Answer(request, time.time_ns(), [], [])
         status = await client.ask(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         answer.arrived, answer.raw = client.times, client.bodies
@@ -203,7 +204,7 @@ def _health(port: int, seconds: float) -> list[tuple[int, float]]:
         client = await _connected(port)
         while time.time() < end:
             began = time.perf_counter()
-            status = await client.ask(b"GET /health HTTP/1.1\r\nhost: bench\r\n\r\n")
+            status = await client.ask(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             found.append((status, (time.perf_counter() - began) * 1e3))
             if not status:
                 client = await _connected(port)

@@ -17,6 +17,38 @@ from bench.figures import Row
 # Of a brightness that reads on a light page and on a dark one, as the text and the grid.
 _COLOURS = ("#808080", "#b07d2b", "#2f7fc1", "#3f9d5a", "#c0504d", "#8a63b8", "#3a9a9a")
 _INK = "#808080"
+_NAMES = {"direct": "the engine itself", "bls": "tensorrt_llm_bls", "openai": "OpenAI API"}
+
+
+def show_short(
+    console: Console, rows: Sequence[Row], conditions: dict[str, Any], drafts: str
+) -> None:
+    """One table of the steady load; below it ``drafts``, a line, and the conditions."""
+    table = Table("streams", "asked", "tokens/s", "of direct", "TTFT p50", "ITL p99", "CPU")
+    for column in table.columns:
+        column.justify = "left" if column.header == "asked" else "right"
+    for row in rows:
+        cells = [_number(row.tokens_per_s, 0), _share(rows, row)]
+        cells += [_number(row.ttft_p50, 1), _number(row.itl_p99, 1)]
+        cpu = None if row.target == "direct" else row.cpu.get("model")
+        name = _NAMES.get(row.target, row.target)
+        table.add_row(str(row.streams), name, *cells, _number(cpu, 0))
+    console.print(table)
+    if drafts:
+        console.print(drafts, markup=False, highlight=False)
+    settings, load = conditions["settings"], conditions["load"]
+    wrong = sum(row.bad for row in rows)
+    console.print(
+        "TTFT (time to first token) and ITL (inter-token latency) in ms. CPU: of the process\n"
+        "between client and engine, in µs per token. The engine is scripted: a token per stream\n"
+        f"every {settings['step_ms']:g} ms, answers of {settings['tokens']} tokens. "
+        f"Answers: {sum(row.answers for row in rows)}, wrong: {wrong}.\n"
+        f"{conditions['cores']} cores, {conditions['cpu']}, load {load} at the start; "
+        f"Python {conditions['python']};\nclient: {conditions['client']}.",
+        markup=False,
+        highlight=False,
+    )
+    _show_problems(console, rows)
 
 
 def show(console: Console, rows: Sequence[Row]) -> None:
@@ -27,6 +59,10 @@ def show(console: Console, rows: Sequence[Row]) -> None:
         console.print(_steady_table(steady))
     if bursts:
         console.print(_burst_table(bursts))
+    _show_problems(console, rows)
+
+
+def _show_problems(console: Console, rows: Sequence[Row]) -> None:
     for row in rows:
         for problem, count in row.problems.items():
             console.print(f"{row.target}, {row.streams} {row.mode}: {count} x {problem}")
@@ -41,12 +77,8 @@ def _steady_table(rows: Sequence[Row]) -> Table:
     for name in names:
         table.add_column(name, justify="left" if name == "target" else "right")
     for row in rows:
-        direct = _direct(rows, row)
-        share = ""
-        if direct is not None and direct.tokens_per_s and row.tokens_per_s is not None:
-            share = f"{row.tokens_per_s / direct.tokens_per_s:.0%}"
         cpu = [_number(row.cpu.get(name), 0) for name in ("server", "model", "engine")]
-        cells = [_number(row.tokens_per_s, 0), share]
+        cells = [_number(row.tokens_per_s, 0), _share(rows, row)]
         cells += [_number(value, 1) for value in (row.ttft_p50, row.ttft_p99)]
         cells += [_number(value, 2) for value in (row.itl_p50, row.itl_p99)]
         cells += [_number(value, 2) for value in (row.token_p50, row.token_p99)]
@@ -137,6 +169,14 @@ def _colour(n: int) -> str:
 def _direct(rows: Sequence[Row], row: Row) -> Row | None:
     same = (r for r in rows if r.target == "direct" and r.streams == row.streams)
     return next(same, None)
+
+
+def _share(rows: Sequence[Row], row: Row) -> str:
+    """Tokens per second in percent of direct's."""
+    direct = _direct(rows, row)
+    if direct is None or not direct.tokens_per_s or row.tokens_per_s is None:
+        return ""
+    return f"{row.tokens_per_s / direct.tokens_per_s:.0%}"
 
 
 def _number(value: float | None, digits: int) -> str:

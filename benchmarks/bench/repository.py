@@ -46,7 +46,7 @@ def write(repository: Path, targets: list[str], engine_instances: int) -> None:
             for model in HELPERS:
                 shutil.copytree(ROOT / "models" / model, repository / model)
             _copy(ROOT / "models" / target, repository / target)
-        elif target != "direct":
+        elif target not in ("direct", "openai"):
             count = int(target.partition("_")[2] or 1)
             _copy(ROOT / "models" / BLS, repository / model_of(target), count)
 

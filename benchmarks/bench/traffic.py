@@ -1,8 +1,9 @@
-"""Requests and their answers, of several kinds of traffic, without a model.
+"""Requests and their answers, without a model.
 
-Answers that people wrote: the history of a repository gives edits, diffs, new files and the turns
-of an agent, Python's own documentation gives prose. Calls of functions and SQL are written by rule
-from a fixed seed. Each kind is in the order in which one user would ask.
+``categories``: the eleven of NVIDIA's SPEED-Bench (arXiv 2604.09557), with prompts and answers of
+our own. ``kinds``: the history of a repository gives edits, diffs, new files and the turns of an
+agent, Python's own documentation gives prose; calls of functions and SQL are written by rule from a
+fixed seed. Each kind is in the order in which one user would ask.
 """
 
 from __future__ import annotations
@@ -24,10 +25,30 @@ SYSTEM = "You are a careful assistant. Answer briefly and exactly.\n"
 
 @dataclass(frozen=True)
 class Exchange:
-    """A prompt and its answer, as text."""
+    """A prompt and its answer, as text; ``prediction``: what a client would expect instead."""
 
     prompt: str
     answer: str
+    prediction: str = ""
+
+
+@dataclass(frozen=True)
+class Category:
+    """Exchanges as with a large model, and prompts of which the demo's models know the answer."""
+
+    exchanges: list[Exchange]
+    demo: list[str]
+
+
+def categories() -> dict[str, Category]:
+    """Of ``categories.txt``: === category, --- demo, then --- prompt and --- answer in turns."""
+    found = {}
+    for text in Path(__file__).with_name("categories.txt").read_text().split("=== ")[1:]:
+        name, *parts = re.split(r"\n--- \w+\n", text)
+        demo = [line.replace("\\n", "\n") for line in parts[0].splitlines()]
+        pairs = zip(parts[1::2], parts[2::2], strict=True)
+        found[name] = Category([Exchange(*(each.strip() for each in pair)) for pair in pairs], demo)
+    return found
 
 
 def git(repository: Path, *words: str) -> str:
@@ -86,7 +107,8 @@ def changes(repository: Path, commit: str, kind: str, count: int) -> list[Change
 def whole_files(edited: list[Change]) -> Iterator[Exchange]:
     for each in edited:
         ask = f"{SYSTEM}Change {each.path}: {each.subject}\n```python\n{each.old}```\n"
-        yield Exchange(ask, f"```python\n{each.new}```\n")
+        before, after = (f"```python\n{text}```\n" for text in (each.old, each.new))
+        yield Exchange(ask, after, before)
 
 
 def diffs(edited: list[Change]) -> Iterator[Exchange]:
