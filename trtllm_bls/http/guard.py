@@ -34,10 +34,10 @@ if sys.version_info >= (3, 11):
 else:
     from async_timeout import timeout
 
-BODY_SEND = "trtllm_bls.send"  # of a scope: uvicorn's own ``send``, without middleware
 # Of a scope: writes a part of a response that has begun; false where ``send`` has to be awaited.
 BODY_WRITE = "trtllm_bls.write"
 
+RETRY = {"retry-after": "1"}
 _ACCEPTED_AT_ONCE = 32  # connections in one iteration of the event loop
 _KEPT_DESCRIPTORS = 256  # for connections to the engine, files, and refused connections
 _DISCARD_S = 5.0  # a refused client has this long to read its answer
@@ -50,6 +50,11 @@ class Refused(Exception):
     status: int
     message: str
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def header_pairs(self) -> list[tuple[bytes, bytes]]:
+        """The headers as ASGI has them."""
+        return [(key.encode(), value.encode()) for key, value in self.headers.items()]
 
 
 class ClientGone(Exception):
@@ -164,7 +169,6 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
         self.cycle.transport = cast(asyncio.Transport, _ResponseTransport(self))
         scope = cast("dict[str, Any]", self.scope)
-        scope[BODY_SEND] = self.cycle.send
         scope[BODY_WRITE] = partial(self._write_body, self.cycle)
 
     def on_message_complete(self) -> None:
@@ -327,7 +331,7 @@ class BodyReader:
 
     def _hold(self, parts: list[bytes], part: bytes) -> None:
         if self._held_bytes + len(part) > self._max_held_bytes:
-            raise Refused(503, "too many large requests at once; try again", {"retry-after": "1"})
+            raise Refused(503, "too many large requests at once; try again", RETRY)
         self._held_bytes += len(part)
         parts.append(part)
 

@@ -22,11 +22,10 @@ from tritonclient.grpc import service_pb2
 
 from trtllm_bls.errors import Overloaded, from_wire, is_for_room, to_wire
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
-from trtllm_bls.http.guard import BODY_WRITE, BodyReader, ClientGone, Refused, header
+from trtllm_bls.http.guard import BODY_WRITE, RETRY, BodyReader, ClientGone, Refused, header
 from trtllm_bls.http.triton_forms import (
     Declared,
     LeftToTriton,
-    TooLarge,
     error_json,
     infer_request,
     is_final,
@@ -77,19 +76,6 @@ class TritonAddresses:
     grpc: str
     http: str
     tls: ssl.SSLContext | None = None
-
-
-@dataclass(frozen=True)
-class _Error:
-    """What a caller is told instead of a response; ``retry_s``: when it may ask again."""
-
-    status: int
-    text: str
-    retry_s: str = ""
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        return [(b"retry-after", self.retry_s.encode())] if self.retry_s else []
 
 
 class Room:
@@ -172,8 +158,7 @@ class TritonHttp:
 
     async def refuse(self, scope: Scope, send: Send, error: Refused) -> None:
         """Answer a request that no model sees."""
-        headers = [(key.encode(), value.encode()) for key, value in error.headers.items()]
-        await _send_json(send, error.status, error_json(error.message), headers)
+        await _send_error(send, error)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         asks = self._is_allowed
@@ -194,12 +179,10 @@ class TritonHttp:
                 request = await self._request(called[1], version, body, scope)
             except LeftToTriton:
                 await self._pass_on(scope, receive, send, body)
-            except TooLarge as error:
-                await _send_error(send, _Error(400, str(error)))
             except Overloaded as error:
-                await _send_error(send, _error_of_model(to_wire(error)))
+                raise _error_of_model(to_wire(error)) from error
             except GrpcError as error:
-                await _send_error(send, _error_of_call(error))
+                raise _error_of_call(error) from error
         if request is not None and self._grpc is not None:
             stream = called[3] == "generate_stream"
             write = scope.get(BODY_WRITE)
@@ -270,7 +253,7 @@ class TritonHttp:
             response = await self._http.send(request, stream=True)
         except httpx.HTTPError as error:
             log.warning("Triton's HTTP port does not answer: %r", error)
-            await _send_error(send, _Error(503, "the server does not answer; try again", "1"))
+            await _send_error(send, Refused(503, "the server does not answer; try again", RETRY))
             return
         try:
             status = response.status_code
@@ -340,7 +323,7 @@ class _Exchange:
     def __init__(self, leave: Callable[[_Exchange], None] = lambda exchange: None) -> None:
         self._leave = leave  # called when the model's work ends, which a slow reader may outlast
         self._arrived: list[bytes] = []  # responses, as JSON
-        self._error: _Error | None = None
+        self._error: Refused | None = None
         self._over = False  # the model sends no more
         self._gone = False  # the caller has left
         self._changed = asyncio.Event()
@@ -381,19 +364,19 @@ class _Exchange:
             over = self._over
             events, self._arrived = self._arrived, []
             error, self._error = self._error, None
-            if error is not None and not begun and error.text.startswith(_NOT_RUN):
+            if error is not None and not begun and error.message.startswith(_NOT_RUN):
                 await _send_error(send, error)
                 return
             if not begun:
                 # An error in place of the first response decides the status, as in Triton.
-                first = error if error is not None and not events else _Error(200, "")
-                headers = [_EVENTS, *first.headers]
+                first = error if error is not None and not events else Refused(200, "")
+                headers = [_EVENTS, *first.header_pairs]
                 await send(
                     {"type": "http.response.start", "status": first.status, "headers": headers}
                 )
                 begun = True
             if error is not None:
-                events.append(error_json(error.text))
+                events.append(error_json(error.message))
             body = b"".join([b"data: %b\n\n" % event for event in events])
             if over or write is None or not write(body):
                 await send({"type": "http.response.body", "body": body, "more_body": not over})
@@ -404,7 +387,7 @@ class _Exchange:
         if self._error is not None and not self._arrived:
             await _send_error(send, self._error)
         elif self._error is not None or len(self._arrived) != 1:
-            await _send_error(send, _Error(200, _ONLY_ONE))
+            await _send_error(send, Refused(200, _ONLY_ONE))
         else:
             await _send_json(send, 200, self._arrived[0], [])
 
@@ -427,7 +410,7 @@ class _Exchange:
             self._read(messages)
         except Exception as error:  # the call would end without telling, and its caller wait
             log.exception("a response cannot be written as JSON")
-            self._fail(_Error(500, f"a response cannot be written as JSON: {error!r}"))
+            self._fail(Refused(500, f"a response cannot be written as JSON: {error!r}"))
 
     def _read(self, messages: list[bytes]) -> None:
         for message in messages:
@@ -452,33 +435,33 @@ class _Exchange:
             ended = GrpcError("UNAVAILABLE", "the server ended before its last response")
             self._fail(_error_of_call(error or ended))
 
-    def _fail(self, error: _Error) -> None:
+    def _fail(self, error: Refused) -> None:
         self._error, self._over = error, True
         self._leave(self)
         self._changed.set()
 
 
-def _error_of_model(text: str) -> _Error:
+def _error_of_model(text: str) -> Refused:
     """What a model, or Triton in its place, said. Triton's own HTTP port answers 400 to all."""
     error = from_wire(text)
     if isinstance(error, Overloaded) and is_for_room(error):
         seconds = _AGAIN_IN.search(text)
-        return _Error(429, text, seconds[1] if seconds else "1")
+        return Refused(429, text, {"retry-after": seconds[1]} if seconds else RETRY)
     if isinstance(error, Overloaded) or _DRAINING in text:
-        return _Error(503, text, "1")
-    return _Error(400, text)
+        return Refused(503, text, RETRY)
+    return Refused(400, text)
 
 
-def _error_of_call(error: GrpcError) -> _Error:
+def _error_of_call(error: GrpcError) -> Refused:
     if _DRAINING in error.details or error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-        return _Error(503, error.details, "1")
+        return Refused(503, error.details, RETRY)
     if error.status == "NOT_FOUND":
-        return _Error(404, error.details)
-    return _Error(400 if error.status == "INVALID_ARGUMENT" else 500, error.details)
+        return Refused(404, error.details)
+    return Refused(400 if error.status == "INVALID_ARGUMENT" else 500, error.details)
 
 
-async def _send_error(send: Send, error: _Error) -> None:
-    await _send_json(send, error.status, error_json(error.text), error.headers)
+async def _send_error(send: Send, error: Refused) -> None:
+    await _send_json(send, error.status, error_json(error.message), error.header_pairs)
 
 
 async def _send_json(

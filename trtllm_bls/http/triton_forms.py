@@ -10,12 +10,16 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from math import isfinite, prod
 from typing import Any
 
 import numpy as np
 from tritonclient.grpc import service_pb2
+
+from trtllm_bls.http.guard import Refused
 
 # What Triton reads from a gRPC request's parameters for itself. ``generate`` has no such meaning
 # for them: a model sees them as parameters like all others, and they change nothing.
@@ -25,18 +29,6 @@ _READ_BY_TRITON = frozenset(
 _FINAL = "triton_final_response"
 _MOST_PARAMETERS = 1000
 _INT64 = range(-(2**63), 2**63)
-_INTEGERS: dict[str, type[np.integer[Any]]] = {
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-}
-_FLOATS = {"FP32": np.float32, "FP64": np.float64}
-_OUTPUTS = {**_INTEGERS, **_FLOATS, "FP16": np.float16, "BOOL": np.bool_}
 _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode
 
 
@@ -44,10 +36,10 @@ class LeftToTriton(Exception):
     """The body is not one that this module reads: Triton answers it, nearly always by refusing."""
 
 
-class TooLarge(Exception):
-    """An integer that its input's type cannot hold, which Triton would cut to other digits, or more
-    parameters than a request may have, whose time in Triton grows with the square of their number.
-    """
+@cache
+def _numpy_type(datatype: str) -> np.dtype[Any]:
+    """Of Triton's numbers and BOOL. Raises ``TypeError`` for others."""
+    return np.dtype(datatype.lower().replace("fp", "float"))
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,9 @@ def infer_request(
 ) -> service_pb2.ModelInferRequest:
     """``body`` as a request to ``model``.
 
-    Raises ``LeftToTriton`` and ``TooLarge``.
+    Raises ``LeftToTriton``. Raises ``Refused`` for an integer that its input's type cannot hold,
+    which Triton would cut to other digits, and for more parameters than a request may have, whose
+    time in Triton grows with the square of their number.
     """
     try:
         members = json.loads(body.decode("utf-8-sig"), object_pairs_hook=_Members)
@@ -98,7 +92,8 @@ def _fill(request: Any, inputs: Mapping[str, Any], members: _Members) -> None:
             _add_input(request, inputs[key], value)
         elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
             if len(request.parameters) == _MOST_PARAMETERS:
-                raise TooLarge(f"more than {_MOST_PARAMETERS} members are no inputs of the model")
+                problem = f"more than {_MOST_PARAMETERS} members are no inputs of the model"
+                raise Refused(400, problem)
             _set_parameter(request.parameters[key], value)
     request_id = dict(members).get("id", "")
     if not isinstance(request_id, str):
@@ -144,18 +139,16 @@ def _packed(declared: Any, values: Sequence[Any]) -> bytes:
         return b"".join(struct.pack("<I", len(text)) + text for text in texts)
     if datatype == "BOOL" and kinds <= {bool}:
         return bytes(values)
-    if datatype in _INTEGERS and kinds <= {int}:
-        kind = _INTEGERS[datatype]
-        held = np.iinfo(kind)
+    if "INT" in datatype and kinds <= {int}:
+        held = np.iinfo(_numpy_type(datatype))
         for value in (min(values), max(values)) if values else ():
             if not held.min <= value <= held.max:
-                raise TooLarge(f"input '{declared.name}': {value} does not fit {datatype}")
-        return np.array(values, kind).tobytes()
-    if datatype in _FLOATS and kinds <= {int, float}:
-        try:
-            return np.array(values, _FLOATS[datatype]).tobytes()
-        except OverflowError as error:
-            raise LeftToTriton from error
+                problem = f"input '{declared.name}': {value} does not fit {datatype}"
+                raise Refused(400, problem)
+        return np.array(values, held.dtype).tobytes()
+    if datatype in ("FP32", "FP64") and kinds <= {int, float}:
+        with suppress(OverflowError):
+            return np.array(values, _numpy_type(datatype)).tobytes()
     raise LeftToTriton
 
 
@@ -211,7 +204,7 @@ def _written(members: Mapping[str, Any]) -> bytes:
 
 def _unpacked(datatype: str, content: bytes) -> list[Any]:
     if datatype != "BYTES":
-        values = np.frombuffer(content, _OUTPUTS[datatype]).tolist()
+        values = np.frombuffer(content, _numpy_type(datatype)).tolist()
         # JSON has no infinity. RapidJSON writes nothing in its place, which no client can read.
         return [value if isfinite(value) else None for value in values]
     texts, place = [], 0

@@ -36,12 +36,11 @@ class Frames:
         # With include_usage, every chunk but the last has the field, and it is null.
         self._end = b'],"usage":null}\n\n' if usage else b"]}\n\n"
         self._after_text = b"}" * chat + b',"logprobs":null,"finish_reason":null}' + self._end
-        self._before_text: dict[int, bytes] = {}
 
     def text(self, index: int, text: str) -> bytes:
         """An event whose choice has new text and nothing else."""
-        before = self._before_text.get(index) or self._before(index)
-        return before + msgspec.json.encode(text) + self._after_text
+        told = (self._start, index, self._field, msgspec.json.encode(text), self._after_text)
+        return b'%b{"index":%d,%b%b%b' % told
 
     def choice(self, index: int, **fields: object) -> bytes:
         """Any other event of one choice."""
@@ -50,10 +49,6 @@ class Frames:
     def usage(self, usage: object) -> bytes:
         """The last event, which has no choice."""
         return b"".join((self._start, b'],"usage":', msgspec.json.encode(usage), b"}\n\n"))
-
-    def _before(self, index: int) -> bytes:
-        found = self._before_text[index] = self._start + b'{"index":%d,' % index + self._field
-        return found
 
 
 class ChoicesBuilder(ResponseBuilder):

@@ -21,13 +21,12 @@ from trtllm_bls.errors import (
     PromptTooLong,
     TrtllmBlsError,
 )
-from trtllm_bls.http.guard import Refused
+from trtllm_bls.http.guard import RETRY, Refused
 from trtllm_bls.services.deployment import SHUTTING_DOWN
 
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"  # the last event of every stream
-RETRY = {"retry-after": "1"}
 _CODES = {421: "unknown_host", 403: "foreign_origin", 503: "overloaded"}
 
 # By the names of the orchestrator and engines. ``api_error`` maps the prompt and the guide.

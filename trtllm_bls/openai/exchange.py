@@ -19,7 +19,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from trtllm_bls.errors import CancelCause
-from trtllm_bls.http.guard import BODY_SEND, BODY_WRITE, ClientGone, header
+from trtllm_bls.http.guard import BODY_WRITE, ClientGone, header
 from trtllm_bls.openai.builder import ResponseBuilder
 from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.openai.messages import PATH, error_answer
@@ -44,10 +44,8 @@ class Reply:
         self.begun = False
         self._for_anthropic = scope["path"].startswith(PATH)
         self._send = send
-        # Middleware may change how a response begins; for each event it would only cost time. The
-        # two are removed from the scope because they refer to it: the cycle of references would
-        # keep the request alive until a garbage collection.
-        self._send_events: Send = scope.pop(BODY_SEND, send)
+        # Removed from the scope because it refers to it: the cycle of references would keep the
+        # request alive until a garbage collection.
         self.write: Callable[[bytes], bool] = scope.pop(BODY_WRITE, lambda data: False)
         # HTTP/1.0 has no chunks, but uvicorn would write them: such a client gets all events at
         # once, with their length.
@@ -87,7 +85,7 @@ class Reply:
             await self._start(200, [*_STREAM, (b"content-length", b"%d" % len(data))])
         elif not self.begun:
             await self._start(200, list(_STREAM))
-        await self._send_events({"type": "http.response.body", "body": data, "more_body": not end})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not end})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.begun = True
