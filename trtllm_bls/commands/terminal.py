@@ -30,6 +30,14 @@ Exit codes:
   4    the deadline passed
   130  interrupted"""
 
+# What to do where gRPC's message has these words.
+_HTTP = "; this is an HTTP port: give --url the gRPC port, which is --grpc-port of serve (8001)"
+_MENDS = {
+    "Connection refused": "; nothing listens there: `trtllm-bls serve` starts a server",
+    "http1.x server": _HTTP,
+    "Expected SETTINGS frame": _HTTP,
+}
+
 
 class Exit(IntEnum):
     """What the process tells its caller."""
@@ -98,20 +106,8 @@ async def open_client(
         try:
             yield client
         except ConnectionFailed as error:
-            raise ConnectionFailed(f"{error}{await _mend(url, str(error))}") from error
-
-
-async def _mend(url: str, problem: str) -> str:
-    if "Connection refused" in problem:
-        return "; nothing listens there: `trtllm-bls serve` starts a server"
-    import httpx  # takes a while
-
-    try:
-        async with httpx.AsyncClient(trust_env=False, timeout=2.0) as http:
-            await http.get(f"http://{url}/")
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return ""
-    return "; this is an HTTP port: give --url the gRPC port, which is --grpc-port of serve (8001)"
+            mends = (mend for words, mend in _MENDS.items() if words in str(error))
+            raise ConnectionFailed(f"{error}{next(mends, '')}") from error
 
 
 def tensor_options(model: Model, rows: Sequence[tuple[str, str]]) -> Callable[[Command], Command]:
