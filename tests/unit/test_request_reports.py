@@ -30,7 +30,6 @@ from trtllm_bls.services.request_metrics import (
     RUNNING,
     SPECULATION,
     WAITING,
-    Histogram,
     RequestMetrics,
     TritonMetrics,
 )
@@ -77,10 +76,10 @@ def test_a_request_is_counted_once_in_each_metric() -> None:
 
 def test_a_bound_belongs_to_its_bucket() -> None:
     """As Prometheus' ``le`` says."""
-    histogram = Histogram((1.0, 2.0))
+    metrics, metric = RequestMetrics(), replace(FIRST_TOKEN, buckets=(1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
-        histogram.observe(value)
-    assert (histogram.counts, histogram.sum) == ([2, 2, 1], 14.0)
+        metrics.record(metric, (), value)
+    assert metrics.histograms[metric, ()] == [2, 2, 1, 14.0]
 
 
 def test_every_metric_is_there_before_the_first_request() -> None:

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trtllm_bls import __version__
 from trtllm_bls.errors import InvalidRequest, Overloaded, TrtllmBlsError
 from trtllm_bls.http.guard import (
+    RETRY,
     BodyReader,
     BrowserGuard,
     ClientGone,
@@ -40,10 +41,11 @@ from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.constraints import ChatFormats
 from trtllm_bls.openai.document import document
-from trtllm_bls.openai.errors import RETRY, ApiError, api_error, invalid, is_too_long
+from trtllm_bls.openai.errors import ApiError, api_error, invalid, is_too_long
 from trtllm_bls.openai.exchange import Outbox, Reply, run_all
 from trtllm_bls.openai.exposition import (
     CONTENT_TYPE,
+    Samples,
     SharedSamples,
     samples,
     triton_metrics,
@@ -215,7 +217,7 @@ class _Api:
                 self._shared.write(self._samples())
             await asyncio.sleep(1)
 
-    def _samples(self) -> dict[str, float]:
+    def _samples(self) -> Samples:
         for engine, sequences in self.backend.engine_sequences().items():
             self._metrics.numbers[ENGINE_SEQUENCES, (engine,)] = sequences
         return samples(self._metrics, self.settings.model_names[0])

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeAlias
 
 import httpx
 import msgspec
@@ -22,28 +22,31 @@ _OF_TRITON = re.compile(r"(# (HELP|TYPE) )?nv_")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def samples(metrics: RequestMetrics, model: str) -> dict[str, float]:
-    """Each sample, as it is written, with its value; those of two processes may be added."""
-    found: dict[str, float] = {}
+# By the metric's name, each sample, as it is written, with its value.
+Samples: TypeAlias = dict[str, dict[str, float]]
+
+
+def samples(metrics: RequestMetrics, model: str) -> Samples:
+    """Those of one process, which may be added to those of another."""
+    found: Samples = {metric.name: {} for metric in METRICS}
     for (metric, labels), value in list(metrics.numbers.items()):
-        found[_sample(metric, "", labels, model)] = value
-    for (metric, labels), histogram in list(metrics.histograms.items()):
-        ends = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
-        for end, count in zip(ends, accumulate(histogram.counts), strict=True):
-            found[_sample(metric, "_bucket", labels, model, end)] = count
-        found[_sample(metric, "_sum", labels, model)] = histogram.sum
-        found[_sample(metric, "_count", labels, model)] = sum(histogram.counts)
+        found[metric.name][_sample(metric, "", labels, model)] = value
+    for (metric, labels), (*counts, total) in list(metrics.histograms.items()):
+        own = found[metric.name]
+        ends = [*(f"{bound:g}" for bound in metric.buckets), "+Inf"]
+        for end, count in zip(ends, accumulate(counts), strict=True):
+            own[_sample(metric, "_bucket", labels, model, end)] = count
+        own[_sample(metric, "_sum", labels, model)] = total
+        own[_sample(metric, "_count", labels, model)] = sum(counts)
     return found
 
 
-def written(found: Mapping[str, float]) -> str:
+def written(found: Samples) -> str:
     """The text format: the samples after each metric's HELP and TYPE."""
     lines = []
     for metric in METRICS:
-        names = {metric.name + end for end in ("", "_bucket", "_sum", "_count")}
-        own = [f"{key} {value:.17g}" for key, value in found.items() if _name(key) in names]
         lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.kind}"]
-        lines += own
+        lines += [f"{key} {value:.17g}" for key, value in found[metric.name].items()]
     return "\n".join([*lines, ""])
 
 
@@ -65,24 +68,25 @@ class SharedSamples:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def write(self, found: Mapping[str, float]) -> None:
+    def write(self, found: Samples) -> None:
         """Replace this process's file."""
         own = self._directory / str(os.getpid())
         new = own.with_suffix(".new")
         new.write_bytes(msgspec.json.encode(found))
         new.replace(own)
 
-    def total(self) -> dict[str, float]:
+    def total(self) -> Samples:
         """The sum over all processes; of gauges, over those that are alive."""
-        gauges = {metric.name for metric in METRICS if metric.kind == "gauge"}
-        total: dict[str, float] = {}
+        total: Samples = {metric.name: {} for metric in METRICS}
         for file in self._directory.iterdir():
             if not file.suffix:
-                found: dict[str, float] = msgspec.json.decode(file.read_bytes())
+                found: Samples = msgspec.json.decode(file.read_bytes())
                 alive = Path("/proc", file.name).exists()
-                for sample, value in found.items():
-                    if alive or _name(sample) not in gauges:
-                        total[sample] = total.get(sample, 0) + value
+                for metric in METRICS:
+                    if alive or metric.kind != "gauge":
+                        own = total[metric.name]
+                        for sample, value in found[metric.name].items():
+                            own[sample] = own.get(sample, 0) + value
         return total
 
 
@@ -95,7 +99,3 @@ def _sample(metric: Metric, part: str, labels: Labels, model: str, end: str = ""
 
 def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _name(sample: str) -> str:
-    return sample.partition("{")[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -175,29 +175,16 @@ def _samples(stats: RequestStats) -> Iterator[tuple[Metric, Labels, float]]:
             yield metric, (), seconds
 
 
-@dataclass
-class Histogram:
-    """Observed values: how many there are in each bucket, the last of which has no bound."""
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(init=False)
-    sum: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float) -> None:
-        """Count one value; a bound belongs to its bucket."""
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-
 class RequestMetrics(Metrics):
-    """The metrics of one process, in memory, by metric and label values."""
+    """The metrics of one process, in memory, by metric and label values.
+
+    ``histograms`` count the values in each bucket, the last of which has no bound; their last item
+    is the sum of the values.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[tuple[Metric, Labels], float] = {}
-        self.histograms: dict[tuple[Metric, Labels], Histogram] = {}
+        self.histograms: dict[tuple[Metric, Labels], list[float]] = {}
         for metric in METRICS:
             for labels in metric.known:
                 if metric.buckets:
@@ -208,12 +195,14 @@ class RequestMetrics(Metrics):
     def record(self, metric: Metric, labels: Labels, value: float) -> None:
         """See ``Metrics``."""
         if metric.buckets:
-            self._of(metric, labels).observe(value)
+            histogram = self._of(metric, labels)
+            histogram[bisect.bisect_left(metric.buckets, value)] += 1  # a bound is in its bucket
+            histogram[-1] += value
         else:
             self.numbers[metric, labels] = self.numbers.get((metric, labels), 0) + value
 
-    def _of(self, metric: Metric, labels: Labels) -> Histogram:
-        return self.histograms.setdefault((metric, labels), Histogram(metric.buckets))
+    def _of(self, metric: Metric, labels: Labels) -> list[float]:
+        return self.histograms.setdefault((metric, labels), [0] * (len(metric.buckets) + 2))
 
 
 # --- on Triton -------------------------------------------------------------------------------
