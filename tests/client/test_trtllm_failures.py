@@ -27,7 +27,7 @@ from tests.helpers.scripted_services import (
 from tests.helpers.virtual_time import skipping_waits
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.base import RunningCalls
-from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
+from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine, messages
 from trtllm_bls.engines.trtllm_service.engine import ServiceChunks
 from trtllm_bls.errors import (
     EngineError,
@@ -123,7 +123,7 @@ async def test_a_server_that_is_well_is_asked_once_in_each_stall() -> None:
 async def test_a_server_that_is_down_is_unavailable_and_comes_back() -> None:
     async with playing(RULE) as (_, url):
         port = int(url.rpartition(":")[2])
-        engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
+        engine = TrtllmServiceEngine(url, eos_id=EOS)
         await engine.capacity()
         assert tuple(ids(await read(engine, ASK))) == ANSWER
     with pytest.raises(EngineUnavailable):
@@ -207,7 +207,7 @@ async def test_a_service_that_falls_ill_is_refused_without_a_request_to_it(
 async def test_an_answer_about_itself_that_is_no_message_is_its_failure(method: str) -> None:
     """And it is asked again: the next request finds it well."""
     async with playing(RULE) as (service, url):
-        engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
+        engine = TrtllmServiceEngine(url, eos_id=EOS)
         service.behaviour = replace(service.behaviour, unreadable=method)
         with pytest.raises(EngineUnavailable, match=rf"{url}: its {method}Response cannot be read"):
             await engine.capacity()

@@ -33,7 +33,7 @@ from tests.helpers.scripted_services import (
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.routing import ReplicatedEngine
-from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine, messages
+from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine, messages
 from trtllm_bls.engines.trtllm_service.answers import ServiceAnswer
 from trtllm_bls.engines.trtllm_service.requests import service_request
 from trtllm_bls.errors import EngineError, EngineUnavailable
@@ -186,7 +186,7 @@ def test_the_played_service_keeps_to_a_guide() -> None:
             "guided_decoding_guide_type": np.array([kind], np.object_),
             "guided_decoding_guide": np.array([guide], np.object_),
         }
-        client = TrtllmServiceEngine(url, ServiceSettings(eos_id=tokenizer.eos_id))
+        client = TrtllmServiceEngine(url, eos_id=tokenizer.eos_id)
         await client.capacity()
         asked = replace(ASK, max_tokens=90, end_id=tokenizer.eos_id, extras=extras)
         try:
@@ -244,7 +244,7 @@ async def test_a_request_that_an_abort_did_not_find_is_aborted_again() -> None:
     """It has begun when its call is cancelled, and would run to its end."""
     service = SlowToBegin(ScriptedEngine(LONG, Script(step_seconds=0.02)), Behaviour(eos_id=EOS))
     url = f"127.0.0.1:{await service.start()}"
-    engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
+    engine = TrtllmServiceEngine(url, eos_id=EOS)
     await engine.capacity()
     stream = engine.generate(replace(ASK, max_tokens=800))
     await service.arrived.wait()
@@ -267,7 +267,7 @@ async def test_a_call_is_not_cancelled_before_a_slow_server_has_aborted_it() -> 
     """Otherwise half of the requests would run on."""
     service = SlowToAbort(ScriptedEngine(LONG, Script(step_seconds=0.1)), Behaviour(eos_id=EOS))
     url = f"127.0.0.1:{await service.start()}"
-    engine = TrtllmServiceEngine(url, ServiceSettings(eos_id=EOS))
+    engine = TrtllmServiceEngine(url, eos_id=EOS)
     await engine.capacity()
     streams = [engine.generate(replace(ASK, max_tokens=800)) for _ in range(4)]
     for stream in streams:
@@ -331,8 +331,7 @@ async def test_two_services_stand_in_for_each_other(resume: bool) -> None:
     """One that goes down loses no request that has no token, and with ``resume`` none at all."""
     script = Script(step_seconds=0.002)
     async with playing(LONG, script) as (one, url), playing(LONG, script) as (two, other):
-        settings = ServiceSettings(eos_id=EOS)
-        parts = [TrtllmServiceEngine(each, settings) for each in (url, other)]
+        parts = [TrtllmServiceEngine(each, eos_id=EOS) for each in (url, other)]
         engine = ReplicatedEngine(parts, resume=resume)
         await engine.capacity()
         stream = engine.generate(replace(ASK, max_tokens=60))

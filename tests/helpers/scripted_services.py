@@ -14,7 +14,7 @@ from doubles.trtllm_service import Behaviour, ScriptedService
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import read
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
+from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
 from trtllm_bls.types import EngineChunk, EngineRequest
 
 EOS = 2
@@ -26,7 +26,7 @@ async def reaching(
 ) -> AsyncIterator[tuple[TrtllmServiceEngine, ScriptedService]]:
     """A service over ``rule``, in this loop, and the engine that has been asked for its limits."""
     async with playing(rule, script, **behaviour) as (service, url):
-        engine = TrtllmServiceEngine(url, ServiceSettings(**{"eos_id": EOS} | (settings or {})))
+        engine = TrtllmServiceEngine(url, **{"eos_id": EOS} | (settings or {}))
         try:
             await engine.capacity()
             yield engine, service

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.llm_api import open_llm
-from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
+from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
 from trtllm_bls.parameters import EngineParameters
 
 
@@ -32,12 +32,12 @@ def local_engine(
     if engine == "llm_api":
         return open_llm(name, parameters, lambda: tokenizer().model_vocab_size)
     if engine != "embedded":
-        settings = ServiceSettings(
+        return TrtllmServiceEngine(
+            engine.removeprefix("trtllm://"),
             eos_id=tokenizer().eos_id,
             vocab_size=tokenizer().model_vocab_size,
-            max_sequence_tokens=parameters.max_sequence_tokens or None,
+            max_sequence_tokens=parameters.max_sequence_tokens,
         )
-        return TrtllmServiceEngine(engine.removeprefix("trtllm://"), settings)
     from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings  # needs torch
 
     return EmbeddedEngine(parameters.model_dir, EmbeddedSettings(name=name, **parameters.sizes))

@@ -14,7 +14,7 @@ from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import ReplicatedEngine, RoutingEngine
 from trtllm_bls.engines.triton.grpc import GrpcEngine
 from trtllm_bls.engines.trtllm_fields import SPECULATES
-from trtllm_bls.engines.trtllm_service import ServiceSettings, TrtllmServiceEngine
+from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
 from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters, EngineKind
@@ -184,16 +184,18 @@ def _target(
     choice = parameters.engine
     if choice is None:
         return engine_of(parameters.tensorrt_llm_model_name)
-    settings = ServiceSettings(
+    service_at = partial(
+        TrtllmServiceEngine,
         eos_id=tokenizer.eos_id,
         vocab_size=tokenizer.model_vocab_size,
         max_sequence_tokens=parameters.engine_max_sequence_tokens,
         stall_seconds=parameters.engine_stall_seconds,
+        tls=engine_tls(parameters),
     )
     engines: list[Engine] = []
     for url, model in choice.addresses:
         if choice.kind is EngineKind.TRTLLM:
-            engines.append(TrtllmServiceEngine(url, settings, engine_tls(parameters)))
+            engines.append(service_at(url))
         elif choice.kind is EngineKind.TRITON_GRPC:
             engines.append(engine_at(url, model))
         else:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from trtllm_bls.engines.triton.stream_thread import stream_thread_has_returned
+from trtllm_bls.engines.triton.own_port import stream_thread_has_returned
 from trtllm_bls.parameters import BlsParameters, Parameters
 from trtllm_bls.parameters.engine_tls import engine_tls
 from trtllm_bls.python_backend import Call, RequestServer

@@ -6,7 +6,7 @@ from functools import partial
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_bls.engines.triton.stream_thread import stream_thread_has_returned
+from trtllm_bls.engines.triton.own_port import stream_thread_has_returned
 from trtllm_bls.parameters import Parameters, PreprocessingParameters, own_grpc_url
 from trtllm_bls.python_backend import RequestServer, answering
 from trtllm_bls.services.tokens import Preprocessor

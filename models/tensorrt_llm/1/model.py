@@ -11,7 +11,7 @@ from functools import partial
 import triton_python_backend_utils as pb_utils
 
 from trtllm_bls.engines.local import local_engine
-from trtllm_bls.engines.triton.stream_thread import stream_thread_has_returned
+from trtllm_bls.engines.triton.own_port import stream_thread_has_returned
 from trtllm_bls.parameters import EngineParameters, Parameters, own_grpc_url
 from trtllm_bls.python_backend import RequestServer
 from trtllm_bls.services.engine_service import EngineService

@@ -1,7 +1,3 @@
 """TensorRT-LLM's TrtllmService as an engine."""
 
-from __future__ import annotations
-
-from trtllm_bls.engines.trtllm_service.engine import ServiceSettings, TrtllmServiceEngine
-
-__all__ = ["ServiceSettings", "TrtllmServiceEngine"]
+from trtllm_bls.engines.trtllm_service.engine import TrtllmServiceEngine as TrtllmServiceEngine

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import re
 import ssl
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -59,38 +58,32 @@ _UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServiceSettings:
-    """What the service cannot be asked, or not reliably.
-
-    ``eos_id``: the id at which the server ends by itself, its tokenizer's. ``vocab_size``: ids
-    there are. Lengths as in ``EngineCapacity``. ``stall_seconds``: after so long a silence the
-    server is asked for its health; 0 = never.
-    """
-
-    eos_id: int | None = None
-    vocab_size: int | None = None
-    max_sequence_tokens: int | None = None
-    stall_seconds: float = 0
-
-
 class TrtllmServiceEngine:
-    """The TrtllmService at ``url`` (host:port). Implements ``trtllm_bls.engines.base.Engine``."""
+    """The TrtllmService at ``url`` (host:port). Implements ``trtllm_bls.engines.base.Engine``.
+
+    What the service cannot be asked, or not reliably: ``eos_id``, the id at which it ends by
+    itself, its tokenizer's; ``vocab_size``, the ids that there are; ``max_sequence_tokens`` as in
+    ``EngineCapacity``. ``stall_seconds`` is that of ``RunningCalls``.
+    """
 
     def __init__(
         self,
         url: str,
-        settings: ServiceSettings | None = None,
+        *,
+        eos_id: int | None = None,
+        vocab_size: int | None = None,
+        max_sequence_tokens: int | None = None,
+        stall_seconds: float = 0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.name = f"trtllm://{url}"
-        self.settings = settings or ServiceSettings()
+        self._eos_id, self._vocab_size = eos_id, vocab_size
+        self._max_sequence_tokens = max_sequence_tokens
         self.channel = GrpcChannel(url, tls=tls, coalesce_reads=True)
         self._capacity = AskedCapacity(self._ask_capacity, _HEALTH_SECONDS)
         self._aborting: set[asyncio.Task[None]] = set()
         probe = partial(self._problem, _PROBE_SECONDS)
-        seconds = self.settings.stall_seconds
-        self.calls = RunningCalls(self.name, seconds, probe, self._capacity.doubt)
+        self.calls = RunningCalls(self.name, stall_seconds, probe, self._capacity.doubt)
 
     async def capacity(self) -> EngineCapacity:
         """What the service and its settings tell. Raises ``EngineUnavailable``.
@@ -105,7 +98,7 @@ class TrtllmServiceEngine:
         if capacity is None:
             raise EngineUnavailable(f"{self.name}: not asked for its capacity yet")
         request_id = wire_id(request)
-        asked = service_request(request, request_id, self.settings.eos_id, capacity)
+        asked = service_request(request, request_id, self._eos_id, capacity)
         return ServiceChunks(self, request, *asked)
 
     async def close(self) -> None:
@@ -195,12 +188,11 @@ class TrtllmServiceEngine:
                 self.name,
                 server.version or "of an unknown version",
             )
-        settings = self.settings
         # Repeating max_input_len, it is a default that nothing enforces.
         told = model.max_seq_len if model.max_seq_len != model.max_input_len else 0
         return EngineCapacity(
-            vocab_size=settings.vocab_size,  # theirs leaves added tokens out
-            max_sequence_tokens=settings.max_sequence_tokens or told or None,
+            vocab_size=self._vocab_size,  # theirs leaves added tokens out
+            max_sequence_tokens=self._max_sequence_tokens or told or None,
             max_draft_tokens=0,
             tells_top_log_probs=True,
             speculates=SPECULATES,
