@@ -24,13 +24,14 @@ from doubles.scripted_tokens import hashed
 from tests.conformance.engines import LLM_API
 from tests.helpers.scripted_services import EOS, reaching
 from tests.helpers.server_settings import DEMO
+from tests.helpers.wire_tensors import LAST_FORM
 from trtllm_bls.configure.engine import models_for, parse_version
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.llm_api import LlmApiEngine
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError, Unsupported
 from trtllm_bls.types import Draft, EngineCapacity, EngineRequest, Sampling, Wants
-from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
+from trtllm_bls.wire.engine_client import request_inputs
 
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=2, end_id=EOS)
 RULE = hashed(100, first=5)
@@ -104,9 +105,9 @@ async def _answer(engine: Engine, request: EngineRequest) -> str:
 
 def _cpp_backend(request: EngineRequest) -> str:
     last = models_for(parse_version("last"), "FP32")["tensorrt_llm"].input_named
-    inputs = {name: kind for name, kind in DeployedModel().inputs.items() if name in last}
+    inputs = {name: kind for name, kind in LAST_FORM.inputs.items() if name in last}
     try:
-        request_inputs(request, DeployedModel(inputs), 100)
+        request_inputs(request, replace(LAST_FORM, inputs=inputs), 100)
     except InvalidRequest as error:
         return error.problem
     return ""

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from trtllm_bls.types import (
-    EngineRequest,
-    TextRequest,
-)
+from trtllm_bls.configure.pbtxt import model_config
+from trtllm_bls.contract import ENGINE
+from trtllm_bls.types import EngineRequest, TextRequest
 from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
 from trtllm_bls.wire.engine_server import engine_requests
 from trtllm_bls.wire.text import text_requests
 
 VOCAB = 50
-LAST_FORM = DeployedModel()
+LAST_FORM = DeployedModel.of(model_config(ENGINE, {}))
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
 
 
 def declaring(**inputs: str | None) -> DeployedModel:
     """A model of the last form that declares some inputs in another type, or not at all."""
     declared = {**LAST_FORM.inputs, **inputs}
-    return DeployedModel({name: kind for name, kind in declared.items() if kind is not None})
+    inputs = {name: kind for name, kind in declared.items() if kind is not None}
+    return replace(LAST_FORM, inputs=inputs)
 
 
 def sent(request: EngineRequest, model: DeployedModel = LAST_FORM) -> dict[str, Any]:

@@ -11,12 +11,13 @@ import pytest
 from tests.helpers.scripted_text import PROMPT, saying
 from tests.helpers.services_on_fake_backend import Bench, engine_service, text_service
 from tests.helpers.waiting import until
+from tests.helpers.wire_tensors import LAST_FORM
 from trtllm_bls.contract import LLMAPI
 from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import stats_of_refusal
 from trtllm_bls.services.request_metrics import SPECULATION, RequestMetrics
 from trtllm_bls.types import EngineChunk, EngineRequest, SpeculationStats
-from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader
+from trtllm_bls.wire.engine_client import ResponseReader
 from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
 
 OUTPUTS = tuple(LLMAPI.output_named)
@@ -134,7 +135,7 @@ def test_a_trace_context_reaches_the_engine() -> None:
 @pytest.mark.parametrize("engine", ["llm_api", "embedded"])
 def test_what_an_engine_drafts_by_itself_is_told_once(engine: str) -> None:
     """On the last response, from an engine that may; the client asks for it without being asked."""
-    model = DeployedModel(parameters={"engine": engine})
+    model = replace(LAST_FORM, parameters={"engine": engine})
     request = EngineRequest(request_id="r", input_ids=(1,), max_tokens=2)
     asked = {"total_draft_tokens", "total_accepted_draft_tokens"} & set(model.outputs_for(request))
     assert bool(asked) == (engine == "llm_api")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.embedded_steps import VOCAB, checkpoint
+from tests.helpers.wire_tensors import LAST_FORM
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
 from trtllm_bls.engines.llm_api import LlmApiEngine
@@ -21,7 +22,7 @@ from trtllm_bls.engines.trtllm_service.requests import service_request
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import EngineCapacity, EngineRequest, Sampling
-from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
+from trtllm_bls.wire.engine_client import request_inputs
 
 CAPACITY = EngineCapacity(vocab_size=VOCAB)
 # Values that no engine takes for its default. With them the request is sampled, and more than one
@@ -65,7 +66,7 @@ def sampled(kind: type[Sampling] = Sampling, **more: Any) -> Sampling:
 
 def by_triton(sampling: Sampling) -> Any:
     """The inputs sent to a Triton model, by gRPC or by BLS."""
-    made = request_inputs(request(sampling), DeployedModel(), VOCAB)
+    made = request_inputs(request(sampling), LAST_FORM, VOCAB)
     return [(name, array.tolist()) for name, _, array in made]
 
 

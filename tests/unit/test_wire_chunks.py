@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.wire_tensors import LAST_FORM
 from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.errors import EngineError
@@ -23,15 +24,14 @@ from trtllm_bls.types import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.wire.engine_client import DeployedModel, ResponseReader, request_inputs
+from trtllm_bls.wire.engine_client import ResponseReader, request_inputs
 from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
 from trtllm_bls.wire.text import text_arrays
 
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
 ids = st.integers(0, 49)
-LAST_FORM = DeployedModel()
 # It has no way to be told that the prompt is not wanted.
-ECHOES = DeployedModel({"input_ids": "INT32"})
+ECHOES = replace(LAST_FORM, inputs={"input_ids": "INT32"})
 TEXTS = ("text_output", "finish_reason", "stop_reason")
 
 
@@ -280,7 +280,7 @@ def test_metrics_survive_a_wire_that_does_not_mark_the_last_response() -> None:
 @pytest.mark.parametrize("engine", ["llm_api", "trtllm://host:1", "embedded"])
 def test_the_likeliest_ids_survive_the_wire(engine: str) -> None:
     """Of the engines that tell them; of any other they are computed from logits."""
-    model = DeployedModel(parameters={"engine": engine})
+    model = replace(LAST_FORM, parameters={"engine": engine})
     assert model.capacity.tells_top_log_probs == (engine != "embedded")
     wants = Wants(log_probs=True, top_log_probs=2)
     request = replace(ASK, wants=wants)

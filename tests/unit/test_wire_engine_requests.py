@@ -12,6 +12,7 @@ from tritonclient.grpc import InferResult, service_pb2
 
 from tests.helpers.wire_tensors import (
     ASK,
+    LAST_FORM,
     VOCAB,
     column,
     declaring,
@@ -28,7 +29,7 @@ from trtllm_bls.types import (
     Sampling,
     Wants,
 )
-from trtllm_bls.wire.engine_client import DeployedModel, infer_message, request_inputs
+from trtllm_bls.wire.engine_client import infer_message, request_inputs
 from trtllm_bls.wire.engine_server import engine_requests
 
 # --- requests, there and back ---------------------------------------------------------------
@@ -190,9 +191,9 @@ def test_a_guide_that_the_backend_would_ignore_is_refused(
     told: dict[str, str], missing: str
 ) -> None:
     """The C++ backend says nothing where one of its two parameters is missing."""
-    model = DeployedModel(parameters={"gpt_model_type": "inflight_batching", **told})
+    model = replace(LAST_FORM, parameters={"gpt_model_type": "inflight_batching", **told})
     asked = replace(ASK, extras={"guided_decoding_guide": np.array([b"a"], np.object_)})
     with pytest.raises(InvalidRequest, match=missing):
         sent(asked, model)
     both = {"guided_decoding_backend": "xgrammar", "xgrammar_tokenizer_info_path": "/info.json"}
-    sent(asked, DeployedModel(parameters={**model.parameters, **both}))
+    sent(asked, replace(LAST_FORM, parameters={**model.parameters, **both}))

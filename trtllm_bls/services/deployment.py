@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -147,14 +146,32 @@ def _engine(
         tls=engine_tls(parameters),
     )
     own_server = parameters.engine_transport == "auto" and pb_utils is not None
-    engine_of = partial(engine_at, parameters.engine_url, own_server=own_server)
+    engine_here = partial(engine_at, parameters.engine_url, own_server=own_server)
+    choice, targets = parameters.engine, list[Engine]()
+    for url, model in choice.addresses if choice else [("", parameters.tensorrt_llm_model_name)]:
+        if _is_service(parameters):
+            service = TrtllmServiceEngine(
+                url,
+                eos_id=tokenizer.eos_id,
+                vocab_size=tokenizer.model_vocab_size,
+                max_sequence_tokens=parameters.engine_max_sequence_tokens,
+                stall_seconds=parameters.engine_stall_seconds,
+                tls=engine_tls(parameters),
+            )
+            targets.append(service)
+        else:
+            targets.append(engine_at(url, model) if url else engine_here(model))
+    target = targets[0]
+    if len(targets) > 1:
+        target = ReplicatedEngine(
+            targets, resume=parameters.engine_resume, affinity=parameters.engine_affinity
+        )
     draft: Engine | None = None
-    target = _target(parameters, engine_at, engine_of, tokenizer)
     if _is_service(parameters):
         if parameters.tensorrt_llm_draft_model_name or parameters.draft_source != "off":
             log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
     elif parameters.tensorrt_llm_draft_model_name and _same_vocabulary(parameters, tokenizer):
-        draft = engine_of(parameters.tensorrt_llm_draft_model_name)
+        draft = engine_here(parameters.tensorrt_llm_draft_model_name)
     source = parameters.draft_source
     options = SpeculationOptions(
         draft_source=DraftSource(source) if source != "off" else DraftSource.MODEL,
@@ -171,39 +188,6 @@ def _engine(
         options,
         by_default=source != "off",
         on_end=reports.add_speculation,
-    )
-
-
-def _target(
-    parameters: BlsParameters,
-    engine_at: Callable[[str, str], Engine],
-    engine_of: Callable[[str], Engine],
-    tokenizer: Tokenizer,
-) -> Engine:
-    """The engine, or those, that parameter ``engine`` names."""
-    choice = parameters.engine
-    if choice is None:
-        return engine_of(parameters.tensorrt_llm_model_name)
-    service_at = partial(
-        TrtllmServiceEngine,
-        eos_id=tokenizer.eos_id,
-        vocab_size=tokenizer.model_vocab_size,
-        max_sequence_tokens=parameters.engine_max_sequence_tokens,
-        stall_seconds=parameters.engine_stall_seconds,
-        tls=engine_tls(parameters),
-    )
-    engines: list[Engine] = []
-    for url, model in choice.addresses:
-        if choice.kind is EngineKind.TRTLLM:
-            engines.append(service_at(url))
-        elif choice.kind is EngineKind.TRITON_GRPC:
-            engines.append(engine_at(url, model))
-        else:
-            engines.append(engine_of(model))
-    if len(engines) == 1:
-        return engines[0]
-    return ReplicatedEngine(
-        engines, resume=parameters.engine_resume, affinity=parameters.engine_affinity
     )
 
 

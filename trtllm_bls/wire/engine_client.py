@@ -12,7 +12,7 @@ import secrets
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -55,14 +55,6 @@ _SPELLINGS = {
     for tensor in ENGINE.inputs
 }
 _NO_INPUT = "this engine version has no such input"
-# What TensorRT-LLM's last form declares. Older spellings are left out: two names of one option are
-# never both sent.
-_LAST_FORM = {
-    tensor.name: "BYTES" if tensor.dtype == "STRING" else tensor.dtype
-    for tensor in ENGINE.inputs
-    if tensor.name not in ("min_length", "random_seed")
-}
-
 
 # --- messages of any model ------------------------------------------------------------------
 
@@ -174,10 +166,10 @@ def _array(datatype: str, raw: bytes) -> Array:
 class DeployedModel:
     """The inputs (with Triton's data types), outputs and parameters that one model declares."""
 
-    inputs: Mapping[str, str] = field(default_factory=lambda: _LAST_FORM)
-    outputs: frozenset[str] = field(default_factory=lambda: frozenset(ENGINE.output_named))
-    parameters: Mapping[str, str] = field(default_factory=dict)
-    decoupled: bool = True  # otherwise it answers each request with one response
+    inputs: Mapping[str, str]
+    outputs: frozenset[str]
+    parameters: Mapping[str, str]
+    decoupled: bool  # otherwise it answers each request with one response
 
     @classmethod
     def of(cls, config: Any) -> DeployedModel:
