@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -348,20 +348,18 @@ def test_a_full_server_is_overloaded(speak: Any) -> None:
     engine = SpeakingEngine(tokenizer(), lambda prompt: "Done.")
     backend = ScriptedBackend(engine, admission=Admission(1, 0, None))
     model = speak("Done.", backend=backend)
-    model.engine = engine
     engine.fault = Fault()
-    held = threading.Thread(
-        target=model.post, daemon=True, args=("/v1/responses", {"model": MODEL, "input": "x"})
-    )
-    held.start()
-    until(lambda: model.engine.requests)
     turn = [{"role": "user", "content": "x"}]
-    with pytest.raises(anthropic.InternalServerError) as told:
-        model.anthropic.messages.create(model=MODEL, max_tokens=9, messages=turn)
+    with closing(HTTPConnection(model.api.host, model.api.port)) as held:
+        asked = json.dumps({"model": MODEL, "input": "x"})
+        held.request("POST", "/v1/responses", asked, {"content-type": "application/json"})
+        until(lambda: engine.requests)
+        with pytest.raises(anthropic.InternalServerError) as told:
+            model.anthropic.messages.create(model=MODEL, max_tokens=9, messages=turn)
     error: Any = told.value.body
     assert (told.value.status_code, error["error"]["type"]) == (529, "overloaded_error")
     assert int(told.value.response.headers["retry-after"]) >= 1
-    model.engine.fault = None
+    until(lambda: not engine.live)
 
 
 def test_an_engine_that_fails_in_a_stream_ends_it_with_an_error(speak: Any) -> None:

@@ -316,8 +316,11 @@ def test_a_connection_serves_so_many_requests(connect: Connect) -> None:
         assert raw.recv(1) == b""
 
 
-def test_slow_clients_do_not_keep_others_out(connect: Connect) -> None:
+def test_slow_clients_do_not_keep_others_out(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While they hold all connections a new client is refused at once, and then served."""
+    monkeypatch.setattr(guard, "_DISCARD_S", 0.2)
     api, client = connect(limits=ConnectionLimits(connections=20, header_s=1))
     with ExitStack() as stack:
         slow = [stack.enter_context(connected(api)) for _ in range(20)]
