@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from itertools import repeat
 
@@ -26,7 +26,7 @@ from trtllm_bls.speculative.draft_length import (
     PROBE,
     DraftLength,
 )
-from trtllm_bls.speculative.options import SpeculationOptions
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import EngineChunk, EngineRequest
 
@@ -65,7 +65,7 @@ def test_times_are_a_line_through_medians() -> None:
 
 def best(known: SpeculationShared, rate: float, most: int) -> int:
     """The best length of a draft model's draft."""
-    return known.best_length(repeat(rate), most, by_model=True)
+    return known.best_length(repeat(rate), most, by_model=True)[0]
 
 
 def test_old_times_are_forgotten() -> None:
@@ -103,7 +103,14 @@ def test_no_draft_pays_when_plain_decoding_is_faster() -> None:
 
 def test_an_ngram_costs_no_drafting() -> None:
     """So it is as long as allowed, also where a model's draft would not pay."""
-    assert costs(9.0, 1.0, overhead=0.1).best_length(repeat(0.5), 7) == 7
+    assert costs(9.0, 1.0, overhead=0.1).best_length(repeat(0.5), 7)[0] == 7
+
+
+def test_an_ngram_has_to_gain_more_than_the_draft_model() -> None:
+    """By a tenth, as over plain decoding; here it gives two tokens a second at the most."""
+    known = costs(9.0, 1.0)
+    assert known.best_length(repeat(0.5), 7, beside=1.7)[0] == 7
+    assert known.best_length(repeat(0.5), 7, beside=1.9)[0] == 0
 
 
 def test_each_token_of_a_draft_has_its_own_chance() -> None:
@@ -111,8 +118,8 @@ def test_each_token_of_a_draft_has_its_own_chance() -> None:
     begin one."""
     known = costs(9.0, 1.0)
     known.verify_times.add(2, 1.1)
-    assert known.best_length((0.9, 0.9, 0.05, 0.9, 0.9), 5) == 2
-    assert known.best_length((0.15, 0.1), 2) == 0
+    assert known.best_length((0.9, 0.9, 0.05, 0.9, 0.9), 5)[0] == 2
+    assert known.best_length((0.15, 0.1), 2)[0] == 0
 
 
 def test_the_load_table_is_read_upwards() -> None:
@@ -259,6 +266,22 @@ async def test_adaptive_drafts_are_nearly_as_fast_as_the_best_fixed_length(rate:
     best = max((1 - rate ** (k + 1)) / (1 - rate) / (0.1 * k + 1) for k in range(1, 13))
     assert adaptive >= 0.95 * max(fixed)
     assert max(fixed) >= 0.9 * best
+
+
+@skipping_waits
+async def test_ngrams_are_not_drafted_where_the_draft_model_gains_more() -> None:
+    """In a text in which every token has stood before, mostly with something else after it, and
+    from the first answer on."""
+    hashes = hashed(VOCAB)
+
+    def rule(context: Sequence[int]) -> int | Sequence[float]:
+        return hashes([*context, len(context)])
+
+    took = {}
+    for source in (DraftSource.MODEL, DraftSource.MIXED):
+        engines = timed(rule, agreeing(rule, 0.9, VOCAB))
+        took[source] = await seconds(engines.speculative(draft_source=source), 500)
+    assert took[DraftSource.MIXED] <= 1.05 * took[DraftSource.MODEL]
 
 
 @skipping_waits

@@ -26,7 +26,8 @@ PROBE = 2  # tokens drafted to see whether acceptance has changed
 class DraftLength:
     """How many tokens to draft next, within what options and engine allow.
 
-    ``paused_until``: the number of generated tokens before which ``length`` stays 0.
+    ``paused_until``: the number of generated tokens before which ``length`` stays 0. ``speed``:
+    tokens per second by the length that was chosen last; infinite until that has been measured.
     """
 
     def __init__(self, options: SpeculationOptions, shared: SpeculationShared) -> None:
@@ -35,6 +36,7 @@ class DraftLength:
         self._acceptance = Acceptance(shared.model_acceptance.rate)
         self._pause = 0  # length of the current or last pause; 0: none since drafting paid off
         self.paused_until = 0
+        self.speed = 0.0
         capacity = shared.target_capacity
         engine_most = capacity.max_draft_tokens if capacity else None
         most = options.max_draft_tokens
@@ -54,6 +56,7 @@ class DraftLength:
 
     def length(self, generated: int, room: int) -> int:
         """Tokens to draft after ``generated`` ones, at most ``room``; 0 = decode plainly."""
+        self.speed = 0.0
         most = min(room, self.most())
         if most < 1 or generated < self.paused_until:
             return 0
@@ -97,7 +100,9 @@ class DraftLength:
             self._rest(generated, min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE))
 
     def _best(self, most: int) -> int:
-        return self._shared.best_length(repeat(self._acceptance.rate), most, by_model=True)
+        rates = repeat(self._acceptance.rate)
+        best, self.speed = self._shared.best_length(rates, most, by_model=True)
+        return best
 
     def _rest(self, generated: int, tokens: int) -> None:
         self._pause = tokens

@@ -20,7 +20,7 @@ class DraftSource(str, Enum):
 
     MODEL = "model"
     NGRAM = "ngram"  # repeat what followed the same tokens in this text, or in earlier answers
-    MIXED = "mixed"  # n-gram where there is a match, the model elsewhere
+    MIXED = "mixed"  # n-gram where it gains more than the model
     PREDICTION = "prediction"  # the caller's own; drafted from whatever else is chosen
 
 

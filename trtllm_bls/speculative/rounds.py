@@ -29,6 +29,7 @@ engine; ``engines.routing.speculative`` performs the actions.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import takewhile
@@ -178,10 +179,10 @@ class SpeculativeRounds:
                 self._asked = count + 1  # the target's own token comes first
                 return AskDraft(None)
             self._drop_early()
+        self._asked = self._model_length(now)
         self._guess = self._look_up(now)
         if self._guess is not None:
             return self._verify(now)
-        self._asked = self._model_length(now)
         if not self._asked:
             return self._decode(now)
         if self._progress.generated == 0:
@@ -227,6 +228,7 @@ class SpeculativeRounds:
             self._shared.pause_draft(now, for_ever=why == "vocabulary")
 
     def _look_up(self, now: float) -> _Guess | None:
+        """What n-grams offer, if that gains more than the draft model as it was last asked for."""
         most = min(self._lengths.most(), self._progress.max_draft)
         if not self._ngrams_used or self._shared.draining or not most:
             return None
@@ -248,11 +250,15 @@ class SpeculativeRounds:
             texts.append(NgramIndex(ids, DraftSource.NGRAM, len(ids)))
             texts += memory.texts(now) if memory else ()
         acceptance = memory.acceptance if memory else shared.ngram_acceptance
-        return NgramDrafts(ids, texts, acceptance, shared.best_length)
+        return NgramDrafts(ids, texts, acceptance, self._ngram_length)
+
+    def _ngram_length(self, rates: Iterable[float], most: int) -> int:
+        return self._shared.best_length(rates, most, beside=self._lengths.speed)[0]
 
     def _model_length(self, now: float) -> int:
         """Tokens to ask of the draft model; 0 = none."""
         if self._model_given_up or not self._shared.draft_usable(now):
+            self._lengths.speed = 0.0
             return 0
         progress, capacity = self._progress, self._shared.draft_capacity
         room = progress.max_draft
@@ -392,7 +398,7 @@ class SpeculativeRounds:
             return not self._stretch_is_rest
         if not self._lengths.most() or not self._progress.max_draft:
             return False
-        return self._look_up(now) is not None or self._model_length(now) > 0
+        return self._model_length(now) > 0 or self._look_up(now) is not None
 
     def stopped(self) -> None:
         """The plain stretch is over, or was left."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from trtllm_bls.speculative.cost_model import Acceptance, RunningTimes
 from trtllm_bls.speculative.memory import DraftMemory
@@ -59,20 +60,24 @@ class SpeculationShared:
     pauses: int = 0
     _draft_off_until: float = 0.0
 
-    def best_length(self, rates: Iterable[float], most: int, *, by_model: bool = False) -> int:
-        """The draft length in ``0 .. most`` with the most expected tokens per second.
+    def best_length(
+        self, rates: Iterable[float], most: int, *, by_model: bool = False, beside: float = 0.0
+    ) -> tuple[int, float]:
+        """The draft length in ``0 .. most`` with the most expected tokens per second, and these.
 
-        ``rates``: of each token, the chance that it is accepted after those before it.
+        ``rates``: of each token, the chance that it is accepted after those before it. ``beside``:
+        tokens per second that drafts of another source give.
         """
         work = [self.verify_times, self.draft_times] if by_model else [self.verify_times]
         # Of no token and of one; more add the same each, since all times are lines.
         none, one = ([times.at(length) for times in work] for length in (0, 1))
         verify = none[0]
         if verify is None or None in one:
-            return min(most, FIRST_LENGTH)
+            return min(most, FIRST_LENGTH), inf
         plain = self.plain_times.at(0)
         least = 1.0 if by_model else NGRAM_GAIN
-        best, fastest = 0, least / max(plain if plain is not None else verify, 1e-9)
+        fastest = least * max(beside, 1 / max(plain if plain is not None else verify, 1e-9))
+        best = 0
         seconds = sum(filter(None, none)) + (self.overhead_times.at(0) or 0.0)
         each = sum(filter(None, one)) - sum(filter(None, none))
         expected, all_accepted, last = 1.0, 1.0, 0.0
@@ -86,7 +91,7 @@ class SpeculationShared:
             elif speed < last:
                 break  # each further token adds less, and costs as much
             last = speed
-        return best
+        return best, fastest
 
     def overlap_gains(self, rate: float, length: int) -> bool | None:
         """Whether drafting on while ``length`` tokens are verified saves more than it slows.
