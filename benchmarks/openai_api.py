@@ -21,6 +21,7 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.stepping import SteppingEngine
 
 from trtllm_bls.checkpoint_dir import DEMO
+from trtllm_bls.engines.base import Engine
 from trtllm_bls.http.guard import ConnectionLimits
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
@@ -43,10 +45,11 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Backend:
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, over: Callable[[Engine], Engine] | None = None) -> None:
         self.tokenizer = load_tokenizer(DEMO / "target")
         text = "Once upon a time there was a fox who liked the river and the hills. "
-        self.engine = SteppingEngine(step_s, self.tokenizer.encode_word(text))
+        engine: Engine = SteppingEngine(step_s, self.tokenizer.encode_word(text))
+        self.engine = over(engine) if over else engine
         self.reports = RequestReports(RequestMetrics())
         self.orchestrator = Orchestrator(
             self.tokenizer, self.engine, Defaults(), on_end=self.reports.add
@@ -76,11 +79,14 @@ class Dropping:
         pass
 
 
-def into_sink(step_s: float, streams: int, tokens: int) -> float:
-    """CPU in microseconds per token of engine and orchestrator alone, in this process."""
+def into_sink(
+    step_s: float, streams: int, tokens: int, over: Callable[[Engine], Engine] | None = None
+) -> float:
+    """CPU in microseconds per token of engine and orchestrator alone, in this process; what
+    ``over`` makes of the engine is between them."""
     import uvloop
 
-    backend = Backend(step_s)
+    backend = Backend(step_s, over)
 
     async def run() -> float:
         requests = [

@@ -1,6 +1,6 @@
 """What speculation gains and costs, on scripted engines: no model, no GPU, no server.
 
-    python benchmarks/speculation.py [--tokens 600] [--only formula,mixed,load,unpaid,...]
+    python benchmarks/speculation.py [--tokens 600] [--only formula,overhead,idle,...]
 
 The target takes 20 ms for a step, the draft 2 ms, and the draft guesses right in a set share of
 contexts. Time is real (asyncio), so orchestration is paid for; every ratio is of two runs in this
@@ -23,6 +23,8 @@ from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from openai_api import into_sink
 
 from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import agreeing, hashed
@@ -262,25 +264,49 @@ async def overlap(tokens: int) -> None:
 
 
 async def overhead(tokens: int) -> None:
-    """The loop's own time: engines of zero seconds, less what they cost when asked alone."""
-    own, whole = [], []
-    for _ in range(20):
-        pair = Pair.of(0.8, step=0.0)
-        options = SpeculationOptions(num_draft_tokens=4)
-        took, engine = await speculate(pair, options, tokens, SpeculationShared())
-        alone = 0.0
-        for scripted in (pair.target, pair.draft):
-            for asked in list(scripted.requests):
-                alone += await seconds(scripted, asked)
-        whole.append(took / engine.stats.rounds * 1e3)
-        own.append((took - alone) / engine.stats.rounds * 1e3)
-    value = f"{statistics.median(own):.2f} ms a round ({statistics.median(whole):.2f} with engines)"
-    holds = statistics.median(own) <= 1.5
-    report("overhead of the loop, k=4", value, "<= 1.5 ms with Triton's hops", holds)
+    """CPU of a round: engines of zero seconds, less what they cost when asked alone."""
+    for length in (1, 4, 8):
+        own, whole = [], []
+        for _ in range(20):
+            pair = Pair.of(0.8, step=0.0)
+            options = SpeculationOptions(num_draft_tokens=length)
+            begun = time.process_time()
+            _, engine = await speculate(pair, options, tokens, SpeculationShared())
+            took = time.process_time() - begun
+            for scripted in (pair.target, pair.draft):
+                for asked in list(scripted.requests):
+                    await seconds(scripted, asked)
+            alone = time.process_time() - begun - took
+            whole.append(took / engine.stats.rounds * 1e6)
+            own.append((took - alone) / engine.stats.rounds * 1e6)
+        p50 = statistics.median(own)
+        value = f"{p50:.0f} us of CPU ({statistics.median(whole):.0f} with engines)"
+        report(f"a round, draft model, k={length}", value, "<= 500 us", p50 <= 500)
+
+
+async def idle(tokens: int) -> None:
+    """Configured, and forbidden by the load: CPU of engine and orchestrator, by turns."""
+    streams, turns = 64, 15
+    for source in ("ngram", "model", "mixed"):
+        options = SpeculationOptions(draft_source=DraftSource(source))
+
+        def plain(engine: Engine) -> Engine:
+            return RoutingEngine(engine)
+
+        def speculating(engine: Engine) -> Engine:
+            return RoutingEngine(engine, engine, options, by_default=True)  # noqa: B023
+
+        found: dict[Callable[[Engine], Engine], list[float]] = {plain: [], speculating: []}
+        for _ in range(turns):
+            for over, cpu in found.items():
+                cpu.append(await asyncio.to_thread(into_sink, 0.01, streams, tokens // 6, over))
+        without, beside = (statistics.median(cpu) for cpu in found.values())
+        value = f"{without:.1f} us per token, {beside - without:+.1f}, {beside / without - 1:+.1%}"
+        report(f"idle {source}, {streams} streams", value, "<= +1 %", beside <= 1.01 * without)
 
 
 PARTS: dict[str, Callable[[int], Awaitable[None]]] = {
-    part.__name__: part for part in (formula, mixed, load, unpaid, overlap, overhead)
+    part.__name__: part for part in (formula, mixed, load, unpaid, idle, overlap, overhead)
 }
 
 
