@@ -18,8 +18,7 @@ import numpy as np
 from doubles.generated import GeneratedChunks
 from doubles.scripted_tokens import Choice, Rule, RuleSampler
 from trtllm_bls.engines.base import ChunkStream
-from trtllm_bls.engines.request_checks import check_request, check_sampling
-from trtllm_bls.engines.sampling import HONOURED
+from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import EngineUnavailable, InvalidRequest
 from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import (
@@ -148,7 +147,6 @@ class ScriptedEngine:
 
 def _check(request: EngineRequest, capacity: EngineCapacity) -> None:
     check_request(request, capacity)
-    check_sampling(request.sampling, HONOURED)
     if request.draft is not None and not request.draft.token_ids:
         raise InvalidRequest("draft_input_ids", "a draft without tokens")
 

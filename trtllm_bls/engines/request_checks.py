@@ -16,10 +16,21 @@ from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.types import Draft, EngineCapacity, EngineRequest, Sampling
 
+# The fields of ``Sampling`` that this package's own engines obey. Those of beam search mean nothing
+# without it, and more than one beam is refused.
+HONOURED = frozenset(
+    (
+        *("temperature", "top_k", "top_p", "top_p_min", "top_p_decay", "top_p_reset_id", "min_p"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+        *("min_tokens", "seed"),
+        *("beam_width", "length_penalty", "early_stopping", "beam_search_diversity_rate"),
+    )
+)
+
 
 def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
     """Raises ``InvalidRequest`` by wire name for anything that no engine of this capacity runs,
-    and ``Unsupported`` for beam search, which none of this package's own engines has.
+    and ``Unsupported`` for what none of this package's own engines honours, such as beam search.
 
     What the capacity does not tell is not checked.
     """
@@ -29,10 +40,7 @@ def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
     for tensor in ENGINE.inputs:
         if tensor.bounds is not None and values.get(tensor.key) is not None:
             tensor.check(values[tensor.key])
-    if (request.sampling.beam_width or 1) > 1:
-        # Beams rewrite what was already sent and share one width per batch; samples do neither.
-        problem = f"{request.sampling.beam_width}; this engine has no beam search"
-        raise Unsupported("beam_width", f"{problem}, use num_return_sequences")
+    _check_sampling(request.sampling)
     if request.wants.top_log_probs and not capacity.tells_top_log_probs:
         problem = "this engine reports no alternatives; use return_generation_logits"
         raise Unsupported("return_top_log_probs", problem)
@@ -50,12 +58,15 @@ def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
         _check_logits(draft, capacity.vocab_size)
 
 
-def check_sampling(sampling: Sampling, honoured: Collection[str]) -> None:
-    """Raises ``Unsupported``, by wire name, for a field that is set and not ``honoured``."""
+def _check_sampling(sampling: Sampling) -> None:
     for key, value in vars(sampling).items():
-        if value is not None and key not in honoured:
+        if value is not None and key not in HONOURED:
             name = next((tensor.name for tensor in ENGINE.inputs if tensor.key == key), key)
             raise Unsupported(name, "this engine cannot honour it")
+    if (sampling.beam_width or 1) > 1:
+        # Beams rewrite what was already sent and share one width per batch; samples do neither.
+        problem = f"{sampling.beam_width}; this engine has no beam search"
+        raise Unsupported("beam_width", f"{problem}, use num_return_sequences")
 
 
 def _check_tokens(request: EngineRequest, draft: Draft, vocab_size: int) -> None:

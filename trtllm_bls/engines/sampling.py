@@ -32,16 +32,6 @@ import numpy as np
 from trtllm_bls.errors import EngineError
 from trtllm_bls.types import Array, EngineRequest
 
-# The fields of ``Sampling`` that are obeyed here. Those of beam search mean nothing without it, and
-# ``check_request`` refuses more than one beam.
-HONOURED = frozenset(
-    (
-        *("temperature", "top_k", "top_p", "top_p_min", "top_p_decay", "top_p_reset_id", "min_p"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
-        *("min_tokens", "seed"),
-        *("beam_width", "length_penalty", "early_stopping", "beam_search_diversity_rate"),
-    )
-)
 _DRAWS, _ACCEPTANCE = 0, 1  # number streams
 
 

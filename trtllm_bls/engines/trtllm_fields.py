@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_bls.engines.request_checks import check_request, check_sampling
-from trtllm_bls.engines.sampling import HONOURED
+from trtllm_bls.engines.request_checks import HONOURED, check_request
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.types import (
     Array,
@@ -66,7 +65,6 @@ def check(
     for name, is_there in present.items():
         if is_there and (name in refused or name not in taken):
             raise Unsupported(name, f"cannot be honoured: {refused.get(name, otherwise)}")
-    check_sampling(request.sampling, HONOURED)
     check_request(request, capacity)
 
 

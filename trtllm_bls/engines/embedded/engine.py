@@ -20,8 +20,7 @@ from trtllm_bls.engines.embedded.batcher import Batcher
 from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
 from trtllm_bls.engines.embedded.guides import GUIDE, GUIDE_TYPE, Guides
 from trtllm_bls.engines.embedded.sequence import Event, Sequence, Submission
-from trtllm_bls.engines.request_checks import check_request, check_sampling
-from trtllm_bls.engines.sampling import HONOURED
+from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
 from trtllm_bls.types import EngineCapacity, EngineRequest
 
@@ -64,7 +63,6 @@ class EmbeddedEngine:
     async def _answer(self, request: EngineRequest, chunks: QueuedChunks) -> None:
         """Fill ``chunks``; cancelling it cancels the request."""
         check_request(request, self._capacity)
-        check_sampling(request.sampling, HONOURED)
         for name, array in request.extras.items():
             if np.size(array) and name not in (GUIDE, GUIDE_TYPE):
                 raise Unsupported(name, "this engine cannot honour it")
