@@ -43,7 +43,7 @@ from trtllm_bls.errors import (
     from_wire,
     half_character,
 )
-from trtllm_bls.wire.engine_client import infer_message, is_final, output_arrays
+from trtllm_bls.wire.engine_client import is_final, output_arrays, packed_infer_message
 
 __all__ = ["BLS", "ENGINE", "Client", "Event", "Model", "Result", "Stream", "Tls"]
 
@@ -174,7 +174,8 @@ def infer_request(
         if len(array) < rows:
             array = np.repeat(array, rows, axis=0)
         inputs.append((name, dtype, array))
-    return infer_message(model.name, request_id, inputs, outputs)
+    packed = packed_infer_message(model.name, request_id, inputs, outputs)
+    return service_pb2.ModelInferRequest.FromString(packed)
 
 
 def _array(tensor: Tensor, value: Any) -> NDArray[Any]:

@@ -29,7 +29,7 @@ from trtllm_bls.types import (
     Sampling,
     Wants,
 )
-from trtllm_bls.wire.engine_client import infer_message, request_inputs
+from trtllm_bls.wire.engine_client import packed_infer_message, request_inputs
 from trtllm_bls.wire.engine_server import engine_requests
 
 # --- requests, there and back ---------------------------------------------------------------
@@ -146,7 +146,8 @@ def test_draft_logits_are_sent_in_the_type_that_the_engine_declares(datatype: st
     logits = np.array([[0.5, -2.0], [1.25, 96.0]], np.float32)
     drafted = replace(ASK, draft=Draft(token_ids=(3, 4), logits=logits))
     inputs = request_inputs(drafted, declaring(draft_logits=datatype), VOCAB)
-    message = infer_message("tensorrt_llm", "r", inputs)
+    packed = packed_infer_message("tensorrt_llm", "r", inputs)
+    message = service_pb2.ModelInferRequest.FromString(packed)
     names = [header.name for header in message.inputs]
     place = names.index("draft_logits")
     header, raw = message.inputs[place], message.raw_input_contents[place]
@@ -165,7 +166,8 @@ def test_bf16_is_rounded_as_torch_rounds_it() -> None:
     halves = np.arange(0x3F808000, 0x3F900000, 0x8000, dtype=np.uint32)  # just between two
     floats = np.concatenate([bits, halves]).view(np.float32)
     floats = np.append(floats[np.isfinite(floats)], [np.inf, -np.inf, 0.0, -0.0]).astype(np.float32)
-    (raw,) = infer_message("m", "r", [("x", "BF16", floats)]).raw_input_contents
+    packed = packed_infer_message("m", "r", [("x", "BF16", floats)])
+    (raw,) = service_pb2.ModelInferRequest.FromString(packed).raw_input_contents
     expected = torch.from_numpy(floats).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     assert raw == expected
 

@@ -1,8 +1,8 @@
 """Triton's inference protocol (KServe v2) from the caller's side, and the ``tensorrt_llm`` tensors.
 
-``infer_message``, ``output_arrays`` and ``is_final`` are for any model. The rest writes an engine's
-requests and reads its responses. Versions of the engine differ, so what a deployed model declares
-is looked up and never guessed.
+``packed_infer_message``, ``output_arrays`` and ``is_final`` are for any model. The rest writes an
+engine's requests and reads its responses. Versions of the engine differ, so what a deployed model
+declares is looked up and never guessed.
 """
 
 from __future__ import annotations
@@ -59,21 +59,6 @@ _NO_INPUT = "this engine version has no such input"
 # --- messages of any model ------------------------------------------------------------------
 
 
-def infer_message(
-    model: str,
-    request_id: str,
-    inputs: Iterable[tuple[str, str, Array]],
-    outputs: Iterable[str] = (),
-) -> Any:
-    """A ``ModelInferRequest``. ``inputs``: name, Triton's data type, values; no outputs = all.
-
-    A BF16 input is given as float32. The last response has Triton's final flag, also if it is
-    empty. (Triton's Python clients refuse that parameter by name, so messages are made here.)
-    """
-    packed = packed_infer_message(model, request_id, inputs, outputs)
-    return service_pb2.ModelInferRequest.FromString(packed)
-
-
 def packed_infer_message(
     model: str,
     request_id: str,
@@ -81,9 +66,12 @@ def packed_infer_message(
     outputs: Iterable[str] = (),
     parameters: Mapping[str, str] = NO_PARAMETERS,
 ) -> bytes:
-    """The same, serialised.
+    """A ``ModelInferRequest``, serialised. ``inputs``: name, Triton's data type, values; no outputs
+    = all.
 
-    To protobuf, two messages in a row are one. So what many requests have in common is kept.
+    A BF16 input is given as float32. The last response has Triton's final flag, also if it is
+    empty. (Triton's Python clients refuse that parameter by name, so messages are made here.) To
+    protobuf, two messages in a row are one. So what many requests have in common is kept.
     """
     inputs = list(inputs)
     headers = tuple([(name, datatype, array.shape) for name, datatype, array in inputs])

@@ -1,8 +1,7 @@
 """Which engine runs which request.
 
 ``engine``: a target, with what may draft for it. ``replicas``: several engines of one model as one.
-``speculative`` performs the rounds that ``trtllm_bls.speculative`` decides on, and ``draft_model``
-asks the draft engine for them.
+``speculative`` performs the rounds that ``trtllm_bls.speculative`` decides on.
 """
 
 from trtllm_bls.engines.routing.engine import RoutingEngine
