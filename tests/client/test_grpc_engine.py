@@ -34,7 +34,7 @@ from trtllm_bls.errors import (
     Unsupported,
 )
 from trtllm_bls.types import EngineChunk, EngineMetrics, Wants
-from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
+from trtllm_bls.wire.engine_server import ChunkWriter
 
 # --- chunks ---------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ async def test_what_was_asked_for_comes_along() -> None:
         generation_logits=np.ones((1, 4)),
         metrics=EngineMetrics(arrival_time_ns=5),
     )
-    more = ChunkWriter(EngineCall(request, None), True, None).arrays(said)
+    more = ChunkWriter(request, True, None).arrays(said)
     async with reaching(Say((3,), final=True, more=more)) as (engine, triton):
         (chunk,) = await read(engine, request)
         assert (chunk.log_probs, chunk.cum_log_prob) == ((-0.5,), -0.5)

@@ -58,5 +58,5 @@ def engine(**more: Any) -> EngineRequest:
         "request_output_len": column(4),
         **more,
     }
-    (call,) = engine_requests(inputs, "r", None)
-    return call.request
+    ((request, _),) = engine_requests(inputs, "r", None)
+    return request

@@ -18,7 +18,7 @@ from trtllm_bls.orchestrator import stats_of_refusal
 from trtllm_bls.services.request_metrics import SPECULATION, RequestMetrics
 from trtllm_bls.types import EngineChunk, EngineRequest, SpeculationStats
 from trtllm_bls.wire.engine_client import ResponseReader
-from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
+from trtllm_bls.wire.engine_server import ChunkWriter
 
 OUTPUTS = tuple(LLMAPI.output_named)
 
@@ -141,7 +141,7 @@ def test_what_an_engine_drafts_by_itself_is_told_once(engine: str) -> None:
     assert bool(asked) == (engine == "llm_api")
     done = SpeculationStats(drafted=8, accepted=5)
     chunks = [EngineChunk((3,)), EngineChunk((4,), final=True, speculation=done)]
-    writer = ChunkWriter(EngineCall(request, None), True, None)
+    writer = ChunkWriter(request, True, None)
     reader = ResponseReader(request, model)
     read = [next(reader.chunks(writer.arrays(chunk), chunk.final)) for chunk in chunks]
     assert [chunk.speculation for chunk in read] == [None, done if asked else None]

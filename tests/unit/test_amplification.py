@@ -76,8 +76,8 @@ def ask_text(arrays: dict[str, Any]) -> None:
 
 
 def ask_engine(arrays: dict[str, Any]) -> None:
-    for row in engine_requests(arrays, "r", None, LIMITS):
-        LIMITS.check_logits(row.request.logit_rows(EngineCapacity()), 32_000)
+    for request, _ in engine_requests(arrays, "r", None, LIMITS):
+        LIMITS.check_logits(request.logit_rows(EngineCapacity()), 32_000)
 
 
 def preprocess(arrays: dict[str, Any]) -> None:

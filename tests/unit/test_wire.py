@@ -164,9 +164,9 @@ def test_each_row_of_a_batch_is_a_request() -> None:
         "r",
         None,
     )
-    assert [row.request.input_ids for row in rows] == [(1, 2, 3), (4,)]
-    assert [row.request.streaming for row in rows] == [True, True]
-    assert [row.request.stop_sequences for row in rows] == [((5,),), ()]
+    assert [request.input_ids for request, _ in rows] == [(1, 2, 3), (4,)]
+    assert [request.streaming for request, _ in rows] == [True, True]
+    assert [request.stop_sequences for request, _ in rows] == [((5,),), ()]
 
 
 @pytest.mark.parametrize(
@@ -195,11 +195,13 @@ def test_a_bias_that_does_not_fit_the_vocabulary_is_refused(length: int) -> None
     biased = {**inputs, "embedding_bias": np.ones((1, length), np.float32)}
     with pytest.raises(InvalidRequest, match=f"^embedding_bias: holds {length} .* has 9 tokens"):
         engine_requests(biased, "r", 9)
-    (call,) = engine_requests({**inputs, "embedding_bias": np.zeros((1, 0), np.float32)}, "r", 9)
-    assert call.request.embedding_bias == ()
+    ((request, _),) = engine_requests(
+        {**inputs, "embedding_bias": np.zeros((1, 0), np.float32)}, "r", 9
+    )
+    assert request.embedding_bias == ()
     fitting = {**inputs, "embedding_bias": np.ones((1, 9), np.float32)}
-    (call,) = engine_requests(fitting, "r", 9)
-    assert len(call.request.embedding_bias) == 9
+    ((request, _),) = engine_requests(fitting, "r", 9)
+    assert len(request.embedding_bias) == 9
 
 
 @pytest.mark.parametrize("missing", ["input_ids", "request_output_len"])

@@ -25,7 +25,7 @@ from trtllm_bls.types import (
     Wants,
 )
 from trtllm_bls.wire.engine_client import ResponseReader, request_inputs
-from trtllm_bls.wire.engine_server import ChunkWriter, EngineCall
+from trtllm_bls.wire.engine_server import ChunkWriter
 from trtllm_bls.wire.text import text_arrays
 
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
@@ -61,7 +61,7 @@ def sent(
     request: EngineRequest, chunks: list[EngineChunk], exclude: bool = True
 ) -> tuple[list[dict[str, Any]], list[EngineChunk]]:
     """The chunks as arrays on the wire, and as they come out at the other end."""
-    writer = ChunkWriter(EngineCall(request, None), exclude, None)
+    writer = ChunkWriter(request, exclude, None)
     reader = ResponseReader(request, LAST_FORM if exclude else ECHOES)
     arrays = [writer.arrays(chunk) for chunk in chunks]
     for found in arrays:
@@ -160,10 +160,10 @@ def test_any_chunks_come_back(parts: list[tuple[int, list[int]]], scores: bool) 
 def test_counts_and_rows_are_told_when_asked() -> None:
     """batch_index only where there are several rows, token counts only on demand."""
     request = replace(ASK, wants=Wants(num_input_tokens=True, num_output_tokens=True))
-    arrays = ChunkWriter(EngineCall(request, None), True, 3).arrays(scored(1, 2))
+    arrays = ChunkWriter(request, True, 3).arrays(scored(1, 2))
     assert arrays["batch_index"].tolist() == [[3]]
     assert arrays["num_input_tokens"].tolist() == arrays["num_output_tokens"].tolist() == [[2]]
-    bare = ChunkWriter(EngineCall(ASK, None), True, None).arrays(EngineChunk(token_ids=(1,)))
+    bare = ChunkWriter(ASK, True, None).arrays(EngineChunk(token_ids=(1,)))
     assert bare.keys() == {"output_ids", "sequence_length"}
 
 
@@ -173,14 +173,14 @@ def test_metrics_keep_their_types_and_give_the_rate() -> None:
     metrics = EngineMetrics(
         arrival_time_ns=2**40, total_draft_tokens=4, total_accepted_draft_tokens=3
     )
-    arrays = ChunkWriter(EngineCall(asking, None), True, None).arrays(
+    arrays = ChunkWriter(asking, True, None).arrays(
         EngineChunk(token_ids=(), final=True, metrics=metrics)
     )
     assert arrays["arrival_time_ns"].dtype == np.int64
     assert arrays["acceptance_rate"].tolist() == [[0.75]]
     assert arrays["first_token_time_ns"].tolist() == [[0]]
     none = replace(metrics, total_draft_tokens=0, total_accepted_draft_tokens=0)
-    arrays = ChunkWriter(EngineCall(asking, None), True, None).arrays(
+    arrays = ChunkWriter(asking, True, None).arrays(
         EngineChunk(token_ids=(), final=True, metrics=none)
     )
     assert arrays["acceptance_rate"].tolist() == [[0.0]]

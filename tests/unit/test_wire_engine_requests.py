@@ -84,8 +84,7 @@ def test_a_request_comes_back_as_it_was_sent(request: EngineRequest, reshaped: b
         assert array.dtype == tensor.numpy_type and array.shape[0] == 1
         if tensor.scalar and reshaped:
             arrays[name] = array.reshape(1)
-    (call,) = engine_requests(arrays, "r", None)
-    assert (call.request, call.exclude_input) == (request, True)
+    assert engine_requests(arrays, "r", None, exclude_input=False) == [(request, True)]
 
 
 def test_draft_logits_and_extras_come_back_too() -> None:

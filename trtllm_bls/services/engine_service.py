@@ -61,36 +61,35 @@ class EngineService:
             if output not in call.wanted:  # upstream refuses too: padding could not be recognised
                 raise InvalidRequest(output, "must be among the requested outputs")
         capacity = await self._engine.capacity()
-        rows = engine_requests(call.arrays, call.id, capacity.vocab_size, self._limits)
+        rows = engine_requests(
+            call.arrays, call.id, capacity.vocab_size, self._limits, self._exclude_input
+        )
+        first = rows[0][0]
         if not self._decoupled:
-            first = rows[0].request
             check_one_response(
                 streaming=first.streaming, input_ids=len(rows), sequences=first.num_return_sequences
             )
-        for row in rows:
-            asked = row.request.max_tokens
-            self._limits.check("max_output_tokens", "request_output_len", asked, "tokens")
-            self._limits.check_guide(row.request.extras)
-        logit_rows = sum(row.request.logit_rows(capacity) for row in rows)
-        self._limits.check_logits(logit_rows, capacity.vocab_size)
-        call.sequences = len(rows) * rows[0].request.num_return_sequences
-        running = _RunningCall()
-        for number, row in enumerate(rows):
-            writer = ChunkWriter(
-                row,
-                self._exclude_input if row.exclude_input is None else row.exclude_input,
-                number if len(rows) > 1 else None,
+        for asked, _ in rows:
+            self._limits.check(
+                "max_output_tokens", "request_output_len", asked.max_tokens, "tokens"
             )
+            self._limits.check_guide(asked.extras)
+        logit_rows = sum(asked.logit_rows(capacity) for asked, _ in rows)
+        self._limits.check_logits(logit_rows, capacity.vocab_size)
+        call.sequences = len(rows) * first.num_return_sequences
+        running = _RunningCall()
+        for number, (asked, excludes) in enumerate(rows):
+            writer = ChunkWriter(asked, excludes, number if len(rows) > 1 else None)
             # Always streamed inside, so that a stopped request can answer with what there is.
             request = replace(
-                row.request,
+                asked,
                 request_id=f"{call.id}/{number}",
                 streaming=True,
                 traceparent=traceparent_of(call.parameters),
             )
             sequences = [
-                _SequenceResponses(call, writer, index, row.request.streaming)
-                for index in range(row.request.num_return_sequences)
+                _SequenceResponses(call, writer, index, asked.streaming)
+                for index in range(asked.num_return_sequences)
             ]
             running.sequences += sequences
             running.rows.append(asyncio.create_task(self._row(call, request, sequences)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,14 +13,6 @@ from trtllm_bls.types import Array, Draft, EngineChunk, EngineRequest, TokenIds
 from trtllm_bls.wire.scores import metrics_arrays, score_arrays
 from trtllm_bls.wire.text import Fields, common_fields, read_rows
 from trtllm_bls.wire.words import unpack_words
-
-
-@dataclass(frozen=True)
-class EngineCall:
-    """One row of a request to ``tensorrt_llm``, with the option that concerns the wire alone."""
-
-    request: EngineRequest
-    exclude_input: bool | None  # None: the model's parameter decides
 
 
 def is_stop(arrays: Mapping[str, Array]) -> bool:
@@ -35,20 +26,28 @@ def engine_requests(
     request_id: str,
     vocab_size: int | None,
     limits: RequestLimits | None = None,
-) -> list[EngineCall]:
-    """One call per batch row. Raises ``InvalidRequest`` naming the tensor.
+    exclude_input: bool = True,
+) -> list[tuple[EngineRequest, bool]]:
+    """One request per batch row, and whether its answer leaves the prompt out, for which
+    ``exclude_input`` holds where the row does not say. Raises ``InvalidRequest`` naming the tensor.
 
     ``vocab_size``: the length an embedding bias must have; ``None`` where the engine is silent.
     """
     rows = read_rows(ENGINE, arrays, limits)
     # TensorRT-LLM applies the first row's flag to all rows.
     streaming = bool(rows[0].get("streaming", False))
-    return [_engine_call(row, request_id, streaming, vocab_size) for row in rows]
+    return [
+        (
+            _engine_request(row, request_id, streaming, vocab_size),
+            row.get("exclude_input_in_output", exclude_input),
+        )
+        for row in rows
+    ]
 
 
-def _engine_call(
+def _engine_request(
     row: Fields, request_id: str, streaming: bool, vocab_size: int | None
-) -> EngineCall:
+) -> EngineRequest:
     for required in ("input_ids", "max_tokens"):
         if required not in row:
             name = next(tensor.name for tensor in ENGINE.inputs if tensor.key == required)
@@ -63,7 +62,7 @@ def _engine_call(
         raise InvalidRequest(
             "decoder_input_ids", "the model has no encoder; send the text as input_ids"
         )
-    request = EngineRequest(
+    return EngineRequest(
         request_id=request_id,
         input_ids=tuple(ids[:length].tolist()),
         max_tokens=row["max_tokens"],
@@ -74,7 +73,6 @@ def _engine_call(
         draft=_draft(row),
         **common_fields(row),
     )
-    return EngineCall(request, row.get("exclude_input_in_output"))
 
 
 def _words(row: Fields, key: str, name: str) -> tuple[TokenIds, ...]:
@@ -110,9 +108,9 @@ def _draft(row: Fields) -> Draft | None:
 class ChunkWriter:
     """Chunks of one request to arrays; keeps what later responses repeat."""
 
-    def __init__(self, call: EngineCall, exclude_input: bool, row: int | None) -> None:
-        self._request = call.request
-        self._echo = not exclude_input and not call.request.streaming
+    def __init__(self, request: EngineRequest, exclude_input: bool, row: int | None) -> None:
+        self._request = request
+        self._echo = not exclude_input and not request.streaming
         self._row = row  # None: the request had one row, so no batch_index is sent
         self._log_probs: dict[int, list[float]] = {}  # by sequence, all so far
         self._context_logits: Array | None = None  # on every response from the first that has them
