@@ -5,9 +5,9 @@ that compiles it; a grammar of 20,000 rules compiles for minutes. So a child pro
 grammar first, on a smaller stack than the engine's and within limits on CPU time and memory. Only
 what passes there is compiled in the engine's process, where it takes no longer and goes no deeper.
 
-``GrammarTrial`` is the engine's side of that. ``python -m trtllm_bls.engines.grammars`` is the
-child: each line of its input is a JSON array of kind and text, each line of its output a JSON
-string that says what is wrong with that grammar, or null. It imports no torch.
+``tried`` is the engine's side of that. ``python -m trtllm_bls.engines.grammars`` is the child: its
+input is a grammar, its output a JSON string that says what is wrong with it, or null. It imports no
+torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 ENGINE_STACK_BYTES = 32 * 2**20  # of the thread that compiles in the engine's process
 _TRIAL_STACK_BYTES = 8 * 2**20
 _MEMORY_BYTES = 2 * 2**30  # of the child's address space, of which it needs a tenth
+_START_SECONDS = 10.0  # for the child to load the vocabulary, on a busy machine
 _CLOCK_FACTOR = 5  # on a busy machine, a second of CPU time takes longer than one by the clock
 # llguidance reads numbers as doubles: a larger integer may come out as another, and the smallest
 # of 64 bits ends the process.
@@ -46,63 +48,35 @@ _JSON_RULES = {
 }
 
 
-class GrammarTrial:
-    """The child process that tries grammars for one checkpoint; it starts when it is needed.
+def tried(
+    tokenizer_file: Path, vocab_size: int, seconds: float, kind: str, text: str
+) -> str | None:
+    """What is wrong with a grammar; ``None``: it compiles within ``seconds`` of CPU time.
 
-    ``seconds``: CPU time that one grammar may take. One thread at a time calls ``run`` or
-    ``close``, any thread ``kill``.
+    Raises ``TimeoutError`` where another trial may end otherwise, as the machine was too busy.
     """
-
-    def __init__(self, tokenizer_file: Path, vocab_size: int, seconds: float) -> None:
-        arguments = [str(tokenizer_file), str(vocab_size), str(seconds)]
-        self._command = [sys.executable, "-m", "trtllm_bls.engines.grammars", *arguments]
-        self._seconds = seconds
-        self._child: subprocess.Popen[str] | None = None
-
-    def run(self, kind: str, text: str) -> str | None:
-        """What is wrong with a grammar; ``None``: it compiles within the limits.
-
-        Raises ``TimeoutError`` where another trial may end otherwise, as the machine was too busy.
-        """
-        if self._child is None or self._child.poll() is not None:
-            self.close()
-            pipe = subprocess.PIPE
-            self._child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
-        child = self._child
-        assert child.stdin is not None and child.stdout is not None
-        timer = threading.Timer(_CLOCK_FACTOR * self._seconds, child.kill)
-        timer.start()
-        try:
-            child.stdin.write(json.dumps([kind, text]) + "\n")
-            child.stdin.flush()
-            answer = child.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        finally:
-            timer.cancel()
-        if answer:
-            problem: str | None = json.loads(answer)
-            return problem
-        code = child.wait()
-        limit = f"more than {self._seconds:g} s (parameter guide_compile_seconds)"
-        late = f"cannot be enforced: compiling it takes {limit}"
-        if code == -signal.SIGKILL:
-            raise TimeoutError(late)
-        if code == -signal.SIGXCPU:
-            return late
-        return "cannot be enforced: its rules are too many, nested or chained too deeply"
-
-    def kill(self) -> None:
-        """End the trial that runs."""
-        if self._child is not None:
-            self._child.kill()
-
-    def close(self) -> None:
-        """End the child and close the pipes to it."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.communicate()
-            self._child = None
+    arguments = [str(tokenizer_file), str(vocab_size), str(seconds), kind]
+    command = [sys.executable, "-m", "trtllm_bls.engines.grammars", *arguments]
+    limit = f"more than {seconds:g} s (parameter guide_compile_seconds)"
+    late = f"cannot be enforced: compiling it takes {limit}"
+    by_clock = _START_SECONDS + _CLOCK_FACTOR * seconds
+    try:
+        trial = subprocess.run(
+            command,
+            input=json.dumps(text),  # ASCII, whatever the locale is
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=by_clock,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(late) from None
+    if trial.stdout:
+        problem: str | None = json.loads(trial.stdout)
+        return problem
+    if trial.returncode == -signal.SIGXCPU:
+        return late
+    return "cannot be enforced: its rules are too many, nested or chained too deeply"
 
 
 def compiled(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
@@ -246,21 +220,19 @@ def _exact(kind: type[int] | type[float], written: str) -> float:
 
 
 def main() -> None:
-    """Try the grammars of standard input until it ends."""
-    file, vocab_size, seconds = sys.argv[1:]
+    """Try the grammar of standard input."""
+    file, vocab_size, seconds, kind = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = load_tokenizer(Path(file), int(vocab_size))
+    most = math.ceil(time.process_time() + float(seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
     threading.stack_size(_TRIAL_STACK_BYTES)
-    for line in sys.stdin:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        most = math.ceil(used.ru_utime + used.ru_stime + float(seconds))
-        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
-        problems: list[str | None] = []
-        trial = threading.Thread(target=_try, args=(tokenizer, *json.loads(line), problems))
-        trial.start()
-        trial.join()
-        print(json.dumps(problems[0]), flush=True)
+    problems: list[str | None] = []
+    trial = threading.Thread(target=_try, args=(tokenizer, kind, json.load(sys.stdin), problems))
+    trial.start()
+    trial.join()
+    print(json.dumps(problems[0]))
 
 
 def _try(tokenizer: LLTokenizer, kind: str, text: str, problems: list[str | None]) -> None:

@@ -24,10 +24,10 @@ import numpy as np
 
 from trtllm_bls.engines.grammars import (
     ENGINE_STACK_BYTES,
-    GrammarTrial,
     compiled,
     first_line,
     load_tokenizer,
+    tried,
 )
 from trtllm_bls.engines.trtllm_fields import guide_of
 from trtllm_bls.errors import InvalidRequest, Overloaded, Unsupported
@@ -102,7 +102,7 @@ class Guides:
     def __init__(self, model_dir: str | Path, vocab_size: int, seconds: float = 2.0) -> None:
         self._file = Path(model_dir) / "tokenizer.json"
         self._vocab_size = vocab_size
-        self._trial = GrammarTrial(self._file, vocab_size, seconds)
+        self._seconds = seconds
         # By kind and text, the latest used last: the matcher, or what is wrong with the grammar.
         self._known: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()
         self._waiting = 0
@@ -131,10 +131,8 @@ class Guides:
             self._waiting -= 1
 
     def close(self) -> None:
-        """End the thread and the process of the trials."""
-        self._trial.kill()
+        """End the thread."""
         self._thread.shutdown(cancel_futures=True)
-        self._trial.close()
 
     def _guide(self, request: EngineRequest, grammar: tuple[str, str]) -> GrammarMatcher:
         matcher = self._known.get(grammar)
@@ -157,7 +155,8 @@ class Guides:
 
     def _compiled(self, grammar: tuple[str, str]) -> LLMatcher | str:
         tokenizer = self._tokenizer
-        if (problem := self._trial.run(*grammar)) is not None:
+        problem = tried(self._file, self._vocab_size, self._seconds, *grammar)
+        if problem is not None:
             return problem
         try:
             return compiled(tokenizer, *grammar)
