@@ -219,6 +219,7 @@ async def test_a_write_that_waits_ends_when_its_outbox_is_closed() -> None:
 
     outbox = Outbox(send)
     outbox.put(b"first")
+    await asyncio.sleep(0)
     outbox.put(b"second")
     waiting = asyncio.create_task(outbox.ready())
     await asyncio.sleep(0)
@@ -227,6 +228,9 @@ async def test_a_write_that_waits_ends_when_its_outbox_is_closed() -> None:
     await waiting
     assert (begun, outbox._blocked is None, ended.is_set()) == ([b"first"], True, True)
     await outbox.close()
+    outbox.put(b"third")
+    await outbox.close()  # before the write has begun
+    assert (begun, outbox._blocked is None) == ([b"first"], True)
 
 
 def test_a_server_that_stops_lets_streams_end(connect: Connect) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import types
 import uuid
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +95,10 @@ class Reply:
 
 
 class Outbox:
-    """Writes parts of a response, in order, without a task for each.
+    """Writes parts of a response, in order.
 
-    ``write`` takes a part at once or says false; then ``send`` is called. Where the client reads
-    too slowly ``send`` has to wait, and goes on in a task, for which ``ready`` waits. A task that
-    wrote everything would have to be woken for every token.
+    ``write`` takes a part at once or says false; then a task calls ``send``, which waits where the
+    client reads too slowly. ``ready`` waits for that task.
     """
 
     def __init__(
@@ -120,48 +118,27 @@ class Outbox:
 
     def put(self, part: bytes) -> None:
         """Write ``part``, or keep it until the client reads; never waits."""
-        if self._blocked is not None:
-            self._waiting.append(part)
+        if self._blocked is None and self._write(part):
             return
-        if self._write(part):
-            return
-        writing = self._send(part)
-        try:
-            waits_for = writing.send(None)
-        except StopIteration:
-            return
-        self._blocked = asyncio.create_task(self._go_on(writing, waits_for))
+        self._waiting.append(part)
+        if self._blocked is None:
+            self._blocked = asyncio.create_task(self._send_waiting())
 
     async def close(self) -> None:
         """Cancel a write that waits, if one does."""
         if self._blocked is not None:
             self._blocked.cancel()
-            await self.ready()
+            await asyncio.wait({self._blocked})
+            self._blocked = None  # a task that had not begun has not done so
 
-    async def _go_on(self, writing: Coroutine[Any, Any, None], waits_for: object) -> None:
+    async def _send_waiting(self) -> None:
         try:
-            await _resume(writing, waits_for)
             while self._waiting:
                 part = b"".join(self._waiting)
                 self._waiting.clear()
                 await self._send(part)
         finally:
             self._blocked = None
-
-
-@types.coroutine
-def _resume(begun: Coroutine[Any, Any, None], waits_for: object) -> Generator[object, Any, None]:
-    """Await a coroutine that was started by ``send`` and has yielded ``waits_for``."""
-    while True:
-        try:
-            try:
-                value = yield waits_for
-            except BaseException as error:
-                waits_for = begun.throw(error)
-            else:
-                waits_for = begun.send(value)
-        except StopIteration:
-            return
 
 
 @dataclass
