@@ -9,7 +9,7 @@ import msgspec
 
 from trtllm_bls import __version__
 from trtllm_bls.openai.errors import Error
-from trtllm_bls.openai.messages import CountTokensRequest, MessagesRequest
+from trtllm_bls.openai.messages import PATH, CountTokensRequest, MessagesRequest
 from trtllm_bls.openai.responses import ResponsesRequest
 from trtllm_bls.openai.schema import (
     ChatMessage,
@@ -60,6 +60,7 @@ _FURTHER: dict[str, dict[str, Any]] = {
     },
 }
 _WHY = {
+    400: "A field is wrong; param names it",
     401: "No valid API key",
     404: "No such model or path",
     405: "Another method is meant",
@@ -68,7 +69,10 @@ _WHY = {
     429: "As many requests as allowed are being answered",
     500: "The engine failed",
     503: "The engine is full, cannot be reached, or the server shuts down",
+    529: "The server is full, or shuts down",
 }
+_ERROR = _object(error={"$ref": "#/components/schemas/Error"})
+_ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT))
 
 
 @cache
@@ -91,18 +95,20 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "trtllm-bls", "version": __version__},
         "paths": {
-            "/v1/chat/completions": {"post": _streamed(_post("ChatRequest", chat))},
-            "/v1/completions": {"post": _streamed(_post("CompletionRequest", completion))},
-            "/v1/responses": {"post": _streamed(_post("ResponsesRequest", _RESPONSE))},
+            "/v1/chat/completions": {"post": _post("ChatRequest", chat, streams=True)},
+            "/v1/completions": {"post": _post("CompletionRequest", completion, streams=True)},
+            "/v1/responses": {"post": _post("ResponsesRequest", _RESPONSE, streams=True)},
             "/v1/responses/input_tokens": {"post": _post("ResponsesRequest", _COUNT)},
-            "/v1/messages": {"post": _streamed(_for_anthropic("MessagesRequest", _MESSAGE))},
-            "/v1/messages/count_tokens": {"post": _for_anthropic("CountTokensRequest", _COUNT)},
+            PATH: {"post": _post("MessagesRequest", _MESSAGE, _ANTHROPIC_ERROR, streams=True)},
+            f"{PATH}/count_tokens": {"post": _post("CountTokensRequest", _COUNT, _ANTHROPIC_ERROR)},
             "/tokenize": {"post": _post("TokenizeRequest", _TOKENS)},
             "/detokenize": {"post": _post("DetokenizeRequest", _PROMPT)},
-            "/v1/models": {"get": _get(_MODELS, 401)},
-            "/v1/models/{name}": {"get": _get(_MODEL, 401, 404) | {"parameters": [name]}},
-            "/health": {"get": _get({"type": "object"}, 503)},
-            "/version": {"get": _get(_VERSION)},
+            "/v1/models": {"get": {"responses": _responses(_MODELS, 401)}},
+            "/v1/models/{name}": {
+                "get": {"responses": _responses(_MODEL, 401, 404), "parameters": [name]}
+            },
+            "/health": {"get": {"responses": _responses({"type": "object"}, 503)}},
+            "/version": {"get": {"responses": _responses(_VERSION)}},
             "/metrics": {"get": {"responses": {"200": _METRICS}}},
         },
         "components": {
@@ -126,38 +132,23 @@ def _answer(kind: str, **choice: object) -> dict[str, Any]:
     )
 
 
-def _post(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
-    operation = _get(answer, *_WHY)
-    operation["responses"]["400"] = _failure("A field is wrong; param names it")
-    body = {"$ref": f"#/components/schemas/{kind}"}
-    content = {"application/json": {"schema": body}}
-    return operation | {"requestBody": {"required": True, "content": content}}
+def _post(
+    kind: str, answer: dict[str, Any], error: dict[str, Any] = _ERROR, *, streams: bool = False
+) -> dict[str, Any]:
+    full = (429, 503) if error is _ERROR else (529,)
+    responses = _responses(answer, 400, 401, 404, 405, 413, 415, 500, *full, error=error)
+    if streams:
+        responses["200"]["content"]["text/event-stream"] = {"schema": {}}
+    body = _json({"$ref": f"#/components/schemas/{kind}"})
+    return {"responses": responses, "requestBody": {"required": True, **body}}
 
 
-def _for_anthropic(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """The same with Anthropic's errors; a full server has a status of its own there."""
-    operation = _post(kind, answer)
-    full = operation["responses"].pop("429")
-    operation["responses"].pop("503")
-    operation["responses"]["529"] = {**full, "description": "The server is full, or shuts down"}
-    for status, response in operation["responses"].items():
-        if status != "200":
-            error = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT))
-            response["content"] = {"application/json": {"schema": error}}
-    return operation
+def _responses(
+    answer: dict[str, Any], *statuses: int, error: dict[str, Any] = _ERROR
+) -> dict[str, Any]:
+    failures = {str(each): {"description": _WHY[each], **_json(error)} for each in statuses}
+    return {"200": {"description": "The answer", **_json(answer)}, **failures}
 
 
-def _streamed(operation: dict[str, Any]) -> dict[str, Any]:
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
-    return operation
-
-
-def _get(answer: dict[str, Any], *statuses: int) -> dict[str, Any]:
-    content = {"application/json": {"schema": answer}}
-    responses = {str(status): _failure(_WHY[status]) for status in statuses}
-    return {"responses": {"200": {"description": "The answer", "content": content}, **responses}}
-
-
-def _failure(description: str) -> dict[str, Any]:
-    schema = _object(error={"$ref": "#/components/schemas/Error"})
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": schema}}}
