@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from trtllm_bls.http.triton import TritonAddresses, TritonHttp
+from trtllm_bls.http.triton import TritonHttp
 from trtllm_bls.launcher import TritonServer
 
 pytestmark = pytest.mark.live
@@ -35,7 +35,7 @@ def ports(server: TritonServer) -> Iterator[tuple[int, int]]:
         nonlocal app
         if scope["type"] == "lifespan":
             await receive()
-            app = TritonHttp(TritonAddresses(grpc=server.grpc_url, http=server.http_url))
+            app = TritonHttp(server.grpc_url, server.http_url)
             await send({"type": "lifespan.startup.complete"})
             await receive()
             await app.close()

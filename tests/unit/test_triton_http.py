@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2
 from trtllm_bls.errors import Overloaded
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.http.guard import ClientGone
-from trtllm_bls.http.triton import Room, TritonAddresses, TritonHttp, _Exchange
+from trtllm_bls.http.triton import Room, TritonHttp, _Exchange
 
 
 class Channel:
@@ -76,7 +76,7 @@ def test_requests_that_come_at_once_ask_for_the_models_inputs_once() -> None:
             return bytes(answer.SerializeToString())
 
     async def run() -> None:
-        program = TritonHttp(TritonAddresses(grpc="localhost:1", http="http://localhost:1"))
+        program = TritonHttp("localhost:1", "http://localhost:1")
         program._grpc = cast(GrpcChannel, Metadata())
 
         def ask() -> asyncio.Task[bytes]:
@@ -133,7 +133,7 @@ def test_a_version_is_asked_for_in_one_spelling() -> None:
         return {"type": "http.request", "body": b"{}"}
 
     async def run() -> None:
-        program = TritonHttp(TritonAddresses(grpc="localhost:1", http="http://localhost:1"))
+        program = TritonHttp("localhost:1", "http://localhost:1")
         program._grpc = cast(GrpcChannel, Metadata())
         path = "/v2/models/m/versions/001/generate"
         headers = [(b"content-type", b"application/json")]
@@ -173,8 +173,8 @@ class Callers:
     def __init__(self, places: int) -> None:
         self.opened: list[Channel] = []
         self.refused: list[Overloaded] = []
-        triton = TritonAddresses(grpc="localhost:1", http="http://localhost:1")
-        self._program = TritonHttp(triton, room=Room(places, self.refused.append))
+        room = Room(places, self.refused.append)
+        self._program = TritonHttp("localhost:1", "http://localhost:1", room=room)
         self._program._grpc = cast(GrpcChannel, self)
 
     async def unary(self, method: str, message: bytes, timeout: float) -> bytes:

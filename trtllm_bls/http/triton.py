@@ -14,7 +14,6 @@ import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 import httpx
 from starlette.types import Receive, Scope, Send
@@ -66,18 +65,6 @@ _HOP_BY_HOP = frozenset(
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TritonAddresses:
-    """Where Triton is: ``grpc`` as host:port, ``http`` as a URL; ``tls`` is for gRPC.
-
-    Without ``grpc``, ``generate`` is passed on like everything else.
-    """
-
-    grpc: str
-    http: str
-    tls: ssl.SSLContext | None = None
-
-
 class Room:
     """The requests to ``tensorrt_llm_bls`` in Triton, which has ``places`` for them.
 
@@ -117,23 +104,26 @@ class Room:
 class TritonHttp:
     """Triton's HTTP surface as an ASGI application; ``close`` it on the loop that served it.
 
-    ``bodies`` reads those of ``generate``. ``is_allowed`` judges the ``authorization`` of every
-    request but those for health.
+    Triton is at ``grpc``, as host:port, and at ``http``, a URL; ``tls`` is for gRPC. Without
+    ``grpc``, ``generate`` is passed on like everything else. ``bodies`` reads those of
+    ``generate``. ``is_allowed`` judges the ``authorization`` of every request but those for health.
     """
 
     def __init__(
         self,
-        triton: TritonAddresses,
+        grpc: str,
+        http: str,
+        tls: ssl.SSLContext | None = None,
         bodies: BodyReader | None = None,
         is_allowed: Callable[[bytes], object] | None = None,
         room: Room | None = None,
     ) -> None:
         self._room = room or Room(math.inf, lambda error: None)
-        self._grpc = GrpcChannel(triton.grpc, tls=triton.tls) if triton.grpc else None
+        self._grpc = GrpcChannel(grpc, tls=tls) if grpc else None
         self._bodies = bodies or BodyReader()
         self._is_allowed = is_allowed
         self._http = httpx.AsyncClient(
-            base_url=triton.http,
+            base_url=http,
             # A stopping Triton waits for its HTTP connections to close, also idle ones.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             timeout=httpx.Timeout(None, connect=_TIMEOUT_SECONDS),

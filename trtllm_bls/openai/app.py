@@ -342,7 +342,7 @@ class _Api:
                 return await asyncio.to_thread(read, body)
         except ClientGone:
             return {}
-        except (ApiError, InvalidRequest, Refused) as error:
+        except (InvalidRequest, Refused) as error:
             if prompt == "prompt" and getattr(error, "field", "") == "messages":
                 prompt = "messages"
             return api_error(error, prompt, None)
@@ -424,7 +424,7 @@ class _Generate:
             api.check_room(reply)
             try:
                 response = await self._read(scope, reply, receive)
-            except (ApiError, InvalidRequest, Refused) as error:
+            except (InvalidRequest, Refused) as error:
                 raise api.refused(reply, error, self._builder.prompt_field) from None
             with api.requests.one(reply.request_id.decode()):
                 await self._answer(response, reply, receive)

@@ -22,19 +22,15 @@ from trtllm_bls.types import ChatOptions, Ending, TextChunk, Wants
 
 
 def _message(parts: list[Event]) -> dict[str, Any]:
-    content, reasoning, calls = [], [], []
+    reasoning = "".join([event.text for event in parts if isinstance(event, Reasoning)])
+    content = "".join([event.text for event in parts if isinstance(event, Content)])
+    calls = [_call(event) for event in parts if isinstance(event, ToolCall)]
     for event in parts:
-        if isinstance(event, Content):
-            content.append(event.text)
-        elif isinstance(event, Reasoning):
-            reasoning.append(event.text)
-        elif isinstance(event, ToolCall):
-            calls.append(_call(event))
-        else:
+        if isinstance(event, Arguments):
             calls[event.index]["function"]["arguments"] += event.text
-    message: dict[str, Any] = {"content": "".join(content) or (None if calls else "")}
+    message: dict[str, Any] = {"content": content or (None if calls else "")}
     if reasoning:
-        message["reasoning_content"] = "".join(reasoning)
+        message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = calls
     return message

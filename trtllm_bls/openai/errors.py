@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
@@ -68,22 +67,20 @@ class Error(msgspec.Struct):
 
 
 @dataclass(eq=False)
-class ApiError(Exception):
+class ApiError(Refused):
     """A request that ends with ``status``; ``param`` names the field, ``code`` the kind."""
 
-    status: int
-    message: str
     _: KW_ONLY
     param: str | None = None
     code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def body(self) -> bytes:
         """The JSON of the answer, and of an event in a stream."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        return msgspec.json.encode({"error": Error(self.message, kind, self.param, self.code)})
+        code = self.code or _CODES.get(self.status)
+        return msgspec.json.encode({"error": Error(self.message, kind, self.param, code)})
 
     @property
     def event(self) -> bytes:
@@ -93,7 +90,7 @@ class ApiError(Exception):
 
 def error_body(status: int, message: str) -> bytes:
     """The JSON of a refusal that names no field."""
-    return ApiError(status, message, code=_CODES.get(status)).body
+    return ApiError(status, message).body
 
 
 def invalid(param: str, problem: str, code: str | None = None) -> ApiError:
@@ -121,8 +118,7 @@ def api_error(
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Refused):
-        code = _CODES.get(error.status)
-        return ApiError(error.status, error.message, code=code, headers=error.headers)
+        return ApiError(error.status, error.message, error.headers)
     text = " ".join(str(error).split())
     if is_too_long(error):
         problem = error.problem if isinstance(error, InvalidRequest) else text

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from trtllm_bls.errors import Overloaded, TrtllmBlsError
+from trtllm_bls.openai.exchange import PromptSink
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.services.request_reports import unreported_id
 from trtllm_bls.types import FinishReason, SpeculationRequest, TextChunk, TextRequest
@@ -54,9 +56,10 @@ class Health:
             speculation=SpeculationRequest(num_draft_tokens=0),
             timeout_s=_LIMIT_S,
         )
+        sink = PromptSink(0, lambda _, chunk: chunks.append(chunk), partial(asyncio.sleep, 0))
         problem = None
         try:
-            await self._orchestrator.run(request, _Chunks(chunks))
+            await self._orchestrator.run(request, sink)
         except Overloaded:
             pass  # a full server works
         except TrtllmBlsError as error:
@@ -69,11 +72,3 @@ class Health:
         else:
             self._problem = problem
             self._failed_at = asyncio.get_running_loop().time()
-
-
-class _Chunks:
-    def __init__(self, chunks: list[TextChunk]) -> None:
-        self.send = chunks.append
-
-    async def ready(self) -> None:
-        pass

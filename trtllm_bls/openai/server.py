@@ -30,7 +30,7 @@ from trtllm_bls.http.guard import (
     GuardedProtocol,
     accepting,
 )
-from trtllm_bls.http.triton import Room, TritonAddresses, TritonHttp
+from trtllm_bls.http.triton import Room, TritonHttp
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.errors import error_body
 from trtllm_bls.openai.keys import key_of
@@ -93,7 +93,9 @@ class TritonFront:
         if tls is not None and self.tls_cert:
             tls.load_cert_chain(self.tls_cert, self.tls_key)
         return TritonHttp(
-            TritonAddresses(grpc=self.grpc, http=self.http, tls=tls),
+            self.grpc,
+            self.http,
+            tls,
             BodyReader(api.max_body_bytes),
             is_allowed=partial(key_of, api.keys) if self.keys and api.keys else None,
             room=room,
