@@ -21,13 +21,15 @@ import os
 import re
 import struct
 import sys
+import threading
 import time
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from trtllm_bls.checkpoint_dir import check_tokenizer, config_vocab_size, generation_eos, one_line
@@ -308,6 +310,99 @@ def _alternatives(tokens: list[str]) -> str:
     return f"(?:{found}){'?' if len(rest) < len(tokens) else ''}"
 
 
+# --- ids of long texts ----------------------------------------------------------------------
+
+_PIECE = 256  # characters; what is shorter is encoded faster than it is found
+# What shows a cut in a wrong place: white space, parts of words and of tokens, and marks that join
+# what precedes them.
+_BESIDE = (
+    *("", "  ", "\r\n\n", "word ", " Word", "'s", "##a", "e\u0301", "|>"),
+    *" \n\t\u3000a1_.\u2581\u0301\u200d\U0001f3fd\u6f22<[\ufffd",
+)
+
+
+class TokenCache:
+    """The ids of pieces of texts, so that of a growing conversation only what is new is encoded.
+
+    A tokenizer finds added tokens before it normalises and splits the text between them. So a text
+    may be cut before such a token, and its ids are those of its pieces. ``most_bytes``: of all
+    pieces and their ids; those unused for longest go first. Safe to share between threads.
+
+    Raises ``ValueError`` for a tokenizer whose ids of a text may differ from those of its pieces.
+    """
+
+    def __init__(self, backend: Any, most_bytes: int) -> None:
+        self._backend, self._most_bytes, self._bytes = backend, most_bytes, 0
+        self._kept: OrderedDict[str, array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._begin = array("i", backend.encode("", add_special_tokens=True).ids)
+        normalizer = json.loads(backend.normalizer.__getstate__()) if backend.normalizer else {}
+        changes = normalizer.get("normalizers", normalizer)  # those of a sequence, maybe none
+        added = backend.get_added_tokens_decoder().values()
+        found_first = [token for token in added if not (token.normalized and changes)]
+        # No other token reaches over the first letter of these. So they are found wherever they
+        # stand, and what precedes them ends there as it would at the end of a text.
+        unfit = {letter for token in found_first for letter in token.content[1:]}
+        unfit |= {token.content[0] for token in found_first if token.single_word}
+        names = [token.content for token in found_first]
+        names = [name for name in names if name[0] not in unfit and re.match(r"[^\w\s]", name)]
+        # A token may take the white space before it along.
+        apart = r"(?<!\s)" if any(token.lstrip for token in found_first) else ""
+        self._border = re.compile(apart + _any_of(names).pattern)
+        if backend.truncation or backend.padding or getattr(backend.model, "dropout", None):
+            raise ValueError("it cuts, fills or varies the ids")
+        if not names or not self._is_right(names):
+            raise ValueError("the ids of a text are not those of its pieces")
+
+    def _is_right(self, names: list[str]) -> bool:
+        beside = list(itertools.product(_BESIDE, repeat=2))
+        Random(0).shuffle(beside)
+        each = zip(itertools.cycle(beside), itertools.cycle(names), range(len(beside + names)))
+        text = "".join(left + name + right for (left, right), name, _ in each)
+        return all(
+            self.encode([whole], special, least=1)[0].tolist()
+            == self._backend.encode(whole, add_special_tokens=special).ids
+            for whole in (text, names[0] + text, " " + text)
+            for special in (False, True)
+        )
+
+    def encode(self, texts: Sequence[str], special: bool, least: int = _PIECE) -> list[array[int]]:
+        """The ids of each text, cut in pieces of at least ``least`` characters.
+
+        What is new is encoded at once, without the interpreter's lock.
+        """
+        cut = [self._pieces(text, least) for text in texts]
+        ids: dict[str, Any] = dict.fromkeys(itertools.chain.from_iterable(cut))
+        with self._lock:
+            for piece in ids.keys() & self._kept.keys():
+                self._kept.move_to_end(piece)
+                ids[piece] = self._kept[piece]
+        new = [piece for piece, known in ids.items() if known is None]
+        encoded = self._backend.encode_batch_fast(new, add_special_tokens=False)
+        for piece, encoding in zip(new, encoded, strict=True):
+            ids[piece] = _packed(encoding.ids)
+            if len(piece) >= _PIECE:
+                self._keep(piece, ids[piece])
+        begin = [self._begin] if special else []
+        return [array("i", b"".join([*begin, *(ids[piece] for piece in pieces)])) for pieces in cut]
+
+    def _pieces(self, text: str, least: int) -> list[str]:
+        begin, pieces = 0, []
+        while found := self._border.search(text, begin + least):
+            pieces.append(text[begin : found.start()])
+            begin = found.start()
+        return [*pieces, text[begin:]]
+
+    def _keep(self, piece: str, ids: array[int]) -> None:
+        with self._lock:
+            if piece not in self._kept:
+                self._kept[piece] = ids
+                self._bytes += sys.getsizeof(piece) + sys.getsizeof(ids)
+            while self._bytes > self._most_bytes:
+                gone, ids = self._kept.popitem(last=False)
+                self._bytes -= sys.getsizeof(gone) + sys.getsizeof(ids)
+
+
 # --- one directory --------------------------------------------------------------------------
 
 
@@ -322,7 +417,11 @@ class Tokenizer:
     """
 
     def __init__(
-        self, hf: Any, generation_eos: tuple[int, ...] = (), config_vocab_size: int = 0
+        self,
+        hf: Any,
+        generation_eos: tuple[int, ...] = (),
+        config_vocab_size: int = 0,
+        cache_bytes: int = 0,
     ) -> None:
         self._hf = hf
         self._backend = getattr(hf, "backend_tokenizer", None)  # tokenizers in Python have none
@@ -332,6 +431,12 @@ class Tokenizer:
             hf.encode("", verbose=False)
             # Start the library's threads now, before this process is pinned to a core.
             self._backend.encode_batch_fast([""])
+        self._cache: TokenCache | None = None
+        if cache_bytes and self._backend is not None:
+            try:
+                self._cache = TokenCache(self._backend, cache_bytes)
+            except ValueError as error:
+                logger.info("no cache of token ids for this tokenizer: %s", error)
         self._warned_of_bos = False
         self._bos_id: int | None = hf.bos_token_id  # which transformers looks up anew each time
         self.vocab_size = len(hf)
@@ -357,8 +462,12 @@ class Tokenizer:
         Very many ids are packed into an array, in pieces, so that other threads run in between.
         Raises ``InvalidRequest`` on ``field`` for text that is not valid Unicode.
         """
-        ids = self._encode(text, add_special_tokens, field)
-        return self._begun_once(tuple(ids) if len(ids) < _MANY else _packed(ids))
+        if self._cache is not None and len(text) >= _SHORT:
+            _check_unicode(text, field)
+            (ids,) = self._cache.encode([text], add_special_tokens)
+        else:
+            ids = _packed(self._encode(text, add_special_tokens, field))
+        return self._begun_once(tuple(ids) if len(ids) < _MANY else ids)
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[PromptIds]:
         """What ``encode`` gives for each text; releases the interpreter's lock meanwhile."""
@@ -563,9 +672,11 @@ class Tokenizer:
         for before in ("\n", "a", "."):
             anchor = tuple(self._encode(before, False, "messages"))
             missing = [text for text in texts if text not in found]
-            for text, ids in zip(
-                missing, self._encode_all([before + text for text in missing], False), strict=True
+            encode = self._encode_all if self._cache is None else self._cache.encode
+            for text, made in zip(
+                missing, encode([before + text for text in missing], False), strict=True
             ):
+                ids = tuple(made)
                 if ids[: len(anchor)] == anchor:  # else the border fell inside a token
                     found[text] = ids[len(anchor) :]
         if wrong := next((text for text in texts if text not in found), None):
@@ -630,12 +741,14 @@ class Tokenizer:
         return digest.hexdigest()
 
 
-def _packed(ids: list[int]) -> PromptIds:
-    """``ids`` as an array; the list is emptied.
+def _packed(ids: list[int]) -> array[int]:
+    """``ids`` as an array; a long list is emptied.
 
     Packing or freeing half a million ids takes milliseconds with the interpreter's lock. So both
     are done in pieces, and a sleep before each lets other threads have the lock.
     """
+    if len(ids) < _MANY:
+        return array("i", ids)
     pieces = []
     while ids:
         time.sleep(0.0001)
@@ -656,8 +769,10 @@ def _check_unicode(text: str, field: str) -> None:
 # --- loading --------------------------------------------------------------------------------
 
 
-def load_tokenizer(directory: str | Path) -> Tokenizer:
+def load_tokenizer(directory: str | Path, cache_bytes: int = 0) -> Tokenizer:
     """Load a Hugging Face tokenizer directory, from this disk alone; it is read, never run.
+
+    ``cache_bytes``: of texts and ids that a ``TokenCache`` keeps; 0 = none.
 
     Raises ``TokenizerError``. Not to be called while another thread imports torch.
     """
@@ -673,7 +788,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             hf = AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
-        return Tokenizer(hf, eos, logits)
+        return Tokenizer(hf, eos, logits, cache_bytes)
     except Exception as error:  # the libraries raise anything, also for a missing file
         problem = f"cannot be loaded as a tokenizer ({one_line(error)})"
         mend = "copy tokenizer.json and tokenizer_config.json of the model into it"

@@ -108,7 +108,7 @@ class _Client(asyncio.Protocol):
         return await self.done
 
 
-async def _connected(port: int) -> _Client:
+async def connected(port: int) -> _Client:
     _, client = await asyncio.get_running_loop().create_connection(_Client, "127.0.0.1", port)
     return client
 
@@ -116,7 +116,7 @@ async def _connected(port: int) -> _Client:
 async def _http_stream(
     port: int, _: object, model: str, requests: list[Request], begin: float
 ) -> list[Answer]:
-    client = await _connected(port)
+    client = await connected(port)
     await asyncio.sleep(begin - time.time())
     answers = []
     for request in requests:
@@ -135,7 +135,7 @@ async def _http_stream(
             answer.problem = f"HTTP status {status}: {text}"
         answers.append(answer)
         if not status:
-            client = await _connected(port)
+            client = await connected(port)
     return answers
 
 
@@ -201,13 +201,13 @@ async def _generate(connection: GrpcChannel, answer: Answer, request_id: str) ->
 
 def _health(port: int, seconds: float) -> list[tuple[int, float]]:
     async def ask(found: list[tuple[int, float]], end: float) -> None:
-        client = await _connected(port)
+        client = await connected(port)
         while time.time() < end:
             began = time.perf_counter()
             status = await client.ask(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             found.append((status, (time.perf_counter() - began) * 1e3))
             if not status:
-                client = await _connected(port)
+                client = await connected(port)
             await asyncio.sleep(_HEALTH_EVERY_S)
 
     async def run() -> list[tuple[int, float]]:

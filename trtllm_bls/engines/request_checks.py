@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from array import array
 from collections.abc import Collection
 from typing import Any
 
@@ -86,7 +87,9 @@ def _check_tokens(request: EngineRequest, draft: Draft, vocab_size: int) -> None
         "draft_input_ids": draft.token_ids,
     }
     for name, ids in given.items():
-        for token in (min(ids, default=0), max(ids, default=0)):
+        # numpy makes no object of each id in the array of a long prompt.
+        ends: Any = (np.min, np.max) if isinstance(ids, array) else (min, max)
+        for token in [end(ids) for end in ends] if ids else ():
             if not 0 <= token < vocab_size:
                 raise InvalidRequest(name, f"token {token} is not in 0..{vocab_size - 1}")
     if any(math.isnan(bias) or bias == math.inf for _, bias in request.embedding_bias):

@@ -280,6 +280,12 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         "Leave the prompt out of an answer that is not streamed, where the request does not say.",
         "true",
     )
+    token_cache_bytes: int = parameter(
+        count(0, "bytes"),
+        "Long texts and their token ids that each process keeps, so that of a growing conversation "
+        "only what is new is tokenised; 0 = none.",
+        "67108864",
+    )
     engine: EngineChoice | None = parameter(
         ENGINE,
         "Where tokens come from: a model of this server, models of other Triton servers, or "

@@ -38,7 +38,7 @@ class Deployment:
     def __init__(
         self, parameters: BlsParameters, pb_utils: Any = None, model_name: str = "tensorrt_llm_bls"
     ) -> None:
-        self.tokenizer = load_tokenizer(parameters.tokenizer_dir)
+        self.tokenizer = load_tokenizer(parameters.tokenizer_dir, parameters.token_cache_bytes)
         self.reports = _reports(parameters, pb_utils, model_name)
         self.engine = _engine(parameters, pb_utils, self.tokenizer, self.reports)
         self._parameters = parameters
