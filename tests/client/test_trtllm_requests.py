@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from dataclasses import fields, replace
 from hashlib import sha256
 from typing import Any
@@ -25,6 +26,7 @@ from trtllm_bls.types import (
     Draft,
     EngineCapacity,
     EngineRequest,
+    PromptIds,
     Sampling,
     Wants,
 )
@@ -98,6 +100,13 @@ def test_guides_and_adapters_are_sent() -> None:
         guided(guided_decoding_guide_type=b"xml", guided_decoding_guide=b"<a>")
     with pytest.raises(InvalidRequest, match="guided_decoding_guide: is missing"):
         guided(guided_decoding_guide_type=b"regex")
+
+
+@pytest.mark.parametrize("ids", [(3, 10**6, 4), array("i", [3, 10**6, 4])])
+def test_an_id_that_is_no_token_is_refused(ids: PromptIds) -> None:
+    """Also in the array of a long prompt."""
+    with pytest.raises(InvalidRequest, match=r"^input_ids: token 1000000 is not in 0\.\.999$"):
+        service_request(replace(ASK, input_ids=ids), "id", EOS, EngineCapacity(vocab_size=1000))
 
 
 def test_the_callers_trace_goes_along() -> None:
