@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from trtllm_bls.engines.base import ChunkStream
-from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.embedded import EmbeddedEngine
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.types import EngineRequest, Sampling
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -179,10 +181,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = AutoModelForCausalLM.from_config(config)
         model.save_pretrained(directory)
-        settings = EmbeddedSettings(
-            threads=options.threads, device=options.device, max_sequence_tokens=2304
+        parameters = EngineParameters(
+            model_dir=Path(directory), threads=options.threads, max_sequence_tokens=2304
         )
-        with EmbeddedEngine(directory, settings) as engine:
+        with EmbeddedEngine(parameters, device=options.device) as engine:
             bench = Bench(
                 engine, model.eval().to(options.device), options.prompt_tokens, options.new_tokens
             )

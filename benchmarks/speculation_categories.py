@@ -157,15 +157,19 @@ def recorded(overhead: float) -> Pair:
 @contextmanager
 def embedded(layers: int) -> Iterator[Pair]:
     """The demo's models, the target with so many more layers."""
-    from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+    from trtllm_bls.engines.embedded import EmbeddedEngine
+    from trtllm_bls.parameters import EngineParameters
 
-    settings = EmbeddedSettings(max_batch=8, max_sequence_tokens=1024)
+    sizes = {"max_batch": 8, "max_sequence_tokens": 1024}
     with tempfile.TemporaryDirectory() as scratch:
         target = DEMO / "target"
         if layers:
             target = pad(target, Path(scratch) / "padded", layers)
-        engines = EmbeddedEngine(target, settings), EmbeddedEngine(DEMO / "draft", settings)
-        yield lambda prompt, answer: engines
+        target, draft = (
+            EmbeddedEngine(EngineParameters(model_dir=each, **sizes))
+            for each in (target, DEMO / "draft")
+        )
+        yield lambda prompt, answer: (target, draft)
 
 
 def pad(source: Path, target: Path, layers: int) -> Path:

@@ -54,14 +54,15 @@ def before_a_service() -> Iterator[TritonServer]:
     from doubles.trtllm_service import Behaviour
     from tests.helpers.scripted_services import service_in_a_thread
     from tests.helpers.server_settings import DEMO, free_ports
-    from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+    from trtllm_bls.engines.embedded import EmbeddedEngine
     from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.parameters import EngineParameters
     from trtllm_bls.settings import Override
     from trtllm_bls.tokenizer import load_tokenizer
 
     model = DEMO / "target"
     tokenizer = load_tokenizer(model)
-    engine = EmbeddedEngine(model, EmbeddedSettings(threads=1))
+    engine = EmbeddedEngine(EngineParameters(model_dir=model, threads=1))
     behaviour = Behaviour(
         eos_id=tokenizer.eos_id or 0,
         vocab_size=tokenizer.vocab_size,

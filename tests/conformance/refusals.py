@@ -27,9 +27,10 @@ from tests.helpers.server_settings import DEMO
 from tests.helpers.wire_tensors import LAST_FORM
 from trtllm_bls.configure.engine import models_for, parse_version
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.llm_api import LlmApiEngine
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError, Unsupported
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.types import Draft, EngineCapacity, EngineRequest, Sampling, Wants
 from trtllm_bls.wire.engine_client import request_inputs
 
@@ -115,7 +116,7 @@ def _cpp_backend(request: EngineRequest) -> str:
 
 async def ask_all() -> dict[str, list[str]]:
     """For each probe what each engine says."""
-    embedded = EmbeddedEngine(DEMO / "target", EmbeddedSettings(threads=1))
+    embedded = EmbeddedEngine(EngineParameters(model_dir=DEMO / "target", threads=1))
     api = _fake_api()
     api.use("1.4.0rc1")
     api.ENGINE = ScriptedEngine(RULE)

@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from trtllm_bls.engines.base import Engine, QueuedChunks
 from trtllm_bls.engines.embedded.batcher import Batcher
-from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
+from trtllm_bls.engines.embedded.checkpoint import load
 from trtllm_bls.engines.embedded.runner import Runner
 from trtllm_bls.engines.embedded.sequence import Sequence, Submission
 from trtllm_bls.errors import EngineError
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, Sampling
 
 VOCAB = 96
@@ -125,19 +126,17 @@ def answers(engine: Engine, *requests: EngineRequest) -> list[list[EngineChunk]]
 @functools.cache
 def runner(kind: str = "llama") -> Runner:
     """A loaded checkpoint, shared by tests; every ``Steps`` gives it fresh slots."""
-    return load(checkpoint(kind), EmbeddedSettings(threads=1))
+    return load(EngineParameters(model_dir=checkpoint(kind), threads=1))
 
 
 class Steps:
     """The engine's batcher without its thread."""
 
     def __init__(self, kind: str = "llama", length: int = 256, **sizes: Any) -> None:
-        settings = EmbeddedSettings(
-            **{"max_batch": 4, "max_draft_len": 16, "max_tokens_per_step": 64} | sizes
-        )
+        sizes = {"max_batch": 4, "max_tokens_per_step": 64} | sizes
         self.runner, self.length = runner(kind), length
-        self.runner.allocate(settings.max_batch, length)
-        self.batcher = Batcher(self.runner, settings.max_tokens_per_step)
+        self.runner.allocate(sizes["max_batch"], length)
+        self.batcher = Batcher(self.runner, sizes["max_tokens_per_step"])
         self._heard: list[tuple[Submission, EngineChunk | EngineError]] = []
 
     def add(self, asked: EngineRequest) -> Submission:

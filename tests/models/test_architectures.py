@@ -14,8 +14,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
+from trtllm_bls.engines.embedded.checkpoint import load
 from trtllm_bls.errors import CheckpointError
+from trtllm_bls.parameters import EngineParameters
 
 _SIZES = {
     "vocab_size": 96,
@@ -77,11 +78,11 @@ def checkpoint(directory: Path, name: str, changes: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("name", RUN)
 def test_an_architecture_of_the_list_runs(tmp_path: Path, name: str) -> None:
     """Its logits through our slots are the model's own."""
-    load(checkpoint(tmp_path, name, RUN[name]), EmbeddedSettings(max_batch=1, threads=1))
+    load(EngineParameters(model_dir=checkpoint(tmp_path, name, RUN[name]), max_batch=1, threads=1))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_architecture_with_attention_of_its_own_is_refused(tmp_path: Path, name: str) -> None:
     """In one line, instead of being served wrong."""
     with pytest.raises(CheckpointError, match=r"its architecture is not supported$"):
-        load(checkpoint(tmp_path, name, REFUSED[name]), EmbeddedSettings(threads=1))
+        load(EngineParameters(model_dir=checkpoint(tmp_path, name, REFUSED[name]), threads=1))

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.embedded_steps import answers
-from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.embedded import EmbeddedEngine
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.tokenizer import load_tokenizer
 from trtllm_bls.types import EngineRequest
 
@@ -36,7 +37,7 @@ def test_both_find_the_same_greedy_tokens(name: str) -> None:
             )
         said = whole[0, len(ids) :].tolist()
         expected.append(tuple(said[:-1] if said[-1] == end else said))
-    with EmbeddedEngine(DEMO / name, EmbeddedSettings(max_batch=4, threads=1)) as engine:
+    with EmbeddedEngine(EngineParameters(model_dir=DEMO / name, max_batch=4, threads=1)) as engine:
         requests = [
             EngineRequest(request_id=str(number), input_ids=ids, max_tokens=NEW_TOKENS, end_id=end)
             for number, ids in enumerate(prompts)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers.embedded_steps import POISON, Steps, generated, prompt, request
-from trtllm_bls.engines.embedded import EmbeddedSettings
+from tests.helpers.embedded_steps import POISON, Steps, checkpoint, generated, prompt, request
+from trtllm_bls.engines.embedded.checkpoint import load
 from trtllm_bls.engines.embedded.slots import Slots
 from trtllm_bls.errors import EngineError, SettingsError
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.types import EngineChunk, FinishReason, Wants
 
 
@@ -245,8 +246,14 @@ def test_what_is_read_once_and_finished_says_so_on_its_last_chunk() -> None:
 
 def test_settings_that_could_starve_a_request_are_refused() -> None:
     """A step must hold a row per running sequence and one draft, or somebody never runs."""
+    with pytest.raises(SettingsError, match="max_batch is 0"):
+        load(EngineParameters(model_dir=checkpoint(), max_batch=0))
     with pytest.raises(SettingsError, match="at least 25"):
-        EmbeddedSettings(max_batch=8, max_draft_len=16, max_tokens_per_step=24)
+        load(
+            EngineParameters(
+                model_dir=checkpoint(), max_batch=8, max_draft_len=16, max_tokens_per_step=24
+            )
+        )
 
 
 # --- slots alone -----------------------------------------------------------------------------

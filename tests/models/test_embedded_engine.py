@@ -24,7 +24,7 @@ from tests.helpers.embedded_steps import (
     request,
 )
 from trtllm_bls.engines.base import Engine, QueuedChunks
-from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.embedded.sequence import Sequence, Submission
 from trtllm_bls.errors import (
     EngineError,
@@ -33,6 +33,7 @@ from trtllm_bls.errors import (
     Overloaded,
     Unsupported,
 )
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.types import Draft, EngineChunk, EngineRequest, FinishReason, Wants
 
 TRUTH = generated(IDS := prompt(14), 20)
@@ -40,7 +41,7 @@ TRUTH = generated(IDS := prompt(14), 20)
 
 def open_engine(**sizes: Any) -> EmbeddedEngine:
     settings = {"max_batch": 4, "max_tokens_per_step": 64, "max_sequence_tokens": 128, "threads": 1}
-    return EmbeddedEngine(checkpoint(), EmbeddedSettings(**settings | sizes))
+    return EmbeddedEngine(EngineParameters(model_dir=checkpoint(), **settings | sizes))
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +231,7 @@ async def test_the_seam_streams_many_requests_at_once(engine: EmbeddedEngine) ->
     assert texts == [generated(prompt(10 + n, start=n), 8) for n in range(10)]
     limits = await seam.capacity()
     assert (limits.vocab_size, limits.max_sequence_tokens) == (VOCAB, 128)
-    assert limits.max_draft_tokens == engine.settings.max_draft_len
+    assert limits.max_draft_tokens == EngineParameters.max_draft_len
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])

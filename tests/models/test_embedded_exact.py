@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from tests.helpers.embedded_steps import (
     request,
     runner,
 )
-from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
+from trtllm_bls.engines.embedded.checkpoint import load
 from trtllm_bls.engines.embedded.runner import Segment
 from trtllm_bls.errors import CheckpointError, SettingsError
+from trtllm_bls.parameters import EngineParameters
 
 LENGTHS = (1, 30, 9, 90, 2, 17)
 
@@ -52,7 +54,7 @@ def test_slots_far_apart_in_length_are_not_padded_and_stay_exact() -> None:
 def test_an_architecture_that_ignores_our_attention_is_refused() -> None:
     """Bloom has its own attention: loading says so in one line, instead of serving nonsense."""
     with pytest.raises(CheckpointError, match="architecture is not supported") as caught:
-        load(checkpoint("bloom"), EmbeddedSettings())
+        load(EngineParameters(model_dir=checkpoint("bloom")))
     assert "\n" not in str(caught.value)
 
 
@@ -121,7 +123,7 @@ def test_a_damaged_checkpoint_is_one_clear_line(damage: object, tmp_path: Path) 
     assert callable(damage)
     damage(directory)
     with pytest.raises(CheckpointError) as caught:
-        load(directory, EmbeddedSettings())
+        load(EngineParameters(model_dir=directory))
     assert str(directory) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -130,15 +132,13 @@ def test_the_kv_cache_is_cut_to_the_memory_allowed_or_refused() -> None:
     """A default length gives way to the memory limit; a length that was asked for does not."""
     per_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, kv heads, head size, fp32
     limit = 4 * per_token * 100
-    loaded = load(checkpoint(), EmbeddedSettings(max_batch=4, max_kv_bytes=limit))
+    sizes = EngineParameters(model_dir=checkpoint(), max_batch=4)
+    loaded = load(sizes, max_kv_bytes=limit)
     assert loaded.slots.length == 100
     with pytest.raises(SettingsError, match="lower max_batch"):
-        load(
-            checkpoint(),
-            EmbeddedSettings(max_batch=4, max_kv_bytes=limit, max_sequence_tokens=101),
-        )
+        load(replace(sizes, max_sequence_tokens=101), max_kv_bytes=limit)
     with pytest.raises(SettingsError, match="the model allows 512"):
-        load(checkpoint(), EmbeddedSettings(max_sequence_tokens=513))
+        load(EngineParameters(model_dir=checkpoint(), max_sequence_tokens=513))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_lengths_that_would_be_computed_otherwise_are_not_offered(
     """Where position or window rules change with the batch's length, the limit stays below."""
     directory = _copy(tmp_path)
     _rewrite(directory, **change)
-    assert load(directory, EmbeddedSettings()).slots.length == longest
+    assert load(EngineParameters(model_dir=directory)).slots.length == longest
 
 
 def test_copied_rows_are_the_rows() -> None:

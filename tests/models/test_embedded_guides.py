@@ -25,13 +25,14 @@ from trtllm_bls.chat_parsing.forced import forced_calls
 from trtllm_bls.chat_parsing.formats import FORCED, TOOL_FORMATS
 from trtllm_bls.chat_parsing.parser import Arguments, ChatParser, ToolCall
 from trtllm_bls.engines.base import join_chunks
-from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.embedded.guides import Guides
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.openai.chat import conversation_of
 from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, guided_decoding
 from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 from trtllm_bls.types import (
     Draft,
@@ -59,8 +60,8 @@ SAMPLINGS = (
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EmbeddedEngine]:
-    sizes = EmbeddedSettings(max_batch=8, max_sequence_tokens=512, threads=1)
-    with EmbeddedEngine(DEMO, sizes) as opened:
+    sizes = {"max_batch": 8, "max_sequence_tokens": 512, "threads": 1}
+    with EmbeddedEngine(EngineParameters(model_dir=DEMO, **sizes)) as opened:
         yield opened
 
 
@@ -453,15 +454,15 @@ def test_a_hostile_grammar_harms_only_its_sender(
 
 @pytest.fixture(scope="module")
 def hostile_engine() -> Iterator[EmbeddedEngine]:
-    settings = EmbeddedSettings(max_batch=2, threads=1, guide_compile_seconds=1.0)
-    with EmbeddedEngine(DEMO, settings) as engine:
+    sizes = {"max_batch": 2, "threads": 1, "guide_compile_seconds": 1.0}
+    with EmbeddedEngine(EngineParameters(model_dir=DEMO, **sizes)) as engine:
         yield engine
 
 
 def test_a_checkpoint_without_a_tokenizer_cannot_be_guided() -> None:
     """It is refused by name, before anything is computed."""
     with (
-        EmbeddedEngine(checkpoint(), EmbeddedSettings(max_batch=1, threads=1)) as bare,
+        EmbeddedEngine(EngineParameters(model_dir=checkpoint(), max_batch=1, threads=1)) as bare,
         pytest.raises(Unsupported, match=r"guided_decoding_guide_type: .*tokenizer\.json"),
     ):
         answers(bare, guided("json", end_id=-1, input_ids=(3, 4)))

@@ -16,13 +16,14 @@ from tests.helpers.openai_server import MODEL, ScriptedBackend, serving
 from tests.helpers.scripted_text import saying, tokenizer
 from tests.openai.conftest import Connect
 from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
-from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.openai.builder import Head
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.constraints import ChatFormats
 from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.openai.schema import ChatRequest, decode
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.tokenizer import load_tokenizer
 from trtllm_bls.types import Ending, FinishReason, SpeculationStats, TextChunk, TextRequest
 
@@ -316,8 +317,8 @@ def test_reasoning_is_a_field_of_its_own(connect: Connect) -> None:
 @pytest.fixture(scope="module")
 def real() -> Iterator[openai.OpenAI]:
     """The demo model, which knows nothing of tools."""
-    sizes = EmbeddedSettings(max_batch=4, max_sequence_tokens=512, threads=1)
-    engine = RoutingEngine(EmbeddedEngine(DEMO, sizes))
+    sizes = {"max_batch": 4, "max_sequence_tokens": 512, "threads": 1}
+    engine = RoutingEngine(EmbeddedEngine(EngineParameters(model_dir=DEMO, **sizes)))
     backend = ScriptedBackend(engine, tokenizer=load_tokenizer(DEMO))
     with serving(engine, backend, tool_parser="hermes") as api:
         client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0)

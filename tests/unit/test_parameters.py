@@ -154,19 +154,6 @@ def test_defaults_are_those_of_the_checked_in_configuration(tmp_path: Path) -> N
     assert parameters(**told).read(BlsParameters) == given.read(BlsParameters)
 
 
-def test_engine_sizes_are_told_only_where_they_are_set(tmp_path: Path) -> None:
-    """0 leaves the choice to the engine."""
-    given = parameters(model_dir=str(tmp_path), max_batch="4", threads="0", max_draft_len="3")
-    engine = given.read(EngineParameters)
-    assert dict(engine.sizes) == {
-        "max_batch": 4,
-        "max_draft_len": 3,
-        "max_tokens_per_step": 512,
-        "guide_compile_seconds": 2,
-    }
-    assert engine.exclude_input_in_output is False
-
-
 def test_a_draft_engine_follows_the_draft_models_override(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -209,8 +196,6 @@ def test_no_parameter_is_without_effect() -> None:
     """Whatever can be set is read: as an attribute, as a limit or as one of the engine's sizes."""
     read = attributes_read() | READ_ELSEWHERE
     read |= {field.name for field in fields(RequestLimits)}
-    sizes = {"max_queue_size": 1, "max_sequence_tokens": 1, "threads": 1}
-    read |= EngineParameters(model_dir=ROOT, **sizes).sizes.keys()
     for model in MODELS:
         assert parameters_of(model.name).keys() <= read, model.name
 

@@ -15,11 +15,12 @@ import pytest
 from tests.helpers.embedded_steps import VOCAB, checkpoint
 from tests.helpers.wire_tensors import LAST_FORM
 from trtllm_bls.contract import ENGINE
-from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.llm_api import LlmApiEngine
 from trtllm_bls.engines.sampling import TokenSampler
 from trtllm_bls.engines.trtllm_service.requests import service_request
 from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.stopping import StoppingCriteria
 from trtllm_bls.types import EngineCapacity, EngineRequest, Sampling
 from trtllm_bls.wire.engine_client import request_inputs
@@ -99,7 +100,9 @@ def by_embedded(sampling: Sampling) -> Any:
     """The fields that are looked at while tokens are chosen, of those that are set."""
 
     async def run() -> None:
-        with EmbeddedEngine(checkpoint(), EmbeddedSettings(max_batch=1, threads=1)) as engine:
+        with EmbeddedEngine(
+            EngineParameters(model_dir=checkpoint(), max_batch=1, threads=1)
+        ) as engine:
             assert [chunk async for chunk in engine.generate(request(sampling))]
 
     asyncio.run(run())

@@ -95,7 +95,7 @@ def open_llm(
     except ImportError as error:
         raise SetupError(f"engine llm_api needs TensorRT-LLM in this Python: {error}") from error
     names = {"max_batch": "max_batch_size", "max_sequence_tokens": "max_seq_len"}
-    given = {names[key]: size for key, size in parameters.sizes.items() if key in names}
+    given = {api: size for own, api in names.items() if (size := getattr(parameters, own))}
     given |= {"model": str(parameters.model_dir), "guided_decoding_backend": "xgrammar"}
     given |= {"gpus_per_node": len(gpus.split(","))} if gpus else {}
     processors = config.load_processors()

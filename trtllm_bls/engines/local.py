@@ -38,6 +38,6 @@ def local_engine(
             vocab_size=tokenizer().model_vocab_size,
             max_sequence_tokens=parameters.max_sequence_tokens,
         )
-    from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings  # needs torch
+    from trtllm_bls.engines.embedded import EmbeddedEngine  # needs torch
 
-    return EmbeddedEngine(parameters.model_dir, EmbeddedSettings(name=name, **parameters.sizes))
+    return EmbeddedEngine(parameters, name)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.parameters.declaration import (
@@ -229,15 +228,6 @@ class EngineParameters(_Generating):
     # What Triton says of this process; not parameters.
     instance: int = 0
     instances: int = 1
-
-    @property
-    def sizes(self) -> Mapping[str, Any]:
-        """The sizes that are set, by their names in the engine's own settings."""
-        names = (
-            *("max_batch", "max_queue_size", "max_tokens_per_step", "max_sequence_tokens"),
-            *("max_draft_len", "threads", "guide_compile_seconds"),
-        )
-        return {name: size for name in names if (size := getattr(self, name))}
 
 
 @dataclass(frozen=True, kw_only=True)

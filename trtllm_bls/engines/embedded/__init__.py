@@ -11,7 +11,6 @@ Importing this package imports torch and transformers: only the engine's own pro
 from trtllm_bls.errors import SetupError
 
 try:
-    from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings
     from trtllm_bls.engines.embedded.engine import EmbeddedEngine
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "safetensors"):
@@ -20,4 +19,4 @@ except ModuleNotFoundError as error:
         f"the embedded engine needs {error.name}: run `pip install 'trtllm-bls[embedded]'`"
     ) from None
 
-__all__ = ["EmbeddedEngine", "EmbeddedSettings"]
+__all__ = ["EmbeddedEngine"]

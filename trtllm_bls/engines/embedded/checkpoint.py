@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trtllm_bls.checkpoint_dir import check_checkpoint
 from trtllm_bls.engines.embedded.runner import Runner, Segment
 from trtllm_bls.errors import CheckpointError, SettingsError
+from trtllm_bls.parameters import EngineParameters
 
 _log = logging.getLogger(__name__)
 
@@ -31,60 +31,39 @@ _SMALL = 50_000_000  # weights
 _PROBE = ((0, 6), (6, 10), (10, 11), (11, 12))  # a prompt, a chunk, two single tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbeddedSettings:
-    """Sizes of one engine; each is memory or delay.
-
-    ``max_batch``: sequences that run at once, each in a KV slot of its own.
-    ``max_queue_size``: sequences that may wait; one more is refused with ``Overloaded``.
-    ``max_tokens_per_step``: rows of one forward pass; so many of a prompt hold up the streams.
-    ``max_sequence_tokens``: prompt and completion together; ``None`` = what the checkpoint
-    allows, at most 4096, or less if the KV cache would not fit ``max_kv_bytes``.
-    ``max_kv_bytes``: limit of the KV cache; ``None`` = half of the memory available at load.
-    ``threads``: of torch's pool; ``None`` = half of the cores, since its spinning barriers collapse
-    when another process wants a core; 1 under 50 M weights: a layer takes less than a barrier.
-    ``guide_compile_seconds``: CPU time that one grammar of guided decoding may take to compile.
-    ``device``: ``None`` = CUDA if torch can use it, else the CPU.
-    """
-
-    name: str = "embedded"
-    max_batch: int = 32
-    max_queue_size: int = 1024
-    max_tokens_per_step: int = 512
-    max_sequence_tokens: int | None = None
-    max_draft_len: int = 32
-    max_kv_bytes: int | None = None
-    threads: int | None = None
-    device: str | None = None
-    guide_compile_seconds: float = 2.0
-
-    def __post_init__(self) -> None:
-        # Every running sequence gets its row in every step, and the oldest waiting one at least
-        # room for its draft: so nothing starves.
-        least = self.max_batch + self.max_draft_len + 1
-        if self.max_tokens_per_step < least:
-            raise SettingsError(
-                f"max_tokens_per_step is {self.max_tokens_per_step}; "
-                f"it must be at least {least} (max_batch + max_draft_len + 1)"
-            )
-
-
-def load(model_dir: str | Path, settings: EmbeddedSettings) -> Runner:
+def load(
+    parameters: EngineParameters, device: str | None = None, max_kv_bytes: int | None = None
+) -> Runner:
     """The model with its slots allocated.
 
-    Raises ``CheckpointError`` naming the directory for anything wrong with the checkpoint, and
-    ``SettingsError`` when the sizes asked for cannot be had.
+    ``device``: ``None`` = CUDA if torch can use it, else the CPU. ``max_kv_bytes``: limit of the KV
+    cache; ``None`` = half of the memory available at load. Raises ``CheckpointError`` naming the
+    directory for anything wrong with the checkpoint, and ``SettingsError`` when the sizes asked for
+    cannot be had.
     """
+    if not parameters.max_batch:
+        raise SettingsError("max_batch is 0; it must be at least 1")
+    # Every running sequence gets its row in every step, and the oldest waiting one at least room
+    # for its draft: so nothing starves.
+    least = parameters.max_batch + parameters.max_draft_len + 1
+    if parameters.max_tokens_per_step < least:
+        raise SettingsError(
+            f"max_tokens_per_step is {parameters.max_tokens_per_step}; "
+            f"it must be at least {least} (max_batch + max_draft_len + 1)"
+        )
+    # Not all cores, since the spinning barriers of torch's pool collapse when another process wants
+    # a core. One thread for a small model, of which a layer takes less than a barrier.
     half = max(1, len(os.sched_getaffinity(0)) // 2)
-    torch.set_num_threads(settings.threads or half)
+    torch.set_num_threads(parameters.threads or half)
     transformers.utils.logging.set_verbosity_error()  # our reports are one line each
     transformers.utils.logging.disable_progress_bar()
-    directory = Path(model_dir)
+    directory = Path(parameters.model_dir)
     check_checkpoint(directory)
-    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    runner, config, num_weights = _probed(directory, device)
-    runner.allocate(settings.max_batch, _longest(config, runner, settings))
-    runner.threads = settings.threads or (1 if num_weights < _SMALL else half)
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    runner, config, num_weights = _probed(directory, chosen)
+    limit = max_kv_bytes or psutil.virtual_memory().available // 2
+    runner.allocate(parameters.max_batch, _longest(config, runner, parameters, limit))
+    runner.threads = parameters.threads or (1 if num_weights < _SMALL else half)
     return runner
 
 
@@ -148,22 +127,22 @@ def _dtype(directory: Path, config: Any, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-def _longest(config: Any, runner: Runner, settings: EmbeddedSettings) -> int:
-    """Tokens per slot: what model, memory and settings allow. Logs the KV cache's size."""
-    possible, asked = _exact_length(config, runner.windowed), settings.max_sequence_tokens
-    if asked is not None and asked > possible:
+def _longest(config: Any, runner: Runner, parameters: EngineParameters, limit: int) -> int:
+    """Tokens per slot: what model, memory (``limit`` bytes) and parameters allow; unless they are
+    asked for, at most ``_DEFAULT_LENGTH``. Logs the KV cache's size."""
+    possible, asked = _exact_length(config, runner.windowed), parameters.max_sequence_tokens
+    if asked > possible:
         raise SettingsError(f"max_sequence_tokens is {asked}; the model allows {possible}")
     length = asked or min(possible, _DEFAULT_LENGTH)
-    per_token = runner.slots.bytes_per_token * settings.max_batch
-    limit = settings.max_kv_bytes or psutil.virtual_memory().available // 2
+    per_token = runner.slots.bytes_per_token * parameters.max_batch
     fits = min(length, limit // per_token)
     if fits < (asked or 2):
         raise SettingsError(
-            f"max_sequence_tokens {length} in {settings.max_batch} slots needs "
+            f"max_sequence_tokens {length} in {parameters.max_batch} slots needs "
             f"{length * per_token} bytes of KV cache; {limit} are allowed: lower max_batch"
         )
     size = fits * per_token / 2**20
-    _log.info("KV cache: %d slots of %d tokens, up to %.0f MiB", settings.max_batch, fits, size)
+    _log.info("KV cache: %d slots of %d tokens, up to %.0f MiB", parameters.max_batch, fits, size)
     return fits
 
 

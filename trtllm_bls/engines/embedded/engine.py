@@ -10,19 +10,21 @@ import asyncio
 import logging
 import threading
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.engines.embedded.batcher import Batcher
-from trtllm_bls.engines.embedded.checkpoint import EmbeddedSettings, load
+from trtllm_bls.engines.embedded.checkpoint import load
 from trtllm_bls.engines.embedded.guides import GUIDE, GUIDE_TYPE, Guides
 from trtllm_bls.engines.embedded.sequence import Event, Sequence, Submission
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.types import EngineCapacity, EngineRequest
+
+_QUEUE_SIZE = 1024  # where the parameter leaves it to the engine
 
 _log = logging.getLogger(__name__)
 
@@ -34,19 +36,22 @@ class EmbeddedEngine:
     ``trtllm_bls.engines.base.Engine``; as a context manager it closes itself.
     """
 
-    def __init__(self, model_dir: str | Path, settings: EmbeddedSettings | None = None) -> None:
-        self.settings = settings or EmbeddedSettings()
-        self.name = self.settings.name
-        self._runner = load(model_dir, self.settings)
+    def __init__(
+        self, parameters: EngineParameters, name: str = "embedded", device: str | None = None
+    ) -> None:
+        self.name = name
+        self._queue_size = parameters.max_queue_size or _QUEUE_SIZE
+        self._most = parameters.max_batch + self._queue_size
+        self._runner = load(parameters, device)
         self._capacity = EngineCapacity(
             vocab_size=self._runner.vocab_size,
             max_sequence_tokens=self._runner.slots.length,
-            max_draft_tokens=self.settings.max_draft_len,
+            max_draft_tokens=parameters.max_draft_len,
         )
         self._guides = Guides(
-            model_dir, self._runner.vocab_size, self.settings.guide_compile_seconds
+            parameters.model_dir, self._runner.vocab_size, parameters.guide_compile_seconds
         )
-        self._batcher = Batcher(self._runner, self.settings.max_tokens_per_step)
+        self._batcher = Batcher(self._runner, parameters.max_tokens_per_step)
         self._closing = False
         self._changed = threading.Condition()  # of closing, or of what the batcher has to do
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -85,12 +90,13 @@ class EmbeddedEngine:
             submission.cancelled = True
 
     def _add(self, sequences: list[Sequence]) -> None:
-        limit = self.settings.max_queue_size
         with self._changed:
             if self._closing:
                 raise EngineUnavailable("the engine is closed")
-            if self._batcher.num_present + len(sequences) > self.settings.max_batch + limit:
-                raise Overloaded(f"Maximum queue size of {limit} is reached; try again later")
+            if self._batcher.num_present + len(sequences) > self._most:
+                raise Overloaded(
+                    f"Maximum queue size of {self._queue_size} is reached; try again later"
+                )
             self._batcher.add(sequences)
             self._changed.notify()
 

@@ -377,9 +377,10 @@ def _guide(params: GuidedDecodingParams | None) -> dict[str, Any]:
 
 
 def _embedded(model: str, max_batch: int) -> Engine:
-    from trtllm_bls.engines.embedded import EmbeddedEngine, EmbeddedSettings
+    from trtllm_bls.engines.embedded import EmbeddedEngine
+    from trtllm_bls.parameters import EngineParameters
 
-    return EmbeddedEngine(model, EmbeddedSettings(max_batch=max_batch, threads=1))
+    return EmbeddedEngine(EngineParameters(model_dir=model, max_batch=max_batch, threads=1))
 
 
 def use(release: str) -> None:
