@@ -30,7 +30,7 @@ from trtllm_bls.engines.embedded.guides import Guides
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.openai.chat import conversation_of
-from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, guided_decoding
+from trtllm_bls.openai.constraints import ChatFormats, answer_form, guided_decoding
 from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
 from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
@@ -289,7 +289,7 @@ def test_an_answer_obeys_the_schema_or_is_a_call(tokenizer: Tokenizer, family: s
         },
         ChatRequest,
     )
-    guide = AnswerForm(conversation_of(request), ChatFormats(TOOL_FORMATS[family]), tokenizer).guide
+    guide = answer_form(conversation_of(request), ChatFormats(TOOL_FORMATS[family]))[0]
     assert guide is not None and guide.field == "response_format"
     final = "<|channel|>final<|message|>Ada"  # a message that is neither
     told = [CALLS[family], '{"name": "Ada", "age": 7}', '{"name": "Ada"}', "Ada", "", final]

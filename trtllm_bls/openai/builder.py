@@ -42,11 +42,11 @@ class ResponseBuilder(ABC):
     object: ClassVar[str]  # of a whole response
     prompt_field: ClassVar[str]  # the request's field that has the prompt
     id_prefix: ClassVar[str]
-    guide_field = "structured_outputs"  # the request's field that asked for guided decoding
     has_pings = False
 
-    def __init__(self, head: Head, requests: list[TextRequest]) -> None:
+    def __init__(self, head: Head, requests: list[TextRequest], guide_field: str) -> None:
         self.requests = requests
+        self.guide_field = guide_field  # the request's field that asked for guided decoding, if any
         self.stream = requests[0].stream
         self.prompt_tokens = 0  # of all prompts
         self.cached_tokens: int | None = None  # of them; the engine may not tell

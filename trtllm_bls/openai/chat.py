@@ -80,8 +80,7 @@ class ChatResponse(ChoicesBuilder):
             return_drafted=bool(request.return_drafted),
             prediction=_prediction(request),
         )
-        super().__init__(request, head, [turn.text])
-        self.guide_field = turn.guide_field or self.guide_field
+        super().__init__(request, head, [turn.text], turn.guide_field)
         self._parts = turn.parts
         self._begun: set[int] = set()
         scores = TokenScores(tokenizer, request.top_logprobs or 0)

@@ -56,8 +56,10 @@ class ChoicesBuilder(ResponseBuilder):
 
     chunk_object: ClassVar[str]
 
-    def __init__(self, request: Common, head: Head, requests: list[TextRequest]) -> None:
-        super().__init__(head, requests)
+    def __init__(
+        self, request: Common, head: Head, requests: list[TextRequest], guide_field: str
+    ) -> None:
+        super().__init__(head, requests, guide_field)
         self._per_prompt = request.n or 1
         options = request.stream_options
         if options is not None and not request.stream:

@@ -70,9 +70,7 @@ class CompletionResponse(ChoicesBuilder):
         requests = [
             TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared) for prompt in prompts
         ]
-        super().__init__(request, head, requests)
-        if guide is not None:
-            self.guide_field = guide.field
+        super().__init__(request, head, requests, guide.field if guide else "")
         self._scores = TokenScores(tokenizer, request.logprobs or 0) if scored else None
         self._logprobs: dict[int, CompletionLogprobs] = {}
 

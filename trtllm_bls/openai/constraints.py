@@ -22,7 +22,6 @@ from trtllm_bls.chat_parsing.formats import (
     ToolFormat,
     formats_of,
 )
-from trtllm_bls.chat_parsing.parser import ChatParser
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.errors import as_json, invalid
 from trtllm_bls.openai.schema import Common, StructuredOutputs, Tool, checked
@@ -151,61 +150,33 @@ class Conversation:
         return replace(self, tools=tools)
 
 
-class AnswerForm:
-    """The form of the answer to one conversation.
+def answer_form(
+    asked: Conversation, formats: ChatFormats
+) -> tuple[GuidedDecoding | None, ToolFormat | None, dict[str, Any]]:
+    """The answer's guided decoding, how its calls are written, and the schemas of what it may call.
 
     Raises ``ApiError`` for demands that contradict each other or make no sense.
     """
+    functions = [tool["function"] for tool in asked.tools]
+    schemas = {each["name"]: each.get("parameters") for each in functions}
+    if asked.choice == "required":
+        guide = _forced_guide(asked)
+        if asked.forced is not None:
+            schemas = {asked.forced: schemas[asked.forced]}
+        return guide, FORCED, schemas
+    tools = formats.tools if asked.tools and asked.choice == "auto" else None
+    if asked.guide is not None and tools is not None:
+        return _or_calls(asked.guide, tools, schemas), tools, schemas
+    return asked.guide, tools, schemas
 
-    def __init__(self, asked: Conversation, formats: ChatFormats, tokenizer: Tokenizer) -> None:
-        self.guide = asked.guide
-        self._most_calls = None if asked.parallel else 1
-        self._tools: ToolFormat | None = None
-        self._reasoning = formats.reasoning
-        self._tokenizer = tokenizer
-        functions = [tool["function"] for tool in asked.tools]
-        self._schemas = {each["name"]: each.get("parameters") for each in functions}
-        if asked.choice == "required":
-            self.guide = _forced_guide(asked)
-            self._tools = FORCED
-            if asked.forced is not None:
-                self._schemas = {asked.forced: self._schemas[asked.forced]}
-        elif asked.tools and asked.choice == "auto":
-            self._tools = formats.tools
-            if self.guide is not None and self._tools is not None:
-                self.guide = _or_calls(self.guide, self._tools, self._schemas)
-        if self.guide is not None:
-            self._reasoning = None  # the engine enforces the form from the first token on
 
-    @property
-    def keeps_special(self) -> bool:
-        """Whether the markers to look for are special tokens, which the text has to keep."""
-        return any(each is not None and each.special for each in (self._tools, self._reasoning))
-
-    def parsers(self, options: ChatOptions, count: int) -> list[ChatParser]:
-        """A parser for each choice."""
-        opened = self._opened(options)
-        return [
-            ChatParser(
-                self._tools,
-                self._reasoning,
-                opened=opened,
-                schemas=self._schemas,
-                most_calls=self._most_calls,
-            )
-            for _ in range(count)
-        ]
-
-    def _opened(self, options: ChatOptions) -> bool:
-        """Whether the chat template ends the prompt with the tag that begins reasoning."""
-        if self._reasoning is None:
-            return False
-        try:
-            short = [{"role": "user", "content": "a"}]
-            prompt = self._tokenizer.render_chat(short, options)
-        except InvalidRequest:
-            return False  # rendering the whole conversation raises it again
-        return prompt.rstrip().endswith(self._reasoning.begin)
+def prompt_opens(tag: str, options: ChatOptions, tokenizer: Tokenizer) -> bool:
+    """Whether the chat template ends the prompt with the tag that begins reasoning."""
+    try:
+        prompt = tokenizer.render_chat([{"role": "user", "content": "a"}], options)
+    except InvalidRequest:
+        return False  # rendering the whole conversation raises it again
+    return prompt.rstrip().endswith(tag)
 
 
 def format_guide(

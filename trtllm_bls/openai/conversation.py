@@ -6,8 +6,9 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
+from trtllm_bls.chat_parsing.parser import ChatParser
 from trtllm_bls.openai.builder import shared_fields
-from trtllm_bls.openai.constraints import AnswerForm, ChatFormats, Conversation
+from trtllm_bls.openai.constraints import ChatFormats, Conversation, answer_form, prompt_opens
 from trtllm_bls.openai.errors import as_json
 from trtllm_bls.openai.schema import Generation
 from trtllm_bls.tokenizer import Tokenizer
@@ -34,22 +35,30 @@ class ChatTurn:
         choices: int = 1,
         **fields: Any,
     ) -> None:
-        form = AnswerForm(asked, formats, tokenizer)
+        guide, calls, schemas = answer_form(asked, formats)
+        # Where there is a guide, the engine enforces the form from the first token on.
+        reasoning = formats.reasoning if guide is None else None
         tools = as_json("tools", asked.tools) if asked.tools and asked.choice != "none" else None
         options = replace(asked.options, tools=tools)
         shared = shared_fields(request, tokenizer.model_vocab_size)
-        if form.keeps_special and request.skip_special_tokens is None:
+        marked = any(each is not None and each.special for each in (calls, reasoning))
+        if marked and request.skip_special_tokens is None:  # the text has to keep the markers
             shared["skip_special_tokens"] = False
-        self.guide_field = form.guide.field if form.guide else None
+        self.guide_field = guide.field if guide else ""
         self.text = TextRequest(
             request_id=uuid.uuid4().hex,
             messages=as_json("messages", formats.conversations.fitted(asked.messages)),
             chat=options,
             num_return_sequences=choices,
-            extras=form.guide.extras if form.guide else {},
+            extras=guide.extras if guide else {},
             **{**shared, **fields},
         )
-        self.parts = form.parsers(options, choices)
+        opened = reasoning is not None and prompt_opens(reasoning.begin, options, tokenizer)
+        most = None if asked.parallel else 1
+        self.parts = [
+            ChatParser(calls, reasoning, opened=opened, schemas=schemas, most_calls=most)
+            for _ in range(choices)
+        ]
 
 
 def thinking(effort: str | None, thinks: bool | None = None) -> dict[str, Any]:

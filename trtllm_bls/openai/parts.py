@@ -47,8 +47,7 @@ class PartsBuilder(ResponseBuilder):
     has_pings = True
 
     def __init__(self, head: Head, turn: ChatTurn, tokenizer: Tokenizer) -> None:
-        super().__init__(head, [turn.text])
-        self.guide_field = turn.guide_field or self.guide_field
+        super().__init__(head, [turn.text], turn.guide_field)
         self._tokenizer = tokenizer
         self._answer = turn.parts[0]
         self._parts: list[Part] = []
