@@ -84,13 +84,11 @@ class CompletionResponse(ChoicesBuilder):
         return self._frames.text(index, chunk.text) if chunk.text else b""
 
     def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
-        return {"text": chunk.text, "logprobs": self._scored(index, chunk)}
-
-    def _scored(self, index: int, chunk: TextChunk) -> dict[str, Any] | None:
-        if self._scores is None:
-            return None
-        found = self._logprobs.setdefault(index, CompletionLogprobs())
-        return found.next(self._scores.of(chunk))
+        scores = None
+        if self._scores is not None:
+            found = self._logprobs.setdefault(index, CompletionLogprobs())
+            scores = found.next(self._scores.of(chunk))
+        return {"text": chunk.text, "logprobs": scores}
 
 
 def _prompts(prompt: str | list[Any]) -> list[dict[str, Any]]:

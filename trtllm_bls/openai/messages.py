@@ -16,7 +16,7 @@ from trtllm_bls.openai.constraints import ChatFormats, Conversation, format_guid
 from trtllm_bls.openai.conversation import ChatTurn, thinking
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
 from trtllm_bls.openai.parts import Part, PartsBuilder, Transcript, sse
-from trtllm_bls.openai.schema import Count, Generation, Refused, Word
+from trtllm_bls.openai.schema import Count, Generation, Refused, TextFormat, Word
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, FinishReason
 
@@ -42,17 +42,10 @@ class Thinking(msgspec.Struct, kw_only=True):
     type: Literal["disabled", "enabled", "adaptive", "between_tools"]
 
 
-class OutputFormat(msgspec.Struct, kw_only=True):
-    """The form of the answer."""
-
-    type: Literal["json_schema"]
-    schema: dict[str, Any] | bool
-
-
 class OutputConfig(msgspec.Struct, kw_only=True):
     """Options of the answer."""
 
-    format: OutputFormat | None = None
+    format: TextFormat | None = None
     effort: str | None = None
 
 
@@ -287,6 +280,7 @@ def _conversation(request: CountTokensRequest) -> Conversation:
     if not turns:
         raise invalid("messages", "hold nothing; send at least one block of text")
     config, choice = request.output_config or OutputConfig(), request.tool_choice
+    form = config.format or TextFormat()
     thinks = None if request.thinking is None else request.thinking.type != "disabled"
     goes_on = turns[-1]["role"] == "assistant"
     if goes_on and (request.tools or thinks):
@@ -295,16 +289,13 @@ def _conversation(request: CountTokensRequest) -> Conversation:
     if choice is not None and choice.type == "tool" and not choice.name:
         raise invalid("tool_choice.name", "is missing")
     demands = {"any": "required", "tool": "required", "none": "none"}
-    guide = None
-    if (form := config.format) is not None:
-        guide = format_guide("output_config.format", form.type, form.schema)
     return Conversation(
         messages=turns,
         tools=[_function(tool) for tool in request.tools or ()],
         choice=demands.get(choice.type, "auto") if choice else "auto",
         forced=choice.name if choice and choice.type == "tool" else None,
         parallel=not (choice and choice.disable_parallel_tool_use),
-        guide=guide,
+        guide=format_guide("output_config.format", form.type, form.schema),
         options=ChatOptions(
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,

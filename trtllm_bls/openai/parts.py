@@ -62,7 +62,8 @@ class PartsBuilder(ResponseBuilder):
             if isinstance(event, ToolCall):
                 events += self._open(ToolCall, event)
                 continue
-            if not isinstance(event, Arguments) and not self._goes_on(type(event)):
+            goes_on = self._is_open and self._parts[-1].kind is type(event)
+            if not isinstance(event, Arguments) and not goes_on:
                 events += self._open(type(event))
             part = self._parts[-1]
             part.texts.append(event.text)
@@ -71,9 +72,6 @@ class PartsBuilder(ResponseBuilder):
             self.count_cached(self._ending)
             events += self._close()
         return events if self.stream else b""
-
-    def _goes_on(self, kind: Kind) -> bool:
-        return self._is_open and self._parts[-1].kind is kind
 
     def _begin_once(self) -> bytes:
         if self._begun:

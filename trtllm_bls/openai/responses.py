@@ -18,7 +18,15 @@ from trtllm_bls.openai.conversation import ChatTurn, thinking
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
 from trtllm_bls.openai.parts import Kind, Part, PartsBuilder, Transcript, sse
-from trtllm_bls.openai.schema import Count, Generation, Refused, TextPart, checked, text_of
+from trtllm_bls.openai.schema import (
+    Count,
+    Generation,
+    Refused,
+    TextFormat,
+    TextPart,
+    checked,
+    text_of,
+)
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, Wants
 
@@ -36,14 +44,6 @@ _FREE_TEXT = {
     "required": ["input"],
     "additionalProperties": False,
 }
-
-
-class TextFormat(msgspec.Struct, kw_only=True):
-    """The form of a message."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    schema: dict[str, Any] | bool | None = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):

@@ -196,6 +196,14 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: JsonSchema | None = None
 
 
+class TextFormat(msgspec.Struct, kw_only=True):
+    """The form of an answer of the other APIs."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+
+
 class ChatRequest(Common, kw_only=True):
     """``POST /v1/chat/completions``."""
 
