@@ -35,7 +35,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_bls.errors import CancelCause, EngineUnavailable, TrtllmBlsError, printable, to_wire
+from trtllm_bls.errors import (
+    CancelCause,
+    EngineUnavailable,
+    InvalidRequest,
+    TrtllmBlsError,
+    printable,
+    to_wire,
+)
 from trtllm_bls.python_backend.one_core import OneCore
 
 # Each question whether a caller has left costs a round trip to the server. The watcher asks for at
@@ -132,7 +139,7 @@ class RequestServer:
 
     def _read(self, request: Any) -> tuple[Call, Exception | None]:
         """The call, and the error to answer it with if it cannot be handled."""
-        call = Call(self._pb, request, self._senders, self._decoupled)
+        call = Call(self._pb, request, self._senders, self._decoupled, self._open)
         try:
             call.read(request)
         except Exception as error:  # raised to Triton, it would answer the whole batch twice
@@ -251,9 +258,15 @@ class Call:
     _numbers = itertools.count(1)
 
     def __init__(
-        self, pb_utils: Any, request: Any, senders: SenderThreads, decoupled: bool
+        self,
+        pb_utils: Any,
+        request: Any,
+        senders: SenderThreads,
+        decoupled: bool,
+        open_calls: Mapping[Call, asyncio.Task[None]] = MappingProxyType({}),
     ) -> None:
         self._pb = pb_utils
+        self._open_calls = open_calls
         self._sender = request.get_response_sender()
         self._senders = senders
         # The least that ends a call. A model that is not decoupled owes one response.
@@ -270,6 +283,7 @@ class Call:
         # Of the event loop:
         self.sequences = 1  # whose last response is not pending yet; none: the call has ended
         self.abandoned = False  # its task has been cancelled since nobody takes its answer
+        self.may_be_stopped = self.stopped = False  # by another request with its id
         self.pending: collections.deque[_Response] = collections.deque()
         self._sending = False  # a response is under way, or waits for a timer
         self._begun = False  # a response has been handed over
@@ -310,6 +324,18 @@ class Call:
         if self.sequences:
             self.sequences = 0
             self._put(self._bare_end)
+
+    def stop_namesakes(self, *, newest_only: bool = False) -> None:
+        """Cancel the calls with this one's id that ``may_be_stopped``. Raises ``InvalidRequest``
+        where it has none."""
+        if not self.client_id:
+            raise InvalidRequest("stop", "needs the request id of the request that is to stop")
+        open_calls = [each for each in self._open_calls if each.may_be_stopped]
+        found = [each for each in open_calls if each.client_id == self.client_id]
+        for call in found[-1:] if newest_only else found:
+            call.may_be_stopped, call.stopped = False, True
+            if not call.abandoned:
+                self._open_calls[call].cancel(CancelCause.CALLER_LEFT.value)
 
     def is_ready(self) -> bool:
         """Whether ``ready`` would not suspend."""

@@ -43,8 +43,6 @@ class EngineService:
         self._limits = limits or RequestLimits()
         self._expose = expose_kv_cache_metrics
         self._decoupled = decoupled
-        # By the client's request id; of several with one id only the newest can be stopped.
-        self._running: dict[str, _RunningCall] = {}
 
     def figures(self) -> dict[str, int]:
         """Steps, requests with a token, and those without one, as TensorRT-LLM names them. Any
@@ -55,8 +53,20 @@ class EngineService:
     async def handle(self, call: Call) -> None:
         """Answer one call: a request, or a stop request for another."""
         if is_stop(call.arrays):
-            self._stop(call)
+            call.stop_namesakes(newest_only=True)  # as upstream's does
             return
+        sequences: list[_SequenceResponses] = []
+        call.may_be_stopped = True
+        try:
+            await self._answer(call, sequences)
+        except asyncio.CancelledError:
+            if not call.stopped:
+                raise
+        for sequence in sequences:  # of a stopped call; each still ends with its normal response
+            sequence.end()
+
+    async def _answer(self, call: Call, sequences: list[_SequenceResponses]) -> None:
+        """Run all rows; ``sequences`` gets the responses of each of their sequences."""
         for output in ("output_ids", "sequence_length"):
             if output not in call.wanted:  # upstream refuses too: padding could not be recognised
                 raise InvalidRequest(output, "must be among the requested outputs")
@@ -77,7 +87,7 @@ class EngineService:
         logit_rows = sum(asked.logit_rows(capacity) for asked, _ in rows)
         self._limits.check_logits(logit_rows, capacity.vocab_size)
         call.sequences = len(rows) * first.num_return_sequences
-        running = _RunningCall()
+        tasks = []
         for number, (asked, excludes) in enumerate(rows):
             writer = ChunkWriter(asked, excludes, number if len(rows) > 1 else None)
             # Always streamed inside, so that a stopped request can answer with what there is.
@@ -87,37 +97,13 @@ class EngineService:
                 streaming=True,
                 traceparent=traceparent_of(call.parameters),
             )
-            sequences = [
+            own = [
                 _SequenceResponses(call, writer, index, asked.streaming)
                 for index in range(asked.num_return_sequences)
             ]
-            running.sequences += sequences
-            running.rows.append(asyncio.create_task(self._row(call, request, sequences)))
-        await self._finish(call, running)
-
-    async def _finish(self, call: Call, running: _RunningCall) -> None:
-        if call.client_id:
-            self._running[call.client_id] = running
-        try:
-            await run_rows(running.rows)
-        except asyncio.CancelledError:
-            if not running.stopped:
-                raise
-        finally:
-            if self._running.get(call.client_id) is running:
-                del self._running[call.client_id]
-        for sequence in running.sequences:
-            sequence.end()
-
-    def _stop(self, call: Call) -> None:
-        if not call.client_id:
-            raise InvalidRequest("stop", "needs the request id of the request that is to stop")
-        if running := self._running.get(call.client_id):
-            # Every sequence still ends with its normal last response.
-            running.stopped = True
-            for row in running.rows:
-                row.cancel()
-        call.finish()
+            sequences += own
+            tasks.append(asyncio.create_task(self._row(call, request, own)))
+        await run_rows(tasks)
 
     async def _row(
         self, call: Call, request: EngineRequest, sequences: list[_SequenceResponses]
@@ -137,15 +123,6 @@ class EngineService:
                     sequences[chunk.sequence_index].add(chunk)
         finally:
             self._rows, self._begun = self._rows - 1, self._begun - begun
-
-
-@dataclass(eq=False)
-class _RunningCall:
-    """One call being answered: its rows' tasks, and its sequences."""
-
-    rows: list[asyncio.Task[None]] = field(default_factory=list)
-    sequences: list[_SequenceResponses] = field(default_factory=list)
-    stopped: bool = False
 
 
 @dataclass(eq=False)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NoReturn
 
 from trtllm_bls.admission import RequestLimits
-from trtllm_bls.errors import CancelCause, InvalidRequest, Stopped
+from trtllm_bls.errors import InvalidRequest, Stopped
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.python_backend import Call
 from trtllm_bls.services.batch import check_one_response, run_rows
@@ -42,8 +41,6 @@ class TextService:
         llmapi: bool = False,
     ) -> None:
         self._llmapi = llmapi
-        # By the caller's id, of the model with a request that stops others.
-        self._running: dict[str, set[asyncio.Task[None]]] = {}
         self._orchestrator = orchestrator
         self._limits = limits
         self._exclude_input = exclude_input
@@ -73,7 +70,9 @@ class TextService:
         """Answer one call; Triton's final flag is on the last chunk of the last sequence."""
         ahead = self._read_ahead.pop(call, None)
         if self._llmapi and is_stop(call.arrays):
-            self._stop(call.client_id)
+            call.stop_namesakes()
+            raise Stopped("the requests with this id are stopped")
+        call.may_be_stopped = self._llmapi
         try:
             requests = ahead or self._requests(call)
             if not self._decoupled:
@@ -86,37 +85,16 @@ class TextService:
             self._orchestrator.refused(call.id, error)
             raise
         call.sequences = sum([request.num_return_sequences for request in requests])
-        if self._llmapi:
-            await self._stoppable(call, self._row(call, requests[0], None))
-        elif len(requests) == 1:
-            await self._row(call, requests[0], None)
-        else:
-            rows = [self._row(call, request, row) for row, request in enumerate(requests)]
-            await run_rows([asyncio.create_task(row) for row in rows])
-
-    async def _stoppable(self, call: Call, row: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(row)
-        running = self._running.setdefault(call.client_id, set())
-        running.add(task)
         try:
-            await run_rows([task])
+            if len(requests) == 1:
+                await self._row(call, requests[0], None)
+            else:
+                rows = [self._row(call, request, row) for row, request in enumerate(requests)]
+                await run_rows([asyncio.create_task(row) for row in rows])
         except asyncio.CancelledError:
-            if task in running:
+            if not call.stopped:
                 raise
             raise Stopped("stopped by a request with this id") from None
-        finally:
-            running.discard(task)
-            if not running:
-                self._running.pop(call.client_id, None)
-
-    def _stop(self, client_id: str) -> NoReturn:
-        """End all requests of this id, and the one that asks for it: each with an error."""
-        if not client_id:
-            raise InvalidRequest("stop", "needs the request id of the request that is to stop")
-        tasks = self._running.get(client_id, set())
-        while tasks:
-            tasks.pop().cancel(CancelCause.CALLER_LEFT.value)
-        raise Stopped("the requests with this id are stopped")
 
     async def _row(self, call: Call, request: TextRequest, row: int | None) -> None:
         if row is not None:
