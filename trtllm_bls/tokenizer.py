@@ -336,16 +336,17 @@ class TokenCache:
         self._kept: OrderedDict[str, array[int]] = OrderedDict()
         self._lock = threading.Lock()
         self._begin = array("i", backend.encode("", add_special_tokens=True).ids)
-        normalizer = json.loads(backend.normalizer.__getstate__()) if backend.normalizer else {}
-        changes = normalizer.get("normalizers", normalizer)  # those of a sequence, maybe none
+        normalizer = backend.normalizer
+        declared = {} if normalizer is None else json.loads(normalizer.__getstate__())
+        changes = declared.get("normalizers", declared)  # those of a sequence, maybe none
         added = backend.get_added_tokens_decoder().values()
         found_first = [token for token in added if not (token.normalized and changes)]
         # No other token reaches over the first letter of these. So they are found wherever they
         # stand, and what precedes them ends there as it would at the end of a text.
         unfit = {letter for token in found_first for letter in token.content[1:]}
-        unfit |= {token.content[0] for token in found_first if token.single_word}
-        names = [token.content for token in found_first]
-        names = [name for name in names if name[0] not in unfit and re.match(r"[^\w\s]", name)]
+        part_of_text = [t for t in found_first if t.single_word or re.match(r"[\w\s]", t.content)]
+        unfit |= {token.content[0] for token in part_of_text}
+        names = [token.content for token in found_first if token.content[0] not in unfit]
         # A token may take the white space before it along.
         apart = r"(?<!\s)" if any(token.lstrip for token in found_first) else ""
         self._border = re.compile(apart + _any_of(names).pattern)
@@ -773,7 +774,6 @@ def load_tokenizer(directory: str | Path, cache_bytes: int = 0) -> Tokenizer:
     """Load a Hugging Face tokenizer directory, from this disk alone; it is read, never run.
 
     ``cache_bytes``: of texts and ids that a ``TokenCache`` keeps; 0 = none.
-
     Raises ``TokenizerError``. Not to be called while another thread imports torch.
     """
     path = Path(directory)

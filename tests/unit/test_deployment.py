@@ -54,6 +54,12 @@ def deployed(**more: Any) -> Deployment:
     return asyncio.run(make())
 
 
+def test_ids_of_long_texts_are_kept_unless_that_is_turned_off() -> None:
+    """By default, since agents send the same conversation again and again."""
+    assert deployed().tokenizer._cache is not None
+    assert deployed(token_cache_bytes=0).tokenizer._cache is None
+
+
 def test_engines_are_sent_a_bias_for_each_of_the_models_logits() -> None:
     """Which may be more than the tokenizer has tokens."""
     made: Any = deployed(tokenizer_dir=padded_model()).engine
